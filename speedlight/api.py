@@ -1,0 +1,202 @@
+"""The public calls: attention() and plan()."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from . import arrays, engine
+from .errors import ArgumentError, ArgumentTypeError
+from .machine import current_isa
+from .plan import Plan
+from .problem import LAYOUTS, from_arrays, from_sizes
+
+_prepared: dict[Any, engine.Prepared] = {}
+_MEMO = 512  # prepared calls kept
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    q_start: Any = None,
+    k_start: int = 0,
+    scale: float | None = None,
+    layout: str = "bhld",
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """Exact attention, softmax(scale · QKᵀ)V, in memory that does not grow with the square of the length.
+
+    Args:
+        q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch CPU
+            tensor, or an object with DLPack or `__array_interface__`. Any strides.
+        k: (batch, kv_heads, k_len, head_dim), same dtype. kv_heads divides q_heads: query head h reads kv head
+            h // (q_heads // kv_heads).
+        v: (batch, kv_heads, k_len, value_dim), same dtype.
+        causal: True hides keys after the query, aligned at the end (the last query sees every key); "top-left"
+            aligns at the start, as PyTorch's is_causal does.
+        q_start: absolute position of the first query, an int or one per batch item. Default k_len - q_len.
+        k_start: absolute position of the first key, a multiple of 1024.
+        scale: factor of the scores. Default 1/sqrt(head_dim).
+        layout: "bhld", "blhd" for (batch, length, heads, head_dim), or "lhd" for packed (total_length, heads, head_dim).
+        cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
+        cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
+        return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
+            (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out 0.
+        out: where to write the result, in the layout of q.
+
+    Returns:
+        The output, shaped as q with value_dim last, of q's kind and dtype; with return_lse a pair (out, lse).
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came. Nothing has been written then. It is also a
+            ValueError or TypeError.
+
+    Source: Dao et al., FlashAttention (2022); the arithmetic is described in docs/numerics.md.
+
+    >>> import numpy as np, speedlight as sl
+    >>> q = k = v = np.ones((1, 2, 3, 4), dtype=np.float32)
+    >>> out, lse = sl.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
+    ((1, 2, 3, 4), (1, 2, 3), 1.0)
+    """
+    options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa())
+    key = None
+    if cu_seqlens_q is None and cu_seqlens_k is None and out is None:
+        key = _key(q, k, v, options)
+        prepared = _prepared.get(key) if key else None
+        if prepared is not None and isinstance(return_lse, bool):
+            return _again(prepared, q, k, v, layout, return_lse)
+    if not isinstance(return_lse, bool):
+        raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+    a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    problem, cu_q, cu_k = from_arrays(
+        a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    shape = (*a.shape[:-1], problem.value_dim)
+    if out is None:
+        result, target = arrays.empty_like(a, shape, problem.dtype)
+    else:
+        result, target = out, arrays.describe(out, "out")
+        arrays.check_out(target, shape, problem.dtype, (a, b, c))
+    prepared = engine.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, options[5], options[6])
+    lse, lse_array = _lse(a, layout) if return_lse else (None, None)
+    prepared.run(a.address, b.address, c.address, target.address, lse_array.address if lse_array else 0)
+    if key is not None:
+        if len(_prepared) >= _MEMO:
+            _prepared.clear()
+        _prepared[key] = prepared
+    if out is None:
+        result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
+    return (result, lse) if return_lse else result
+
+
+def _lse(q: arrays.Array, layout: str) -> tuple[Any, arrays.Array]:
+    """A new array for the log-sum-exp of a call with these queries."""
+    axes = LAYOUTS[layout]
+    shape = tuple(q.shape[a] for a in axes[:-1])
+    return arrays.empty_like(q, shape, "float64" if q.dtype == "float64" else "float32")
+
+
+def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
+    """What a repeated call is found by; None where the arrays are neither NumPy's nor PyTorch's or an option is odd."""
+    causal, q_start, k_start, scale, layout = options[:5]
+    if not (type(causal) in (bool, str) and (q_start is None or type(q_start) is int) and type(k_start) is int):
+        return None
+    if not (scale is None or type(scale) in (float, int)) or type(layout) is not str:
+        return None
+    if type(q) is np.ndarray and type(k) is np.ndarray and type(v) is np.ndarray:
+        return (options, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
+    torch = sys.modules.get("torch")
+    if torch is not None and type(q) is torch.Tensor and type(k) is torch.Tensor and type(v) is torch.Tensor:
+        for x in (q, k, v):
+            if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided or x.is_neg():
+                return None
+        return (options, q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
+    return None
+
+
+def _again(prepared: engine.Prepared, q: Any, k: Any, v: Any, layout: str, return_lse: bool) -> Any:
+    """A call that was prepared before: only the addresses are new."""
+    shape = (*q.shape[:-1], prepared.problem.value_dim)
+    lse = None
+    if type(q) is np.ndarray:
+        out = np.empty(shape, q.dtype)
+        if return_lse:
+            axes = LAYOUTS[layout]
+            lse = np.empty(tuple(q.shape[a] for a in axes[:-1]), q.dtype if q.dtype == np.float64 else np.float32)
+        lse_address = 0 if lse is None else lse.ctypes.data
+        prepared.run(q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, lse_address)
+    else:
+        torch = sys.modules["torch"]
+        out = torch.empty(shape, dtype=q.dtype)
+        if return_lse:
+            axes = LAYOUTS[layout]
+            kind = torch.float64 if q.dtype is torch.float64 else torch.float32
+            lse = torch.empty(tuple(q.shape[a] for a in axes[:-1]), dtype=kind)
+        prepared.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr())
+    return (out, lse) if return_lse else out
+
+
+def plan(
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    *,
+    batch: int = 1,
+    q_heads: int | None = None,
+    kv_heads: int | None = None,
+    q_len: int | None = None,
+    k_len: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    dtype: Any = "float32",
+    causal: bool | str = False,
+    q_start: Any = None,
+    k_start: int = 0,
+    scale: float | None = None,
+    layout: str = "bhld",
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+) -> Plan:
+    """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
+
+    Takes either arrays, as attention() does, or sizes alone. Runs nothing but, once per process, a few milliseconds
+    that measure the machine's peak and bandwidth.
+
+    Returns:
+        A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.
+
+    Raises:
+        speedlight.Error: as attention() does.
+
+    >>> import speedlight as sl
+    >>> p = sl.plan(batch=1, q_heads=32, kv_heads=8, q_len=8192, k_len=8192, head_dim=128, dtype="bfloat16", causal=True)
+    >>> p.visible_pairs == 32 * 8192 * 8193 // 2
+    True
+    """
+    strided_keys = strided_values = False
+    if q is not None or k is not None or v is not None:
+        if (q_heads, kv_heads, q_len, k_len, head_dim, value_dim) != (None,) * 6:
+            raise ArgumentError("q_heads: expected either arrays or sizes; got both. Leave the sizes out.")
+        a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+        problem, _, _ = from_arrays(
+            a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        )  # fmt: skip
+        size = arrays.DTYPES[problem.dtype][1]
+        strided_keys, strided_values = b.strides[-1] != size, c.strides[-1] != size
+    else:
+        problem = from_sizes(
+            batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
+            value_dim=value_dim, dtype=dtype, causal=causal, q_start=q_start, k_start=k_start, scale=scale,
+        )  # fmt: skip
+    return engine.make_plan(problem, engine.threads_now(), strided_keys=strided_keys, strided_values=strided_values)

@@ -1,0 +1,200 @@
+"""Arrays in and out, without copies: NumPy, PyTorch (CPU), DLPack, and the NumPy array interface."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+# our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
+DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
+STORAGE_BYTES = dict(DTYPES.values())
+_NAMES = {short: name for name, (short, _) in DTYPES.items()}
+_DLPACK_NAMES = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16", (4, 16): "bfloat16"}
+
+
+@dataclass(slots=True)
+class Array:
+    """Where an array lies: address, shape, strides in bytes, dtype name. `owner` keeps it alive."""
+
+    name: str
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    kind: str  # numpy, torch, dlpack
+    writeable: bool
+    owner: Any
+
+    def extent(self) -> tuple[int, int]:
+        """First byte and one past the last."""
+        if 0 in self.shape:
+            return self.address, self.address
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)]
+        low = self.address + sum(min(r, 0) for r in reach)
+        return low, self.address + sum(max(r, 0) for r in reach) + DTYPES[self.dtype][1]
+
+    def numpy(self) -> np.ndarray:
+        """A NumPy view of the same memory."""
+        if isinstance(self.owner, np.ndarray):
+            return self.owner
+        low, high = self.extent()
+        buffer = (ctypes.c_char * max(high - low, 1)).from_address(low or ctypes.addressof(_EMPTY))
+        view = np.ndarray(self.shape, numpy_dtype(self.dtype), buffer, self.address - low, self.strides)
+        view.flags.writeable = self.writeable
+        return view
+
+
+_EMPTY = ctypes.c_char()
+
+
+def long_name(short: str) -> str:
+    return _NAMES[short]
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The NumPy dtype of a name; bfloat16 is ml_dtypes'."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def _check_dtype(name: str, dtype: str) -> str:
+    if dtype not in DTYPES:
+        raise ArgumentTypeError(f"{name}: expected dtype float32, float64, float16 or bfloat16; got {dtype}. Convert it first.")
+    return dtype
+
+
+def describe(x: Any, name: str) -> Array:
+    """The array behind an argument, wherever it came from. Nothing is copied."""
+    if isinstance(x, np.ndarray):
+        return _from_numpy(x, name, "numpy", x)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return _from_torch(x, name, torch)
+    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        return _from_dlpack(x, name)
+    if hasattr(x, "__array_interface__"):
+        return _from_numpy(np.asarray(x), name, "numpy", x)
+    raise ArgumentTypeError(
+        f"{name}: expected a NumPy array, a PyTorch tensor, or an object with DLPack or __array_interface__; "
+        f"got {type(x).__name__}. Try numpy.asarray({name}, dtype='float32')."
+    )
+
+
+def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
+    if x.dtype.byteorder not in "=|" and x.dtype.newbyteorder("=") != x.dtype:
+        raise ArgumentTypeError(f"{name}: expected native byte order; got {x.dtype.str}. Use {name}.astype({x.dtype.name!r}).")
+    dtype = _check_dtype(name, x.dtype.name)
+    return Array(name, x.ctypes.data, x.shape, x.strides, dtype, kind, x.flags.writeable, owner)
+
+
+def _from_torch(x: Any, name: str, torch: Any) -> Array:
+    if x.device.type != "cpu":
+        raise UnsupportedError(f"{name}: expected a tensor on the CPU; got one on {x.device}. Use {name}.cpu().")
+    if x.layout != torch.strided:
+        raise ArgumentTypeError(f"{name}: expected a strided tensor; got layout {x.layout}. Use {name}.to_dense().")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{name}: requires grad, and speedlight has no gradients yet. Use {name}.detach(), or call under torch.no_grad()."
+        )
+    if x.is_conj() or x.is_neg():
+        raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")
+    dtype = _check_dtype(name, str(x.dtype).removeprefix("torch."))
+    size = DTYPES[dtype][1]
+    return Array(name, x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x)
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("vector", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def _from_dlpack(x: Any, name: str) -> Array:
+    """Reads the capsule itself, because NumPy cannot take bfloat16 from one."""
+    device = x.__dlpack_device__()
+    if int(device[0]) != 1:
+        raise UnsupportedError(f"{name}: expected an array on the CPU; got DLPack device {tuple(map(int, device))}.")
+    capsule = x.__dlpack__()
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    t = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    dtype = _DLPACK_NAMES.get((t.code, t.bits), f"DLPack type {t.code} of {t.bits} bits")
+    _check_dtype(name, dtype)
+    size = DTYPES[dtype][1]
+    shape = tuple(t.shape[i] for i in range(t.ndim))
+    if t.strides:
+        strides = tuple(t.strides[i] * size for i in range(t.ndim))
+    else:
+        strides = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) * size for i in range(t.ndim))
+    return Array(name, (t.data or 0) + t.byte_offset, shape, strides, dtype, "dlpack", False, (x, capsule))
+
+
+def empty_like(x: Array, shape: tuple[int, ...], dtype: str) -> tuple[Any, Array]:
+    """A new array of the kind of `x` (a NumPy one for DLPack), and where it lies."""
+    if x.kind == "torch":
+        torch = sys.modules["torch"]
+        new = torch.empty(shape, dtype=getattr(torch, dtype))
+        return new, _from_torch(new, "out", torch)
+    new = np.empty(shape, numpy_dtype(dtype))
+    return new, _from_numpy(new, "out", "numpy", new)
+
+
+def like_input(x: Array, result: Any) -> Any:
+    """A NumPy result as the library of `x` would hold it, by DLPack where that library can."""
+    if x.kind != "dlpack":
+        return result
+    namespace = getattr(x.owner[0], "__array_namespace__", None)
+    if namespace is None:
+        return result
+    library = namespace()
+    if hasattr(library, "from_dlpack") and result.dtype.name != "bfloat16":
+        return library.from_dlpack(result)
+    return library.asarray(result)
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Whether the two share a byte (or might, where that is too hard to say)."""
+    a_low, a_high = a.extent()
+    b_low, b_high = b.extent()
+    if a_low >= b_high or b_low >= a_high:
+        return False
+    try:
+        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=10_000))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Array, ...]) -> None:
+    """`out` can be written: right shape and dtype, one place for every element, none shared with an input."""
+    if out.shape != shape:
+        raise ArgumentError(f"out: expected shape {shape}; got {out.shape}.")
+    if out.dtype != dtype:
+        raise ArgumentTypeError(f"out: expected dtype {dtype}, as q has; got {out.dtype}.")
+    if not out.writeable:
+        raise ArgumentError("out: expected a writeable array; got a read-only one.")
+    reach = DTYPES[dtype][1]
+    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, shape, strict=True) if n > 1):
+        if stride < reach:
+            raise ArgumentError(f"out: expected a place of its own for every element; got strides {out.strides}. Use a contiguous array.")
+        reach = stride * (n - 1) + reach
+    for x in inputs:
+        if overlap(out, x):
+            raise ArgumentError(f"out: expected memory of its own; it overlaps {x.name}. Pass another array, or leave out=None.")

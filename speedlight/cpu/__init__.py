@@ -1,0 +1,1 @@
+"""The CPU engine: kernels are Python programs that write machine code."""

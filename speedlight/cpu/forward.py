@@ -1,0 +1,343 @@
+"""The forward kernel: one task is a block of queries of one kv head. It knows sequences and scratch, not vector widths.
+
+    region(arguments): until the tickets of this region are drawn, take one and run its task
+    task: pack the block's query panels; for every span, for every tile of keys, for every panel: score, softmax,
+          value; merge the span into the panel's state; at the end divide, transpose and store
+
+Arguments are one struct of 64-bit words (fields.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan import SPAN, TILE
+from .fields import ITEM, field
+from .microkernels import (
+    Shape,
+    is_empty,
+    load_unit,
+    load_units,
+    merge_states,
+    narrowed,
+    natural_log,
+    score_tile,
+    softmax_tile,
+    value_tile,
+)
+from .vector import F32, F64, I16, I32, I64, PTR, VOID, Function, Module, Value, vec
+
+class _Parts:
+    """The functions of one forward module."""
+
+    def __init__(self, s: Shape) -> None:
+        self.shape = s
+        self.module = Module(f"forward_{s.storage}")
+        m = self.module
+        self.score, self.softmax, self.value, self.merge = (make(m, s) for make in (score_tile, softmax_tile, value_tile, merge_states))
+        self.log = natural_log(m)
+        self.pack = pack_queries(m, s)
+        self.stage_keys = stage_rows(m, s, "stage_keys")
+        self.stage_values = stage_pairs(m, s) if s.dot else self.stage_keys
+        self.store = store_panel(m, s, self.log)
+
+
+def forward_module(s: Shape, symbol: str) -> Module:
+    """The whole forward engine for one shape; `symbol` is the region's public name."""
+    parts = _Parts(s)
+    task = _task(parts)
+    region = _region(parts, task)
+    _entry(parts, region, symbol)
+    return parts.module
+
+
+def pack_queries(module: Module, s: Shape) -> Any:
+    """q_panel[units, panel] from the rows named by a table of pointers; `flip` has the sign bits to invert."""
+    k = module.function("pack_queries", {"table": PTR, "q_panel": PTR, "head_dim": I64, "units": I64, "column": I64, "flip": I64})
+    p = k.p
+    flip = p["flip"] if s.wide else k.trunc(p["flip"], I32)
+    whole = p["head_dim"] // (2 * s.lanes if s.dot else s.lanes) * s.lanes
+    end = k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    for v in range(s.vectors):
+        table = k.at(p["table"], v * s.lanes * 8)
+        with k.range(0, end, s.lanes) as t:
+            rows = [load_units(k, s, k.load(PTR, table, lane * 8), t) for lane in range(s.lanes)]
+            for i, x in enumerate(k.transpose(rows)):
+                flipped = x.bits(s.ivector) ^ k.splat(flip, s.lanes)
+                k.store(flipped, p["q_panel"], (t + i) * s.row_bytes + s.lane_offset(v))
+    with k.range(0, s.panel) as lane:
+        row = k.load(PTR, p["table"], lane * 8)
+        with k.range(end, p["units"]) as t:
+            x = load_unit(k, s, row, t, p["column"], p["head_dim"])
+            k.store(x.bits(s.integer) ^ flip, p["q_panel"], t * s.row_bytes + lane * s.number_bytes)
+    return k.finish()
+
+
+def stage_rows(module: Module, s: Shape, name: str) -> Any:
+    """tile[count, units] from rows of any stride and narrower type."""
+    k = module.function(name, {"tile": PTR, "source": PTR, "row": I64, "column": I64, "count": I64, "length": I64, "units": I64})
+    p = k.p
+    whole = p["length"] // (2 * s.lanes if s.dot else s.lanes) * s.lanes
+    end = k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    with k.range(0, p["count"]) as j:
+        source = k.at(p["source"], j * p["row"])
+        target = k.at(p["tile"], j * p["units"] * s.number_bytes)
+        with k.range(0, end, s.lanes) as t:
+            k.store(load_units(k, s, source, t), target, t * s.number_bytes)
+        with k.range(end, p["units"]) as t:
+            k.store(load_unit(k, s, source, t, p["column"], p["length"]), target, t * s.number_bytes)
+    return k.finish()
+
+
+def stage_pairs(module: Module, s: Shape) -> Any:
+    """tile[ceil(count / 2), length] of bf16 pairs from neighbouring rows; after an odd end comes a row of zeros."""
+    params = {"tile": PTR, "source": PTR, "row": I64, "column": I64, "count": I64, "length": I64, "units": I64}
+    k = module.function("stage_pairs", params)
+    p = k.p
+    whole = p["length"] // s.lanes * s.lanes
+    end = k.select(p["column"].equals(2), whole, k.i64(0))
+    with k.range(0, p["count"], 2) as j:
+        both = j + 1 < p["count"]
+        low = k.at(p["source"], j * p["row"])
+        high = k.select(both, k.at(low, p["row"]), low)
+        keep = k.select(both, k.const(0xFFFF0000 - (1 << 32), I32), k.const(0, I32))
+        target = k.at(p["tile"], (j >> 1) * p["length"] * 4)
+        with k.range(0, end, s.lanes) as t:
+            a, b = (_halves(k, s, x, t) for x in (low, high))
+            k.store(a | ((b << 16) & k.splat(keep, s.lanes)), target, t * 4)
+        with k.range(end, p["length"]) as t:
+            a, b = (k.zext(k.load(I16, x, t * p["column"]), I32) for x in (low, high))
+            k.store(a | ((b << 16) & keep), target, t * 4)
+    return k.finish()
+
+
+def _halves(k: Function, s: Shape, row: Value, t: Value) -> Value:
+    return k.zext(k.load(vec(I16, s.lanes), row, t * 2), s.ivector)
+
+
+def store_panel(module: Module, s: Shape, log: Any) -> Any:
+    """out = acc / running_sum and lse = ln2·running_max + ln running_sum for the first `count` lanes."""
+    k = module.function("store_panel", {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64})
+    p = k.p
+    acc = k.at(p["state"], 2 * s.row_bytes)
+    for v in range(s.vectors):
+        at = s.lane_offset(v)
+        m, running_sum = k.load(s.vector, p["state"], at), k.load(s.vector, p["state"], s.row_bytes + at)
+        empty = is_empty(m, running_sum)
+        with k.range(0, p["width"]) as c:
+            x = k.load(s.vector, acc, c * s.row_bytes + at) / running_sum
+            k.store(k.select(empty, k.const(0.0, s.vector), x), acc, c * s.row_bytes + at)
+        first = v * s.lanes
+        unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)
+        end = k.select(unit, p["width"] // s.lanes * s.lanes, k.i64(0))
+        with k.range(0, end, s.lanes) as c:
+            rows = k.transpose([k.load(s.vector, acc, (c + i) * s.row_bytes + at) for i in range(s.lanes)])
+            for lane, x in enumerate(rows):
+                k.store(narrowed(k, s, x), k.load(PTR, p["table"], (first + lane) * 8), c * s.storage_bytes)
+        with k.range(first, k.min(p["count"], k.i64(first + s.lanes))) as lane:
+            row = k.load(PTR, p["table"], lane * 8)
+            with k.range(end, p["width"]) as c:
+                x = k.load(s.number, acc, c * s.row_bytes + lane * s.number_bytes)
+                k.store(narrowed(k, s, x), row, c * p["column"])
+    with k.when(k.load(I64, p["lse_table"]).differs(0)), k.range(0, p["count"]) as lane:
+        m, running_sum = (k.load(s.number, p["state"], i * s.row_bytes + lane * s.number_bytes) for i in (0, 1))
+        m, running_sum = (x if s.wide else k.extend(x, F64) for x in (m, running_sum))
+        lse = k.fma(m, k.const(0.6931471805599453, F64), k.call(log, running_sum))
+        lse = k.select(is_empty(m, running_sum), k.const(float("-inf"), F64), lse)
+        k.store(lse if s.wide else k.narrow(lse, F32), k.load(PTR, p["lse_table"], lane * 8))
+    return k.finish()
+
+
+def _task(parts: _Parts) -> Any:
+    """One block of queries of one kv head, from packing to stored rows."""
+    s = parts.shape
+    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
+    task = _Task(k, parts)
+    last = task.setup()
+    with k.range(0, last, SPAN) as span_start:
+        with k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
+            task.clear(k.at(task.panel(i), task.get("at_span")))
+        span_end = k.min(span_start + SPAN, last)
+        with k.range(span_start, span_end, TILE) as start:
+            task.tile(start, k.min(last - start, k.i64(TILE)))
+        with k.when(last > SPAN), k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
+            at = task.panel(i)
+            k.call(parts.merge, k.at(at, task.get("at_total")), k.at(at, task.get("at_span")), task.get("value_dim"))
+    state = k.select((last > SPAN) | last.equals(0), task.get("at_total"), task.get("at_span"))
+    with k.range(0, task.panels) as i:
+        at = task.panel(i)
+        rows = k.at(at, task.get("at_rows"))
+        seen = k.select(k.load(I64, at, task.high) > 0, state, task.get("at_total"))
+        count = k.min(task.rows - i * s.panel, k.i64(s.panel))
+        out, lse = k.at(rows, s.panel * 8), k.at(rows, s.panel * 16)
+        k.call(parts.store, k.at(at, seen), out, lse, count, task.get("value_dim"), task.get("out_column"))
+    return k.finish()
+
+
+class _Task:
+    """Names for what a task works with. A panel's memory: low and high limits, q_panel, two states, limits, rows."""
+
+    low, high, queries = 0, 8, 64
+
+    def __init__(self, k: Function, parts: _Parts) -> None:
+        self.k, self.parts, self.s = k, parts, parts.shape
+        self.scratch = k.p["scratch"]
+        self.rows = self.panels = k.i64(0)
+        self.keys = self.values = self.scratch
+
+    def get(self, name: str) -> Value:
+        return self.k.load(I64, self.k.p["a"], field(name), align=8)
+
+    def panel(self, i: Value) -> Value:
+        return self.k.at(self.scratch, self.get("at_panels") + i * self.get("panel_bytes"))
+
+    def units(self, length: Value) -> Value:
+        return (length + 1) >> 1 if self.s.dot else length
+
+    def item(self) -> Value:
+        """The last batch item whose first ticket is not above ours, by bisection."""
+        k, items = self.k, self.k.pointer(self.get("items"))
+        low, high = k.variable(k.i64(0)), k.variable(self.get("item_count"))
+        with k.forever() as leave_if:
+            leave_if(high.get() - low.get() <= 1)
+            middle = (low.get() + high.get()) >> 1
+            before = k.load(I64, items, middle * (8 * len(ITEM))) <= k.p["number"]
+            low.set(k.select(before, middle, low.get()))
+            high.set(k.select(before, high.get(), middle))
+        return k.at(items, low.get() * (8 * len(ITEM)))
+
+    def setup(self) -> Value:
+        """Finds the task's rows, packs its panels; returns how many keys its last row sees."""
+        k, s = self.k, self.s
+        item = self.item()
+        of = {name: k.load(I64, item, 8 * i) for i, name in enumerate(ITEM)}
+        local = k.p["number"] - of["first"]
+        head, block = local // of["blocks"], local % of["blocks"]
+        causal = self.get("causal").differs(0)
+        block = k.select(causal, of["blocks"] - 1 - block, block)  # heaviest first
+        group, block_rows = self.get("group"), self.get("panels") * s.panel
+        first = block * block_rows
+        total = of["q_len"] * group
+        self.rows = k.min(total - first, block_rows)
+        self.panels = (self.rows + (s.panel - 1)) // s.panel
+        self.keys = k.at(k.pointer(self.get("k")), of["k_at"] + head * self.get("k_head"))
+        self.values = k.at(k.pointer(self.get("v")), of["v_at"] + head * self.get("v_head"))
+        lse = self.get("lse")
+        with k.range(0, self.panels) as i:
+            at = self.panel(i)
+            rows = k.at(at, self.get("at_rows"))
+            with k.range(0, s.panel) as lane:
+                r = k.min(first + i * s.panel + lane, total - 1)
+                position, q_head = r // group, head * group + r % group
+                for slot, name in enumerate(("q", "out", "lse")):
+                    address = self.get(name) + of[f"{name}_at"] + q_head * self.get(f"{name}_head") + position * self.get(f"{name}_row")
+                    if name == "lse":
+                        address = k.select(lse.differs(0), address, lse)
+                    k.store(address, rows, lane * 8 + slot * s.panel * 8)
+                limit = k.max(k.min(of["start"] + position + 1, of["k_len"]), k.i64(0))
+                limit = k.select(causal, limit, of["k_len"])
+                k.store(limit, k.at(at, self.get("at_limits")), lane * 8)
+            limits = k.at(at, self.get("at_limits"))
+            k.store(k.load(I64, limits), at, self.low)
+            k.store(k.load(I64, limits, (s.panel - 1) * 8), at, self.high)
+            self.clear(k.at(at, self.get("at_total")))
+            d = self.get("head_dim")
+            k.call(self.parts.pack, rows, k.at(at, self.queries), d, self.units(d), self.get("q_column"), self.get("flip"))
+        return k.load(I64, self.panel(self.panels - 1), self.high)
+
+    def clear(self, state: Value) -> None:
+        """(-inf, 0, 0): a state that has seen nothing."""
+        k, s = self.k, self.s
+        for v in range(s.vectors):
+            k.store(k.const(float("-inf"), s.vector), state, s.lane_offset(v))
+        with k.range(1, self.get("width") + 2) as row:
+            for v in range(s.vectors):
+                k.store(k.const(0.0, s.vector), state, row * s.row_bytes + s.lane_offset(v))
+
+    def tile(self, start: Value, count: Value) -> None:
+        """One tile of keys for all panels that see any of it."""
+        k, s, parts = self.k, self.s, self.parts
+        d, value_dim = self.get("head_dim"), self.get("value_dim")
+        k_row, v_row = self.get("k_row"), self.get("v_row")
+        keys, values = k.at(self.keys, start * k_row), k.at(self.values, start * v_row)
+        units, number = self.units(d), s.number_bytes
+        staged = k.at(self.scratch, self.get("at_keys"))
+        stage_k, stage_v = self.get("stage_k").differs(0), self.get("stage_v").differs(0)
+        with k.when(stage_k):
+            k.call(parts.stage_keys, staged, keys, k_row, self.get("k_column"), count, d, units)
+        keys, k_row = k.select(stage_k, staged, keys), k.select(stage_k, units * number, k_row)
+        staged = k.at(self.scratch, self.get("at_values"))
+        with k.when(stage_v):
+            k.call(parts.stage_values, staged, values, v_row, self.get("v_column"), count, value_dim, value_dim)
+        values, v_row = k.select(stage_v, staged, values), k.select(stage_v, value_dim * number, v_row)
+        check = k.at(self.scratch, self.get("at_check"))
+        with k.range(0, self.panels) as i:
+            at = self.panel(i)
+            high = k.min(k.load(I64, at, self.high) - start, count)
+            with k.when(high > 0):
+                full = k.max(k.min(k.load(I64, at, self.low) - start, high), k.i64(0))
+                self.count(full, high)
+                if s.dot:  # the lone key of a half-visible pair needs the predicated path, unless its partner is padding
+                    odd = (full & 1).differs(0) & ((full < high) | (high < count))
+                    full = k.select(odd, full - 1, full)
+                state = k.at(at, self.get("at_span"))
+                k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check)
+                limits = k.at(at, self.get("at_limits"))
+                full = k.call(parts.softmax, self.scratch, check, state, limits, start, full, high, self.scale())
+                steps = self.units(high)
+                full = self.units(full)
+                acc = k.at(state, 2 * s.row_bytes)
+                k.call(parts.value, acc, self.scratch, values, v_row, full, steps, value_dim, check)
+
+    def count(self, full: Value, high: Value) -> None:
+        """In a counting run: what was computed, for plan() to agree with."""
+        k = self.k
+        counts = self.get("counts")
+        with k.when(counts.differs(0)):
+            target = k.pointer(counts)
+            mixed = full < high
+            for i, amount in enumerate((k.zext(mixed ^ 1, I64), k.zext(mixed, I64), high)):
+                Value(k, k.b.atomic_rmw("add", k.at(target, 8 * i).x, amount.x, "seq_cst"))
+
+    def scale(self) -> Value:
+        k, s = self.k, self.s
+        word = self.get("c")
+        return word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32)
+
+
+def _region(parts: _Parts, task: Any) -> Any:
+    """A worker's share: a scratch of its own, then task after task until the region's limit."""
+    k = parts.module.function("region", {"a": PTR})
+    a = k.p["a"]
+
+    def get(name: str) -> Value:
+        return k.load(I64, a, field(name), align=8)
+
+    worker = k.fetch_add(a, field("worker"), 1)
+    scratch = k.at(k.pointer(get("scratch")), worker * get("scratch_bytes"))
+    with k.forever() as leave_if:
+        ticket = k.fetch_add(a, field("ticket"), 1)
+        leave_if(ticket >= get("limit"))
+        k.call(task, a, scratch, ticket)
+    k.fetch_add(a, field("left"), 1)
+    return k.finish()
+
+
+def _entry(parts: _Parts, region: Any, symbol: str) -> Any:
+    """The public function: the caller's rounding mode and flush-to-zero are put aside around the region."""
+    k = parts.module.function(symbol, {"a": PTR}, public=True)
+    if parts.shape.isa.arch == "x86_64":
+        with k.b.goto_entry_block():
+            saved, ours = Value(k, k.b.alloca(I32)), Value(k, k.b.alloca(I32))
+        k.intrinsic("llvm.x86.sse.stmxcsr", VOID, saved)
+        k.store(k.const(0x1F80, I32), ours)
+        k.intrinsic("llvm.x86.sse.ldmxcsr", VOID, ours)
+        k.call(region, k.p["a"])
+        k.intrinsic("llvm.x86.sse.ldmxcsr", VOID, saved)
+    else:
+        saved = k.intrinsic("llvm.aarch64.get.fpcr", I64)
+        k.intrinsic("llvm.aarch64.set.fpcr", VOID, k.i64(0))
+        k.call(region, k.p["a"])
+        k.intrinsic("llvm.aarch64.set.fpcr", VOID, saved)
+    return k.finish()
+

@@ -1,0 +1,458 @@
+"""Register tiles: score, softmax, value, merge. They know lanes and panels, nothing of heads, masks or threads.
+
+A *panel* is `vectors` x `lanes` queries, one query per lane. Everything a panel needs lies lane-contiguous:
+
+    q_panel [units, panel]    queries, transposed; a unit is one element (or one bf16 pair in the dot class)
+    scores  [TILE, panel]     S = K Q, then P in its place (pairs of P in the dot class)
+    state   [2 + width, panel] running_max, running_sum, then the accumulator, one row per value column
+
+The order of every floating-point operation here is DESIGN section 3's canonical arithmetic; docs/numerics.md says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from ..arrays import STORAGE_BYTES
+from ..machine import Isa
+from ..plan import TILE, lanes_of, register_rows, uses_dot
+from .vector import BF16, F16, F32, F64, I16, I32, I64, PTR, Function, Module, Value, vec
+
+# Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
+# down and exponents are clamped at 0, so that the largest weight is exactly 1 for any finite score.
+LARGE = 2.0**24
+
+# 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative): errors 9.2e-8, 3.4e-18, and 1.0e-4 where P becomes bf16
+_EXP2 = {
+    "f32": (0.6931469774100962, 0.24022241711702084, 0.05550733819271004, 0.009671537837623517, 0.0013264795066351006),
+    "f64": (
+        0.69314718055994532581, 0.24022650695910131286, 0.055504108664820083029, 0.0096181291075941078627,
+        0.0013333558146774620302, 0.00015403530457129508295, 0.000015252733493173796849, 1.3215435272716792343e-6,
+        1.0178199533695840947e-7, 7.073785041023905453e-9, 4.4347798013903755776e-10,
+    ),
+    "dot": (0.69328331395880648, 0.24221155408455297, 0.055005948223862378),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a set of micro-kernels is specialised for."""
+
+    isa: Isa
+    storage: str  # type in memory: f32, f64, f16, bf16
+    vectors: int  # query vectors of a panel
+
+    @property
+    def dot(self) -> bool:
+        """bf16 products by the dot instruction, over pairs."""
+        return uses_dot(self.isa, self.storage)
+
+    @property
+    def wide(self) -> bool:
+        return self.storage == "f64"
+
+    @property
+    def number(self) -> ir.Type:
+        """What scores and sums are held in."""
+        return F64 if self.wide else F32
+
+    @property
+    def number_bytes(self) -> int:
+        return 8 if self.wide else 4
+
+    @property
+    def integer(self) -> ir.Type:
+        return I64 if self.wide else I32
+
+    @property
+    def unit(self) -> ir.Type:
+        """What is broadcast from a row of keys: one number, or one bf16 pair."""
+        return I32 if self.dot else self.number
+
+    @property
+    def storage_bytes(self) -> int:
+        return STORAGE_BYTES[self.storage]
+
+    @property
+    def direct(self) -> bool:
+        """Whether keys can be read where they lie."""
+        return self.storage in ("f32", "f64") or self.dot
+
+    @property
+    def lanes(self) -> int:
+        return lanes_of(self.isa, self.storage)
+
+    @property
+    def panel(self) -> int:
+        return self.lanes * self.vectors
+
+    @property
+    def rows(self) -> int:
+        """Keys (or value columns) per register tile."""
+        return register_rows(self.isa, self.vectors)
+
+    @property
+    def row_bytes(self) -> int:
+        """One row of a panel-wide array."""
+        return self.panel * self.number_bytes
+
+    @property
+    def vector(self) -> ir.VectorType:
+        return vec(self.number, self.lanes)
+
+    @property
+    def ivector(self) -> ir.VectorType:
+        return vec(self.integer, self.lanes)
+
+    @property
+    def hidden(self) -> int:
+        """The bits of -0: a weight can't have them, so they mark a hidden key."""
+        return -(1 << 63) if self.wide else -(1 << 31)
+
+    def lane_offset(self, v: int) -> int:
+        return v * self.lanes * self.number_bytes
+
+
+def splat_number(k: Function, s: Shape, x: float) -> Value:
+    return k.const(x, s.vector)
+
+
+def multiply_add(k: Function, s: Shape, a: Value, b: Value, total: Value) -> Value:
+    """total + a·b, or the dot class's total + a₁b₁ + a₀b₀ over packed bf16 pairs."""
+    if not s.dot:
+        return k.fma(a, b, total)
+    pairs = vec(BF16, 2 * s.lanes)
+    return k.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", s.vector, total, a.bits(pairs), b.bits(pairs))
+
+
+def exp2(k: Function, s: Shape, x: Value, *, keep_nan: bool) -> Value:
+    """2^x for x <= 0 (a little above is fine); +0 below the smallest normal exponent. Integer arithmetic scales.
+
+    Without `keep_nan` a NaN gives +0: the caller has proved that there is none.
+    """
+    shift, low = (52, -1022.0) if s.wide else (23, -126.0)
+    magic = k.const(1.5 * 2.0**shift, s.vector)  # adding it rounds to an integer that then lies in the low bits
+    t = x + magic
+    f = x - (t - magic)
+    coefficients = _EXP2["dot" if s.dot else "f64" if s.wide else "f32"]
+    p = k.const(coefficients[-1], s.vector)
+    for c in (*coefficients[-2::-1], 1.0):
+        p = k.fma(p, f, k.const(c, s.vector))
+    y = (p.bits(s.ivector) + (t.bits(s.ivector) << shift)).bits(s.vector)
+    y = k.select(x >= low, y, k.const(0.0, s.vector))
+    return k.select(x.differs(x), x, y) if keep_nan else y
+
+
+def accumulators(k: Function, s: Shape) -> list[list[Any]]:
+    return [[k.variable(k.const(0.0, s.vector)) for _ in range(s.vectors)] for _ in range(s.rows)]
+
+
+def score_tile(module: Module, s: Shape) -> Any:
+    """scores[n_keys, panel] = keys @ q_panel, one chain of multiply-adds over the units per element.
+
+    check[0] is the maximum of every lane's scores and check[1] their sum, which is finite only if all of them are.
+    Row groups past the end repeat the last key: what they write lies past n_keys.
+    """
+    k = module.function(
+        "score_tile",
+        {"scores": PTR, "q_panel": PTR, "keys": PTR, "key_row": I64, "n_keys": I64, "units": I64, "check": PTR},
+    )
+    p = k.p
+    unit = s.number_bytes
+    for v in range(s.vectors):
+        k.store(k.const(float("-inf"), s.vector), p["check"], s.lane_offset(v))
+        k.store(k.const(0.0, s.vector), p["check"], s.row_bytes + s.lane_offset(v))
+    last = p["n_keys"] - 1
+    with k.range(0, p["n_keys"], s.rows) as j:
+        rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
+        total = accumulators(k, s)
+        with k.range(0, p["units"]) as t:
+            query = [k.load(q_type(s), p["q_panel"], t * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
+            for m in range(s.rows):
+                key = k.splat(k.load(s.unit, rows[m], t * unit), s.lanes)
+                for v in range(s.vectors):
+                    total[m][v].set(multiply_add(k, s, key, query[v], total[m][v].get()))
+        out = k.at(p["scores"], j * s.row_bytes)
+        for v in range(s.vectors):
+            x = [total[m][v].get() for m in range(s.rows)]
+            for m in range(s.rows):
+                k.store(x[m], out, m * s.row_bytes + s.lane_offset(v))
+            top, total_sum = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (0, 1))
+            k.store(tree(x, k.max, top), p["check"], s.lane_offset(v))
+            k.store(tree(x, lambda a, b: a + b, total_sum), p["check"], s.row_bytes + s.lane_offset(v))
+    return k.finish()
+
+
+def q_type(s: Shape) -> ir.VectorType:
+    return vec(s.unit, s.lanes)
+
+
+def tree(values: Sequence[Value], combine: Any, last: Value) -> Value:
+    """Pairwise, so that no long chain forms; `last` joins at the end."""
+    level = list(values)
+    while len(level) > 1:
+        level = [combine(*level[i : i + 2]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
+    return combine(level[0], last)
+
+
+def softmax_tile(module: Module, s: Shape) -> Any:
+    """Scores become weights in place; running_max, running_sum and alpha are updated. Returns where predication starts.
+
+    Keys below `full` are visible to every lane; lane i sees keys below limits[i] - tile_start. The fast branch needs
+    every key visible, every score finite and the maximum below LARGE; the careful one takes anything. In the careful
+    branch the weight of a hidden key is -0, which no visible key can have.
+    """
+    k = module.function(
+        "softmax_tile",
+        {"scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "full": I64, "n_keys": I64, "c": s.number},
+        I64,
+    )
+    p = k.p
+    c = k.splat(p["c"], s.lanes)
+    with k.when((p["n_keys"] & 1).equals(1)):  # the loops below take keys by two
+        for v in range(s.vectors):
+            k.store(k.const(float("-inf"), s.vector), p["scores"], p["n_keys"] * s.row_bytes + s.lane_offset(v))
+    old = [k.load(s.vector, p["state"], s.lane_offset(v)) for v in range(s.vectors)]
+    top = [k.max(k.load(s.vector, p["check"], s.lane_offset(v)) * c, old[v]) for v in range(s.vectors)]
+    finite = k.const(1, ir.IntType(1))
+    for v in range(s.vectors):
+        total = k.load(s.vector, p["check"], s.row_bytes + s.lane_offset(v))
+        finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top[v]) < LARGE)
+    result = k.variable(p["n_keys"])
+    with k.either(finite & (p["full"] >= p["n_keys"])) as (fast, careful):
+        with fast:
+            _weights(k, s, c, old, top, None)
+        with careful:
+            relative = [_limits(k, s, v) for v in range(s.vectors)]
+            tops = [_careful_max(k, s, c, old[v], relative[v], v) for v in range(s.vectors)]
+            _weights(k, s, c, old, tops, relative)
+            result.set(k.select(finite, p["full"], k.i64(0)))
+    return k.finish(result.get())
+
+
+def _limits(k: Function, s: Shape, v: int) -> Value:
+    """How many keys of this tile each lane sees."""
+    wide = vec(I64, s.lanes)
+    x = k.load(wide, k.p["limits"], v * s.lanes * 8) - k.splat(k.p["tile_start"], s.lanes)
+    x = k.max(k.min(x, k.const(TILE, wide)), k.const(0, wide))
+    return x if s.wide else k.trunc(x, s.ivector)
+
+
+def _seen(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
+    """Visible and not -inf (NaN counts as visible)."""
+    index = k.splat(j if s.wide else k.trunc(j, I32), s.lanes)
+    return (index < limit) & x.differs(float("-inf"))
+
+
+def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: int) -> Value:
+    """max(old, c · largest visible score), rounded down where it is LARGE."""
+    lowest = k.const(float("-inf"), s.vector)
+    best = k.variable(lowest)
+    with k.range(0, k.p["n_keys"]) as j:
+        x = k.load(s.vector, k.p["scores"], j * s.row_bytes + s.lane_offset(v))
+        best.set(k.max(k.select(_seen(k, s, x, j, limit), x, lowest), best.get()))
+    product = best.get() * c
+    large = (k.abs(product) >= LARGE) & (k.abs(product) < float("inf"))
+    above = k.fma(best.get(), c, -product) < 0.0
+    bits = product.bits(s.ivector)
+    down = k.select(product > 0.0, bits - 1, bits + 1).bits(s.vector)
+    return k.max(k.select(large & above, down, product), old)
+
+
+def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value], limits: list[Value] | None) -> None:
+    """Exponentials of one tile, its row sum, alpha, and the new running_max and running_sum.
+
+    With `limits` lanes are predicated, NaN is kept, exponents of LARGE rows are clamped, empty rows are safe.
+    """
+    p, careful = k.p, limits is not None
+    zero = k.const(0.0, s.vector)
+    base = [k.select(t.equals(float("-inf")), zero, t) if careful else t for t in top]
+    large = [k.abs(t) >= LARGE for t in base]
+    minus = [-t for t in base]
+    total = [k.variable(zero) for _ in range(s.vectors)]
+    hidden = k.const(-0.0, s.vector)
+
+    def weight(j: Value, v: int) -> Value:
+        x = k.load(s.vector, p["scores"], j * s.row_bytes + s.lane_offset(v))
+        e = k.fma(x, c, minus[v])
+        if limits is None:
+            return exp2(k, s, e, keep_nan=False)
+        e = k.select(large[v] & (e > 0.0), zero, e)
+        return k.select(_seen(k, s, x, j, limits[v]), exp2(k, s, e, keep_nan=True), hidden)
+
+    with k.range(0, p["n_keys"], 2) as j:
+        for v in range(s.vectors):
+            first, second = weight(j, v), weight(j + 1, v)
+            if s.dot:
+                pair = bf16_pair(k, s, first, second)
+                k.store(pair, p["scores"], (j >> 1) * s.row_bytes + s.lane_offset(v))
+                total[v].set(multiply_add(k, s, k.const(0x3F803F80, s.ivector), pair, total[v].get()))
+            else:
+                for i, w in enumerate((first, second)):
+                    k.store(w, p["scores"], (j + i) * s.row_bytes + s.lane_offset(v))
+                    total[v].set(total[v].get() + w)
+    for v in range(s.vectors):
+        alpha = exp2(k, s, old[v] - base[v], keep_nan=careful)
+        running_sum = k.load(s.vector, p["state"], s.row_bytes + s.lane_offset(v))
+        k.store(top[v], p["state"], s.lane_offset(v))
+        k.store(k.fma(running_sum, alpha, total[v].get()), p["state"], s.row_bytes + s.lane_offset(v))
+        k.store(alpha, p["check"], s.lane_offset(v))
+
+
+def bf16_pair(k: Function, s: Shape, low: Value, high: Value) -> Value:
+    """Two vectors rounded to bf16 (nearest even), lane by lane in one vector of pairs."""
+    both = k.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vec(BF16, 2 * s.lanes), high, low)
+    words = both.bits(vec(I16, 2 * s.lanes))
+    order = [lane + s.lanes * half for lane in range(s.lanes) for half in (0, 1)]
+    return k.shuffle(words, words, order).bits(s.ivector)
+
+
+def value_tile(module: Module, s: Shape) -> Any:
+    """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0.
+
+    Steps below `full` are visible to every lane, those up to `steps` are predicated: where the weight is -0 the lane
+    keeps its sum, whatever the value (0 · NaN is NaN). A step is one key, or a pair of keys in the dot class.
+    Columns past the width repeat the last one into rows that nothing reads.
+    """
+    k = module.function(
+        "value_tile",
+        {"acc": PTR, "weights": PTR, "values": PTR, "value_row": I64, "full": I64, "steps": I64, "width": I64, "alpha": PTR},
+    )
+    p = k.p
+    last = p["width"] - 1
+    with k.range(0, p["width"], s.rows) as column:
+        offsets = [k.min(column + m, last) * s.number_bytes for m in range(s.rows)]
+        total = accumulators(k, s)
+        for predicated, low, high in ((False, k.i64(0), p["full"]), (True, p["full"], p["steps"])):
+            with k.range(low, high) as j:
+                weights = [k.load(q_type(s), p["weights"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
+                row = k.at(p["values"], j * p["value_row"])
+                seen = [_visible(k, s, w) for w in weights] if predicated else None
+                for m in range(s.rows):
+                    value = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
+                    for v in range(s.vectors):
+                        total[m][v].set(_value_step(k, s, value, weights[v], total[m][v].get(), seen and seen[v]))
+        for m in range(s.rows):
+            for v in range(s.vectors):
+                place = k.at(p["acc"], (column + m) * s.row_bytes + s.lane_offset(v))
+                alpha = k.load(s.vector, p["alpha"], s.lane_offset(v))
+                k.store(k.fma(k.load(s.vector, place), alpha, total[m][v].get()), place)
+    return k.finish()
+
+
+def _visible(k: Function, s: Shape, weight: Value) -> Value:
+    """Per lane: a condition, or in the dot class the bits of the visible halves."""
+    if not s.dot:
+        return weight.bits(s.ivector).differs(s.hidden)
+    zero = k.const(0, s.ivector)
+    low = k.select((weight & 0xFFFF).differs(0x8000), k.const(0xFFFF, s.ivector), zero)
+    return low | k.select((weight >> 16).differs(0x8000), k.const(-0x10000, s.ivector), zero)
+
+
+def _value_step(k: Function, s: Shape, value: Value, weight: Value, total: Value, seen: Any) -> Value:
+    if seen is None:
+        return multiply_add(k, s, value, weight, total)
+    if not s.dot:
+        return k.select(seen, k.fma(value, weight, total), total)
+    return k.select(seen.differs(0), multiply_add(k, s, value & seen, weight & seen, total), total)
+
+
+def merge_states(module: Module, s: Shape) -> Any:
+    """total ⊕ span: the first non-empty one is copied, later ones merged, empty ones skipped, lane by lane."""
+    k = module.function("merge_states", {"total": PTR, "span": PTR, "width": I64})
+    p = k.p
+    keep, copy, first, second = [], [], [], []
+    for v in range(s.vectors):
+        at = s.lane_offset(v)
+        m1, m2 = (k.load(s.vector, x, at) for x in (p["total"], p["span"]))
+        l1, l2 = (k.load(s.vector, x, s.row_bytes + at) for x in (p["total"], p["span"]))
+        keep.append(is_empty(m2, l2))
+        copy.append(is_empty(m1, l1))
+        top = k.max(m1, m2)
+        base = k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
+        first.append(exp2(k, s, m1 - base, keep_nan=True))
+        second.append(exp2(k, s, m2 - base, keep_nan=True))
+        k.store(top, p["total"], at)
+        k.store(_merged(k, l1, l2, first[v], second[v], keep[v], copy[v]), p["total"], s.row_bytes + at)
+    with k.range(2, p["width"] + 2) as row:
+        for v in range(s.vectors):
+            at = row * s.row_bytes + s.lane_offset(v)
+            a1, a2 = (k.load(s.vector, x, at) for x in (p["total"], p["span"]))
+            k.store(_merged(k, a1, a2, first[v], second[v], keep[v], copy[v]), p["total"], at)
+    return k.finish()
+
+
+def is_empty(running_max: Value, running_sum: Value) -> Value:
+    """Saw nothing: a maximum of -inf, and a sum that is 0 rather than NaN."""
+    return running_max.equals(float("-inf")) & running_sum.equals(0.0)
+
+
+def _merged(k: Function, x1: Value, x2: Value, a1: Value, a2: Value, keep: Value, copy: Value) -> Value:
+    both = k.fma(x2, a2, x1 * a1)
+    return k.select(keep, x1, k.select(copy, x2, both))
+
+
+def load_units(k: Function, s: Shape, row: Value, t: Value) -> Value:
+    """`lanes` units from a row with unit stride, as the micro-kernels want them."""
+    if s.dot:
+        return k.load(s.ivector, row, t * 4)
+    at = t * s.storage_bytes
+    if s.storage == "f16":
+        return k.extend(k.load(vec(F16, s.lanes), row, at), s.vector)
+    if s.storage == "bf16":
+        return (k.zext(k.load(vec(I16, s.lanes), row, at), s.ivector) << 16).bits(s.vector)
+    return k.load(s.vector, row, at)
+
+
+def load_unit(k: Function, s: Shape, row: Value, t: Value, column: Value, count: Value) -> Value:
+    """One unit from a row of any stride; the missing half of an odd last pair is 0."""
+    if s.dot:
+        second = t * 2 + 1
+        low = k.zext(k.load(I16, row, t * 2 * column), I32)
+        high = k.zext(k.load(I16, row, k.min(second, count - 1) * column), I32)
+        return low | k.select(second < count, high << 16, k.const(0, I32))
+    if s.storage == "f16":
+        return k.extend(k.load(F16, row, t * column), F32)
+    if s.storage == "bf16":
+        return (k.zext(k.load(I16, row, t * column), I32) << 16).bits(F32)
+    return k.load(s.number, row, t * column)
+
+
+def narrowed(k: Function, s: Shape, x: Value) -> Value:
+    """A result in the storage type, rounded to nearest even; bf16 by integers, so that every CPU agrees."""
+    if s.storage == "f16":
+        return k.narrow(x, vec(F16, s.lanes) if isinstance(x.type, ir.VectorType) else F16)
+    if s.storage != "bf16":
+        return x
+    vector = isinstance(x.type, ir.VectorType)
+    bits = x.bits(s.ivector if vector else I32)
+    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    out = k.select(x.differs(x), (bits >> 16) | 0x40, rounded)
+    return k.trunc(out, vec(I16, s.lanes) if vector else I16)
+
+
+def natural_log(module: Module) -> Any:
+    """ln x for x > 0 in f64: exponent and mantissa apart, 2 atanh((z-1)/(z+1)) by its series; error below 2 ulp."""
+    k = module.function("natural_log", {"x": F64}, F64)
+    one = k.const(1.0, F64)
+    x = k.p["x"]
+    tiny = x < 2.0**-1022
+    bits = k.select(tiny, x * 2.0**54, x).bits(I64)
+    above = bits - 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2): the exponent counts from there
+    exponent = Value(k, k.b.ashr(above.x, I64(52)))
+    z = (bits - (exponent << 52)).bits(F64)
+    t = (z - one) / (z + one)
+    square = t * t
+    series = k.const(0.0, F64)
+    for n in range(23, 1, -2):
+        series = k.fma(series, square, k.const(1.0 / n, F64))
+    e = k.to_float(exponent, F64) - k.select(tiny, k.const(54.0, F64), k.const(0.0, F64))
+    twice = t + t
+    result = k.fma(e, k.const(0.6931471805599453, F64), k.fma(twice * square, series, twice))
+    special = x.equals(0.0)
+    result = k.select(special, k.const(float("-inf"), F64), result)
+    return k.finish(k.select((x < float("inf")) & (x >= 0.0), result, x))

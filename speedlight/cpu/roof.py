@@ -1,0 +1,83 @@
+"""Roofs, measured: the multiply-adds per second of a vector unit, and the bytes per second of a plain read."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import time
+
+from ..machine import Isa
+from .compile import Kernel, _host_triple, _load, compile_ir
+from .fields import FIELDS, LEFT, LIMIT, WORKER, field
+from .microkernels import Shape, multiply_add
+from .vector import I64, PTR, Module, vec
+from .workers import run_region
+
+_CHAINS = {64: 24, 32: 12, 16: 24}  # independent sums: enough for latency times throughput, few enough for registers
+_READ = 64 << 20
+
+
+@functools.cache
+def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
+    """`peak` runs `limit` rounds of independent multiply-adds; `read` sums `limit` blocks of 4 KiB from `q`."""
+    s = Shape(isa, storage, 1)
+    module = Module("roof")
+    k = module.function("peak", {"a": PTR}, public=True)
+    sums = [k.variable(k.const(0.0, s.vector)) for _ in range(_CHAINS[isa.vector_bytes])]
+    x = k.load(vec(s.unit, s.lanes), k.p["a"], field("items"))
+    with k.range(0, k.load(I64, k.p["a"], field("limit"))):
+        for total in sums:
+            total.set(multiply_add(k, s, x, x, total.get()))
+    for total in sums:
+        k.store(total.get(), k.p["a"], field("q_head"))
+    k.fetch_add(k.p["a"], field("left"), 1)
+    k.finish()
+    k = module.function("read", {"a": PTR}, public=True)
+    a, wide = k.p["a"], vec(I64, isa.vector_bytes // 8)
+    base = k.pointer(k.load(I64, a, field("q")))
+    sums = [k.variable(k.const(0, wide)) for _ in range(8)]
+    with k.forever() as leave_if:
+        ticket = k.fetch_add(a, field("ticket"), 1)
+        leave_if(ticket >= k.load(I64, a, field("limit")))
+        with k.range(ticket * 65536, (ticket + 1) * 65536, isa.vector_bytes * 8) as at:
+            for i, total in enumerate(sums):
+                total.set(total.get() + k.load(wide, base, at + i * isa.vector_bytes))
+    for total in sums:
+        k.store(total.get(), a, field("q_head"))
+    k.fetch_add(a, field("left"), 1)
+    k.finish()
+    code = compile_ir(s, str(module), _host_triple(s))
+    return Kernel("peak", _load(code, "peak"), False), Kernel("read", _load(code, "read"), False)
+
+
+def _timed(kernel: Kernel, limit: int, threads: int, address: int = 0) -> float:
+    words = (ctypes.c_int64 * (len(FIELDS) + 64))()
+    words[LIMIT], words[FIELDS.index("q")] = limit, address
+    start = time.perf_counter()
+    run_region(kernel, words, threads)
+    seconds = time.perf_counter() - start
+    assert words[LEFT] == threads or words[WORKER] == 0
+    return seconds
+
+
+@functools.lru_cache(maxsize=64)
+def peak_flops(isa: Isa, storage: str, threads: int) -> float:
+    """FLOP/s of multiply-adds on operands in registers, best of several short runs."""
+    kernel, _ = _kernels(isa, storage)
+    s = Shape(isa, storage, 1)
+    rounds = 20_000
+    per_round = _CHAINS[isa.vector_bytes] * s.lanes * (4 if s.dot else 2)
+    best = min(_timed(kernel, rounds, threads) for _ in range(12))
+    return per_round * rounds * threads / best
+
+
+@functools.lru_cache(maxsize=8)
+def bandwidth(threads: int) -> float:
+    """Bytes per second of reading 64 MiB in sequence, best of a few."""
+    from ..machine import current_isa
+
+    _, kernel = _kernels(current_isa(), "f32")
+    memory = (ctypes.c_char * (_READ + 64))()
+    ctypes.memset(memory, 1, len(memory))
+    best = min(_timed(kernel, _READ // 65536, threads, ctypes.addressof(memory)) for _ in range(4))
+    return _READ / best

@@ -1,0 +1,359 @@
+"""A small vector language on llvmlite: Python loops unroll, `k.range` loops run.
+
+A `Module` holds functions; a `Function` (always called `k`) is one being written. Every value is a `Value` with
+Python arithmetic. Addresses are pointers plus bytes; all indices are 64-bit; no fast-math flag is ever set, so what
+is written is what is computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
+PTR = ir.PointerType()
+VOID = ir.VoidType()
+
+
+class _BFloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite lacks; only ever an operand of the dot instruction."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+BF16 = _BFloat()
+_BYTES = {I8: 1, I16: 2, I32: 4, I64: 8, F16: 2, F32: 4, F64: 8, PTR: 8}
+_SUFFIX = {F16: "f16", F32: "f32", F64: "f64", I32: "i32", I64: "i64"}
+
+
+def vec(element: ir.Type, count: int) -> ir.VectorType:
+    return ir.VectorType(element, count)
+
+
+def element_of(t: ir.Type) -> ir.Type:
+    return t.element if isinstance(t, ir.VectorType) else t
+
+
+def bytes_of(t: ir.Type) -> int:
+    return _BYTES[t.element] * t.count if isinstance(t, ir.VectorType) else _BYTES[t]
+
+
+def _suffix(t: ir.Type) -> str:
+    return f"v{t.count}{_SUFFIX[t.element]}" if isinstance(t, ir.VectorType) else _SUFFIX[t]
+
+
+class Value:
+    """One SSA value. `+ - * /` and comparisons work on it, on its like, and on Python numbers."""
+
+    __slots__ = ("k", "x")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, k: Function, x: Any) -> None:
+        self.k, self.x = k, x
+
+    @property
+    def type(self) -> ir.Type:
+        return self.x.type
+
+    @property
+    def is_float(self) -> bool:
+        return isinstance(element_of(self.type), (ir.HalfType, ir.FloatType, ir.DoubleType))
+
+    def _like(self, other: Value | float) -> Any:
+        return other.x if isinstance(other, Value) else self.k.const(other, self.type).x
+
+    def _binary(self, other: Value | float, on_float: str | None, on_int: str | None) -> Value:
+        name = on_float if self.is_float else on_int
+        assert name is not None
+        return Value(self.k, getattr(self.k.b, name)(self.x, self._like(other)))
+
+    def __add__(self, other: Value | float) -> Value:
+        return self._binary(other, "fadd", "add")
+
+    def __sub__(self, other: Value | float) -> Value:
+        return self._binary(other, "fsub", "sub")
+
+    def __mul__(self, other: Value | float) -> Value:
+        return self._binary(other, "fmul", "mul")
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Value) -> Value:
+        return self._binary(other, "fdiv", None)
+
+    def __floordiv__(self, other: Value | int) -> Value:
+        """Unsigned division: sizes and tickets are never negative."""
+        return self._binary(other, None, "udiv")
+
+    def __mod__(self, other: Value | int) -> Value:
+        return self._binary(other, None, "urem")
+
+    def __and__(self, other: Value | int) -> Value:
+        return self._binary(other, None, "and_")
+
+    def __or__(self, other: Value | int) -> Value:
+        return self._binary(other, None, "or_")
+
+    def __xor__(self, other: Value | int) -> Value:
+        return self._binary(other, None, "xor")
+
+    def __lshift__(self, other: int) -> Value:
+        return self._binary(other, None, "shl")
+
+    def __rshift__(self, other: int) -> Value:
+        return self._binary(other, None, "lshr")
+
+    def __neg__(self) -> Value:
+        return Value(self.k, self.k.b.fneg(self.x) if self.is_float else self.k.b.neg(self.x))
+
+    def _compare(self, op: str, other: Value | float) -> Value:
+        b = self.k.b
+        compare = b.fcmp_ordered if self.is_float else b.icmp_signed
+        return Value(self.k, compare(op, self.x, self._like(other)))
+
+    def __lt__(self, other: Value | float) -> Value:
+        return self._compare("<", other)
+
+    def __le__(self, other: Value | float) -> Value:
+        return self._compare("<=", other)
+
+    def __gt__(self, other: Value | float) -> Value:
+        return self._compare(">", other)
+
+    def __ge__(self, other: Value | float) -> Value:
+        return self._compare(">=", other)
+
+    def equals(self, other: Value | float) -> Value:
+        return self._compare("==", other)
+
+    def differs(self, other: Value | float) -> Value:
+        """Not equal; for floats true also where either is NaN."""
+        if self.is_float:
+            return Value(self.k, self.k.b.fcmp_unordered("!=", self.x, self._like(other)))
+        return self._compare("!=", other)
+
+    def bits(self, t: ir.Type) -> Value:
+        return Value(self.k, self.k.b.bitcast(self.x, t))
+
+
+class Variable:
+    """A mutable local; LLVM keeps it in a register."""
+
+    __slots__ = ("_p", "k", "type")
+
+    def __init__(self, k: Function, initial: Value) -> None:
+        self.k, self.type = k, initial.type
+        with k.b.goto_entry_block():
+            self._p = k.b.alloca(initial.type)
+        self.set(initial)
+
+    def set(self, value: Value) -> None:
+        self.k.b.store(value.x, self._p)
+
+    def get(self) -> Value:
+        return Value(self.k, self.k.b.load(self._p, typ=self.type))
+
+
+class Module:
+    """LLVM functions that are compiled together into one object file."""
+
+    def __init__(self, name: str) -> None:
+        self.ir = ir.Module(name)
+
+    def function(self, name: str, params: dict[str, ir.Type], returns: ir.Type = VOID, *, public: bool = False) -> Function:
+        return Function(self, name, params, returns, public)
+
+    def declare(self, name: str, returns: ir.Type, params: Sequence[ir.Type]) -> Any:
+        known = self.ir.globals.get(name)
+        return known or ir.Function(self.ir, ir.FunctionType(returns, list(params)), name)
+
+    def __str__(self) -> str:
+        return str(self.ir)
+
+
+class Function:
+    """One function being written. Parameters are attributes of `k.p`."""
+
+    def __init__(self, module: Module, name: str, params: dict[str, ir.Type], returns: ir.Type, public: bool) -> None:
+        self.module = module
+        self.f = ir.Function(module.ir, ir.FunctionType(returns, list(params.values())), name)
+        if not public:
+            self.f.linkage = "internal"
+        self.f.attributes.add("noinline")
+        self.f.attributes.add("nounwind")
+        self.b = ir.IRBuilder(self.f.append_basic_block("entry"))
+        body = self.f.append_basic_block("body")
+        self.b.branch(body)
+        self.b.position_at_end(body)
+        self.p = {name: Value(self, arg) for name, arg in zip(params, self.f.args, strict=True)}
+
+    def finish(self, value: Value | None = None) -> Any:
+        if value is None:
+            self.b.ret_void()
+        else:
+            self.b.ret(value.x)
+        return self.f
+
+    # --- constants and calls
+
+    def const(self, value: float, t: ir.Type) -> Value:
+        return Value(self, ir.Constant(t, [value] * t.count if isinstance(t, ir.VectorType) else value))
+
+    def i64(self, value: int) -> Value:
+        return self.const(value, I64)
+
+    def call(self, f: Any, *args: Value) -> Value:
+        return Value(self, self.b.call(f, [a.x for a in args]))
+
+    def intrinsic(self, name: str, returns: ir.Type, *args: Value) -> Value:
+        return self.call(self.module.declare(name, returns, [a.type for a in args]), *args)
+
+    # --- arithmetic
+
+    def fma(self, a: Value, b: Value, c: Value) -> Value:
+        return self.intrinsic(f"llvm.fma.{_suffix(c.type)}", c.type, a, b, c)
+
+    def abs(self, a: Value) -> Value:
+        return self.intrinsic(f"llvm.fabs.{_suffix(a.type)}", a.type, a)
+
+    def select(self, condition: Value, yes: Value, no: Value) -> Value:
+        return Value(self, self.b.select(condition.x, yes.x, no.x))
+
+    def max(self, a: Value, b: Value) -> Value:
+        """a where a > b, else b: with a NaN in either, b."""
+        return self.select(a > b, a, b)
+
+    def min(self, a: Value, b: Value) -> Value:
+        """a where a < b, else b: with a NaN in either, b."""
+        return self.select(a < b, a, b)
+
+    def splat(self, a: Value, lanes: int) -> Value:
+        t = vec(a.type, lanes)
+        undefined = ir.Constant(t, ir.Undefined)
+        one = self.b.insert_element(undefined, a.x, I32(0))
+        return Value(self, self.b.shuffle_vector(one, undefined, ir.Constant(vec(I32, lanes), [0] * lanes)))
+
+    def shuffle(self, a: Value, b: Value, index: Sequence[int]) -> Value:
+        return Value(self, self.b.shuffle_vector(a.x, b.x, ir.Constant(vec(I32, len(index)), list(index))))
+
+    def all(self, condition: Value) -> Value:
+        n = condition.type.count
+        whole = self.b.bitcast(condition.x, ir.IntType(n))
+        return Value(self, self.b.icmp_unsigned("==", whole, ir.Constant(ir.IntType(n), (1 << n) - 1)))
+
+    def any(self, condition: Value) -> Value:
+        n = condition.type.count
+        whole = self.b.bitcast(condition.x, ir.IntType(n))
+        return Value(self, self.b.icmp_unsigned("!=", whole, ir.Constant(ir.IntType(n), 0)))
+
+    def zext(self, a: Value, t: ir.Type) -> Value:
+        return Value(self, self.b.zext(a.x, t))
+
+    def sext(self, a: Value, t: ir.Type) -> Value:
+        return Value(self, self.b.sext(a.x, t))
+
+    def trunc(self, a: Value, t: ir.Type) -> Value:
+        return Value(self, self.b.trunc(a.x, t))
+
+    def extend(self, a: Value, t: ir.Type) -> Value:
+        return Value(self, self.b.fpext(a.x, t))
+
+    def narrow(self, a: Value, t: ir.Type) -> Value:
+        return Value(self, self.b.fptrunc(a.x, t))
+
+    def to_float(self, a: Value, t: ir.Type) -> Value:
+        return Value(self, self.b.sitofp(a.x, t))
+
+    # --- memory
+
+    def at(self, pointer: Value, offset: Value | int) -> Value:
+        off = offset.x if isinstance(offset, Value) else I64(offset)
+        return Value(self, self.b.gep(pointer.x, [off], source_etype=I8))
+
+    def pointer(self, address: Value) -> Value:
+        return Value(self, self.b.inttoptr(address.x, PTR))
+
+    def load(self, t: ir.Type, pointer: Value, offset: Value | int = 0, align: int = 1) -> Value:
+        return Value(self, self.b.load(self.at(pointer, offset).x, align=align, typ=t))
+
+    def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
+        self.b.store(value.x, self.at(pointer, offset).x, align=align)
+
+    def fetch_add(self, pointer: Value, offset: int, amount: int) -> Value:
+        return Value(self, self.b.atomic_rmw("add", self.at(pointer, offset).x, I64(amount), "seq_cst"))
+
+    # --- control
+
+    def variable(self, initial: Value) -> Variable:
+        return Variable(self, initial)
+
+    @contextlib.contextmanager
+    def range(self, low: Value | int, high: Value | int, step: int = 1) -> Iterator[Value]:
+        """An emitted loop over [low, high)."""
+        lo = low if isinstance(low, Value) else self.i64(low)
+        hi = high if isinstance(high, Value) else self.i64(high)
+        before = self.b.block
+        head, body, end = (self.f.append_basic_block(n) for n in ("for", "do", "done"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        index = self.b.phi(I64)
+        index.add_incoming(lo.x, before)
+        self.b.cbranch(self.b.icmp_signed("<", index, hi.x), body, end)
+        self.b.position_at_end(body)
+        yield Value(self, index)
+        index.add_incoming(self.b.add(index, I64(step)), self.b.block)
+        self.b.branch(head)
+        self.b.position_at_end(end)
+
+    @contextlib.contextmanager
+    def forever(self) -> Iterator[Any]:
+        """An endless loop; yields `leave_if(condition)`."""
+        body, end = self.f.append_basic_block("loop"), self.f.append_basic_block("left")
+        self.b.branch(body)
+        self.b.position_at_end(body)
+
+        def leave_if(condition: Value) -> None:
+            stay = self.f.append_basic_block("stay")
+            self.b.cbranch(condition.x, end, stay)
+            self.b.position_at_end(stay)
+
+        yield leave_if
+        self.b.branch(body)
+        self.b.position_at_end(end)
+
+    @contextlib.contextmanager
+    def when(self, condition: Value) -> Iterator[None]:
+        with self.b.if_then(condition.x):
+            yield
+
+    @contextlib.contextmanager
+    def either(self, condition: Value) -> Iterator[tuple[Any, Any]]:
+        with self.b.if_else(condition.x) as (yes, no):
+            yield yes, no
+
+    def transpose(self, rows: Sequence[Value]) -> list[Value]:
+        """n vectors of n lanes, transposed in registers: each step exchanges one bit of row number and lane number."""
+        n = len(rows)
+        out = list(rows)
+        step = 1
+        while step < n:
+            low = [lane if not lane & step else n + (lane ^ step) for lane in range(n)]
+            high = [lane ^ step if not lane & step else n + lane for lane in range(n)]
+            for i in range(n):
+                if not i & step:
+                    a, b = out[i], out[i | step]
+                    out[i], out[i | step] = self.shuffle(a, b, low), self.shuffle(a, b, high)
+            step *= 2
+        return out

@@ -1,0 +1,202 @@
+"""Chooses plan and kernel, prepares a call once, and runs it."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import struct
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from . import plan as planning
+from .arrays import DTYPES, Array
+from .machine import Isa, current_isa
+from .problem import LAYOUTS, Problem
+
+_INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
+_REGION_SECONDS = 0.04  # a region lasts no longer, so that signals are seen
+_GUESS = 50e9  # FLOP/s of one thread, to begin with
+
+
+def _modules() -> Any:
+    from .cpu import compile, fields, microkernels, workers
+
+    return compile, fields, microkernels, workers
+
+
+class Prepared:
+    """A problem with layouts and strides fixed: only addresses are missing. Immutable, so that threads may share it."""
+
+    def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray) -> None:
+        compile_, fields, microkernels, workers = _modules()
+        self.problem, self.how, self.items = problem, how, items
+        self.kernel = compile_.forward_kernel(microkernels.Shape(how.isa, how.storage, how.vectors))
+        self.run_region = workers.run_region
+        self.words_type = ctypes.c_int64 * len(fields.FIELDS)
+        template = np.zeros(len(fields.FIELDS), np.int64)
+        for name, value in words.items():
+            template[fields.FIELDS.index(name)] = value
+        self.template = template.tobytes()
+        self.at = {name: i for i, name in enumerate(fields.FIELDS)}
+        self.pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
+        flops = self.pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
+        self.seconds = flops / _GUESS
+        self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
+        self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
+        self.scratch_size = how.scratch_bytes * self.threads + 64
+
+    def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0) -> None:
+        """Fills out (and lse, unless 0) at these addresses."""
+        if not self.tickets:
+            return
+        at = self.at
+        words = self.words_type.from_buffer_copy(self.template)
+        scratch = _take_scratch(self.scratch_size)
+        try:
+            words[at["q"]], words[at["k"]], words[at["v"]], words[at["out"]], words[at["lse"]] = q, k, v, out, lse
+            words[at["scratch"]] = -(-_address(scratch) // 64) * 64
+            words[at["counts"]] = counts
+            if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
+                words[at["limit"]] = self.tickets
+                self.run_region(self.kernel, words, self.threads)
+            else:
+                self._regions(words)
+        finally:
+            _give_scratch(scratch)
+
+    def _regions(self, words: Any) -> None:
+        """One region after another; Python sees signals in between. The bits don't know."""
+        limit, worker, left, ticket = (self.at[n] for n in ("limit", "worker", "left", "ticket"))
+        threads = self.threads
+        step = max(1, round(self.tickets * _REGION_SECONDS / self.seconds / threads)) * threads
+        done = 0
+        while done < self.tickets:
+            end = min(self.tickets, done + step)
+            words[ticket], words[worker], words[left], words[limit] = done, 0, 0, end
+            start = time.perf_counter()
+            self.run_region(self.kernel, words, threads)
+            seconds = max(time.perf_counter() - start, 1e-6)
+            step = max(1, min(4 * step, round((end - done) * _REGION_SECONDS / seconds)) // threads) * threads
+            done = end
+
+
+_scratches: list[Any] = []  # used again: fresh pages cost more than a small call
+
+
+def _take_scratch(size: int) -> Any:
+    try:
+        scratch = _scratches.pop()
+    except IndexError:
+        return (ctypes.c_char * size)()
+    return scratch if len(scratch) >= size else (ctypes.c_char * size)()
+
+
+def _give_scratch(scratch: Any) -> None:
+    if len(_scratches) < 4 and len(scratch) <= 8 << 20:
+        _scratches.append(scratch)
+
+
+_address = ctypes.addressof
+
+
+def _axis(strides: tuple[int, ...], layout: str, i: int) -> int:
+    """Stride of heads (-3), length (-2) or dim (-1)."""
+    return strides[LAYOUTS[layout][i]]
+
+
+def prepare(
+    problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
+    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
+) -> Prepared:  # fmt: skip
+    """Everything that addresses don't change."""
+    size = DTYPES[problem.dtype][1]
+    how = planning.schedule(problem, isa, threads, _axis(k.strides, layout, -1) != size, _axis(v.strides, layout, -1) != size)
+    c = problem.scale * math.log2(math.e)
+    number = 8 if problem.storage == "f64" else 4
+    flip = 0
+    if c < 0:
+        one = {"f64": 1 << 63, "f32": 1 << 31}
+        flip = 0x80008000 if planning.uses_dot(isa, problem.storage) else one["f64" if number == 8 else "f32"]
+    items = _items(problem, how, layout, q, k, v, out_strides, cu_q, cu_k, number)
+    lse_head = (cu_q[-1] if cu_q else problem.q_lengths[0] if problem.batch else 0) * number
+    words = {
+        "limit": how.tickets,
+        "items": items.ctypes.data,
+        "item_count": len(items),
+        "scratch_bytes": how.scratch_bytes,
+        "lse_head": lse_head,
+        "lse_row": number,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "group": problem.group,
+        "panels": how.panels,
+        "causal": int(problem.causal),
+        "c": struct.unpack("<q", struct.pack("<d", abs(c)))[0] if number == 8 else struct.unpack("<i", struct.pack("<f", abs(c)))[0],
+        "flip": flip - (1 << 64) if flip >> 63 else flip,
+        "stage_k": int(how.stage_keys),
+        "stage_v": int(how.stage_values),
+        "panel_bytes": how.panel_bytes,
+        "width": how.width,
+        **dict(how.offsets),
+    }
+    for name, strides in (("q", q.strides), ("k", k.strides), ("v", v.strides), ("out", out_strides)):
+        for part, i in (("head", -3), ("row", -2), ("column", -1)):
+            words[f"{name}_{part}"] = _axis(strides, layout, i)
+    return Prepared(problem, how, words, items)
+
+
+def _items(
+    problem: Problem, how: planning.Schedule, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
+    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, number: int,
+) -> np.ndarray:  # fmt: skip
+    """The kernel's table of batch items: tickets, lengths, positions, byte offsets."""
+    batch = problem.batch
+    table = np.zeros((batch, 10), np.int64)
+    q_lengths = np.array(problem.q_lengths, np.int64)
+    blocks = -(-q_lengths * problem.group // (how.panel * how.panels))
+    tickets = blocks * problem.kv_heads
+    table[:, 0] = np.cumsum(tickets) - tickets
+    table[:, 1], table[:, 2], table[:, 3] = blocks, q_lengths, problem.k_lengths
+    table[:, 4] = np.array(problem.q_starts, np.int64) - problem.k_start
+    if cu_q is not None and cu_k is not None:
+        q_first, k_first = np.array(cu_q[:-1], np.int64), np.array(cu_k[:-1], np.int64)
+        strides = [_axis(s, layout, -2) for s in (q.strides, k.strides, v.strides, out_strides)]
+        places = (q_first, k_first, k_first, q_first)
+        table[:, 9] = q_first * number
+    else:
+        index = np.arange(batch, dtype=np.int64)
+        strides = [s[LAYOUTS[layout][0]] for s in (q.strides, k.strides, v.strides, out_strides)]
+        places = (index,) * 4
+        table[:, 9] = index * problem.q_heads * (problem.q_lengths[0] if batch else 0) * number
+    for column, place, stride in zip((5, 6, 7, 8), places, strides, strict=True):
+        table[:, column] = place * stride
+    # an item without tickets shares its first ticket with the next: bisection then finds the last, so keep only items with work
+    return np.ascontiguousarray(table[tickets > 0]) if batch else table
+
+
+def make_plan(problem: Problem, threads: int, isa: Isa | None = None, *, strided_keys: bool = False, strided_values: bool = False) -> Any:
+    """The plan of a problem on this machine, with its measured roofs."""
+    from .cpu import roof
+    from .cpu.compile import symbol_of
+    from .cpu.microkernels import Shape
+
+    isa = isa or current_isa()
+    how = planning.schedule(problem, isa, threads, strided_keys, strided_values)
+    symbol = symbol_of(Shape(isa, how.storage, how.vectors))
+    peak = roof.peak_flops(isa, problem.storage, how.threads)
+    return planning.count(problem, how, symbol, peak, roof.bandwidth(how.threads))
+
+
+@functools.lru_cache(maxsize=1)
+def _get_threads() -> Any:
+    from .cpu.workers import get_threads
+
+    return get_threads
+
+
+def threads_now() -> int:
+    return _get_threads()()

@@ -1,0 +1,27 @@
+"""Exceptions. Every one is a `speedlight.Error` and also the built-in type a caller would expect."""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base class of everything speedlight raises on purpose."""
+
+
+class ArgumentError(Error, ValueError):
+    """An argument has a wrong value. The message names it, what was expected, what came, and the way out."""
+
+
+class ArgumentTypeError(Error, TypeError):
+    """An argument has a wrong type or dtype."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """The request is well formed, but this machine or this version cannot serve it."""
+
+
+class CompileError(Error, RuntimeError):
+    """A kernel could not be compiled or loaded."""
+
+
+class FileError(Error, OSError):
+    """A file cannot be read or written as asked."""

@@ -1,0 +1,276 @@
+"""Problem × machine → Plan: tiles, FLOPs, bytes, workspace, and the time this machine cannot beat. Pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from .arrays import STORAGE_BYTES
+from .machine import Isa, level2_bytes
+from .problem import SPAN, Problem
+
+TILE = 128  # keys per tile of the canonical arithmetic
+
+# measured share of the peak that a panel of so many query vectors reaches, relative to three
+_VECTOR_WORTH = {3: 1.0, 2: 0.97, 1: 0.8}
+
+
+def lanes_of(isa: Isa, storage: str) -> int:
+    return isa.vector_bytes // (8 if storage == "f64" else 4)
+
+
+def register_rows(isa: Isa, vectors: int) -> int:
+    """Keys (or value columns) of a register tile: rows x vectors accumulators leave room for the panel's vectors."""
+    return min(8, (isa.registers - 4) // vectors) if isa.registers >= 32 else 4
+
+
+def uses_dot(isa: Isa, storage: str) -> bool:
+    return storage == "bf16" and isa.bf16_dot
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the CPU engine runs a problem: the panel, the block of panels that shares tiles, and the scratch."""
+
+    isa: Isa
+    storage: str
+    vectors: int
+    panels: int
+    threads: int
+    tickets: int
+    stage_keys: bool
+    stage_values: bool
+    width: int  # value columns, rounded up to the register tile
+    offsets: tuple[tuple[str, int], ...]  # the at_… fields
+    panel_bytes: int
+    scratch_bytes: int  # of one worker
+
+    @property
+    def panel(self) -> int:
+        return self.vectors * lanes_of(self.isa, self.storage)
+
+
+def schedule(problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False) -> Schedule:
+    """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads allow."""
+    storage = problem.storage
+    lanes = lanes_of(isa, storage)
+    rows = [n * problem.group for n in problem.q_lengths]
+    vectors = min((3, 2, 1), key=lambda n: sum(-(-r // (lanes * n)) for r in rows) * n / _VECTOR_WORTH[n])
+    dot = uses_dot(isa, storage)
+    direct = dot or storage in ("f32", "f64")
+    stage_keys = not direct or strided_keys or (dot and problem.head_dim % 2 == 1)
+    stage_values = not direct or strided_values or dot
+    panel_count = sum(-(-r // (lanes * vectors)) for r in rows) * problem.kv_heads
+    layout = _layout(problem, isa, vectors, stage_keys, stage_values)
+    fits = (level2_bytes() * 5 // 8 - layout["fixed"]) // layout["panel"]
+    panels = max(1, min(8, fits, panel_count // (8 * threads)))
+    blocks = sum(-(-r // (lanes * vectors * panels)) for r in rows) * problem.kv_heads
+    used = max(1, min(threads, blocks))
+    offsets = tuple((k, n) for k, n in layout.items() if k.startswith("at_"))
+    scratch = _up(layout["fixed"] + panels * layout["panel"], 4096) + 512  # workers apart, and not 4 KiB-aliased
+    return Schedule(
+        isa, storage, vectors, panels, used, blocks, stage_keys, stage_values, layout["width"], offsets, layout["panel"], scratch
+    )
+
+
+def _up(n: int, step: int) -> int:
+    return -(-n // step) * step
+
+
+def _layout(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_values: bool) -> dict[str, int]:
+    """Where everything lies in a worker's scratch, in bytes; scores come first."""
+    number = 8 if problem.storage == "f64" else 4
+    dot = uses_dot(isa, problem.storage)
+    panel = vectors * lanes_of(isa, problem.storage)
+    row = panel * number
+    units = (problem.head_dim + 1) // 2 if dot else problem.head_dim
+    rows = register_rows(isa, vectors)
+    width = _up(problem.value_dim, rows)
+    at_check = TILE * row
+    at_keys = _up(at_check + 2 * row, 64)
+    at_values = _up(at_keys + stage_keys * TILE * units * number, 64)
+    at_panels = _up(at_values + stage_values * (TILE // 2 if dot else TILE) * problem.value_dim * number, 64)
+    at_total = _up(64 + units * row, 64)
+    at_span = _up(at_total + (2 + width) * row, 64)
+    at_limits = _up(at_span + (2 + width) * row, 64)
+    at_rows = at_limits + panel * 8
+    names = {"at_check": at_check, "at_keys": at_keys, "at_values": at_values, "at_panels": at_panels}
+    names |= {"at_total": at_total, "at_span": at_span, "at_limits": at_limits, "at_rows": at_rows}
+    return names | {"fixed": at_panels, "panel": _up(at_rows + panel * 24, 64), "width": width}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call will do, known before it runs. `print(plan)` shows it as a table.
+
+    FLOPs count a multiply-add as two and only visible query-key pairs, except `tile_flops`, which is what is computed.
+    Bytes are the least that must be moved: every input once, every output once. Seconds are what this machine's
+    measured peak and bandwidth allow at best.
+    """
+
+    problem: Problem
+    engine: str
+    isa: str
+    kernel: str
+    threads: int
+    panel: int
+    visible_pairs: int
+    flops: int
+    tile_flops: int
+    tiles_full: int
+    tiles_mixed: int
+    tiles_skipped: int
+    panel_keys: int
+    full_flops: int
+    mixed_flops: int
+    skipped_flops: int
+    bytes_read: int
+    bytes_written: int
+    workspace_bytes: int
+    materialised_bytes: int
+    peak_flops: float | None = None  # per second, all threads of the plan
+    bandwidth: float | None = None  # bytes per second
+
+    @property
+    def memory_ratio(self) -> float:
+        """Bytes of materialised attention over our workspace."""
+        return self.materialised_bytes / self.workspace_bytes if self.workspace_bytes else float("inf")
+
+    @cached_property
+    def seconds_at_least(self) -> float | None:
+        """No run on this machine can be faster: the larger of compute and memory time."""
+        if not self.peak_flops or not self.bandwidth:
+            return None
+        return max(self.flops / self.peak_flops, (self.bytes_read + self.bytes_written) / self.bandwidth)
+
+    def __str__(self) -> str:
+        return "\n".join(f"{name:<16} {text}" for name, text in self.rows())
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Name and text of each line of the table."""
+        p = self.problem
+        lengths = f"q {_range(p.q_lengths)}, k {_range(p.k_lengths)}"
+        mask = "causal" if p.causal else "full"
+        rows = [
+            ("problem", f"{p.dtype}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims {p.head_dim}/{p.value_dim}, {mask}"),
+            ("engine", f"{self.engine}, {self.isa}, {self.threads} thread{'s' * (self.threads != 1)}, kernel {self.kernel}"),
+            ("flops", f"{_si(self.flops, 'FLOP')} visible, {_si(self.tile_flops, 'FLOP')} computed"),
+            ("tiles", f"{self.tiles_full:,} full, {self.tiles_mixed:,} mixed, {self.tiles_skipped:,} skipped, of {self.panel} x {TILE}"),
+            (
+                "tile flops",
+                f"{_si(self.full_flops, 'FLOP')} full, {_si(self.mixed_flops, 'FLOP')} mixed, {_si(self.skipped_flops, 'FLOP')} skipped",
+            ),
+            ("bytes", f"{_bytes(self.bytes_read)} read, {_bytes(self.bytes_written)} written, at least"),
+            ("workspace", f"{_bytes(self.workspace_bytes)}, whatever the lengths"),
+            ("materialised", f"{_bytes(self.materialised_bytes)} for scores and weights: {self.memory_ratio:,.1f} x the workspace"),
+        ]
+        if self.seconds_at_least is not None and self.peak_flops and self.bandwidth:
+            roofs = f"{self.peak_flops / 1e9:,.0f} GFLOP/s and {self.bandwidth / 1e9:,.1f} GB/s, measured"
+            rows.append(("time at least", f"{_seconds(self.seconds_at_least)} ({roofs})"))
+        return rows
+
+
+def count(problem: Problem, how: Schedule, kernel: str, peak: float | None = None, bandwidth: float | None = None) -> Plan:
+    """The plan's figures, exactly: what the kernel counts when it runs is the same."""
+    totals = np.zeros(6, dtype=object)
+    for key, times in _distinct(problem).items():
+        totals += np.array(_count_item(*key, problem.causal, problem.group, how.panel), dtype=object) * times
+    pairs, full, mixed, skipped, panel_keys, mixed_keys = (int(x) * problem.kv_heads for x in totals)
+    per_pair = 2 * (problem.head_dim + problem.value_dim)
+    size = STORAGE_BYTES[problem.storage]
+    q_rows, k_rows = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
+    number = 8 if problem.storage == "f64" else 4
+    square = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
+    return Plan(
+        problem=problem,
+        engine="cpu",
+        isa=how.isa.name,
+        kernel=kernel,
+        threads=how.threads,
+        panel=how.panel,
+        visible_pairs=pairs,
+        flops=pairs * per_pair,
+        tile_flops=panel_keys * how.panel * per_pair,
+        tiles_full=full,
+        tiles_mixed=mixed,
+        tiles_skipped=skipped,
+        panel_keys=panel_keys,
+        full_flops=(panel_keys - mixed_keys) * how.panel * per_pair,
+        mixed_flops=mixed_keys * how.panel * per_pair,
+        skipped_flops=(_all_keys(problem, how.panel) - panel_keys) * how.panel * per_pair,
+        bytes_read=(q_rows * problem.head_dim + k_rows * (problem.head_dim + problem.value_dim)) * size,
+        bytes_written=q_rows * problem.value_dim * size + q_rows * number,
+        workspace_bytes=how.scratch_bytes * how.threads,
+        materialised_bytes=2 * square * size,
+        peak_flops=peak,
+        bandwidth=bandwidth,
+    )
+
+
+def _distinct(problem: Problem) -> dict[tuple[int, int, int], int]:
+    """(q_len, k_len, first limit) of the items, and how often each comes."""
+    found: dict[tuple[int, int, int], int] = {}
+    for q_len, k_len, start in zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True):
+        key = (q_len, k_len, start - problem.k_start)
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+def _all_keys(problem: Problem, panel: int) -> int:
+    """Panel-keys if nothing were skipped."""
+    lengths = zip(problem.q_lengths, problem.k_lengths, strict=True)
+    return sum(-(-q * problem.group // panel) * k for q, k in lengths) * problem.kv_heads
+
+
+@lru_cache(maxsize=256)
+def _count_item(q_len: int, k_len: int, start: int, causal: bool, group: int, panel: int) -> tuple[int, ...]:
+    """Of one kv head: visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
+    rows = q_len * group
+    first = np.arange(0, rows, panel, dtype=np.int64)
+    last = np.minimum(first + panel, rows) - 1
+    if causal:
+        low, high = (np.clip(start + r // group + 1, 0, k_len) for r in (first, last))
+        limits = np.clip(start + np.arange(q_len, dtype=np.int64) + 1, 0, k_len)
+        pairs = int(limits.sum()) * group
+    else:
+        low = high = np.full(len(first), k_len, dtype=np.int64)
+        pairs = rows * k_len
+    run = -(-high // TILE)
+    full = np.where(low < high, low // TILE, run)
+    keys = int(high.sum())
+    mixed_keys = int((high - np.where(low < high, full * TILE, high)).sum())
+    tiles = -(-k_len // TILE) * len(first)
+    return pairs, int(full.sum()), int((run - full).sum()), tiles - int(run.sum()), keys, mixed_keys
+
+
+def _range(lengths: tuple[int, ...]) -> str:
+    if not lengths:
+        return "none"
+    low, high = min(lengths), max(lengths)
+    return f"{low:,}" if low == high else f"{low:,}-{high:,}"
+
+
+def _si(x: float, unit: str) -> str:
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if x >= factor:
+            return f"{x / factor:.3g} {prefix}{unit}"
+    return f"{x:.3g} {unit}"
+
+
+def _bytes(x: float) -> str:
+    for factor, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if x >= factor:
+            return f"{x / factor:.3g} {unit}"
+    return f"{x:.0f} B"
+
+
+def _seconds(x: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if x >= factor:
+            return f"{x / factor:.3g} {unit}"
+    return f"{x * 1e9:.3g} ns"
+
+
+__all__ = ["SPAN", "TILE", "Plan", "Schedule", "count", "lanes_of", "register_rows", "schedule", "uses_dot"]

@@ -1,0 +1,190 @@
+"""What to compute, and every check of every argument. Kernels trust this module and nobody else."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .arrays import DTYPES, Array
+from .errors import ArgumentError, ArgumentTypeError
+
+SPAN = 1024  # keys per span of the canonical arithmetic
+LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (1, 0, 2)}  # where batch, head, length, dim lie
+_AXES = {"bhld": "(batch, heads, length, head_dim)", "blhd": "(batch, length, heads, head_dim)", "lhd": "(total_length, heads, head_dim)"}
+_MOST = 1 << 46
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """softmax(scale · QKᵀ)V for a batch of items, each with lengths and a first position of its own."""
+
+    dtype: str  # float32, float64, float16, bfloat16
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    q_lengths: tuple[int, ...]
+    k_lengths: tuple[int, ...]
+    q_starts: tuple[int, ...]  # absolute position of the first query of each item
+    k_start: int
+    causal: bool
+    scale: float
+
+    @property
+    def batch(self) -> int:
+        return len(self.q_lengths)
+
+    @property
+    def group(self) -> int:
+        return self.q_heads // self.kv_heads if self.kv_heads else 1
+
+    @property
+    def storage(self) -> str:
+        return DTYPES[self.dtype][0]
+
+
+def from_sizes(
+    *, batch: Any, q_heads: Any, kv_heads: Any, q_len: Any, k_len: Any, head_dim: Any, value_dim: Any, dtype: Any,
+    causal: Any, q_start: Any, k_start: Any, scale: Any,
+) -> Problem:  # fmt: skip
+    """The problem of a plan by sizes alone."""
+    batch, q_heads, q_len = (_size(n, x) for n, x in (("batch", batch), ("q_heads", q_heads), ("q_len", q_len)))
+    kv_heads = q_heads if kv_heads is None else _size("kv_heads", kv_heads)
+    k_len = q_len if k_len is None else _size("k_len", k_len)
+    head_dim = _size("head_dim", head_dim, 1)
+    value_dim = head_dim if value_dim is None else _size("value_dim", value_dim, 1)
+    name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
+    name = getattr(dtype, "__name__", name) if isinstance(dtype, type) else name
+    if name not in DTYPES:
+        raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {dtype!r}.")
+    if batch > 1_000_000:
+        raise ArgumentError(f"batch: expected at most 1,000,000; got {batch}.")
+    return _problem(name, q_heads, kv_heads, head_dim, value_dim, (q_len,) * batch, (k_len,) * batch, causal, q_start, k_start, scale)
+
+
+def from_arrays(
+    q: Array, k: Array, v: Array, *, causal: Any, q_start: Any, k_start: Any, scale: Any, layout: Any,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:  # fmt: skip
+    """The problem of three arrays, and the packed offsets where there are any."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ArgumentError(f"layout: expected 'bhld', 'blhd' or 'lhd'; got {layout!r}.")
+    dims = len(layout)
+    for x in (q, k, v):
+        if len(x.shape) != dims:
+            raise ArgumentError(f"{x.name}: expected {dims} dimensions {_AXES[layout]} for layout={layout!r}; got shape {x.shape}.")
+        if x.dtype != q.dtype:
+            raise ArgumentTypeError(f"{x.name}: expected dtype {q.dtype}, as q has; got {x.dtype}. Convert one of them.")
+        if (x.kind == "torch") != (q.kind == "torch"):
+            raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}.")
+    axes = LAYOUTS[layout]
+    q_heads, q_len, head_dim = (q.shape[a] for a in axes[-3:])
+    kv_heads, k_len, k_dim = (k.shape[a] for a in axes[-3:])
+    if k_dim != head_dim:
+        raise ArgumentError(f"k: expected head_dim {head_dim}, as q has; got {k_dim} (shape {k.shape}, layout {layout!r}).")
+    if head_dim < 1:
+        raise ArgumentError(f"q: expected head_dim of at least 1; got shape {q.shape}.")
+    v_heads, v_len, value_dim = (v.shape[a] for a in axes[-3:])
+    if value_dim < 1:
+        raise ArgumentError(f"v: expected a value dim of at least 1; got shape {v.shape}.")
+    if (v_heads, v_len) != (kv_heads, k_len):
+        raise ArgumentError(f"v: expected {kv_heads} heads and length {k_len}, as k has; got {v_heads} and {v_len} (shape {v.shape}).")
+    if layout == "lhd":
+        cu_q = _offsets("cu_seqlens_q", cu_seqlens_q, q_len)
+        cu_k = _offsets("cu_seqlens_k", cu_seqlens_k, k_len) if cu_seqlens_k is not None or k_len != q_len else cu_q
+        if len(cu_q) != len(cu_k):
+            raise ArgumentError(f"cu_seqlens_k: expected {len(cu_q)} entries, as cu_seqlens_q has; got {len(cu_k)}.")
+        q_lengths, k_lengths = (tuple(b - a for a, b in zip(c, c[1:], strict=False)) for c in (cu_q, cu_k))
+    else:
+        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if x is not None:
+                raise ArgumentError(f"{name}: expected None for layout={layout!r}; packed sequences take layout='lhd'.")
+        for x in (k, v):
+            if x.shape[0] != q.shape[0]:
+                raise ArgumentError(f"{x.name}: expected batch {q.shape[0]}, as q has; got {x.shape[0]} (shape {x.shape}).")
+        cu_q = cu_k = None
+        q_lengths, k_lengths = (q_len,) * q.shape[0], (k_len,) * q.shape[0]
+    problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lengths, k_lengths, causal, q_start, k_start, scale)
+    return problem, cu_q, cu_k
+
+
+def _problem(
+    dtype: str, q_heads: int, kv_heads: int, head_dim: int, value_dim: int, q_lengths: tuple[int, ...],
+    k_lengths: tuple[int, ...], causal: Any, q_start: Any, k_start: Any, scale: Any,
+) -> Problem:  # fmt: skip
+    if kv_heads == 0 and q_heads or kv_heads and q_heads % kv_heads:
+        raise ArgumentError(f"k: expected a number of kv heads that divides q's {q_heads} heads; got {kv_heads}.")
+    if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
+        raise ArgumentError(f"causal: expected False, True (aligned at the end) or 'top-left'; got {causal!r}.")
+    if causal == "top-left":
+        if q_start is not None:
+            raise ArgumentError("q_start: expected None with causal='top-left', which means q_start=0.")
+        q_start = 0
+    k_start = _integer("k_start", k_start)
+    if k_start < 0 or k_start % SPAN or k_start > _MOST:
+        raise ArgumentError(f"k_start: expected a multiple of {SPAN}, not negative; got {k_start}.")
+    if q_start is None:
+        starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))
+    elif isinstance(q_start, numbers.Integral):
+        starts = (_integer("q_start", q_start),) * len(q_lengths)
+    else:
+        starts = tuple(_integer("q_start", x) for x in _list("q_start", q_start))
+        if len(starts) != len(q_lengths):
+            raise ArgumentError(f"q_start: expected one int, or {len(q_lengths)} (one per batch item); got {len(starts)}.")
+    if any(abs(x) > _MOST for x in starts):
+        raise ArgumentError(f"q_start: expected positions below 2^46; got {max(starts, key=abs)}.")
+    return Problem(
+        dtype, q_heads, kv_heads, head_dim, value_dim, q_lengths, k_lengths, starts, k_start, bool(causal), _scale(scale, head_dim)
+    )
+
+
+def _scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, numbers.Real):
+        raise ArgumentTypeError(f"scale: expected a number or None (1/sqrt(head_dim)); got {type(scale).__name__}.")
+    value = float(scale)
+    if not math.isfinite(value) or abs(value) > 1e30:
+        raise ArgumentError(f"scale: expected a finite number up to 1e30 in size; got {value}.")
+    return value
+
+
+def _integer(name: str, x: Any) -> int:
+    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Integral):
+        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+    return int(x)
+
+
+def _size(name: str, x: Any, least: int = 0) -> int:
+    x = _integer(name, x)
+    if not least <= x <= _MOST:
+        raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {x}.")
+    return x
+
+
+def _list(name: str, x: Any) -> list[Any]:
+    try:
+        values = x.tolist() if hasattr(x, "tolist") else list(x)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: expected an int or a sequence of ints; got {type(x).__name__}.") from None
+    if not isinstance(values, list):
+        raise ArgumentTypeError(f"{name}: expected a sequence of ints; got {type(x).__name__}.")
+    return values
+
+
+def _offsets(name: str, x: Any, total: int) -> tuple[int, ...]:
+    """Packed offsets, copied before they are checked: 0 = c₀ ≤ c₁ ≤ … = total."""
+    if x is None:
+        return (0, total)
+    values = tuple(_integer(name, i) for i in _list(name, x))
+    if len(values) < 2 or values[0] != 0 or values[-1] != total:
+        ends = f"{len(values)} entries" if len(values) < 2 else f"{values[0]} … {values[-1]}"
+        raise ArgumentError(f"{name}: expected offsets from 0 to the total length {total}; got {ends}.")
+    for i, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+        if b < a:
+            raise ArgumentError(f"{name}: expected offsets that never fall; got {a} then {b} at entry {i + 1}.")
+    return values
