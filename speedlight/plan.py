@@ -89,14 +89,15 @@ def _layout(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_va
     rows = register_rows(isa, vectors)
     width = _up(problem.value_dim, rows)
     at_check = TILE * row
-    at_keys = _up(at_check + 2 * row, 64)
+    at_partial = at_check + 3 * row
+    at_keys = _up(at_partial + width * row, 64)
     at_values = _up(at_keys + stage_keys * TILE * units * number, 64)
     at_panels = _up(at_values + stage_values * (TILE // 2 if dot else TILE) * problem.value_dim * number, 64)
     at_total = _up(64 + units * row, 64)
     at_span = _up(at_total + (2 + width) * row, 64)
     at_limits = _up(at_span + (2 + width) * row, 64)
     at_rows = at_limits + panel * 8
-    names = {"at_check": at_check, "at_keys": at_keys, "at_values": at_values, "at_panels": at_panels}
+    names = {"at_check": at_check, "at_partial": at_partial, "at_keys": at_keys, "at_values": at_values, "at_panels": at_panels}
     names |= {"at_total": at_total, "at_span": at_span, "at_limits": at_limits, "at_rows": at_rows}
     return names | {"fixed": at_panels, "panel": _up(at_rows + panel * 24, 64), "width": width}
 

@@ -9,7 +9,7 @@ FIELDS = (
     "q_head", "q_row", "q_column", "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
     "out_head", "out_row", "out_column", "lse_head", "lse_row",
     "head_dim", "value_dim", "group", "panels", "causal", "c", "flip", "stage_k", "stage_v", "counts",
-    "at_check", "at_keys", "at_values", "at_panels", "panel_bytes", "at_total", "at_span", "at_limits", "at_rows", "width",
+    "at_check", "at_partial", "at_keys", "at_values", "at_panels", "panel_bytes", "at_total", "at_span", "at_limits", "at_rows", "width",
 )  # fmt: skip
 # per batch item: tickets before it, blocks per kv head, lengths, q_start - k_start, byte offsets
 ITEM = ("first", "blocks", "q_len", "k_len", "start", "q_at", "k_at", "v_at", "out_at", "lse_at")

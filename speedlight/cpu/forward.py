@@ -21,6 +21,7 @@ from .microkernels import (
     merge_states,
     narrowed,
     natural_log,
+    predicated_tile,
     score_tile,
     softmax_tile,
     value_tile,
@@ -34,7 +35,8 @@ class _Parts:
         self.shape = s
         self.module = Module(f"forward_{s.storage}")
         m = self.module
-        self.score, self.softmax, self.value, self.merge = (make(m, s) for make in (score_tile, softmax_tile, value_tile, merge_states))
+        self.score, self.softmax, self.merge = score_tile(m, s), softmax_tile(m, s), merge_states(m, s)
+        self.value, self.predicated = value_tile(m, s), predicated_tile(m, s)
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
         self.stage_keys = stage_rows(m, s, "stage_keys")
@@ -287,7 +289,11 @@ class _Task:
                 steps = self.units(high)
                 full = self.units(full)
                 acc = k.at(state, 2 * s.row_bytes)
-                k.call(parts.value, acc, self.scratch, values, v_row, full, steps, value_dim, check)
+                partial = k.at(self.scratch, self.get("at_partial"))
+                arguments = (acc, self.scratch, values, v_row, full, steps, value_dim, check, partial)
+                k.call(parts.value, *arguments)
+                with k.when(full < steps):
+                    k.call(parts.predicated, *arguments)
 
     def count(self, full: Value, high: Value) -> None:
         """In a counting run: what was computed, for plan() to agree with."""

@@ -11,7 +11,7 @@ The order of every floating-point operation here is DESIGN section 3's canonical
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,10 +129,10 @@ def multiply_add(k: Function, s: Shape, a: Value, b: Value, total: Value) -> Val
     return k.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", s.vector, total, a.bits(pairs), b.bits(pairs))
 
 
-def exp2(k: Function, s: Shape, x: Value, *, keep_nan: bool) -> Value:
-    """2^x for x <= 0 (a little above is fine); +0 below the smallest normal exponent. Integer arithmetic scales.
+def exp2(k: Function, s: Shape, x: Value, *, any_x: bool) -> Value:
+    """2^x for x <= 0 (a little above is fine). Integer arithmetic scales.
 
-    Without `keep_nan` a NaN gives +0: the caller has proved that there is none.
+    With `any_x`, +0 below the smallest normal exponent, and NaN stays. Without, the caller has proved that x is neither.
     """
     shift, low = (52, -1022.0) if s.wide else (23, -126.0)
     magic = k.const(1.5 * 2.0**shift, s.vector)  # adding it rounds to an integer that then lies in the low bits
@@ -142,19 +142,32 @@ def exp2(k: Function, s: Shape, x: Value, *, keep_nan: bool) -> Value:
     p = k.const(coefficients[-1], s.vector)
     for c in (*coefficients[-2::-1], 1.0):
         p = k.fma(p, f, k.const(c, s.vector))
-    y = (p.bits(s.ivector) + (t.bits(s.ivector) << shift)).bits(s.vector)
-    y = k.select(x >= low, y, k.const(0.0, s.vector))
-    return k.select(x.differs(x), x, y) if keep_nan else y
+    y = p.bits(s.ivector) + (t.bits(s.ivector) << shift)
+    if not any_x:
+        return y.bits(s.vector)
+    y = k.select(x >= low, y, k.const(0, s.ivector)).bits(s.vector)
+    return k.select(x.differs(x), x, y)
 
 
-def accumulators(k: Function, s: Shape) -> list[list[Any]]:
-    return [[k.variable(k.const(0.0, s.vector)) for _ in range(s.vectors)] for _ in range(s.rows)]
+def accumulators(k: Function, s: Shape, rows: int) -> list[list[Any]]:
+    return [[k.variable(k.const(0.0, s.vector)) for _ in range(s.vectors)] for _ in range(rows)]
+
+
+def unrolled(k: Function, low: Value | int, high: Value, body: Any, by: int = 4) -> None:
+    """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not."""
+    start = low if isinstance(low, Value) else k.i64(low)
+    middle = start + (high - start) // by * by
+    with k.range(start, middle, by) as t:
+        for i in range(by):
+            body(t + i)
+    with k.range(middle, high) as t:
+        body(t)
 
 
 def score_tile(module: Module, s: Shape) -> Any:
     """scores[n_keys, panel] = keys @ q_panel, one chain of multiply-adds over the units per element.
 
-    check[0] is the maximum of every lane's scores and check[1] their sum, which is finite only if all of them are.
+    check holds every lane's largest score, the sum (finite only if all scores are), and the smallest.
     Row groups past the end repeat the last key: what they write lies past n_keys.
     """
     k = module.function(
@@ -166,24 +179,28 @@ def score_tile(module: Module, s: Shape) -> Any:
     for v in range(s.vectors):
         k.store(k.const(float("-inf"), s.vector), p["check"], s.lane_offset(v))
         k.store(k.const(0.0, s.vector), p["check"], s.row_bytes + s.lane_offset(v))
+        k.store(k.const(float("inf"), s.vector), p["check"], 2 * s.row_bytes + s.lane_offset(v))
     last = p["n_keys"] - 1
     with k.range(0, p["n_keys"], s.rows) as j:
         rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
-        total = accumulators(k, s)
-        with k.range(0, p["units"]) as t:
+        total = accumulators(k, s, s.rows)
+
+        def step(t: Value, rows: list[Value] = rows, total: list[list[Any]] = total) -> None:
             query = [k.load(q_type(s), p["q_panel"], t * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
             for m in range(s.rows):
                 key = k.splat(k.load(s.unit, rows[m], t * unit), s.lanes)
                 for v in range(s.vectors):
                     total[m][v].set(multiply_add(k, s, key, query[v], total[m][v].get()))
+
+        unrolled(k, 0, p["units"], step)
         out = k.at(p["scores"], j * s.row_bytes)
         for v in range(s.vectors):
             x = [total[m][v].get() for m in range(s.rows)]
             for m in range(s.rows):
                 k.store(x[m], out, m * s.row_bytes + s.lane_offset(v))
-            top, total_sum = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (0, 1))
-            k.store(tree(x, k.max, top), p["check"], s.lane_offset(v))
-            k.store(tree(x, lambda a, b: a + b, total_sum), p["check"], s.row_bytes + s.lane_offset(v))
+            for i, combine in enumerate((k.max, lambda a, b: a + b, k.min)):
+                place = k.at(p["check"], i * s.row_bytes + s.lane_offset(v))
+                k.store(tree(x, combine, k.load(s.vector, place)), place)
     return k.finish()
 
 
@@ -203,7 +220,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     """Scores become weights in place; running_max, running_sum and alpha are updated. Returns where predication starts.
 
     Keys below `full` are visible to every lane; lane i sees keys below limits[i] - tile_start. The fast branch needs
-    every key visible, every score finite and the maximum below LARGE; the careful one takes anything. In the careful
+    every key visible, scores finite, the maximum below LARGE and no weight underflowing; the careful one takes anything. In the careful
     branch the weight of a hidden key is -0, which no visible key can have.
     """
     k = module.function(
@@ -213,17 +230,16 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     )
     p = k.p
     c = k.splat(p["c"], s.lanes)
-    with k.when((p["n_keys"] & 1).equals(1)):  # the loops below take keys by two
-        for v in range(s.vectors):
-            k.store(k.const(float("-inf"), s.vector), p["scores"], p["n_keys"] * s.row_bytes + s.lane_offset(v))
     old = [k.load(s.vector, p["state"], s.lane_offset(v)) for v in range(s.vectors)]
     top = [k.max(k.load(s.vector, p["check"], s.lane_offset(v)) * c, old[v]) for v in range(s.vectors)]
-    finite = k.const(1, ir.IntType(1))
+    finite = normal = k.const(1, ir.IntType(1))
     for v in range(s.vectors):
         total = k.load(s.vector, p["check"], s.row_bytes + s.lane_offset(v))
         finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top[v]) < LARGE)
+        low = k.fma(k.load(s.vector, p["check"], 2 * s.row_bytes + s.lane_offset(v)), c, -top[v])
+        normal = normal & k.all(low >= (-1022.0 if s.wide else -126.0))
     result = k.variable(p["n_keys"])
-    with k.either(finite & (p["full"] >= p["n_keys"])) as (fast, careful):
+    with k.either(finite & normal & (p["full"] >= p["n_keys"])) as (fast, careful):
         with fast:
             _weights(k, s, c, old, top, None)
         with careful:
@@ -280,23 +296,30 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
         x = k.load(s.vector, p["scores"], j * s.row_bytes + s.lane_offset(v))
         e = k.fma(x, c, minus[v])
         if limits is None:
-            return exp2(k, s, e, keep_nan=False)
+            return exp2(k, s, e, any_x=False)
         e = k.select(large[v] & (e > 0.0), zero, e)
-        return k.select(_seen(k, s, x, j, limits[v]), exp2(k, s, e, keep_nan=True), hidden)
+        return k.select(_seen(k, s, x, j, limits[v]), exp2(k, s, e, any_x=True), hidden)
 
-    with k.range(0, p["n_keys"], 2) as j:
+    def step(j: Value, second: bool = True) -> None:
+        """Keys j and j + 1; without `second` an odd last key, whose partner weighs +0."""
         for v in range(s.vectors):
-            first, second = weight(j, v), weight(j + 1, v)
+            weights = [weight(j, v), weight(j + 1, v) if second else zero]
             if s.dot:
-                pair = bf16_pair(k, s, first, second)
+                pair = bf16_pair(k, s, *weights)
                 k.store(pair, p["scores"], (j >> 1) * s.row_bytes + s.lane_offset(v))
                 total[v].set(multiply_add(k, s, k.const(0x3F803F80, s.ivector), pair, total[v].get()))
-            else:
-                for i, w in enumerate((first, second)):
-                    k.store(w, p["scores"], (j + i) * s.row_bytes + s.lane_offset(v))
-                    total[v].set(total[v].get() + w)
+                continue
+            for i, w in enumerate(weights[: 1 + second]):
+                k.store(w, p["scores"], (j + i) * s.row_bytes + s.lane_offset(v))
+                total[v].set(total[v].get() + w)
+
+    even = p["n_keys"] & -2
+    with k.range(0, even, 2) as j:
+        step(j)
+    with k.when(even < p["n_keys"]):
+        step(even, second=False)
     for v in range(s.vectors):
-        alpha = exp2(k, s, old[v] - base[v], keep_nan=careful)
+        alpha = exp2(k, s, old[v] - base[v], any_x=True)
         running_sum = k.load(s.vector, p["state"], s.row_bytes + s.lane_offset(v))
         k.store(top[v], p["state"], s.lane_offset(v))
         k.store(k.fma(running_sum, alpha, total[v].get()), p["state"], s.row_bytes + s.lane_offset(v))
@@ -314,34 +337,76 @@ def bf16_pair(k: Function, s: Shape, low: Value, high: Value) -> Value:
 def value_tile(module: Module, s: Shape) -> Any:
     """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0.
 
-    Steps below `full` are visible to every lane, those up to `steps` are predicated: where the weight is -0 the lane
-    keeps its sum, whatever the value (0 · NaN is NaN). A step is one key, or a pair of keys in the dot class.
-    Columns past the width repeat the last one into rows that nothing reads.
+    A step is one key, or a pair of keys in the dot class. Steps below `full` are visible to every lane; if there are
+    more, the sums so far go to `partial` and predicated_tile continues. Columns past the width repeat the last one
+    into rows that nothing reads.
     """
-    k = module.function(
-        "value_tile",
-        {"acc": PTR, "weights": PTR, "values": PTR, "value_row": I64, "full": I64, "steps": I64, "width": I64, "alpha": PTR},
-    )
+    k = module.function("value_tile", _VALUE_PARAMS)
     p = k.p
     last = p["width"] - 1
     with k.range(0, p["width"], s.rows) as column:
         offsets = [k.min(column + m, last) * s.number_bytes for m in range(s.rows)]
-        total = accumulators(k, s)
-        for predicated, low, high in ((False, k.i64(0), p["full"]), (True, p["full"], p["steps"])):
-            with k.range(low, high) as j:
-                weights = [k.load(q_type(s), p["weights"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
-                row = k.at(p["values"], j * p["value_row"])
-                seen = [_visible(k, s, w) for w in weights] if predicated else None
-                for m in range(s.rows):
-                    value = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
-                    for v in range(s.vectors):
-                        total[m][v].set(_value_step(k, s, value, weights[v], total[m][v].get(), seen and seen[v]))
-        for m in range(s.rows):
-            for v in range(s.vectors):
-                place = k.at(p["acc"], (column + m) * s.row_bytes + s.lane_offset(v))
-                alpha = k.load(s.vector, p["alpha"], s.lane_offset(v))
-                k.store(k.fma(k.load(s.vector, place), alpha, total[m][v].get()), place)
+        total = accumulators(k, s, s.rows)
+
+        def step(j: Value, offsets: list[Value] = offsets, total: list[list[Any]] = total) -> None:
+            weights = [k.load(q_type(s), p["weights"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
+            row = k.at(p["values"], j * p["value_row"])
+            for m in range(s.rows):
+                value = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
+                for v in range(s.vectors):
+                    total[m][v].set(multiply_add(k, s, value, weights[v], total[m][v].get()))
+
+        unrolled(k, 0, p["full"], step)
+        with k.either(p["full"].equals(p["steps"])) as (whole, rest):
+            with whole:
+                _accumulate(k, s, column, total)
+            with rest:
+                for m, v, total_mv in _each(total):
+                    k.store(total_mv.get(), p["partial"], (column + m) * s.row_bytes + s.lane_offset(v))
     return k.finish()
+
+
+_VALUE_PARAMS = {
+    "acc": PTR, "weights": PTR, "values": PTR, "value_row": I64, "full": I64, "steps": I64, "width": I64, "alpha": PTR, "partial": PTR,
+}  # fmt: skip
+
+
+def predicated_tile(module: Module, s: Shape) -> Any:
+    """Continues value_tile from `partial` over the steps [full, steps): a lane whose weight is -0 keeps its sum,
+
+    whatever the value is (0 · NaN is NaN). Half as many rows, because conditions take registers too.
+    """
+    k = module.function("predicated_tile", _VALUE_PARAMS)
+    p = k.p
+    last, rows = p["width"] - 1, max(1, s.rows // 2)
+    with k.range(0, p["width"], rows) as column:
+        offsets = [k.min(column + m, last) * s.number_bytes for m in range(rows)]
+        total = accumulators(k, s, rows)
+        for m, v, total_mv in _each(total):
+            total_mv.set(k.load(s.vector, p["partial"], (column + m) * s.row_bytes + s.lane_offset(v)))
+        with k.range(p["full"], p["steps"]) as j:
+            weights = [k.load(q_type(s), p["weights"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
+            seen = [_visible(k, s, w) for w in weights]
+            row = k.at(p["values"], j * p["value_row"])
+            for m in range(rows):
+                value = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
+                for v in range(s.vectors):
+                    total[m][v].set(_value_step(k, s, value, weights[v], total[m][v].get(), seen[v]))
+        _accumulate(k, s, column, total)
+    return k.finish()
+
+
+def _each(total: list[list[Any]]) -> Iterator[tuple[int, int, Any]]:
+    for m, row in enumerate(total):
+        for v, x in enumerate(row):
+            yield m, v, x
+
+
+def _accumulate(k: Function, s: Shape, column: Value, total: list[list[Any]]) -> None:
+    for m, v, total_mv in _each(total):
+        place = k.at(k.p["acc"], (column + m) * s.row_bytes + s.lane_offset(v))
+        alpha = k.load(s.vector, k.p["alpha"], s.lane_offset(v))
+        k.store(k.fma(k.load(s.vector, place), alpha, total_mv.get()), place)
 
 
 def _visible(k: Function, s: Shape, weight: Value) -> Value:
@@ -353,9 +418,7 @@ def _visible(k: Function, s: Shape, weight: Value) -> Value:
     return low | k.select((weight >> 16).differs(0x8000), k.const(-0x10000, s.ivector), zero)
 
 
-def _value_step(k: Function, s: Shape, value: Value, weight: Value, total: Value, seen: Any) -> Value:
-    if seen is None:
-        return multiply_add(k, s, value, weight, total)
+def _value_step(k: Function, s: Shape, value: Value, weight: Value, total: Value, seen: Value) -> Value:
     if not s.dot:
         return k.select(seen, k.fma(value, weight, total), total)
     return k.select(seen.differs(0), multiply_add(k, s, value & seen, weight & seen, total), total)
@@ -374,8 +437,8 @@ def merge_states(module: Module, s: Shape) -> Any:
         copy.append(is_empty(m1, l1))
         top = k.max(m1, m2)
         base = k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
-        first.append(exp2(k, s, m1 - base, keep_nan=True))
-        second.append(exp2(k, s, m2 - base, keep_nan=True))
+        first.append(exp2(k, s, m1 - base, any_x=True))
+        second.append(exp2(k, s, m2 - base, any_x=True))
         k.store(top, p["total"], at)
         k.store(_merged(k, l1, l2, first[v], second[v], keep[v], copy[v]), p["total"], s.row_bytes + at)
     with k.range(2, p["width"] + 2) as row:
