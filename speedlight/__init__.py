@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .api import attention, plan
     from .cpu.workers import get_threads, set_threads
     from .errors import ArgumentError, ArgumentTypeError, CompileError, Error, FileError, UnsupportedError
-    from .plan import Plan
+    from .planning import Plan
 
 __version__ = "0.1.0"
 ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
@@ -24,7 +24,7 @@ ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
 _HOMES = {
     "attention": "api",
     "plan": "api",
-    "Plan": "plan",
+    "Plan": "planning",
     "set_threads": "cpu.workers",
     "get_threads": "cpu.workers",
     "Error": "errors",

@@ -10,7 +10,7 @@ import numpy as np
 from . import arrays, engine
 from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
-from .plan import Plan
+from .planning import Plan
 from .problem import LAYOUTS, from_arrays, from_sizes
 
 _prepared: dict[Any, engine.Prepared] = {}

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from . import plan as planning
+from . import planning
 from .arrays import DTYPES, Array
 from .machine import Isa, current_isa
 from .problem import LAYOUTS, Problem

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plan import SPAN, TILE
+from ..planning import SPAN, TILE
 from .fields import ITEM, field
 from .microkernels import (
     Shape,

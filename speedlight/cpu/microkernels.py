@@ -19,7 +19,7 @@ from llvmlite import ir
 
 from ..arrays import STORAGE_BYTES
 from ..machine import Isa
-from ..plan import TILE, lanes_of, register_rows, uses_dot
+from ..planning import TILE, lanes_of, register_rows, uses_dot
 from .vector import BF16, F16, F32, F64, I16, I32, I64, PTR, Function, Module, Value, vec
 
 # Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
@@ -129,31 +129,33 @@ def multiply_add(k: Function, s: Shape, a: Value, b: Value, total: Value) -> Val
     return k.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", s.vector, total, a.bits(pairs), b.bits(pairs))
 
 
-def exp2(k: Function, s: Shape, x: Value, *, any_x: bool) -> Value:
-    """2^x for x <= 0 (a little above is fine). Integer arithmetic scales.
+def exp2(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
+    """2^x for x <= 0 (a little above is fine), several vectors in step. Integer arithmetic scales.
 
+    In step, because one vector's chain of dependent operations would fill the CPU's scheduler before it ends.
     With `any_x`, +0 below the smallest normal exponent, and NaN stays. Without, the caller has proved that x is neither.
     """
     shift, low = (52, -1022.0) if s.wide else (23, -126.0)
     magic = k.const(1.5 * 2.0**shift, s.vector)  # adding it rounds to an integer that then lies in the low bits
-    t = x + magic
-    f = x - (t - magic)
+    ts = [x + magic for x in xs]
+    rounded = [t - magic for t in ts]
+    fs = [x - r for x, r in zip(xs, rounded, strict=True)]
     coefficients = _EXP2["dot" if s.dot else "f64" if s.wide else "f32"]
-    p = k.const(coefficients[-1], s.vector)
+    ps = [k.const(coefficients[-1], s.vector)] * len(xs)
     for c in (*coefficients[-2::-1], 1.0):
-        p = k.fma(p, f, k.const(c, s.vector))
-    y = p.bits(s.ivector) + (t.bits(s.ivector) << shift)
+        ps = [k.fma(p, f, k.const(c, s.vector)) for p, f in zip(ps, fs, strict=True)]
+    ys = [p.bits(s.ivector) + (t.bits(s.ivector) << shift) for p, t in zip(ps, ts, strict=True)]
     if not any_x:
-        return y.bits(s.vector)
-    y = k.select(x >= low, y, k.const(0, s.ivector)).bits(s.vector)
-    return k.select(x.differs(x), x, y)
+        return [y.bits(s.vector) for y in ys]
+    zeroed = [k.select(x >= low, y, k.const(0, s.ivector)).bits(s.vector) for x, y in zip(xs, ys, strict=True)]
+    return [k.select(x.differs(x), x, y) for x, y in zip(xs, zeroed, strict=True)]
 
 
 def accumulators(k: Function, s: Shape, rows: int) -> list[list[Any]]:
     return [[k.variable(k.const(0.0, s.vector)) for _ in range(s.vectors)] for _ in range(rows)]
 
 
-def unrolled(k: Function, low: Value | int, high: Value, body: Any, by: int = 4) -> None:
+def unrolled(k: Function, low: Value | int, high: Value, body: Any, by: int = 2) -> None:
     """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not."""
     start = low if isinstance(low, Value) else k.i64(low)
     middle = start + (high - start) // by * by
@@ -219,9 +221,9 @@ def tree(values: Sequence[Value], combine: Any, last: Value) -> Value:
 def softmax_tile(module: Module, s: Shape) -> Any:
     """Scores become weights in place; running_max, running_sum and alpha are updated. Returns where predication starts.
 
-    Keys below `full` are visible to every lane; lane i sees keys below limits[i] - tile_start. The fast branch needs
-    every key visible, scores finite, the maximum below LARGE and no weight underflowing; the careful one takes anything. In the careful
-    branch the weight of a hidden key is -0, which no visible key can have.
+    Keys below `full` are visible to every lane; lane i sees keys below limits[i] - tile_start. If the scores are
+    finite, the maximum is below LARGE and no weight underflows, keys below `full` take the fast loop; all others
+    take the careful one, which stands anything. There the weight of a hidden key is -0, which no visible key can have.
     """
     k = module.function(
         "softmax_tile",
@@ -231,23 +233,19 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     p = k.p
     c = k.splat(p["c"], s.lanes)
     old = [k.load(s.vector, p["state"], s.lane_offset(v)) for v in range(s.vectors)]
-    top = [k.max(k.load(s.vector, p["check"], s.lane_offset(v)) * c, old[v]) for v in range(s.vectors)]
+    tops = [k.variable(k.max(k.load(s.vector, p["check"], s.lane_offset(v)) * c, x)) for v, x in enumerate(old)]
+    limits = [_limits(k, s, v) for v in range(s.vectors)]
     finite = normal = k.const(1, ir.IntType(1))
-    for v in range(s.vectors):
-        total = k.load(s.vector, p["check"], s.row_bytes + s.lane_offset(v))
-        finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top[v]) < LARGE)
-        low = k.fma(k.load(s.vector, p["check"], 2 * s.row_bytes + s.lane_offset(v)), c, -top[v])
-        normal = normal & k.all(low >= (-1022.0 if s.wide else -126.0))
-    result = k.variable(p["n_keys"])
-    with k.either(finite & normal & (p["full"] >= p["n_keys"])) as (fast, careful):
-        with fast:
-            _weights(k, s, c, old, top, None)
-        with careful:
-            relative = [_limits(k, s, v) for v in range(s.vectors)]
-            tops = [_careful_max(k, s, c, old[v], relative[v], v) for v in range(s.vectors)]
-            _weights(k, s, c, old, tops, relative)
-            result.set(k.select(finite, p["full"], k.i64(0)))
-    return k.finish(result.get())
+    for v, top in enumerate(tops):
+        total, lowest = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 2))
+        finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top.get()) < LARGE)
+        normal = normal & k.all(k.fma(lowest, c, -top.get()) >= (-1022.0 if s.wide else -126.0))
+    with k.when((finite ^ 1) | (p["full"] < p["n_keys"])):
+        for v, top in enumerate(tops):
+            top.set(_careful_max(k, s, c, old[v], limits[v], v, k.select(finite, p["full"], k.i64(0))))
+    start = k.select(finite & normal, p["full"] & -2, k.i64(0))
+    _weights(k, s, c, old, [top.get() for top in tops], limits, start)
+    return k.finish(k.select(finite, p["full"], k.i64(0)))
 
 
 def _limits(k: Function, s: Shape, v: int) -> Value:
@@ -264,12 +262,18 @@ def _seen(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
     return (index < limit) & x.differs(float("-inf"))
 
 
-def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: int) -> Value:
-    """max(old, c · largest visible score), rounded down where it is LARGE."""
+def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: int, full: Value) -> Value:
+    """max(old, c · largest visible score), rounded down where it is LARGE. Keys below `full` are finite and visible."""
     lowest = k.const(float("-inf"), s.vector)
     best = k.variable(lowest)
-    with k.range(0, k.p["n_keys"]) as j:
-        x = k.load(s.vector, k.p["scores"], j * s.row_bytes + s.lane_offset(v))
+
+    def score(j: Value) -> Value:
+        return k.load(s.vector, k.p["scores"], j * s.row_bytes + s.lane_offset(v))
+
+    with k.range(0, full) as j:
+        best.set(k.max(score(j), best.get()))
+    with k.range(full, k.p["n_keys"]) as j:
+        x = score(j)
         best.set(k.max(k.select(_seen(k, s, x, j, limit), x, lowest), best.get()))
     product = best.get() * c
     large = (k.abs(product) >= LARGE) & (k.abs(product) < float("inf"))
@@ -279,47 +283,54 @@ def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: i
     return k.max(k.select(large & above, down, product), old)
 
 
-def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value], limits: list[Value] | None) -> None:
+def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value], limits: list[Value], start: Value) -> None:
     """Exponentials of one tile, its row sum, alpha, and the new running_max and running_sum.
 
-    With `limits` lanes are predicated, NaN is kept, exponents of LARGE rows are clamped, empty rows are safe.
+    From key `start` on lanes are predicated, NaN is kept, exponents of LARGE rows are clamped.
     """
-    p, careful = k.p, limits is not None
-    zero = k.const(0.0, s.vector)
-    base = [k.select(t.equals(float("-inf")), zero, t) if careful else t for t in top]
-    large = [k.abs(t) >= LARGE for t in base]
-    minus = [-t for t in base]
+    p = k.p
+    zero, hidden = k.const(0.0, s.vector), k.const(-0.0, s.vector)
+    base = [k.select(t.equals(float("-inf")), zero, t) for t in top]  # an empty row must not make inf - inf
     total = [k.variable(zero) for _ in range(s.vectors)]
-    hidden = k.const(-0.0, s.vector)
 
-    def weight(j: Value, v: int) -> Value:
-        x = k.load(s.vector, p["scores"], j * s.row_bytes + s.lane_offset(v))
-        e = k.fma(x, c, minus[v])
-        if limits is None:
-            return exp2(k, s, e, any_x=False)
-        e = k.select(large[v] & (e > 0.0), zero, e)
-        return k.select(_seen(k, s, x, j, limits[v]), exp2(k, s, e, any_x=True), hidden)
+    def weigh(j: Value, keys: int, careful: bool) -> list[list[Value]]:
+        """[key][vector] of weights."""
+        place = [(i, v) for i in range(keys) for v in range(s.vectors)]
+        xs = [k.load(s.vector, p["scores"], (j + i) * s.row_bytes + s.lane_offset(v)) for i, v in place]
+        es = [k.fma(x, c, -base[v]) for x, (_, v) in zip(xs, place, strict=True)]
+        if careful:
+            es = [k.select((k.abs(base[v]) >= LARGE) & (e > 0.0), zero, e) for e, (_, v) in zip(es, place, strict=True)]
+        ws = exp2(k, s, es, any_x=careful)
+        if careful:
+            ws = [k.select(_seen(k, s, x, j + i, limits[v]), w, hidden) for w, x, (i, v) in zip(ws, xs, place, strict=True)]
+        return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]
 
-    def step(j: Value, second: bool = True) -> None:
-        """Keys j and j + 1; without `second` an odd last key, whose partner weighs +0."""
+    def step(j: Value, keys: int, careful: bool) -> None:
+        """Keys j and j + 1; or an odd last key alone, whose partner in a pair weighs +0."""
+        weights = weigh(j, keys, careful)
         for v in range(s.vectors):
-            weights = [weight(j, v), weight(j + 1, v) if second else zero]
             if s.dot:
-                pair = bf16_pair(k, s, *weights)
+                pair = bf16_pair(k, s, weights[0][v], weights[1][v] if keys == 2 else zero)
                 k.store(pair, p["scores"], (j >> 1) * s.row_bytes + s.lane_offset(v))
                 total[v].set(multiply_add(k, s, k.const(0x3F803F80, s.ivector), pair, total[v].get()))
                 continue
-            for i, w in enumerate(weights[: 1 + second]):
-                k.store(w, p["scores"], (j + i) * s.row_bytes + s.lane_offset(v))
-                total[v].set(total[v].get() + w)
+            for i in range(keys):
+                k.store(weights[i][v], p["scores"], (j + i) * s.row_bytes + s.lane_offset(v))
+                total[v].set(total[v].get() + weights[i][v])
 
-    even = p["n_keys"] & -2
-    with k.range(0, even, 2) as j:
-        step(j)
-    with k.when(even < p["n_keys"]):
-        step(even, second=False)
+    with k.range(0, start, 2) as j:
+        step(j, 2, careful=False)
+    if s.dot:
+        even = p["n_keys"] & -2
+        with k.range(start, even, 2) as j:
+            step(j, 2, careful=True)
+        with k.when(even < p["n_keys"]):
+            step(even, 1, careful=True)
+    else:
+        with k.range(start, p["n_keys"]) as j:
+            step(j, 1, careful=True)
     for v in range(s.vectors):
-        alpha = exp2(k, s, old[v] - base[v], any_x=True)
+        (alpha,) = exp2(k, s, [old[v] - base[v]], any_x=True)
         running_sum = k.load(s.vector, p["state"], s.row_bytes + s.lane_offset(v))
         k.store(top[v], p["state"], s.lane_offset(v))
         k.store(k.fma(running_sum, alpha, total[v].get()), p["state"], s.row_bytes + s.lane_offset(v))
@@ -437,8 +448,8 @@ def merge_states(module: Module, s: Shape) -> Any:
         copy.append(is_empty(m1, l1))
         top = k.max(m1, m2)
         base = k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
-        first.append(exp2(k, s, m1 - base, any_x=True))
-        second.append(exp2(k, s, m2 - base, any_x=True))
+        for factors, m in ((first, m1), (second, m2)):
+            factors += exp2(k, s, [m - base], any_x=True)
         k.store(top, p["total"], at)
         k.store(_merged(k, l1, l2, first[v], second[v], keep[v], copy[v]), p["total"], s.row_bytes + at)
     with k.range(2, p["width"] + 2) as row:

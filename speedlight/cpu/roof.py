@@ -17,7 +17,7 @@ from .workers import run_region
 
 _CHAINS = {64: 24, 32: 12, 16: 24}  # independent sums: enough for latency times throughput, few enough for registers
 _READ = 64 << 20
-OPERANDS = 8 * (len(FIELDS) + 64)  # two vectors behind the arguments
+OPERANDS = 8 * (len(FIELDS) + 64)  # vectors behind the arguments
 
 
 @functools.cache
@@ -55,9 +55,8 @@ def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
 
 
 def _timed(kernel: Kernel, limit: int, threads: int, address: int = 0) -> float:
-    words = (ctypes.c_int64 * (len(FIELDS) + 80))()
-    # numbers like a user's, not zeros: multiplying zeros takes less power and lets the clock rise
-    numbers = np.random.default_rng(0).standard_normal(32).astype(np.float32)
+    words = (ctypes.c_int64 * (len(FIELDS) + 128))()
+    numbers = np.random.default_rng(0).standard_normal(96).astype(np.float32)
     ctypes.memmove(ctypes.addressof(words) + OPERANDS, numbers.ctypes.data, numbers.nbytes)
     words[LIMIT], words[FIELDS.index("q")] = limit, address
     start = time.perf_counter()
