@@ -1,0 +1,148 @@
+"""The specification: attention in float64, row by row, and the error bound that every engine keeps.
+
+Slow, in memory that grows with q_len x k_len of one head, and plain on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import arrays
+from .planning import TILE
+from .problem import LAYOUTS, SPAN, Problem, from_arrays
+
+# unit roundoff of a result in each dtype, and half its smallest subnormal
+ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+_TINY = {"float64": 2.0**-1075, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+
+
+class Bounds(NamedTuple):
+    """Largest allowed |error| of every element of out and of lse."""
+
+    out: np.ndarray
+    lse: np.ndarray
+
+
+def attention_row(q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, scale: float) -> tuple[np.ndarray, float]:
+    """One query against its keys: the definition. A key that is not visible, or whose score is -inf, does not exist."""
+    score = (k @ q) * scale
+    seen = visible & (score != -np.inf)
+    score, v = score[seen], v[seen]
+    if len(score) == 0:
+        return np.zeros(v.shape[1]), -np.inf
+    top = np.nanmax(score) if not np.isnan(score).all() else 0.0
+    p = np.exp(score - top)
+    return (p[:, None] * v).sum(axis=0) / p.sum(), float(top + np.log(p.sum()))
+
+
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
+    """What `speedlight.attention` with the same arguments should return, in float64.
+
+    Args:
+        q, k, v: as for `speedlight.attention`.
+        return_lse: also return the log-sum-exp.
+        **options: causal, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k.
+
+    Returns:
+        float64 NumPy arrays of the shapes that `speedlight.attention` returns.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> sl.reference.attention(x, x, x)[0, 0, 0, 0]
+    np.float64(1.0)
+    """
+    case = _Case(q, k, v, options)
+    out, lse = case.results()
+    with np.errstate(all="ignore"):
+        for place in case.heads():
+            place.solve(out, lse)
+    return (case.outward(out), lse) if return_lse else case.outward(out)
+
+
+def error_bound(q: Any, k: Any, v: Any, *, dot: bool = False, **options: Any) -> Bounds:
+    """DESIGN section 6: how far a result may be from `attention`, element by element. `dot`: bf16 by dot instruction."""
+    case = _Case(q, k, v, options)
+    out, lse = case.results()
+    with np.errstate(all="ignore"):
+        for place in case.heads():
+            place.bound(out, lse, dot)
+    return Bounds(case.outward(out), lse)
+
+
+class _Case:
+    """Arrays as (batch, heads, length, dim) float64 views of one problem, or as one item when packed."""
+
+    def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
+        described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+        defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
+        self.layout = options.get("layout", "bhld")
+        self.problem, self.cu_q, self.cu_k = from_arrays(*described, **(defaults | options))
+        self.dtype = self.problem.dtype
+        axes = LAYOUTS[self.layout]
+        self.q, self.k, self.v = (np.transpose(x.numpy(), axes) for x in described)
+
+    def results(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros((*self.q.shape[:-1], self.problem.value_dim)), np.zeros(self.q.shape[:-1])
+
+    def outward(self, x: np.ndarray) -> np.ndarray:
+        return np.transpose(x, np.argsort(LAYOUTS[self.layout]))
+
+    def heads(self) -> Iterator[_Head]:
+        p = self.problem
+        for item in range(p.batch):
+            for head in range(p.q_heads):
+                if self.cu_q is None or self.cu_k is None:
+                    at: Any = (item, head)
+                    yield _Head(self, item, at, (item, head // p.group))
+                else:
+                    rows, keys = (slice(c[item], c[item + 1]) for c in (self.cu_q, self.cu_k))
+                    yield _Head(self, item, (head, rows), (head // p.group, keys))
+
+
+class _Head:
+    """One q head of one item."""
+
+    def __init__(self, case: _Case, item: int, at: Any, keys: Any) -> None:
+        p: Problem = case.problem
+        self.problem, self.at = p, at
+        self.q, self.k, self.v = case.q[at].astype(np.float64), case.k[keys].astype(np.float64), case.v[keys].astype(np.float64)
+        i = p.q_starts[item] + np.arange(len(self.q))[:, None]
+        j = p.k_start + np.arange(len(self.k))[None, :]
+        self.visible = (j <= i) if p.causal else np.ones((len(self.q), len(self.k)), dtype=bool)
+
+    def solve(self, out: np.ndarray, lse: np.ndarray) -> None:
+        score = self.q @ self.k.T * self.problem.scale
+        ordinary = np.isfinite(score).all() and np.isfinite(self.v).all() and self.visible.any(axis=1).all() and score.size
+        if ordinary:  # the definition for all rows at once
+            score[~self.visible] = -np.inf
+            top = score.max(axis=1, keepdims=True)
+            p = np.exp(score - top)
+            total = p.sum(axis=1, keepdims=True)
+            out[self.at], lse[self.at] = p @ self.v / total, (top + np.log(total))[:, 0]
+            return
+        rows = [attention_row(q, self.k, self.v, seen, self.problem.scale) for q, seen in zip(self.q, self.visible, strict=True)]
+        if rows:
+            out[self.at], lse[self.at] = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
+
+    def bound(self, out: np.ndarray, lse: np.ndarray, dot: bool) -> None:
+        """Per element: M = Σ p|v| and S = max over visible keys of scale · Σ|q||k|."""
+        p, name, d = self.problem, self.problem.dtype, self.problem.head_dim
+        if not self.q.size or not self.k.size:
+            return
+        score = np.where(self.visible, self.q @ self.k.T * p.scale, -np.inf)
+        weight = np.exp(score - np.maximum(score.max(axis=1, keepdims=True), -1e300))
+        total = weight.sum(axis=1, keepdims=True)
+        weight /= np.where(total == 0, 1, total)
+        size = np.where(self.visible, np.abs(self.q) @ np.abs(self.k).T * abs(p.scale), 0).max(axis=1, keepdims=True)
+        m = weight @ np.abs(self.v)
+        u = ROUNDOFF["float64" if name == "float64" else "float32"]
+        normal = 2.0**-1022 if name == "float64" else 2.0**-126
+        relative = u * (TILE / 2 + len(self.k) / SPAN + max(3.0, np.sqrt(d)) * (4 + size))
+        if name in ("float16", "bfloat16"):
+            relative = relative + 1.6 * ROUNDOFF[name]
+        out[self.at] = relative * m + _TINY[name] + normal * (self.visible.astype(np.float64) @ np.abs(self.v))
+        logs = np.abs(np.where(total == 0, 0, score.max(axis=1, keepdims=True) + np.log(total)))
+        lse[self.at] = (4 * u * (4 + size + logs) + (ROUNDOFF["bfloat16"] if dot else 0.0))[:, 0]
