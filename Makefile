@@ -1,0 +1,43 @@
+# Everything here sets up what it needs in .venv first.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test test-all bench check-arm clean
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.cli: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[cli]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[test]'
+	touch $@
+
+$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[bench]'
+	touch $@
+
+demo: $(VENV)/.cli
+	$(VENV)/bin/speedlight attend examples/minilm-layer3.safetensors --check -o /tmp/speedlight-demo.safetensors
+
+test: $(VENV)/.test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/pyright
+	$(RUN) -m pytest -m "not slow"
+
+test-all: $(VENV)/.test
+	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
+
+bench: $(VENV)/.bench
+	$(RUN) benchmarks/run.py
+
+# kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
+check-arm: $(VENV)/.test
+	$(RUN) tests/arm/check.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
