@@ -41,12 +41,11 @@ def test_tied_maxima_are_not_biased(isa, rng, dtype):
     """Equal keys: every weight is the same, so rounding must not lean to one side (mean signed error <= 0.1 u M)."""
     k = np.repeat(rng.standard_normal((1, 1, 1, 32)), 4096, axis=2).astype(numpy_dtype(dtype))
     q = rng.standard_normal((1, 1, 64, 32)).astype(numpy_dtype(dtype))
-    v = (rng.random((1, 1, 4096, 64)) + 0.5).astype(numpy_dtype(dtype))
+    v = (np.exp2(rng.uniform(-4, 4, 512)) * (rng.random((1, 1, 4096, 512)) + 0.5)).astype(numpy_dtype(dtype))  # means of any size
     got = plain(sl.attention(q, k, v))
     want = sl.reference.attention(q, k, v)
     bias = ((got - want) / want).mean() / sl.reference.ROUNDOFF[dtype]
-    limit = 0.1 if dtype in ("float16", "bfloat16") else 3.0  # u of the type, M = |out| here
-    assert abs(bias) <= limit
+    assert abs(bias) <= 0.1  # M = |out| here, because v is positive
 
 
 # --- R03: special values. Rows of (what, q, k, v, options, out, lse); one head, shapes from the lists
@@ -75,7 +74,7 @@ CASES = [
     ("inf value", ONE, [[1.0], [1.0]], [[INF, 1.0], [3.0, 1.0]], {}, [[INF, 1.0]], [1 + np.log(2)]),
     ("-inf value", ONE, [[1.0], [1.0]], [[-INF, 1.0], [3.0, 1.0]], {}, [[-INF, 1.0]], [1 + np.log(2)]),
     ("both infinities", ONE, [[1.0], [1.0]], [[INF, 1.0], [-INF, 1.0]], {}, [[NAN, 1.0]], [1 + np.log(2)]),
-    ("inf value of no weight", [[300.0]], [[1.0], [0.0]], [[1.0], [INF]], {}, [[NAN]], [300.0]),
+    ("inf value of no weight", [[2000.0]], [[1.0], [0.0]], [[1.0], [INF]], {}, [[NAN]], [2000.0]),
     ("hidden nan key", [[1.0], [1.0]], [[1.0], [NAN]], [[3.0], [5.0]], {"causal": True}, [[3.0], [NAN]], [1.0, NAN]),
     ("hidden nan value", [[1.0], [1.0]], [[1.0], [1.0]], [[3.0], [NAN]], {"causal": True}, [[3.0], [NAN]], [1.0, 1 + np.log(2)]),
     ("hidden inf value", [[1.0], [1.0]], [[1.0], [1.0]], [[3.0], [INF]], {"causal": True}, [[3.0], [INF]], [1.0, 1 + np.log(2)]),
@@ -107,7 +106,7 @@ def test_huge_logits_stay_finite(isa, dtype, size):
     kind = numpy_dtype(dtype)
     for factor in np.linspace(0.3, 1.0, 23):
         q = np.full((1, 1, 3, 1), size * factor).astype(kind)
-        k = (np.array([1.0, -1.0, 0.5, 0.999]) * size).reshape(1, 1, 4, 1).astype(kind)
+        k = (np.array([1.0, -1.0, 0.5, 0.97]) * size).reshape(1, 1, 4, 1).astype(kind)
         v = np.array([7.0, 1, 2, 3]).reshape(1, 1, 4, 1).astype(kind)
         k[0, 0, 3] = -k[0, 0, 3]
         for scale in (1.0, 0.37, -1.0):
@@ -135,6 +134,7 @@ def test_subnormals_survive(isa, dtype):
 def test_hidden_data_never_matter(isa, rng, dtype, poison):
     q, k, v = qkv(rng, dtype, 1, 2, 1, 70, 300, 18, 21)
     clean = sl.attention(q, k, v, causal=True, q_start=90)
+    poison = min(poison, 6e4) if dtype == "float16" else poison
     k[:, :, 160:], v[:, :, 160:] = poison, poison
     wide = [np.full((*x.shape[:-1], 64), poison).astype(x.dtype) for x in (q, k, v)]
     for w, x in zip(wide, (q, k, v), strict=True):

@@ -1,0 +1,119 @@
+"""No byte too many: arrays between unreadable pages (R08), full and exact writes (R09), offsets above 2^31 elements (R11)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+import tracemalloc
+
+import numpy as np
+import pytest
+from conftest import FULL
+from problems import DTYPES, numpy_dtype
+
+import speedlight as sl
+from speedlight import engine
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+PAGE = mmap.PAGESIZE
+
+
+class Guarded:
+    """Memory between two unreadable pages, handed out at its end ("over") or its start ("under")."""
+
+    def __init__(self, size: int) -> None:
+        self.size = -(-size // PAGE) * PAGE
+        self.base = libc.mmap(None, self.size + 2 * PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0) + PAGE
+        self.unlock()
+
+    def unlock(self) -> None:
+        libc.mprotect(self.base, self.size, 3)
+
+    def seal(self) -> None:
+        libc.mprotect(self.base, self.size, 1)
+
+    def array(self, shape: tuple[int, ...], dtype: np.dtype, side: str) -> np.ndarray:
+        count = int(np.prod(shape)) * dtype.itemsize
+        offset = self.size - count if side == "over" else 0
+        return np.ndarray(shape, dtype, (ctypes.c_char * self.size).from_address(self.base), offset)
+
+
+@pytest.fixture(scope="module")
+def guarded() -> list[Guarded]:
+    return [Guarded(1 << 20) for _ in range(4)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_guard_pages(isa, guarded, dtype):
+    """Inputs sealed read-only, guards on both sides, every tail of every dim and length: a fault kills the process."""
+    rng = np.random.default_rng(7)
+    kind = numpy_dtype(dtype)
+    for _ in range(2000 if FULL else 150):
+        d, dv = int(rng.integers(1, 131)), int(rng.integers(1, 131))
+        q_len, k_len, group = int(rng.integers(1, 60)), int(rng.integers(1, 258)), int(rng.integers(1, 3))
+        side = str(rng.choice(["over", "under"]))
+        shapes = ((1, group, q_len, d), (1, 1, k_len, d), (1, 1, k_len, dv), (1, group, q_len, dv))
+        for g in guarded:
+            g.unlock()
+        q, k, v, out = (g.array(s, kind, side) for g, s in zip(guarded, shapes, strict=True))
+        for x in (q, k, v):
+            x[...] = rng.standard_normal(x.shape, dtype=np.float32).astype(kind)
+        for g in guarded[:3]:
+            g.seal()
+        whole = np.ndarray(guarded[3].size, np.uint8, (ctypes.c_char * guarded[3].size).from_address(guarded[3].base))
+        whole[:] = 0xFF  # a NaN payload in every type
+        sl.attention(q, k, v, causal=bool(rng.integers(2)), q_start=k_len, out=out)
+        assert not np.isnan(out.astype(np.float32)).any()
+        outside = whole[: -out.nbytes] if side == "over" else whole[out.nbytes :]
+        assert (outside == 0xFF).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scratch_contents_do_not_matter(isa, rng, dtype, monkeypatch):
+    q, k, v = (rng.standard_normal((1, 2, 77, 33)).astype(numpy_dtype(dtype)) for _ in range(3))
+    results = set()
+    for fill in (0x00, 0xFF, 0x7F):
+
+        def take(size: int, fill: int = fill) -> ctypes.Array:
+            scratch = (ctypes.c_char * size)()
+            ctypes.memset(scratch, fill, size)
+            return scratch
+
+        monkeypatch.setattr(engine, "_take_scratch", take)
+        monkeypatch.setattr(engine, "_give_scratch", lambda scratch: None)
+        results.add(sl.attention(q, k, v, causal=True, q_start=20).tobytes())
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_offsets_above_two_to_the_31(dtype):
+    """Rows 2^31 elements apart on memory that is never touched in between."""
+    kind, apart = numpy_dtype(dtype), (1 << 31) + 64
+    size = kind.itemsize * (3 * apart + 64)
+    base = libc.mmap(None, size, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x4000, -1, 0)  # MAP_NORESERVE
+    buffer = (ctypes.c_char * size).from_address(base)
+    rng = np.random.default_rng(0)
+    x = np.ndarray((1, 1, 4, 16), kind, buffer, 0, (0, 0, apart * kind.itemsize, kind.itemsize))
+    x[...] = rng.standard_normal((1, 1, 4, 16)).astype(kind)
+    small = x.copy()
+    assert sl.attention(x, x, x).tobytes() == sl.attention(small, small, small).tobytes()
+    libc.munmap(ctypes.c_void_p(base), ctypes.c_size_t(size))
+
+
+def test_memory_stays_small():
+    """One head of 65,536 keys: the scratch and what Python allocates stay below 8 MB."""
+    n = 65536
+    q = np.ones((1, 1, 64, 64), np.float32)
+    k = np.ones((1, 1, n, 64), np.float32)
+    sl.attention(q, k, k)
+    tracemalloc.start()
+    sl.attention(q, k, k)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 << 20
+    assert sl.plan(q_heads=1, q_len=n, head_dim=64).workspace_bytes < 8 << 20

@@ -1,0 +1,153 @@
+"""Threads: concurrent callers (R13), forks (R14), interrupts (R15), the caller's floating-point modes, living with torch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+from conftest import FULL
+from problems import qkv
+
+import speedlight as sl
+from speedlight.cpu import workers
+
+
+def run(code: str, **environment: str) -> str:
+    """A fresh interpreter; its output."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+BIG = "import numpy as np, speedlight as sl\nq = np.random.default_rng(0).standard_normal((1, 4, 600, 64)).astype(np.float32)\n"
+
+
+def test_importing_is_light():
+    code = "import sys, speedlight\nprint([m for m in ('torch', 'triton', 'llvmlite', 'matplotlib', 'rich', 'typer') if m in sys.modules])"
+    assert run(code).strip() == "[]"
+
+
+def test_concurrent_callers(rng):
+    shapes = [(1, 2, 33, 64), (2, 4, 200, 32), (1, 1, 700, 80), (1, 8, 96, 128)]
+    inputs = [qkv(rng, "float32", b, h, h, n, n, d, d) for b, h, n, d in shapes]
+    sl.set_threads(2)
+    want = [sl.attention(*x, causal=True).tobytes() for x in inputs]
+    wrong, count = [], 200 if FULL else 40
+
+    def work(i: int) -> None:
+        for turn in range(5):
+            at = (i + turn) % len(inputs)
+            if sl.attention(*inputs[at], causal=True).tobytes() != want[at]:
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=120)
+    assert not wrong and not any(t.is_alive() for t in threads)
+
+
+def test_first_compilations_race():
+    code = BIG + (
+        "import threading\nouts = []\n"
+        "ts = [threading.Thread(target=lambda: outs.append(sl.attention(q, q, q).tobytes())) for _ in range(16)]\n"
+        "[t.start() for t in ts]\n[t.join() for t in ts]\nprint(len(outs), len(set(outs)))"
+    )
+    assert run(code, SPEEDLIGHT_CACHE="0").split() == ["16", "1"]
+
+
+def _child(x: np.ndarray, queue) -> None:
+    queue.put(sl.attention(x, x, x).tobytes())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_multiprocessing(rng, method):
+    x = rng.standard_normal((1, 4, 300, 64)).astype(np.float32)
+    sl.set_threads(2)
+    want = sl.attention(x, x, x).tobytes()
+    context = multiprocessing.get_context(method)
+    queue = context.Queue()
+    children = [context.Process(target=_child, args=(x, queue)) for _ in range(8 if FULL else 3)]
+    for c in children:
+        c.start()
+    assert all(queue.get(timeout=120) == want for _ in children)
+    for c in children:
+        c.join(30)
+        assert c.exitcode == 0
+
+
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_forks_while_computing(with_torch):
+    """Children and grandchildren of a process whose other thread is inside a region."""
+    code = ("import torch\n" if with_torch else "") + BIG + (
+        "import os, threading\nsl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\nstop = False\n"
+        "def busy():\n    while not stop: sl.attention(q, q, q)\n"
+        "t = threading.Thread(target=busy); t.start()\nok = 0\n"
+        f"for i in range({50 if FULL else 10}):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        good = sl.attention(q, q, q).tobytes() == want\n"
+        "        inner = os.fork()\n"
+        "        if inner == 0: os._exit(0 if sl.attention(q, q, q).tobytes() == want else 1)\n"
+        "        os._exit(0 if good and os.waitpid(inner, 0)[1] == 0 else 1)\n"
+        "    ok += os.waitpid(pid, 0)[1] == 0\n"
+        "stop = True; t.join(); print(ok)"
+    )  # fmt: skip
+    code = "import warnings; warnings.simplefilter('ignore')\n" + code
+    assert int(run(code)) == (50 if FULL else 10)
+
+
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_interrupt(with_torch):
+    """A call of seconds stops soon after SIGINT; the next call is right."""
+    code = ("import torch\n" if with_torch else "") + BIG + (
+        "import os, signal, threading, time\nsl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\n"
+        "x = np.ones((1, 8, 24000, 128), np.float32)\n"
+        "sent = []\n"
+        "def later():\n    time.sleep(0.7); sent.append(time.perf_counter()); os.kill(os.getpid(), signal.SIGINT)\n"
+        "threading.Thread(target=later).start()\n"
+        "try:\n    sl.attention(x, x, x); print('finished')\n"
+        "except KeyboardInterrupt: print(time.perf_counter() - sent[0])\n"
+        "print(sl.attention(q, q, q).tobytes() == want)"
+    )  # fmt: skip
+    delay, right = run(code).split()
+    assert delay != "finished" and right == "True"
+    assert float(delay) < 10  # a hang guard; the figure is in docs/ladder.md
+
+
+def test_the_callers_modes_do_not_matter_and_are_kept(rng):
+    import torch
+
+    q, k, v = qkv(rng, "float32", 1, 4, 4, 200, 300, 64, 64)
+    v *= np.float32(1e-38)
+    want = sl.attention(q, k, v).tobytes()
+    torch.set_flush_denormal(True)
+    try:
+        assert sl.attention(q, k, v).tobytes() == want
+        assert float(torch.tensor(1e-38) * torch.tensor(0.01)) == 0.0  # still flushing
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def test_openmp_is_shared_once_torch_is_there():
+    code = BIG + "from speedlight.cpu import workers\nprint(workers.runtime())\nimport torch\nprint(workers.runtime())"
+    before, after = run(code).split()
+    assert before == "pool"
+    assert after == ("openmp" if sys.platform == "linux" else "pool")
+
+
+def test_environment_variables_are_checked():
+    for name, value in (("SPEEDLIGHT_ISA", "mmx"), ("SPEEDLIGHT_THREADS", "many"), ("SPEEDLIGHT_THREADS", "0"), ("SPEEDLIGHT_ISA", "neon")):
+        code = BIG + "try:\n    sl.attention(q, q, q)\nexcept sl.Error as e: print(str(e).split(':')[0])"
+        assert run(code, **{name: value}).strip() == name
+
+
+def test_set_threads_counts():
+    sl.set_threads(3)
+    assert workers.get_threads() == 3
