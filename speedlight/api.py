@@ -115,13 +115,16 @@ def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
         return None
     if type(q) is np.ndarray and type(k) is np.ndarray and type(v) is np.ndarray:
         return (options, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
-    torch = sys.modules.get("torch")
-    if torch is not None and type(q) is torch.Tensor and type(k) is torch.Tensor and type(v) is torch.Tensor:
-        for x in (q, k, v):
-            if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided or x.is_neg():
-                return None
-        return (options, q.shape, q.stride(), q.dtype, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype)
-    return None
+    torch: Any = sys.modules.get("torch")
+    if torch is None:
+        return None
+    key: list[Any] = [options]
+    tensors: tuple[Any, ...] = (q, k, v)
+    for x in tensors:
+        if type(x) is not torch.Tensor or x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided or x.is_neg():
+            return None
+        key += (x.shape, x.stride(), x.dtype)
+    return tuple(key)
 
 
 def _again(prepared: engine.Prepared, q: Any, k: Any, v: Any, layout: str, return_lse: bool) -> Any:
@@ -136,7 +139,7 @@ def _again(prepared: engine.Prepared, q: Any, k: Any, v: Any, layout: str, retur
         lse_address = 0 if lse is None else lse.ctypes.data
         prepared.run(q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, lse_address)
     else:
-        torch = sys.modules["torch"]
+        torch: Any = sys.modules["torch"]
         out = torch.empty(shape, dtype=q.dtype)
         if return_lse:
             axes = LAYOUTS[layout]

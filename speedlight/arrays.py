@@ -44,7 +44,7 @@ class Array:
         if isinstance(self.owner, np.ndarray):
             return self.owner
         low, high = self.extent()
-        buffer = (ctypes.c_char * max(high - low, 1)).from_address(low or ctypes.addressof(_EMPTY))
+        buffer: Any = (ctypes.c_char * max(high - low, 1)).from_address(low or ctypes.addressof(_EMPTY))
         view = np.ndarray(self.shape, numpy_dtype(self.dtype), buffer, self.address - low, self.strides)
         view.flags.writeable = self.writeable
         return view
@@ -177,7 +177,8 @@ def overlap(a: Array, b: Array) -> bool:
     if a_low >= b_high or b_low >= a_high:
         return False
     try:
-        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=10_000))
+        limit: Any = 10_000
+        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=limit))
     except np.exceptions.TooHardError:
         return True
 

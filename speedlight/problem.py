@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ def from_arrays(
         cu_k = _offsets("cu_seqlens_k", cu_seqlens_k, k_len) if cu_seqlens_k is not None or k_len != q_len else cu_q
         if len(cu_q) != len(cu_k):
             raise ArgumentError(f"cu_seqlens_k: expected {len(cu_q)} entries, as cu_seqlens_q has; got {len(cu_k)}.")
-        q_lengths, k_lengths = (tuple(b - a for a, b in zip(c, c[1:], strict=False)) for c in (cu_q, cu_k))
+        q_lengths, k_lengths = (tuple(b - a for a, b in itertools.pairwise(c)) for c in (cu_q, cu_k))
     else:
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if x is not None:
@@ -116,7 +117,7 @@ def _problem(
     dtype: str, q_heads: int, kv_heads: int, head_dim: int, value_dim: int, q_lengths: tuple[int, ...],
     k_lengths: tuple[int, ...], causal: Any, q_start: Any, k_start: Any, scale: Any,
 ) -> Problem:  # fmt: skip
-    if kv_heads == 0 and q_heads or kv_heads and q_heads % kv_heads:
+    if (kv_heads == 0 and q_heads) or (kv_heads and q_heads % kv_heads):
         raise ArgumentError(f"k: expected a number of kv heads that divides q's {q_heads} heads; got {kv_heads}.")
     if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
         raise ArgumentError(f"causal: expected False, True (aligned at the end) or 'top-left'; got {causal!r}.")
@@ -184,7 +185,7 @@ def _offsets(name: str, x: Any, total: int) -> tuple[int, ...]:
     if len(values) < 2 or values[0] != 0 or values[-1] != total:
         ends = f"{len(values)} entries" if len(values) < 2 else f"{values[0]} … {values[-1]}"
         raise ArgumentError(f"{name}: expected offsets from 0 to the total length {total}; got {ends}.")
-    for i, (a, b) in enumerate(zip(values, values[1:], strict=False)):
+    for i, (a, b) in enumerate(itertools.pairwise(values)):
         if b < a:
             raise ArgumentError(f"{name}: expected offsets that never fall; got {a} then {b} at entry {i + 1}.")
     return values

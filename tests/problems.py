@@ -19,7 +19,16 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def qkv(
-    rng: np.random.Generator, dtype: str, batch: int, q_heads: int, kv_heads: int, q_len: int, k_len: int, d: int, dv: int, size: float = 1.0
+    rng: np.random.Generator,
+    dtype: str,
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    q_len: int,
+    k_len: int,
+    d: int,
+    dv: int,
+    size: float = 1.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Drawn, then rounded to the low type, so that the oracle sees the same numbers."""
     kind = numpy_dtype(dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -81,7 +83,15 @@ CASES = [
     ("all logits below -5e4", [[-300.0]], [[200.0], [200.0]], [[1.0], [3.0]], {}, [[2.0]], [-60000 + np.log(2)]),
     ("f16 scores above 65504", [[300.0]], [[300.0], [300.0]], [[1.0], [3.0]], {}, [[2.0]], [90000 + np.log(2)]),
     ("far apart", [[100.0]], [[100.0], [-100.0]], [[1.0], [3.0]], {}, [[1.0]], [10000.0]),
-    ("pair half hidden", [[1.0], [1.0], [1.0]], [[1.0], [1.0], [1.0]], [[1.0], [2.0], [NAN]], {"causal": True}, [[1.0], [1.5], [NAN]], None),
+    (
+        "pair half hidden",
+        [[1.0], [1.0], [1.0]],
+        [[1.0], [1.0], [1.0]],
+        [[1.0], [2.0], [NAN]],
+        {"causal": True},
+        [[1.0], [1.5], [NAN]],
+        None,
+    ),
 ]
 
 
@@ -155,7 +165,7 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
         assert whole.tobytes() == sl.attention(q, k, v, causal=True).tobytes()
     sl.set_threads(None)
     for cuts in ([0, 1, 2, 50, 99, 200], [0, 37, 38, 100, 163, 200], list(range(0, 201, 8))):
-        parts = [sl.attention(q[:, :, a:b], k, v, causal=True, q_start=1100 + a) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [sl.attention(q[:, :, a:b], k, v, causal=True, q_start=1100 + a) for a, b in itertools.pairwise(cuts)]
         assert whole.tobytes() == np.ascontiguousarray(np.concatenate(parts, axis=2)).tobytes()
     for i in (0, 55, 199):  # decode: the cache holds just what the row sees
         row = sl.attention(q[:, :, i : i + 1], k[:, :, : 1101 + i], v[:, :, : 1101 + i], causal=True)

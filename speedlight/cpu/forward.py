@@ -28,6 +28,7 @@ from .microkernels import (
 )
 from .vector import F32, F64, I16, I32, I64, PTR, VOID, Function, Module, Value, vec
 
+
 class _Parts:
     """The functions of one forward module."""
 
@@ -346,4 +347,3 @@ def _entry(parts: _Parts, region: Any, symbol: str) -> Any:
         k.call(region, k.p["a"])
         k.intrinsic("llvm.aarch64.set.fpcr", VOID, saved)
     return k.finish()
-

@@ -249,12 +249,12 @@ class Function:
         return Value(self, self.b.shuffle_vector(a.x, b.x, ir.Constant(vec(I32, len(index)), list(index))))
 
     def all(self, condition: Value) -> Value:
-        n = condition.type.count
+        n = condition.x.type.count
         whole = self.b.bitcast(condition.x, ir.IntType(n))
         return Value(self, self.b.icmp_unsigned("==", whole, ir.Constant(ir.IntType(n), (1 << n) - 1)))
 
     def any(self, condition: Value) -> Value:
-        n = condition.type.count
+        n = condition.x.type.count
         whole = self.b.bitcast(condition.x, ir.IntType(n))
         return Value(self, self.b.icmp_unsigned("!=", whole, ir.Constant(ir.IntType(n), 0)))
 

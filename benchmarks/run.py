@@ -1,0 +1,296 @@
+"""The figures of the README: speedlight and its peers in turn, A B A B, in one process, every result checked first.
+
+    make bench                                    # or: python benchmarks/run.py [--quick] [--only prefill,small,start,...]
+
+Rows go to benchmarks/results/<machine>.json. GFLOP/s count visible work; a share of peak is of multiply-adds on
+registers measured in the same turn. A row whose result is outside its bound is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import speedlight as sl
+from speedlight import machine
+from speedlight.cpu import roof
+from speedlight.planning import uses_dot
+
+HERE = Path(__file__).parent
+Call = Callable[[], Any]
+# dtype, heads, length, head_dim, causal
+PREFILL = [("float32", 8, n, d, c) for n in (128, 256, 512, 1024, 2048, 4096) for d in (64, 128) for c in (False, True)]
+PREFILL += [("bfloat16", 8, n, d, c) for n in (128, 512, 1024, 4096) for d in (64, 128) for c in (False, True)]
+PREFILL += [("float16", 8, 4096, d, False) for d in (64, 128)] + [("float64", 8, 2048, 128, False)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three turns instead of nine")
+    parser.add_argument("--only", default="prefill,start,memory,torch,errors")
+    arguments = parser.parse_args()
+    turns, rows = (3 if arguments.quick else 9), []
+    parts = {"prefill": prefill, "start": start_up, "memory": memory, "torch": beside_torch, "errors": error_time}
+    for name in arguments.only.split(","):
+        for row in parts[name](turns):
+            rows.append(row | {"part": name})
+            print(describe(row), flush=True)
+    save(rows, arguments.only)
+
+
+def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    return [rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3)]
+
+
+def prefill(turns: int) -> Any:
+    for dtype, heads, n, d, causal in PREFILL:
+        arrays = tensors(dtype, heads, n, d)
+        calls = {"speedlight": lambda a=arrays, c=causal: sl.attention(*a, causal=c)} | peers(dtype, arrays, causal)
+        if isinstance(refused := check(arrays, calls["speedlight"](), causal), str):
+            yield {"name": "refused", "why": refused}
+            continue
+        plan = sl.plan(*arrays, causal=causal)
+        isa = machine.current_isa()
+        kind = plan.problem.storage if plan.problem.storage in ("f64",) or uses_dot(isa, plan.problem.storage) else "f32"
+        times, peaks = measure(calls, turns, lambda kind=kind, isa=isa: roof.peak_flops.__wrapped__(isa, kind, sl.get_threads()))
+        ours = statistics.median(times["speedlight"])
+        best = min((x for x in times if x != "speedlight"), key=lambda x: statistics.median(times[x]), default=None)
+        yield {
+            "name": f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}",
+            "dtype": dtype, "heads": heads, "length": n, "head_dim": d, "causal": causal, "kernel": plan.kernel, "flops": plan.flops,
+            "seconds": {x: quantiles(t) for x, t in times.items()},
+            "gflops": plan.flops / ours / 1e9, "peak": statistics.median(peaks) / 1e9,
+            "share_of_peak": plan.flops / ours / statistics.median(peaks),
+            "best_peer": best, "ratio": statistics.median(times[best]) / ours if best else None,
+            "ratios": {x: statistics.median(t) / ours for x, t in times.items() if x != "speedlight"},
+        }  # fmt: skip
+
+
+def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool) -> str | None:
+    """One head against the oracle, every element inside its bound."""
+    one = [x[:, :1, -256:] if i == 0 else x[:, :1] for i, x in enumerate(arrays)]
+    want = sl.reference.attention(*one, causal=causal)
+    dot = uses_dot(machine.current_isa(), "bf16") and arrays[0].dtype.name == "bfloat16"
+    bound = sl.reference.error_bound(*one, causal=causal, dot=dot).out
+    right = np.abs(out[:, :1, -256:].astype(np.float64) - want) <= bound
+    return None if right.all() else f"{(~right).sum()} elements outside the bound"
+
+
+def measure(calls: dict[str, Call], turns: int, peak: Callable[[], float]) -> tuple[dict[str, list[float]], list[float]]:
+    """A B A B: every call in every turn, repeated until a sample lasts 20 ms."""
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        call()
+        repeats[name] = max(1, min(400, round(0.02 / (time.perf_counter() - start))))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    peaks = []
+    for _ in range(turns):
+        peaks.append(peak())
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                call()
+            times[name].append((time.perf_counter() - start) / repeats[name])
+    return times, peaks
+
+
+def quantiles(times: list[float]) -> list[float]:
+    """Least, quartiles, most."""
+    return [float(x) for x in np.quantile(times, (0, 0.25, 0.5, 0.75, 1))]
+
+
+def peers(dtype: str, arrays: list[np.ndarray], causal: bool) -> dict[str, Call]:
+    """Every installed peer that can do this, with its inputs already in its own form."""
+    found: dict[str, Call] = {}
+    for name, make in (("torch", _torch), ("onnxruntime", _onnxruntime), ("openvino", _openvino)):
+        try:
+            call = make(dtype, arrays, causal)
+            if call is not None:
+                call()
+                found[name] = call
+        except ImportError:
+            print(f"  ({name} is not installed)")
+        except Exception as error:
+            print(f"  ({name} failed: {type(error).__name__}: {str(error)[:100]})")
+    return found
+
+
+def _torch(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
+    import torch
+
+    torch.set_num_threads(sl.get_threads())
+    kind = getattr(torch, dtype)
+    q, k, v = (torch.from_numpy(x.astype(np.float64)).to(kind) for x in arrays)
+
+    def call() -> Any:
+        with torch.no_grad():
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    return call
+
+
+def _onnxruntime(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | None:
+    if dtype != "float32":
+        return None
+    import onnxruntime as ort
+    from onnx import TensorProto, helper
+
+    _, heads, n, d = arrays[0].shape
+    feeds = {x: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).reshape(1, n, heads * d) for x, a in zip("qkv", arrays, strict=True)}
+    node = helper.make_node("MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads, unidirectional=int(causal))
+    infos = [helper.make_tensor_value_info(x, TensorProto.FLOAT, a.shape) for x, a in feeds.items()]
+    graph = helper.make_graph([node], "g", infos, [helper.make_tensor_value_info("o", TensorProto.FLOAT, None)])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = sl.get_threads()
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return lambda: session.run(None, feeds)
+
+
+def _openvino(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | None:
+    """Inputs in float32 with a precision hint: that is how OpenVINO runs bf16."""
+    if dtype not in ("float32", "bfloat16"):
+        return None
+    import openvino as ov
+    from openvino import opset13 as op
+
+    inputs = [x.astype(np.float32) for x in arrays]
+    parameters = [op.parameter(list(x.shape), np.float32) for x in inputs]
+    model = ov.Model([op.scaled_dot_product_attention(*parameters, causal=causal)], parameters)
+    hints = {"INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype], "INFERENCE_NUM_THREADS": sl.get_threads()}
+    request = ov.Core().compile_model(model, "CPU", hints).create_infer_request()
+    return lambda: request.infer(inputs, share_inputs=True)
+
+
+_FIRST = (
+    "import time; t = time.perf_counter()\n"
+    "import numpy as np, speedlight as sl\n"
+    "q = np.ones((1, 8, 256, 64), np.float32)\n"
+    "sl.attention(q, q, q)\n"
+    "print(time.perf_counter() - t)"
+)
+
+
+def start_up(turns: int) -> Any:
+    """The first call in a fresh process, import included: with an empty kernel cache, then with a full one."""
+    cold, warm = [], []
+    for _ in range(turns):
+        with tempfile.TemporaryDirectory() as directory:
+            for times in (cold, warm):
+                env = os.environ | {"SPEEDLIGHT_CACHE_DIR": directory + "/c"}
+                times.append(float(subprocess.check_output([sys.executable, "-c", _FIRST], env=env)))
+    for name, times in (("first call, cold", cold), ("first call, object cache warm", warm)):
+        yield {"name": name, "seconds": {"speedlight": quantiles(times)}}
+
+
+_MEMORY = (
+    "import numpy as np, speedlight as sl\n"
+    "q = np.ones((1, 1, 65536, 64), np.float32); k = q.copy(); v = q.copy(); out = np.ones_like(q)\n"
+    "s = q[:, :, :256].copy(); sl.attention(s, s, s)\n"
+    "peak = lambda: int(next(x for x in open('/proc/self/status') if x.startswith('VmHWM')).split()[1]) * 1024\n"
+    "open('/proc/self/clear_refs', 'w').write('5')\n"  # the peak counts from here
+    "a = peak(); sl.attention(q, k, v, out=out); print(peak() - a)"
+)
+
+
+def memory(_turns: int) -> Any:
+    """Peak memory above inputs and output (and above what a first small call loads)."""
+    extra = int(subprocess.check_output([sys.executable, "-c", _MEMORY]))
+    yield {"name": "peak extra memory, 1 head, 65,536 keys, d=64", "bytes": extra}
+
+
+def beside_torch(turns: int) -> Any:
+    """A torch matmul and attention in turn, against the sum of both alone."""
+    import torch
+
+    torch.set_num_threads(sl.get_threads())
+    x, y = torch.randn(256, 1024), torch.randn(1024, 1024)
+    q = tensors("float32", 8, 128, 64)
+    calls: dict[str, Call] = {
+        "matmul": lambda: x @ y,
+        "attention": lambda: sl.attention(*q),
+        "both": lambda: (x @ y, sl.attention(*q)),
+    }
+    times, _ = measure(calls, turns, lambda: 0.0)
+    alone = statistics.median(times["matmul"]) + statistics.median(times["attention"])
+    together = statistics.median(times["both"])
+    yield {
+        "name": "torch matmul and attention alternating",
+        "seconds": {k: quantiles(t) for k, t in times.items()},
+        "of_sum": together / alone,
+    }
+
+
+def error_time(_turns: int) -> Any:
+    """How long a refused call takes."""
+    q, k = np.ones((2, 4, 64, 64), np.float32), np.ones((2, 3, 64, 64), np.float32)
+    times = []
+    for _ in range(1000):
+        start = time.perf_counter()
+        try:
+            sl.attention(q, k, k)
+        except sl.Error:
+            times.append(time.perf_counter() - start)
+    yield {"name": "refused call", "seconds": {"speedlight": quantiles(times)}}
+
+
+def describe(row: dict[str, Any]) -> str:
+    text = f"{row['name']:48}"
+    if "gflops" in row:
+        text += f" {row['gflops']:7.1f} GFLOP/s {row['share_of_peak']:6.1%} of {row['peak']:.0f}"
+        text += "".join(f"  {x} x{r:.2f}" for x, r in row["ratios"].items())
+    elif "seconds" in row:
+        text += "  " + ", ".join(f"{x} {t[2] * 1e3:.3f} ms" for x, t in row["seconds"].items())
+    if "of_sum" in row:
+        text += f"  {row['of_sum']:.2f} of the sum"
+    if "bytes" in row:
+        text += f"  {row['bytes'] / 2**20:.1f} MiB"
+    return text
+
+
+def save(rows: list[dict[str, Any]], only: str) -> None:
+    """One file a machine; parts that were not run keep their rows."""
+    name = re.sub(r"[^a-z0-9]+", "-", f"{machine.cpu_name()} {os.cpu_count()} cores {machine.current_isa().name}".lower()).strip("-")
+    path = HERE / "results" / f"{name}.json"
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = [r for r in old if r["part"] not in only.split(",")] + rows
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = {"python": platform.python_version(), "speedlight": sl.__version__}
+    for package in ("numpy", "llvmlite", "torch", "onnxruntime", "openvino"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    head = {
+        "machine": machine.cpu_name(),
+        "cores": os.cpu_count(),
+        "isa": machine.current_isa().name,
+        "commit": commit,
+        "versions": versions,
+    }
+    path.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+    print(f"rows: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""The `speedlight` command."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+
+import speedlight as sl
+
+from ..errors import ArgumentError, Error
+from ..machine import current_isa
+from ..planning import uses_dot
+from .files import read_arrays, write_arrays
+
+try:
+    import typer
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+except ImportError as error:  # pragma: no cover
+    raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: pip install 'speedlight[cli]'") from None
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Exact attention at the speed of the machine."
+)
+
+
+@app.callback(invoke_without_command=True)
+def version(show: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+    if show:
+        print(f"speedlight {sl.__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def attend(
+    files: Annotated[list[Path], typer.Argument(help="One .safetensors or .npz file with q, k and v; or three .npy files named so.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write out and lse: .safetensors, .npz or .npy.")] = None,
+    q: Annotated[str, typer.Option(help="Name of the queries.")] = "q",
+    k: Annotated[str, typer.Option(help="Name of the keys.")] = "k",
+    v: Annotated[str, typer.Option(help="Name of the values.")] = "v",
+    layout: Annotated[str, typer.Option(help="bhld, blhd or lhd (packed; offsets are read from cu_seqlens_q and cu_seqlens_k).")] = "bhld",
+    causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query, aligned at the end.")] = False,
+    top_left: Annotated[bool, typer.Option("--top-left", help="Causal, aligned at the start.")] = False,
+    scale: Annotated[float | None, typer.Option(help="Factor of the scores. Default 1/sqrt(head_dim).")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Compare every element with float64; exit 1 if one is outside its bound.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+) -> None:
+    """Attention over a file: softmax(scale·QKᵀ)V, its log-sum-exp, and the plan it followed."""
+    if top_left and causal:
+        raise ArgumentError("--top-left: expected either --causal or --top-left; got both.")
+    if output is not None and not output.parent.is_dir():
+        raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
+    found = read_arrays(files)
+    names = {"--q": q, "--k": k, "--v": v}
+    for option, name in names.items():
+        if name not in found:
+            raise ArgumentError(f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}.")
+    arrays = [found[n] for n in names.values()]
+    options: dict[str, Any] = {"causal": "top-left" if top_left else causal, "scale": scale, "layout": layout}
+    if layout == "lhd":
+        options |= {n: found[n] for n in ("cu_seqlens_q", "cu_seqlens_k") if n in found}
+    plan = sl.plan(*arrays, **options)
+    out, lse, seconds = _attend(arrays, options, plan, quiet=as_json)
+    if output is not None:
+        write_arrays(output, {"out": out, "lse": lse})
+    report: dict[str, Any] = {
+        "out": {"shape": list(out.shape), "dtype": out.dtype.name},
+        "seconds": seconds,
+        "gflops": plan.flops / seconds / 1e9,
+        "kernel": plan.kernel,
+        "output": str(output) if output else None,
+    }
+    if check:
+        report["check"] = _check(arrays, options, out, lse)
+    if as_json:
+        print(json.dumps(report | {"plan": dict(plan.rows())}, ensure_ascii=False))
+    else:
+        _print(report, plan)
+    if check and not report["check"]["passed"]:
+        raise typer.Exit(1)
+
+
+def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan, quiet: bool) -> tuple[np.ndarray, np.ndarray, float]:
+    """The call; head by head under a progress bar if it takes over a second. The bits are the same."""
+    q, k, v = arrays
+    group, kv_heads = plan.problem.group, plan.problem.kv_heads
+    if (plan.seconds_at_least or 0) < 0.5 or kv_heads < 2:
+        start = time.perf_counter()
+        out, lse = sl.attention(q, k, v, return_lse=True, **options)
+        return out, lse, time.perf_counter() - start
+    axis = {"bhld": 1, "blhd": 2, "lhd": 1}[options["layout"]]
+    parts, seconds = [], 0.0
+    with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
+        task = progress.add_task("heads", total=kv_heads)
+        for h in range(kv_heads):
+            at = [(slice(None),) * axis + (slice(h * n, h * n + n),) for n in (group, 1, 1)]
+            start = time.perf_counter()
+            parts.append(sl.attention(*(x[i] for x, i in zip(arrays, at, strict=True)), return_lse=True, **options))
+            seconds += time.perf_counter() - start
+            progress.advance(task)
+    lse_axis = 0 if options["layout"] == "lhd" else 1
+    return np.concatenate([p[0] for p in parts], axis=axis), np.concatenate([p[1] for p in parts], axis=lse_axis), seconds
+
+
+def _check(arrays: list[np.ndarray], options: dict[str, Any], out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:
+    """Every element against the float64 reference: largest error, and the largest share of its bound."""
+    dot = uses_dot(current_isa(), "bf16") and out.dtype.name == "bfloat16"
+    want, want_lse = sl.reference.attention(*arrays, return_lse=True, **options)
+    bounds = sl.reference.error_bound(*arrays, dot=dot, **options)
+    passed, share, largest = True, 0.0, 0.0
+    for got, expected, bound in ((out, want, bounds.out), (lse, want_lse, bounds.lse)):
+        got = got.astype(np.float64)
+        same = (np.isnan(got) == np.isnan(expected)) & (~np.isinf(expected) | (got == expected))
+        finite = np.isfinite(expected)
+        error = np.abs(got[finite] - expected[finite])
+        passed = passed and bool(same.all()) and bool((error <= bound[finite]).all())
+        if error.size:
+            share = max(share, float((error / np.maximum(bound[finite], 1e-320)).max()))
+        if got is not lse and largest == 0.0 and error.size:
+            largest = float(error.max())
+    return {"passed": passed, "largest_error": largest, "share_of_bound": share, "elements": int(out.size)}
+
+
+def _print(report: dict[str, Any], plan: sl.Plan) -> None:
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    out = report["out"]
+    table.add_row(
+        "result", f"out {tuple(out['shape'])} {out['dtype']}, in {report['seconds'] * 1e3:.3g} ms ({report['gflops']:.3g} GFLOP/s)"
+    )
+    if report["output"]:
+        table.add_row("written", report["output"])
+    if "check" in report:
+        c = report["check"]
+        word = "[green]passed[/]" if c["passed"] else "[red]FAILED[/]"
+        error = f"largest error {c['largest_error']:.2g}, {c['share_of_bound']:.0%} of its bound"
+        table.add_row("check", f"{word}: {c['elements']:,} elements against float64, {error}")
+    for name, text in plan.rows():
+        table.add_row(name, text)
+    Console().print(table)
+
+
+def main() -> None:
+    """Runs the command: errors are one line on stderr and exit code 2."""
+    try:
+        app()
+    except Error as error:
+        print(f"speedlight: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        print("speedlight: interrupted; nothing was written.", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Arrays in files: safetensors, .npz and .npy. Sizes are checked before anything is allocated; nothing is unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..arrays import numpy_dtype
+from ..errors import FileError
+
+_SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
+
+
+def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:
+    """All arrays of one .safetensors or .npz file, or one from each .npy file, named by the file."""
+    found: dict[str, np.ndarray] = {}
+    for path in paths:
+        try:
+            match path.suffix:
+                case ".safetensors":
+                    found |= _read_safetensors(path)
+                case ".npz":
+                    found |= _read_npz(path)
+                case ".npy":
+                    with path.open("rb") as f:
+                        found[path.stem] = _read_npy(f, path.stat().st_size, path.name)
+                case _:
+                    raise FileError(f"{path}: expected a .safetensors, .npz or .npy file.")
+        except FileError:
+            raise
+        except OSError as error:
+            raise FileError(f"{path}: {error.strerror or error}.") from error
+        except Exception as error:  # whatever a damaged file makes a parser say
+            raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
+    return found
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    import safetensors
+
+    found = {}
+    for name, tensor in safetensors.deserialize(path.read_bytes()):  # its NumPy reader does not know BF16
+        kind = _SAFETENSORS.get(tensor["dtype"])
+        if kind is not None:
+            found[name] = np.frombuffer(tensor["data"], numpy_dtype(kind)).reshape(tensor["shape"])
+    return found
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    found = {}
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            if member.filename.endswith(".npy"):
+                with archive.open(member) as f:
+                    found[member.filename[:-4]] = _read_npy(f, member.file_size, member.filename)
+    return found
+
+
+def _read_npy(f: Any, size: int, name: str) -> np.ndarray:
+    """An .npy stream of `size` bytes. NumPy multiplies shapes in wrapping integers and allocates first: we check first."""
+    version = np.lib.format.read_magic(f)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(f)
+    if dtype.hasobject:
+        raise FileError(f"{name}: holds Python objects, which are never loaded. Save plain numbers.")
+    count = 1
+    for n in shape:
+        count *= int(n)
+    if count < 0 or f.tell() + count * dtype.itemsize != size:
+        raise FileError(f"{name}: its header promises {count * dtype.itemsize:,} bytes of data; the file does not hold just those.")
+    data = f.read(count * dtype.itemsize)
+    if dtype.kind == "V" and dtype.itemsize == 2:  # how NumPy writes bfloat16
+        dtype = numpy_dtype("bfloat16")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def write_arrays(path: Path, found: dict[str, np.ndarray]) -> None:
+    """Writes under a temporary name, then renames: a reader sees the old file or the whole new one."""
+    if path.suffix not in (".safetensors", ".npz", ".npy"):
+        raise FileError(f"{path}: expected an output name that ends in .safetensors, .npz or .npy.")
+    temporary = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        with os.fdopen(descriptor, "wb") as f:
+            _writer(path.suffix)(f, {name: np.ascontiguousarray(x) for name, x in found.items()})
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise FileError(f"{path}: {error.strerror or error}.") from error
+
+
+def _writer(suffix: str) -> Callable[[BinaryIO, dict[str, np.ndarray]], None]:
+    def safetensors_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
+        from safetensors.numpy import save
+
+        f.write(save(found))
+
+    def npz_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
+        np.savez(f, **found)  # type: ignore[arg-type]
+
+    def npy_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
+        np.save(f, found["out"])
+
+    return {".safetensors": safetensors_file, ".npz": npz_file, ".npy": npy_file}[suffix]
