@@ -37,7 +37,7 @@ bench: $(VENV)/.bench
 
 # kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
 check-arm: $(VENV)/.test
-	$(RUN) tests/arm/check.py
+	SPEEDLIGHT_ISA=avx2 $(RUN) tests/arm/check.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

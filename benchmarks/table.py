@@ -14,7 +14,8 @@ def table(path: Path) -> str:
     data = json.loads(path.read_text())
     versions = ", ".join(f"{n} {v}" for n, v in data["versions"].items() if n in ("torch", "onnxruntime", "openvino"))
     lines = [
-        f"{data['machine']}, {data['cores']} cores, {data['isa']}; {versions}. Medians of one run in turn; a ratio above 1 means speedlight is faster.",
+        f"{data['machine']}, {data['cores']} cores, {data['isa']}; {versions}. Medians of one run, in turn;",
+        "a ratio above 1 means that speedlight is faster.",
         "",
         "| problem | GFLOP/s | of peak | PyTorch | ONNX Runtime | OpenVINO |",
         "|---|---|---|---|---|---|",

@@ -113,6 +113,14 @@ def prepare(
     cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
 ) -> Prepared:  # fmt: skip
     """Everything that addresses don't change."""
+    return Prepared(problem, *arguments(problem, layout, q, k, v, out_strides, cu_q, cu_k, threads, isa))
+
+
+def arguments(
+    problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
+    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
+) -> tuple[planning.Schedule, dict[str, int], np.ndarray]:  # fmt: skip
+    """The schedule, the kernel's words by name, and its table of items; for any vector unit, this machine's or not."""
     size = DTYPES[problem.dtype][1]
     how = planning.schedule(problem, isa, threads, _axis(k.strides, layout, -1) != size, _axis(v.strides, layout, -1) != size)
     c = problem.scale * math.log2(math.e)
@@ -146,7 +154,7 @@ def prepare(
     for name, strides in (("q", q.strides), ("k", k.strides), ("v", v.strides), ("out", out_strides)):
         for part, i in (("head", -3), ("row", -2), ("column", -1)):
             words[f"{name}_{part}"] = _axis(strides, layout, i)
-    return Prepared(problem, how, words, items)
+    return how, words, items
 
 
 def _items(

@@ -1,0 +1,101 @@
+"""The kernels compiled for 64-bit Arm return the bits of this machine, under qemu-user: `make check-arm`.
+
+Needs aarch64-linux-gnu-gcc and qemu-aarch64-static (Debian: gcc-aarch64-linux-gnu, qemu-user-static).
+"""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+import speedlight as sl
+from speedlight import arrays, engine
+from speedlight.cpu.compile import compile_ir, emit, symbol_of
+from speedlight.cpu.fields import FIELDS
+from speedlight.cpu.microkernels import Shape
+from speedlight.machine import isa_named
+from speedlight.problem import from_arrays
+
+HERE = Path(__file__).parent
+GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
+POINTERS = ("q", "k", "v", "out", "lse", "items", "scratch")
+
+
+def words_for(q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, causal: bool) -> tuple[np.ndarray, np.ndarray, Shape, int]:
+    """The argument words of a call on NEON, prepared here, with the items table."""
+    isa = isa_named("neon")
+    described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+    problem, _, _ = from_arrays(*described, causal=causal, q_start=None, k_start=0, scale=None, layout="bhld")
+    how, values, items = engine.arguments(problem, "bhld", *described, out.strides, None, None, 1, isa)
+    words = np.zeros(len(FIELDS), np.int64)
+    for name, value in values.items():
+        words[FIELDS.index(name)] = value
+    words[FIELDS.index("limit")] = how.tickets
+    return words, items, Shape(isa, how.storage, how.vectors), how.scratch_bytes
+
+
+def run_on_arm(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, folder: Path) -> tuple[bytes, bytes]:
+    out = np.empty((*q.shape[:3], v.shape[3]), q.dtype)
+    lse = np.empty(q.shape[:3], np.float64 if q.dtype == np.float64 else np.float32)
+    words, items, shape, scratch = words_for(q, k, v, out, causal)
+    memory, offsets = bytearray(), {}
+    for name, data in (
+        ("q", q),
+        ("k", k),
+        ("v", v),
+        ("items", items),
+        ("scratch", np.zeros(scratch, np.uint8)),
+        ("out", out),
+        ("lse", lse),
+    ):
+        memory += b"\0" * (-len(memory) % 64)
+        offsets[name] = len(memory)
+        memory += data.tobytes()
+    results = len(memory) - offsets["out"]
+    for name in POINTERS:
+        words[FIELDS.index(name)] = offsets[name]
+    which = np.array([FIELDS.index(n) for n in POINTERS], np.int64)
+    (folder / "in").write_bytes(
+        struct.pack("<4q", len(words), len(which), len(memory), results) + words.tobytes() + which.tobytes() + memory
+    )
+    (folder / "kernel.o").write_bytes(compile_ir(shape, emit(shape)))
+    binary = folder / "run"
+    flags = ["-O2", "-static", f"-DKERNEL={symbol_of(shape)}"]
+    subprocess.run([GCC, *flags, str(HERE / "driver.c"), str(folder / "kernel.o"), "-o", str(binary), "-lm"], check=True)
+    subprocess.run([QEMU, str(binary), str(folder / "in"), str(folder / "out")], check=True)
+    data = (folder / "out").read_bytes()
+    return data[: out.nbytes], data[offsets["lse"] - offsets["out"] :]
+
+
+def main() -> None:
+    for tool in (GCC, QEMU):
+        if shutil.which(tool) is None:
+            raise SystemExit(f"check-arm: {tool} is missing. On Debian: apt-get install gcc-aarch64-linux-gnu qemu-user-static")
+    rng = np.random.default_rng(0)
+    wrong = 0
+    for dtype in ("float32", "float64", "float16", "bfloat16"):
+        for heads, kv_heads, q_len, k_len, d, dv, causal in (
+            (2, 1, 40, 300, 33, 20, True),
+            (1, 1, 13, 1500, 64, 64, False),
+            (3, 3, 70, 70, 16, 7, True),
+        ):
+            kind = arrays.numpy_dtype(dtype)
+            shapes = ((1, heads, q_len, d), (1, kv_heads, k_len, d), (1, kv_heads, k_len, dv))
+            q, k, v = (rng.standard_normal(s).astype(kind) for s in shapes)
+            with tempfile.TemporaryDirectory() as folder:
+                got = run_on_arm(q, k, v, causal, Path(folder))
+            want = tuple(x.tobytes() for x in sl.attention(q, k, v, causal=causal, return_lse=True))
+            same = got == want
+            wrong += not same
+            print(f"{dtype:9} q {q_len} k {k_len} d {d}/{dv} causal {causal}: {'same bits' if same else 'DIFFERENT'}")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""The command, as a person types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems import qkv
+
+import speedlight as sl
+from speedlight.errors import FileError
+from speedlight.tools.files import read_arrays, write_arrays
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "minilm-layer3.safetensors"
+
+
+def speedlight(*words: object) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "speedlight.tools.cli", *map(str, words)], capture_output=True, text=True, timeout=120)
+
+
+def test_the_example(tmp_path):
+    done = speedlight("attend", EXAMPLE, "--causal", "--check", "-o", tmp_path / "o.safetensors")
+    assert done.returncode == 0, done.stderr
+    assert "passed" in done.stdout and "time at least" in done.stdout
+    arrays = read_arrays([EXAMPLE])
+    want = sl.attention(arrays["q"], arrays["k"], arrays["v"], causal=True)
+    written = read_arrays([tmp_path / "o.safetensors"])
+    assert written["out"].tobytes() == want.tobytes() and written["lse"].shape == (1, 12, 213)
+    assert [p.name for p in tmp_path.iterdir()] == ["o.safetensors"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_files_come_back(rng, tmp_path, dtype, suffix):
+    q, k, v = qkv(rng, dtype, 1, 2, 2, 20, 30, 8, 8)
+    write_arrays(tmp_path / f"in{suffix}", {"a": q, "b": k, "c": v})
+    done = speedlight(
+        "attend", tmp_path / f"in{suffix}", "--q", "a", "--k", "b", "--v", "c", "--json", "-o", tmp_path / f"out{suffix}", "--check"
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["check"]["passed"] and report["out"] == {"shape": [1, 2, 20, 8], "dtype": dtype}
+    assert read_arrays([tmp_path / f"out{suffix}"])["out"].tobytes() == sl.attention(q, k, v).tobytes()
+
+
+def test_three_npy_files(rng, tmp_path):
+    for name, x in zip("qkv", qkv(rng, "float64", 1, 1, 1, 5, 6, 4, 4), strict=True):
+        np.save(tmp_path / f"{name}.npy", x)
+    done = speedlight("attend", *(tmp_path / f"{n}.npy" for n in "qkv"), "--check", "-o", tmp_path / "out.npy")
+    assert done.returncode == 0, done.stderr
+    assert np.load(tmp_path / "out.npy").shape == (1, 1, 5, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["attend", "missing.safetensors"], "missing.safetensors: No such file"),
+        (["attend", EXAMPLE, "--q", "x"], "--q: expected one of k, q, v; got 'x'"),
+        (["attend", EXAMPLE, "--layout", "xyz"], "layout: expected 'bhld'"),
+        (["attend", EXAMPLE, "-o", "/nowhere/o.npz"], "--output: expected a directory"),
+        (["attend", EXAMPLE, "-o", "o.txt"], "o.txt: expected an output name"),
+        (["attend", EXAMPLE, "--causal", "--top-left"], "--top-left: expected either"),
+        (["attend", __file__], "expected a .safetensors, .npz or .npy file"),
+    ],
+)
+def test_errors_are_one_line(words, says):
+    done = speedlight(*words)
+    assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_damaged_files_are_named(rng, tmp_path):
+    q = rng.standard_normal((1, 1, 5, 4))
+    seen = 0
+    for suffix in (".safetensors", ".npz", ".npy"):
+        path = tmp_path / f"out{suffix}"
+        write_arrays(path, {"out": q})
+        data = path.read_bytes()
+        for _ in range(150):
+            damaged = bytearray(data)
+            match rng.integers(3):
+                case 0:
+                    damaged = damaged[: rng.integers(len(data))]
+                case 1:
+                    damaged[rng.integers(min(len(data), 200))] = rng.integers(256)
+                case 2:
+                    at = rng.integers(len(data))
+                    damaged[at : at + 8] = rng.bytes(8)
+            path.write_bytes(damaged)
+            try:
+                read_arrays([path])
+            except FileError as error:
+                seen += 1
+                assert str(path.name) in str(error) or "header" in str(error) or "objects" in str(error)
+    assert seen > 100
+
+
+def test_a_header_that_promises_too_much_allocates_nothing(tmp_path):
+    path = tmp_path / "q.npy"
+    np.save(path, np.ones(4))
+    path.write_bytes(path.read_bytes().replace(b"(4,)", b"(9,)"))
+    with pytest.raises(FileError, match="promises"):
+        read_arrays([path])
+    np.save(path, np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(FileError, match="Python objects"):
+        read_arrays([path])

@@ -1,0 +1,44 @@
+"""Examples in docstrings and in the README run, and say what they print."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["speedlight", "speedlight.api", "speedlight.reference", "speedlight.cpu.workers"])
+def test_docstrings(name):
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.attempted > 0 and result.failed == 0
+
+
+def test_readme_example(capsys):
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(code, {})
+    printed = capsys.readouterr().out
+    assert printed.startswith("(1, 8, 4096, 64) (1, 8, 4096)\n") and "visible" in printed
+
+
+def test_first_result_within_90_words():
+    before = README.split("out, lse = ")[0]
+    assert len(before.split()) <= 90
+
+
+def test_import_directions():
+    """Each module may import only those above it in docs/architecture.md."""
+    package = Path(__file__).parent.parent / "speedlight"
+    order = re.findall(r"^\| `([\w/]+\.py)`", (package.parent / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    rank = {path: i for i, path in enumerate(order)}
+    order += ["tools/files.py", "tools/cli.py"]
+    for path, own in rank.items():
+        for dots, module in re.findall(r"^\s*from (\.+)([\w.]*) import", (package / path).read_text(), re.MULTILINE):
+            base = "cpu/" if path.startswith("cpu/") and dots == "." else ""
+            target = f"{base}{module.replace('.', '/')}.py"
+            if module and target in rank:
+                assert rank[target] < own, f"{path} imports {target}"
