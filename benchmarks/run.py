@@ -41,10 +41,10 @@ PREFILL += [("float16", 8, 4096, d, False) for d in (64, 128)] + [("float64", 8,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three turns instead of nine")
-    parser.add_argument("--only", default="prefill,start,memory,torch,errors")
+    parser.add_argument("--only", default="prefill,avx2,start,memory,torch,errors")
     arguments = parser.parse_args()
     turns, rows = (3 if arguments.quick else 9), []
-    parts = {"prefill": prefill, "start": start_up, "memory": memory, "torch": beside_torch, "errors": error_time}
+    parts = {"prefill": prefill, "avx2": narrower, "start": start_up, "memory": memory, "torch": beside_torch, "errors": error_time}
     for name in arguments.only.split(","):
         for row in parts[name](turns):
             rows.append(row | {"part": name})
@@ -80,6 +80,32 @@ def prefill(turns: int) -> Any:
             "best_peer": best, "ratio": statistics.median(times[best]) / ours if best else None,
             "ratios": {x: statistics.median(t) / ours for x, t in times.items() if x != "speedlight"},
         }  # fmt: skip
+
+
+def narrower(turns: int) -> Any:
+    """AVX2 code on this machine, of the peak of AVX2 multiply-adds."""
+    isa = machine.isa_named("avx2")
+    if isa not in machine.host_isas():
+        return
+    before = os.environ.get("SPEEDLIGHT_ISA")
+    os.environ["SPEEDLIGHT_ISA"] = "avx2"
+    try:
+        arrays = tensors("float32", 8, 2048, 128)
+        if isinstance(refused := check(arrays, sl.attention(*arrays), False), str):
+            yield {"name": "refused", "why": refused}
+            return
+        plan = sl.plan(*arrays)
+        peak = lambda: roof.peak_flops.__wrapped__(isa, "f32", sl.get_threads())  # noqa: E731
+        times, peaks = measure({"speedlight": lambda: sl.attention(*arrays)}, turns, peak)
+        rate, top = plan.flops / statistics.median(times["speedlight"]), statistics.median(peaks)
+        yield {
+            "name": "float32 H8 N2048 d128 full, AVX2 code", "kernel": plan.kernel, "flops": plan.flops, "ratios": {},
+            "seconds": {"speedlight": quantiles(times["speedlight"])}, "gflops": rate / 1e9, "peak": top / 1e9, "share_of_peak": rate / top,
+        }  # fmt: skip
+    finally:
+        os.environ.pop("SPEEDLIGHT_ISA")
+        if before is not None:
+            os.environ["SPEEDLIGHT_ISA"] = before
 
 
 def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool) -> str | None:

@@ -16,6 +16,8 @@ TILE = 128  # keys per tile of the canonical arithmetic
 # measured share of the peak that a panel of so many query vectors reaches, relative to three
 _VECTOR_WORTH = {3: 1.0, 2: 0.97, 1: 0.8}
 
+_TASK_FLOPS = 800_000_000
+
 
 def lanes_of(isa: Isa, storage: str) -> int:
     return isa.vector_bytes // (8 if storage == "f64" else 4)
@@ -65,7 +67,11 @@ def schedule(problem: Problem, isa: Isa, threads: int, strided_keys: bool = Fals
     panel_count = sum(-(-r // (lanes * vectors)) for r in rows) * problem.kv_heads
     layout = _layout(problem, isa, vectors, stage_keys, stage_values)
     fits = (level2_bytes() * 5 // 8 - layout["fixed"]) // layout["panel"]
-    panels = max(1, min(8, fits, panel_count // (8 * threads)))
+    # a task of a few milliseconds: threads wait for each other at the end of a region; a staged tile wants more users
+    keys = max(problem.k_lengths, default=0)
+    work = lanes * vectors * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
+    wanted = max(4 if stage_keys or stage_values else 2, _TASK_FLOPS * (2 if dot else 1) // work)
+    panels = max(1, min(8, fits, wanted, panel_count // (8 * threads)))
     blocks = sum(-(-r // (lanes * vectors * panels)) for r in rows) * problem.kv_heads
     used = max(1, min(threads, blocks))
     offsets = tuple((k, n) for k, n in layout.items() if k.startswith("at_"))

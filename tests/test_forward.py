@@ -38,6 +38,14 @@ def test_random_problems(seed):
         assert_accurate(*arrays, zeros_allowed=True, **options)
 
 
+@pytest.mark.parametrize("seed", range(20 if FULL else 2))
+def test_random_problems_on_every_unit(isa, seed):
+    rng = np.random.default_rng(5000 + seed)
+    for _ in range(100):
+        arrays, options = random_problem(rng)
+        assert_accurate(*arrays, zeros_allowed=True, **options)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tied_maxima_are_not_biased(isa, rng, dtype):
     """Equal keys: every weight is the same, so rounding must not lean to one side (mean signed error <= 0.1 u M)."""
