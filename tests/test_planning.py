@@ -38,8 +38,8 @@ def test_the_kernel_counts_what_was_planned(isa, rng, dtype, q_len, k_len, optio
 
 
 def test_workspace_does_not_grow_with_the_lengths():
-    sizes = {n: sl.plan(q_heads=8, q_len=n, head_dim=64).workspace_bytes for n in (4096, 65536, 1 << 20)}
-    assert len(set(sizes.values())) == 1
+    sizes = [sl.plan(q_heads=8, q_len=n, head_dim=64).workspace_bytes for n in (4096, 65536, 1 << 20)]
+    assert sizes == sorted(sizes, reverse=True)  # long rows share a tile among fewer panels
 
 
 def test_the_plan_is_frozen_and_prints_as_a_table():
