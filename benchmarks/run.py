@@ -131,6 +131,8 @@ def measure(calls: dict[str, Call], turns: int, peak: Callable[[], float]) -> tu
     for _ in range(turns):
         peaks.append(peak())
         for name, call in calls.items():
+            time.sleep(0.1)  # the threads of the library before still spin for a while
+            call()
             start = time.perf_counter()
             for _ in range(repeats[name]):
                 call()

@@ -18,7 +18,7 @@ from .machine import Isa, current_isa
 from .problem import LAYOUTS, Problem
 
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
-_REGION_SECONDS = 0.04  # a region lasts no longer, so that signals are seen
+_REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
 _GUESS = 50e9  # FLOP/s of one thread, to begin with
 
 
