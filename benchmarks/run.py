@@ -131,13 +131,20 @@ def measure(calls: dict[str, Call], turns: int, peak: Callable[[], float]) -> tu
     for _ in range(turns):
         peaks.append(peak())
         for name, call in calls.items():
-            time.sleep(0.1)  # the threads of the library before still spin for a while
+            settle()
             call()
             start = time.perf_counter()
             for _ in range(repeats[name]):
                 call()
             times[name].append((time.perf_counter() - start) / repeats[name])
     return times, peaks
+
+
+def settle(seconds: float = 0.03) -> None:
+    """The threads of the library before spin for a while. Asleep we might wake on the core of a thread of our own: stay awake."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
 
 
 def quantiles(times: list[float]) -> list[float]:
