@@ -14,7 +14,6 @@ from .errors import ArgumentError, ArgumentTypeError, UnsupportedError
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
 STORAGE_BYTES = dict(DTYPES.values())
-_NAMES = {short: name for name, (short, _) in DTYPES.items()}
 _DLPACK_NAMES = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16", (4, 16): "bfloat16"}
 
 
@@ -51,10 +50,6 @@ class Array:
 
 
 _EMPTY = ctypes.c_char()
-
-
-def long_name(short: str) -> str:
-    return _NAMES[short]
 
 
 def numpy_dtype(name: str) -> np.dtype:

@@ -42,8 +42,8 @@ class Prepared:
             template[fields.FIELDS.index(name)] = value
         self.template = template.tobytes()
         self.at = {name: i for i, name in enumerate(fields.FIELDS)}
-        self.pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
-        flops = self.pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
+        pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
+        flops = pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
         self.seconds = flops / _GUESS
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
@@ -58,7 +58,7 @@ class Prepared:
         scratch = _take_scratch(self.scratch_size)
         try:
             words[at["q"]], words[at["k"]], words[at["v"]], words[at["out"]], words[at["lse"]] = q, k, v, out, lse
-            words[at["scratch"]] = -(-_address(scratch) // 64) * 64
+            words[at["scratch"]] = -(-ctypes.addressof(scratch) // 64) * 64
             words[at["counts"]] = counts
             if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
                 words[at["limit"]] = self.tickets
@@ -100,9 +100,6 @@ def _give_scratch(scratch: Any) -> None:
         _scratches.append(scratch)
 
 
-_address = ctypes.addressof
-
-
 def _axis(strides: tuple[int, ...], layout: str, i: int) -> int:
     """Stride of heads (-3), length (-2) or dim (-1)."""
     return strides[LAYOUTS[layout][i]]
@@ -127,8 +124,7 @@ def arguments(
     number = 8 if problem.storage == "f64" else 4
     flip = 0
     if c < 0:
-        one = {"f64": 1 << 63, "f32": 1 << 31}
-        flip = 0x80008000 if planning.uses_dot(isa, problem.storage) else one["f64" if number == 8 else "f32"]
+        flip = 0x80008000 if planning.uses_dot(isa, problem.storage) else 1 << (8 * number - 1)
     items = _items(problem, how, layout, q, k, v, out_strides, cu_q, cu_k, number)
     lse_head = (cu_q[-1] if cu_q else problem.q_lengths[0] if problem.batch else 0) * number
     words = {

@@ -78,11 +78,6 @@ class Shape:
         return STORAGE_BYTES[self.storage]
 
     @property
-    def direct(self) -> bool:
-        """Whether keys can be read where they lie."""
-        return self.storage in ("f32", "f64") or self.dot
-
-    @property
     def lanes(self) -> int:
         return lanes_of(self.isa, self.storage)
 
@@ -115,10 +110,6 @@ class Shape:
 
     def lane_offset(self, v: int) -> int:
         return v * self.lanes * self.number_bytes
-
-
-def splat_number(k: Function, s: Shape, x: float) -> Value:
-    return k.const(x, s.vector)
 
 
 def multiply_add(k: Function, s: Shape, a: Value, b: Value, total: Value) -> Value:

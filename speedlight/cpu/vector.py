@@ -33,7 +33,6 @@ class _BFloat(ir.types.Type):
 
 
 BF16 = _BFloat()
-_BYTES = {I8: 1, I16: 2, I32: 4, I64: 8, F16: 2, F32: 4, F64: 8, PTR: 8}
 _SUFFIX = {F16: "f16", F32: "f32", F64: "f64", I32: "i32", I64: "i64"}
 
 
@@ -43,10 +42,6 @@ def vec(element: ir.Type, count: int) -> ir.VectorType:
 
 def element_of(t: ir.Type) -> ir.Type:
     return t.element if isinstance(t, ir.VectorType) else t
-
-
-def bytes_of(t: ir.Type) -> int:
-    return _BYTES[t.element] * t.count if isinstance(t, ir.VectorType) else _BYTES[t]
 
 
 def _suffix(t: ir.Type) -> str:
@@ -253,16 +248,8 @@ class Function:
         whole = self.b.bitcast(condition.x, ir.IntType(n))
         return Value(self, self.b.icmp_unsigned("==", whole, ir.Constant(ir.IntType(n), (1 << n) - 1)))
 
-    def any(self, condition: Value) -> Value:
-        n = condition.x.type.count
-        whole = self.b.bitcast(condition.x, ir.IntType(n))
-        return Value(self, self.b.icmp_unsigned("!=", whole, ir.Constant(ir.IntType(n), 0)))
-
     def zext(self, a: Value, t: ir.Type) -> Value:
         return Value(self, self.b.zext(a.x, t))
-
-    def sext(self, a: Value, t: ir.Type) -> Value:
-        return Value(self, self.b.sext(a.x, t))
 
     def trunc(self, a: Value, t: ir.Type) -> Value:
         return Value(self, self.b.trunc(a.x, t))
