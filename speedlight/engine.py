@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import mmap
 import struct
 import threading
 import time
@@ -47,7 +48,7 @@ class Prepared:
         self.seconds = flops / _GUESS
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
-        self.scratch_size = how.scratch_bytes * self.threads + 64
+        self.scratch_size = how.scratch_stride * self.threads
 
     def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0) -> None:
         """Fills out (and lse, unless 0) at these addresses."""
@@ -58,7 +59,7 @@ class Prepared:
         scratch = _take_scratch(self.scratch_size)
         try:
             words[at["q"]], words[at["k"]], words[at["v"]], words[at["out"]], words[at["lse"]] = q, k, v, out, lse
-            words[at["scratch"]] = -(-ctypes.addressof(scratch) // 64) * 64
+            words[at["scratch"]] = ctypes.addressof(scratch)
             words[at["counts"]] = counts
             if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
                 words[at["limit"]] = self.tickets
@@ -91,12 +92,17 @@ def _take_scratch(size: int) -> Any:
     try:
         scratch = _scratches.pop()
     except IndexError:
-        return (ctypes.c_char * size)()
-    return scratch if len(scratch) >= size else (ctypes.c_char * size)()
+        return _map_scratch(size)
+    return scratch if len(scratch) >= size else _map_scratch(size)
+
+
+def _map_scratch(size: int) -> Any:
+    """Zeroed pages of our own, at a page's start; only those that are touched take memory."""
+    return (ctypes.c_char * size).from_buffer(mmap.mmap(-1, size))
 
 
 def _give_scratch(scratch: Any) -> None:
-    if len(_scratches) < 4 and len(scratch) <= 8 << 20:
+    if len(_scratches) < 4 and len(scratch) <= 256 << 20:
         _scratches.append(scratch)
 
 
@@ -131,13 +137,15 @@ def arguments(
         "limit": how.tickets,
         "items": items.ctypes.data,
         "item_count": len(items),
-        "scratch_bytes": how.scratch_bytes,
+        "scratch_stride": how.scratch_stride,
         "lse_head": lse_head,
         "lse_row": number,
         "head_dim": problem.head_dim,
         "value_dim": problem.value_dim,
         "group": problem.group,
         "panels": how.panels,
+        "kv_heads": problem.kv_heads,
+        "spread": max(1, min(how.threads, problem.kv_heads)),
         "causal": int(problem.causal),
         "c": struct.unpack("<q", struct.pack("<d", abs(c)))[0] if number == 8 else struct.unpack("<i", struct.pack("<f", abs(c)))[0],
         "flip": flip - (1 << 64) if flip >> 63 else flip,

@@ -5,10 +5,10 @@ from __future__ import annotations
 # one int64 word each; `ticket` has a cache line of its own
 FIELDS = (
     "ticket", "worker", "left", "pad3", "pad4", "pad5", "pad6", "pad7",
-    "limit", "q", "k", "v", "out", "lse", "items", "item_count", "scratch", "scratch_bytes",
+    "limit", "q", "k", "v", "out", "lse", "items", "item_count", "scratch", "scratch_stride",
     "q_head", "q_row", "q_column", "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
     "out_head", "out_row", "out_column", "lse_head", "lse_row",
-    "head_dim", "value_dim", "group", "panels", "causal", "c", "flip", "stage_k", "stage_v", "counts",
+    "head_dim", "value_dim", "group", "panels", "kv_heads", "spread", "causal", "c", "flip", "stage_k", "stage_v", "counts",
     "at_check", "at_partial", "at_keys", "at_values", "at_panels", "panel_bytes", "at_total", "at_span", "at_limits", "at_rows", "width",
 )  # fmt: skip
 # per batch item: tickets before it, blocks per kv head, lengths, q_start - k_start, byte offsets

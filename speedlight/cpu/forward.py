@@ -215,7 +215,12 @@ class _Task:
         item = self.item()
         of = {name: k.load(I64, item, 8 * i) for i, name in enumerate(ITEM)}
         local = k.p["number"] - of["first"]
-        head, block = local // of["blocks"], local % of["blocks"]
+        # neighbouring tickets go to `spread` different heads: two cores that read the same keys at once slow each other
+        spread = self.get("spread")
+        first_head = local // (of["blocks"] * spread) * spread
+        heads = k.min(spread, self.get("kv_heads") - first_head)
+        local = local - first_head * of["blocks"]
+        head, block = first_head + local % heads, local // heads
         causal = self.get("causal").differs(0)
         block = k.select(causal, of["blocks"] - 1 - block, block)  # heaviest first
         group, block_rows = self.get("group"), self.get("panels") * s.panel
@@ -321,7 +326,7 @@ def _region(parts: _Parts, task: Any) -> Any:
         return k.load(I64, a, field(name), align=8)
 
     worker = k.fetch_add(a, field("worker"), 1)
-    scratch = k.at(k.pointer(get("scratch")), worker * get("scratch_bytes"))
+    scratch = k.at(k.pointer(get("scratch")), worker * get("scratch_stride"))
     with k.forever() as leave_if:
         ticket = k.fetch_add(a, field("ticket"), 1)
         leave_if(ticket >= get("limit"))
