@@ -139,7 +139,7 @@ def exp2(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
     if not any_x:
         return [y.bits(s.vector) for y in ys]
     zeroed = [k.select(x >= low, y, k.const(0, s.ivector)).bits(s.vector) for x, y in zip(xs, ys, strict=True)]
-    return [k.select(x.differs(x), x, y) for x, y in zip(xs, zeroed, strict=True)]
+    return [k.select(x.differs(x), k.abs(x), y) for x, y in zip(xs, zeroed, strict=True)]
 
 
 def accumulators(k: Function, s: Shape, rows: int) -> list[list[Any]]:
@@ -414,10 +414,9 @@ def _accumulate(k: Function, s: Shape, column: Value, total: list[list[Any]]) ->
 def _visible(k: Function, s: Shape, weight: Value) -> Value:
     """Per lane: a condition, or in the dot class the bits of the visible halves."""
     if not s.dot:
-        return weight.bits(s.ivector).differs(s.hidden)
-    zero = k.const(0, s.ivector)
-    low = k.select((weight & 0xFFFF).differs(0x8000), k.const(0xFFFF, s.ivector), zero)
-    return low | k.select((weight >> 16).differs(0x8000), k.const(-0x10000, s.ivector), zero)
+        return weight.bits(s.ivector) > -1
+    halves = weight.bits(vec(I16, 2 * s.lanes))
+    return Value(k, k.b.not_(k.b.ashr(halves.x, k.const(15, halves.type).x))).bits(s.ivector)
 
 
 def _value_step(k: Function, s: Shape, value: Value, weight: Value, total: Value, seen: Value) -> Value:
