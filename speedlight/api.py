@@ -69,11 +69,11 @@ def attention(
     """
     options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa())
     key = None
-    if cu_seqlens_q is None and cu_seqlens_k is None and out is None:
-        key = _key(q, k, v, options)
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        key = _key((q, k, v) if out is None else (q, k, v, out), options)
         prepared = _prepared.get(key) if key else None
-        if prepared is not None and isinstance(return_lse, bool):
-            return _again(prepared, q, k, v, layout, return_lse)
+        if prepared is not None and isinstance(return_lse, bool) and (out is None or _apart(prepared, q, k, v, out)):
+            return _again(prepared, q, k, v, layout, return_lse, out)
     if not isinstance(return_lse, bool):
         raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
     a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
@@ -88,6 +88,7 @@ def attention(
         result, target = out, arrays.describe(out, "out")
         arrays.check_out(target, shape, problem.dtype, (a, b, c))
     prepared = engine.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, options[5], options[6])
+    prepared.reach = [(low - x.address, high - x.address) for x in (a, b, c, target) for low, high in (x.extent(),)]
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     prepared.run(a.address, b.address, c.address, target.address, lse_array.address if lse_array else 0)
     if key is not None:
@@ -106,20 +107,23 @@ def _lse(q: arrays.Array, layout: str) -> tuple[Any, arrays.Array]:
     return arrays.empty_like(q, shape, "float64" if q.dtype == "float64" else "float32")
 
 
-def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
+def _key(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
     """What a repeated call is found by; None where the arrays are neither NumPy's nor PyTorch's or an option is odd."""
     causal, q_start, k_start, scale, layout = options[:5]
     if not (type(causal) in (bool, str) and (q_start is None or type(q_start) is int) and type(k_start) is int):
         return None
     if not (scale is None or type(scale) in (float, int)) or type(layout) is not str:
         return None
-    if type(q) is np.ndarray and type(k) is np.ndarray and type(v) is np.ndarray:
-        return (options, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
+    key: list[Any] = [options]
+    if type(tensors[0]) is np.ndarray:
+        for x in tensors:
+            if type(x) is not np.ndarray:
+                return None
+            key += (x.shape, x.strides, x.dtype)
+        return tuple(key)
     torch: Any = sys.modules.get("torch")
     if torch is None:
         return None
-    key: list[Any] = [options]
-    tensors: tuple[Any, ...] = (q, k, v)
     for x in tensors:
         if type(x) is not torch.Tensor or x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided or x.is_neg():
             return None
@@ -127,25 +131,36 @@ def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> Any:
     return tuple(key)
 
 
-def _again(prepared: engine.Prepared, q: Any, k: Any, v: Any, layout: str, return_lse: bool) -> Any:
+def _address(x: Any) -> int:
+    return x.ctypes.data if type(x) is np.ndarray else x.data_ptr()
+
+
+def _apart(prepared: engine.Prepared, q: Any, k: Any, v: Any, out: Any) -> bool:
+    """Whether `out` may be written: not read-only, and its bytes lie wholly before or after those of each input."""
+    if type(out) is np.ndarray and not out.flags.writeable:
+        return False
+    ends = [(_address(x) + low, _address(x) + high) for x, (low, high) in zip((q, k, v, out), prepared.reach, strict=True)]
+    first, last = ends[3]
+    return all(high <= first or last <= low for low, high in ends[:3])
+
+
+def _again(prepared: engine.Prepared, q: Any, k: Any, v: Any, layout: str, return_lse: bool, out: Any) -> Any:
     """A call that was prepared before: only the addresses are new."""
     shape = (*q.shape[:-1], prepared.problem.value_dim)
     lse = None
     if type(q) is np.ndarray:
-        out = np.empty(shape, q.dtype)
+        out = np.empty(shape, q.dtype) if out is None else out
         if return_lse:
             axes = LAYOUTS[layout]
             lse = np.empty(tuple(q.shape[a] for a in axes[:-1]), q.dtype if q.dtype == np.float64 else np.float32)
-        lse_address = 0 if lse is None else lse.ctypes.data
-        prepared.run(q.ctypes.data, k.ctypes.data, v.ctypes.data, out.ctypes.data, lse_address)
     else:
         torch: Any = sys.modules["torch"]
-        out = torch.empty(shape, dtype=q.dtype)
+        out = torch.empty(shape, dtype=q.dtype) if out is None else out
         if return_lse:
             axes = LAYOUTS[layout]
             kind = torch.float64 if q.dtype is torch.float64 else torch.float32
             lse = torch.empty(tuple(q.shape[a] for a in axes[:-1]), dtype=kind)
-        prepared.run(q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr())
+    prepared.run(_address(q), _address(k), _address(v), _address(out), 0 if lse is None else _address(lse))
     return (out, lse) if return_lse else out
 
 

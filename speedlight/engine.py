@@ -30,7 +30,7 @@ def _modules() -> Any:
 
 
 class Prepared:
-    """A problem with layouts and strides fixed: only addresses are missing. Immutable, so that threads may share it."""
+    """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
 
     def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray) -> None:
         compile_, fields, microkernels, workers = _modules()
@@ -48,6 +48,7 @@ class Prepared:
         self.seconds = flops / _GUESS
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
+        self.reach: list[tuple[int, int]] = []  # of q, k, v, out: first and last byte, from the address
         self.scratch_size = how.scratch_stride * self.threads
 
     def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0) -> None:

@@ -139,3 +139,27 @@ def test_threads_are_checked():
     for bad in (0, 1.5, True, "2", 5000):
         with pytest.raises(sl.Error, match="^n: "):
             sl.set_threads(bad)
+
+
+def test_a_repeated_call_with_out_checks_it_again(rng):
+    q, k, v = (rng.standard_normal((1, 2, 70, 16), dtype=np.float32) for _ in range(3))
+    want = sl.attention(q, k, v)
+    out = np.zeros_like(q)
+    for _ in range(2):
+        out[:] = 0
+        assert sl.attention(q, k, v, out=out) is out
+        assert out.tobytes() == want.tobytes()
+    both = np.zeros((1, 2, 140, 16), np.float32)
+    both[:, :, 35:105] = q
+    sl.attention(both[:, :, :70], k, v, out=out)
+    sl.attention(both[:, :, :70].copy(), k, v, out=both[:, :, 70:])
+    both[:, :, 35:105] = q
+    before = both.copy()
+    with pytest.raises(sl.ArgumentError, match="out: expected memory of its own"):
+        sl.attention(both[:, :, 35:105], k, v, out=both[:, :, 70:])
+    out.flags.writeable = False
+    with pytest.raises(sl.ArgumentError, match="read-only"):
+        sl.attention(q, k, v, out=out)
+    assert before.tobytes() == both.tobytes()
+    with pytest.raises(sl.ArgumentError, match="overlaps v"):
+        sl.attention(q, k, v, out=v)

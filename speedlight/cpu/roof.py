@@ -72,9 +72,9 @@ def peak_flops(isa: Isa, storage: str, threads: int) -> float:
     """FLOP/s of multiply-adds on operands in registers, best of several short runs."""
     kernel, _ = _kernels(isa, storage)
     s = Shape(isa, storage, 1)
-    rounds = 25_000
+    rounds = 250_000  # some 3 ms, so that waking a thread does not count
     per_round = _UNROLL * _CHAINS[isa.vector_bytes] * s.lanes * (4 if s.dot else 2)
-    best = min(_timed(kernel, rounds, threads) for _ in range(8))
+    best = min(_timed(kernel, rounds, threads) for _ in range(4))
     return per_round * rounds * threads / best
 
 
