@@ -19,6 +19,10 @@ class UnsupportedError(Error, NotImplementedError):
     """The request is well formed, but this machine or this version cannot serve it."""
 
 
+class ExpressionError(Error, TypeError):
+    """A mask or score function cannot be traced, or means nothing."""
+
+
 class CompileError(Error, RuntimeError):
     """A kernel could not be compiled or loaded."""
 

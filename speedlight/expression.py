@@ -1,0 +1,544 @@
+"""Masks and scores as expressions: a user's function, called once with symbols, becomes a small tree.
+
+    mask(b, h, i, j) -> bool        score(s, b, h, i, j) -> s
+
+b, h: batch item and query head; i, j: absolute positions of query and key; s: the scaled score. Kinds of values are
+bool < int < float < double; two kinds meet as the greater (an int and a float meet as a float, as in PyTorch). `int`
+is int64, `float` is what the kernel computes scores in: float32, or float64 for float64 arrays. Python numbers are
+weak: a float is a `float`, and their values are run-time parameters of a kernel, never part of its key.
+
+The tree knows no engine. Each one walks it: cpu/lower.py, `evaluate` here (NumPy), and bounds.py (whole tiles).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError, ExpressionError
+from .tree import BITS, KINDS, NUMPY, SYMBOLS, Node, convert, order
+
+_MOST_NODES = 10_000
+
+
+class Table:
+    """An array that masks and scores may look up: `t = sl.table(ids)`, then `t[j]` inside a function.
+
+    Args:
+        array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64. It is copied, so later
+            changes do not matter.
+        name: what error messages call it.
+
+    An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
+    come as int64, float16 and bfloat16 as float.
+
+    >>> import numpy as np, speedlight as sl
+    >>> ids = sl.table(np.array([0, 0, 1, 1]))
+    >>> sl.expression(lambda b, h, i, j: ids[i] == ids[j])
+    mask (table[i] == table[j])
+    """
+
+    __slots__ = ("_pyramid", "array", "kind", "name")
+
+    def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
+        if type(array).__module__.split(".")[0] == "torch":
+            array = array.detach().cpu()
+            array = array.float().numpy() if str(array.dtype) == "torch.bfloat16" else array.numpy()
+        array = np.asarray(array)
+        if not 1 <= array.ndim <= 4:
+            raise ArgumentError(f"{name}: expected 1 to 4 dimensions; got shape {array.shape}.")
+        self.kind = _table_kind(array.dtype)
+        if self.kind is None:
+            raise ArgumentTypeError(f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {array.dtype}.")
+        if array.dtype.name == "bfloat16":
+            array = array.astype(np.float32)
+        elif array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
+            raise ArgumentError(f"{name}: expected integers that int64 can hold; got {array.max()}.")
+        if copy:
+            array = np.array(array, order="C")
+            array.flags.writeable = False
+        self.array, self.name = array, name
+        self._pyramid: Any = None
+
+    def __getitem__(self, index: Any) -> Any:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != self.array.ndim:
+            raise ExpressionError(f"{self.name}: expected {self.array.ndim} indices; got {len(index)}.")
+        if not any(isinstance(x, Symbol) for x in index):
+            return self.array[tuple(index)].item()
+        nodes = tuple(_node(x) for x in index)
+        for at, x in enumerate(nodes):
+            if x.kind != "int":
+                raise ExpressionError(f"{self.name}: expected an integer as index {at + 1}; got {x.kind}. Use sl.cast(x, int).")
+        return Symbol(Node("table", str(self.kind), nodes, self))
+
+    def __repr__(self) -> str:
+        return f"table({self.name}, {self.array.dtype.name}{list(self.array.shape)})"
+
+
+def _table_kind(dtype: np.dtype) -> str | None:
+    if dtype.kind == "b":
+        return "bool"
+    if dtype.kind in "iu":
+        return "int"
+    if dtype.name in ("float16", "bfloat16", "float32"):
+        return "float"
+    return "double" if dtype == np.float64 else None
+
+
+def table(array: Any, name: str = "table") -> Table:
+    return Table(array, name)
+
+
+table.__doc__ = Table.__doc__
+
+
+def _node(x: Any) -> Node:
+    if isinstance(x, Symbol):
+        return x.node
+    if isinstance(x, (bool, np.bool_)):
+        return Node("number", "bool", value=bool(x))
+    if isinstance(x, numbers.Integral):
+        if not -(1 << 62) <= int(x) <= 1 << 62:
+            raise ExpressionError(f"number {x}: expected an integer up to 2^62 in size. Use a float.")
+        return Node("number", "int", value=int(x))
+    if isinstance(x, numbers.Real):
+        return Node("number", "float", value=float(x))
+    if isinstance(x, np.ndarray) and x.ndim == 0:
+        return _node(x.item())
+    raise ExpressionError(
+        f"{type(x).__name__}: expected a symbol or a Python number in an expression. Look arrays up through sl.table(array)."
+    )
+
+
+def _promoted(op: str, *args: Node) -> tuple[Node, ...]:
+    kind = max((a.kind for a in args), key=KINDS.index)
+    return tuple(convert(a, kind) for a in args)
+
+
+def _no_branch(self: Symbol, *_: Any) -> Any:
+    raise ExpressionError(
+        "a symbol has no value while a mask or score is traced, so Python's if, and, or, not, max, range … cannot look at it: "
+        "use sl.where(condition, yes, no), & | ~, sl.minimum, sl.maximum."
+    )
+
+
+class Symbol:
+    """What a mask or score function is called with: every operator of Python numbers builds the tree."""
+
+    __slots__ = ("node",)
+    __hash__ = None  # type: ignore[assignment]
+    __array_ufunc__ = None  # NumPy scalars and arrays leave the operators to us
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def __repr__(self) -> str:
+        return repr(self.node)
+
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __complex__ = __array__ = __round__ = __contains__ = _no_branch
+
+    def __getattr__(self, name: str) -> Any:
+        raise ExpressionError(f"a symbol has no attribute {name!r}; an expression is built of operators and sl.where, sl.exp, sl.table …")
+
+    def __add__(self, other: Any) -> Symbol:
+        return _arithmetic("add", self, other)
+
+    def __radd__(self, other: Any) -> Symbol:
+        return _arithmetic("add", other, self)
+
+    def __sub__(self, other: Any) -> Symbol:
+        return _arithmetic("sub", self, other)
+
+    def __rsub__(self, other: Any) -> Symbol:
+        return _arithmetic("sub", other, self)
+
+    def __mul__(self, other: Any) -> Symbol:
+        return _arithmetic("mul", self, other)
+
+    def __rmul__(self, other: Any) -> Symbol:
+        return _arithmetic("mul", other, self)
+
+    def __truediv__(self, other: Any) -> Symbol:
+        return _arithmetic("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Symbol:
+        return _arithmetic("div", other, self)
+
+    def __floordiv__(self, other: Any) -> Symbol:
+        return _arithmetic("floordiv", self, other)
+
+    def __rfloordiv__(self, other: Any) -> Symbol:
+        return _arithmetic("floordiv", other, self)
+
+    def __mod__(self, other: Any) -> Symbol:
+        return _arithmetic("mod", self, other)
+
+    def __rmod__(self, other: Any) -> Symbol:
+        return _arithmetic("mod", other, self)
+
+    def __pow__(self, n: Any) -> Symbol:
+        if isinstance(n, numbers.Integral) and 0 <= n <= 64:
+            result: Any = 1
+            for bit in bin(int(n))[2:]:
+                result = result * result if isinstance(result, Symbol) else result
+                result = self * result if bit == "1" else result
+            return result if isinstance(result, Symbol) else self * 0 + 1
+        return sqrt(self) if isinstance(n, numbers.Real) and float(n) == 0.5 else exp2(log2(self) * n)
+
+    def __rpow__(self, base: Any) -> Symbol:
+        return exp2(self * float(np.log2(base))) if isinstance(base, numbers.Real) else NotImplemented
+
+    def __neg__(self) -> Symbol:
+        return Symbol(Node("neg", self.node.kind, (self.node,))) if self.node.kind != "bool" else 0 - self
+
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __abs__(self) -> Symbol:
+        return Symbol(Node("abs", self.node.kind, (self.node,))) if self.node.kind != "bool" else self + 0
+
+    def __invert__(self) -> Symbol:
+        if self.node.kind == "bool":
+            return Symbol(Node("not", "bool", (self.node,)))
+        return -1 - self if self.node.kind == "int" else _no_float("~", self)
+
+    def __and__(self, other: Any) -> Symbol:
+        return _bits("and", self, other)
+
+    def __or__(self, other: Any) -> Symbol:
+        return _bits("or", self, other)
+
+    def __xor__(self, other: Any) -> Symbol:
+        return _bits("xor", self, other)
+
+    __rand__, __ror__, __rxor__ = __and__, __or__, __xor__
+
+    def __lshift__(self, other: Any) -> Symbol:
+        return _bits("shl", self, other)
+
+    def __rshift__(self, other: Any) -> Symbol:
+        return _bits("shr", self, other)
+
+    def __rlshift__(self, other: Any) -> Symbol:
+        return _bits("shl", other, self)
+
+    def __rrshift__(self, other: Any) -> Symbol:
+        return _bits("shr", other, self)
+
+    def __lt__(self, other: Any) -> Symbol:
+        return _compare("lt", self, other)
+
+    def __le__(self, other: Any) -> Symbol:
+        return _compare("le", self, other)
+
+    def __gt__(self, other: Any) -> Symbol:
+        return _compare("gt", self, other)
+
+    def __ge__(self, other: Any) -> Symbol:
+        return _compare("ge", self, other)
+
+    def __eq__(self, other: object) -> Any:
+        return _compare("eq", self, other)
+
+    def __ne__(self, other: object) -> Any:
+        return _compare("ne", self, other)
+
+
+def _no_float(op: str, x: Any) -> Any:
+    raise ExpressionError(f"{op}: expected bool or integers; got a float in {x!r}. Use sl.cast(x, int).")
+
+
+def _arithmetic(op: str, a: Any, b: Any) -> Symbol:
+    x, y = _promoted(op, _node(a), _node(b))
+    if x.kind == "bool":
+        x, y = convert(x, "int"), convert(y, "int")
+    if op == "div" and x.kind == "int":
+        x, y = convert(x, "float"), convert(y, "float")
+    return Symbol(Node(op, x.kind, (x, y)))
+
+
+def _bits(op: str, a: Any, b: Any) -> Symbol:
+    x, y = _promoted(op, _node(a), _node(b))
+    if x.kind in ("float", "double"):
+        _no_float(BITS[op], Symbol(x))
+    if op in ("shl", "shr"):
+        x, y = convert(x, "int"), convert(y, "int")
+        if y.op == "number" and not 0 <= y.value < 32:
+            raise ExpressionError(f"{BITS[op]}: expected a shift of 0 to 31; got {y.value}.")
+    return Symbol(Node(op, x.kind, (x, y)))
+
+
+def _compare(op: str, a: Any, b: Any) -> Symbol:
+    x, y = _promoted(op, _node(a), _node(b))
+    return Symbol(Node(op, "bool", (x, y)))
+
+
+def _is_traced(*args: Any) -> bool:
+    return any(isinstance(x, Symbol) for x in args)
+
+
+def where(condition: Any, yes: Any, no: Any) -> Any:
+    """`yes` where the condition holds, else `no`."""
+    if not _is_traced(condition, yes, no):
+        return np.where(condition, yes, no)[()]
+    c = _node(condition)
+    if c.kind != "bool":
+        raise ExpressionError(f"where: expected a bool condition; got {c.kind} {c!r}. Write a comparison.")
+    x, y = _promoted("where", _node(yes), _node(no))
+    return Symbol(Node("where", x.kind, (c, x, y)))
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The lesser of two; NaN if either is."""
+    return _least("min", np.minimum, a, b)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The greater of two; NaN if either is."""
+    return _least("max", np.maximum, a, b)
+
+
+def _least(op: str, on_numbers: Any, a: Any, b: Any) -> Any:
+    if not _is_traced(a, b):
+        return on_numbers(a, b)
+    x, y = _promoted(op, _node(a), _node(b))
+    if x.kind == "bool":
+        x, y = convert(x, "int"), convert(y, "int")
+    return Symbol(Node(op, x.kind, (x, y)))
+
+
+def _function(name: str, x: Any) -> Any:
+    if not _is_traced(x):
+        return NUMPY[name](x)
+    node = _node(x)
+    node = node if node.kind in ("float", "double") else convert(node, "float")
+    return Symbol(Node(name, node.kind, (node,)))
+
+
+def exp(x: Any) -> Any:
+    """e to the x; at most 2 ulp off, +0 where the result would be subnormal."""
+    return _function("exp", x)
+
+
+def exp2(x: Any) -> Any:
+    """2 to the x; at most 2 ulp off, +0 where the result would be subnormal."""
+    return _function("exp2", x)
+
+
+def log(x: Any) -> Any:
+    """Natural logarithm; at most 2 ulp off."""
+    return _function("log", x)
+
+
+def log2(x: Any) -> Any:
+    """Logarithm to base 2; at most 2 ulp off."""
+    return _function("log2", x)
+
+
+def tanh(x: Any) -> Any:
+    """Hyperbolic tangent; at most 2 ulp off."""
+    return _function("tanh", x)
+
+
+def sqrt(x: Any) -> Any:
+    """Square root, correctly rounded."""
+    return _function("sqrt", x)
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)); at most 3 ulp off."""
+    return _function("sigmoid", x)
+
+
+def abs(x: Any) -> Any:
+    """Absolute value."""
+    return x.__abs__() if isinstance(x, Symbol) else np.abs(x)
+
+
+def floor(x: Any) -> Any:
+    """The largest whole number not above x, of x's kind."""
+    if not isinstance(x, Symbol):
+        return np.floor(x)
+    return x if x.node.kind in ("bool", "int") else Symbol(Node("floor", x.node.kind, (x.node,)))
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """x as another kind: bool, int (any integer type means int64), float or float32 (what scores are computed in), float64.
+
+    A float becomes an int by dropping its fraction.
+    """
+    kind = {bool: "bool", int: "int", float: "float"}.get(dtype) if isinstance(dtype, type) else None
+    if kind is None:
+        kind = _table_kind(np.dtype(dtype))
+    if kind is None:
+        raise ExpressionError(f"cast: expected bool, int, float32 or float64; got {dtype!r}.")
+    node = _node(x)
+    if kind == "bool" and node.kind != "bool":
+        return Symbol(node) != 0
+    return Symbol(convert(node, kind))
+
+
+class Expression:
+    """A traced mask or score. Masks combine with & | ~. Two are equal if they compute the same from the same tables and numbers."""
+
+    __slots__ = ("__dict__", "role", "root")
+
+    def __init__(self, role: str, root: Node) -> None:
+        self.role, self.root = role, root
+
+    @functools.cached_property
+    def nodes(self) -> list[Node]:
+        return order(self.root)
+
+    @functools.cached_property
+    def numbers(self) -> tuple[Node, ...]:
+        """Number nodes in the order of their slots."""
+        return tuple(n for n in self.nodes if n.op == "number")
+
+    @functools.cached_property
+    def tables(self) -> tuple[Table, ...]:
+        """Tables in the order of their slots."""
+        return tuple(dict.fromkeys(n.value for n in self.nodes if n.op == "table"))
+
+    @functools.cached_property
+    def key(self) -> str:
+        """The structure: operations, kinds, table types, but no number and no size. What kernels are named by."""
+        slots = {t: n for n, t in enumerate(self.tables)}
+        at: dict[int, int] = {}
+        seen: dict[str, int] = {}
+        lines = []
+        for n, node in enumerate(self.nodes):
+            what = ""
+            if node.op == "number":
+                what = f"#{n}"  # a slot of its own
+            elif node.op == "symbol":
+                what = str(node.value)
+            elif node.op == "table":
+                array = node.value.array
+                what = f"{slots[node.value]}:{array.dtype.name}:{array.ndim}"
+            line = f"{node.op} {node.kind} {what} {' '.join(str(at[id(a)]) for a in node.args)}"
+            if line not in seen:
+                seen[line] = len(lines)
+                lines.append(line)
+            at[id(node)] = seen[line]
+        return f"{self.role}\n" + "\n".join(lines)
+
+    def _identity(self) -> tuple[Any, ...]:
+        return self.key, tuple(n.value for n in self.numbers), tuple(id(t.array) for t in self.tables)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Expression) and self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        """Stable from process to process; of the structure alone."""
+        return int.from_bytes(hashlib.sha256(self.key.encode()).digest()[:8], "little") >> 1
+
+    def __repr__(self) -> str:
+        return f"{self.role} {self.root!r}"
+
+    def _joined(self, op: str, other: Any) -> Expression:
+        if callable(other) and not isinstance(other, Expression):
+            other = expression(other)
+        if not isinstance(other, Expression) or self.role != "mask" or other.role != "mask":
+            raise ExpressionError(f"{BITS[op]}: expected two masks; got {self!r} and {other!r}.")
+        return Expression("mask", Node(op, "bool", (self.root, other.root)))
+
+    def __and__(self, other: Any) -> Expression:
+        return self._joined("and", other)
+
+    def __or__(self, other: Any) -> Expression:
+        return self._joined("or", other)
+
+    def __rand__(self, other: Any) -> Expression:
+        return expression(other) & self
+
+    def __ror__(self, other: Any) -> Expression:
+        return expression(other) | self
+
+    def __invert__(self) -> Expression:
+        if self.role != "mask":
+            raise ExpressionError(f"~: expected a mask; got {self!r}.")
+        return Expression("mask", Node("not", "bool", (self.root,)))
+
+    def __bool__(self) -> bool:
+        raise ExpressionError("a mask has no truth value: combine masks with & | ~, not with and, or, not.")
+
+
+def expression(function: Callable[..., Any] | Expression, role: str | None = None) -> Expression:
+    """Traces a mask `function(b, h, i, j)` or a score `function(s, b, h, i, j)` once; the result can be kept and used again.
+
+    Raises:
+        speedlight.ExpressionError: the function branches on a symbol, uses an unknown operation, or returns a wrong type.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4))
+    mask ((j <= i) & ((i - j) < 4))
+    """
+    if isinstance(function, Expression):
+        if role and function.role != role:
+            raise ExpressionError(f"{role}: expected a {role}; got the {function!r}.")
+        return function
+    if not callable(function):
+        raise ArgumentTypeError(f"{role or 'function'}: expected a function, a pattern such as sl.causal(), or an array; got {function!r}.")
+    count = _arity(function)
+    role = role or {4: "mask", 5: "score"}.get(count or 0)
+    if role is None or count not in (None, 4 if role == "mask" else 5):
+        raise ExpressionError(
+            f"{role or 'function'}: expected the arguments (b, h, i, j) for a mask, (s, b, h, i, j) for a score; got {count} arguments."
+        )
+    names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
+    result = function(*(Symbol(Node("symbol", SYMBOLS[n], value=n)) for n in names))
+    if isinstance(result, Expression):
+        return expression(result, role)
+    root = _node(result)
+    if role == "mask" and root.kind != "bool":
+        raise ExpressionError(f"mask: expected a bool result; got {root.kind} {root!r}. Write a comparison.")
+    if role == "score":
+        root = convert(root, "float")
+    return _checked(role, root)
+
+
+def _checked(role: str, root: Node) -> Expression:
+    found = Expression(role, root)
+    if len(found.nodes) > _MOST_NODES:
+        raise ExpressionError(
+            f"{role}: expected at most {_MOST_NODES:,} operations; got {len(found.nodes):,}. Put constants into an sl.table."
+        )
+    return found
+
+
+def _arity(function: Callable[..., Any]) -> int | None:
+    """Positional arguments without defaults; None where Python cannot say."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
+
+
+def score_chain(scores: Sequence[Expression]) -> Expression | None:
+    """Several scores, left to right, as one."""
+    root: Node | None = None
+    for one in scores:
+        root = one.root if root is None else _substituted(one.root, root)
+    return None if root is None else _checked("score", root)
+
+
+def _substituted(root: Node, s: Node) -> Node:
+    """`root` with the symbol s replaced."""
+    new: dict[int, Node] = {}
+    for node in order(root):
+        if node.op == "symbol" and node.value == "s":
+            new[id(node)] = s
+        elif "s" in node.uses:
+            new[id(node)] = Node(node.op, node.kind, tuple(new.get(id(a), a) for a in node.args), node.value)
+    return new.get(id(root), root)
