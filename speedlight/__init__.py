@@ -15,7 +15,27 @@ if TYPE_CHECKING:
     from . import reference
     from .api import attention, plan
     from .cpu.workers import get_threads, set_threads
-    from .errors import ArgumentError, ArgumentTypeError, CompileError, Error, FileError, UnsupportedError
+    from .errors import ArgumentError, ArgumentTypeError, CompileError, Error, ExpressionError, FileError, UnsupportedError
+    from .expression import (
+        Expression,
+        Table,
+        abs,
+        cast,
+        exp,
+        exp2,
+        expression,
+        floor,
+        log,
+        log2,
+        maximum,
+        minimum,
+        sigmoid,
+        sqrt,
+        table,
+        tanh,
+        where,
+    )
+    from .patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
     from .planning import Plan
 
 __version__ = "0.1.0"
@@ -33,6 +53,32 @@ _HOMES = {
     "UnsupportedError": "errors",
     "CompileError": "errors",
     "FileError": "errors",
+    "Expression": "expression",
+    "Table": "expression",
+    "abs": "expression",
+    "cast": "expression",
+    "exp": "expression",
+    "exp2": "expression",
+    "expression": "expression",
+    "floor": "expression",
+    "log": "expression",
+    "log2": "expression",
+    "maximum": "expression",
+    "minimum": "expression",
+    "sigmoid": "expression",
+    "sqrt": "expression",
+    "table": "expression",
+    "tanh": "expression",
+    "where": "expression",
+    "alibi": "patterns",
+    "causal": "patterns",
+    "dilated": "patterns",
+    "documents": "patterns",
+    "prefix": "patterns",
+    "relative_bias": "patterns",
+    "softcap": "patterns",
+    "window": "patterns",
+    "ExpressionError": "errors",
 }
 
 __all__ = [
@@ -41,15 +87,41 @@ __all__ = [
     "ArgumentTypeError",
     "CompileError",
     "Error",
+    "Expression",
+    "ExpressionError",
     "FileError",
     "Plan",
+    "Table",
     "UnsupportedError",
     "__version__",
+    "abs",
+    "alibi",
     "attention",
+    "cast",
+    "causal",
+    "dilated",
+    "documents",
+    "exp",
+    "exp2",
+    "expression",
+    "floor",
     "get_threads",
+    "log",
+    "log2",
+    "maximum",
+    "minimum",
     "plan",
+    "prefix",
     "reference",
+    "relative_bias",
     "set_threads",
+    "sigmoid",
+    "softcap",
+    "sqrt",
+    "table",
+    "tanh",
+    "where",
+    "window",
 ]
 
 

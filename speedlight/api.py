@@ -23,6 +23,8 @@ def attention(
     v: Any,
     *,
     causal: bool | str = False,
+    mask: Any = None,
+    score: Any = None,
     q_start: Any = None,
     k_start: int = 0,
     scale: float | None = None,
@@ -42,6 +44,11 @@ def attention(
         v: (batch, kv_heads, k_len, value_dim), same dtype.
         causal: True hides keys after the query, aligned at the end (the last query sees every key); "top-left"
             aligns at the start, as PyTorch's is_causal does.
+        mask: which keys a query sees: a function (b, h, i, j) -> bool of batch item, query head and absolute positions
+            of query and key, a pattern such as sl.window(1024, 0) or several joined by & | ~, or a bool array that
+            broadcasts to (batch, q_heads, q_len, k_len), True meaning visible. Joined to `causal` by &.
+        score: what becomes of a score: a function (s, b, h, i, j) -> s of the scaled score, a pattern such as
+            sl.alibi(slopes), a float array to add, or a list of these, left to right. A score of -inf hides the key.
         q_start: absolute position of the first query, an int or one per batch item. Default k_len - q_len.
         k_start: absolute position of the first key, a multiple of 1024.
         scale: factor of the scores. Default 1/sqrt(head_dim).
@@ -69,7 +76,7 @@ def attention(
     """
     options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa())
     key = None
-    if cu_seqlens_q is None and cu_seqlens_k is None:
+    if cu_seqlens_q is None and cu_seqlens_k is None and mask is None and score is None:
         key = _key((q, k, v) if out is None else (q, k, v, out), options)
         prepared = _prepared.get(key) if key else None
         if prepared is not None and isinstance(return_lse, bool) and (out is None or _apart(prepared, q, k, v, out)):
@@ -79,7 +86,7 @@ def attention(
     a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(
         a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score,
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
     if out is None:

@@ -17,6 +17,7 @@ from . import planning
 from .arrays import DTYPES, Array
 from .machine import Isa, current_isa
 from .problem import LAYOUTS, Problem
+from .tree import out_of_range
 
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
 _REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
@@ -24,18 +25,21 @@ _GUESS = 50e9  # FLOP/s of one thread, to begin with
 
 
 def _modules() -> Any:
-    from .cpu import compile, fields, microkernels, workers
+    from .cpu import compile, fields, lower, microkernels, workers
 
-    return compile, fields, microkernels, workers
+    return compile, fields, microkernels, workers, lower
 
 
 class Prepared:
     """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
 
     def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray) -> None:
-        compile_, fields, microkernels, workers = _modules()
+        compile_, fields, microkernels, workers, lower = _modules()
         self.problem, self.how, self.items = problem, how, items
-        self.kernel = compile_.forward_kernel(microkernels.Shape(how.isa, how.storage, how.vectors))
+        self.program, self.lookups, self.slots = _program(problem, lower)
+        if self.slots is not None:
+            words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
+        self.kernel = compile_.forward_kernel(microkernels.Shape(how.isa, how.storage, how.vectors, self.program))
         self.run_region = workers.run_region
         self.words_type = ctypes.c_int64 * len(fields.FIELDS)
         template = np.zeros(len(fields.FIELDS), np.int64)
@@ -62,6 +66,8 @@ class Prepared:
             words[at["q"]], words[at["k"]], words[at["v"]], words[at["out"]], words[at["lse"]] = q, k, v, out, lse
             words[at["scratch"]] = ctypes.addressof(scratch)
             words[at["counts"]] = counts
+            wrong = np.zeros(2 * len(self.lookups) + 2, np.int64)
+            words[at["wrong"]] = wrong.ctypes.data
             if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
                 words[at["limit"]] = self.tickets
                 self.run_region(self.kernel, words, self.threads)
@@ -69,6 +75,9 @@ class Prepared:
                 self._regions(words)
         finally:
             _give_scratch(scratch)
+        for n, (node, dimension) in enumerate(self.lookups):
+            if wrong[2 * n]:
+                raise out_of_range(node.value, dimension, int(wrong[2 * n + 1]))
 
     def _regions(self, words: Any) -> None:
         """One region after another; Python sees signals in between. The bits don't know."""
@@ -84,6 +93,29 @@ class Prepared:
             seconds = max(time.perf_counter() - start, 1e-6)
             step = max(1, min(4 * step, round((end - done) * _REGION_SECONDS / seconds)) // threads) * threads
             done = end
+
+
+def _program(problem: Problem, lower: Any) -> tuple[Any, list[Any], tuple[np.ndarray, np.ndarray] | None]:
+    """The mask and score as a kernel wants them: their structure, lookups that can go wrong, numbers and tables."""
+    parts = [x for x in (problem.mask, problem.score) if x is not None]
+    if not parts:
+        return None, [], None
+    program = lower.Program("\n".join(x.key for x in parts), *(None if x is None else x.root for x in (problem.mask, problem.score)))
+    numbers, tables, lookups = program.slots()
+    words = np.zeros(len(numbers) + 1, np.int64)
+    table_words = np.zeros((len(set(tables.values())) + 1, lower.TABLE_WORDS), np.int64)
+    for node in program.nodes():
+        if node.op == "number":
+            value = np.float64(node.value).view(np.int64) if node.is_float else int(node.value)
+            words[numbers[id(node)]] = value
+        elif node.op == "table":
+            array = node.value.array
+            row = table_words[tables[id(node)]]
+            row[1 : 1 + array.ndim], row[5 : 5 + array.ndim] = array.shape, array.strides
+            row[0] = array.ctypes.data
+            if not array.size:
+                row[0], row[5:] = table_words.ctypes.data, 0
+    return program, lookups, (words, table_words)
 
 
 _scratches: list[Any] = []  # used again: fresh pages cost more than a small call
@@ -127,7 +159,7 @@ def arguments(
     """The schedule, the kernel's words by name, and its table of items; for any vector unit, this machine's or not."""
     size = DTYPES[problem.dtype][1]
     how = planning.schedule(problem, isa, threads, _axis(k.strides, layout, -1) != size, _axis(v.strides, layout, -1) != size)
-    c = problem.scale * math.log2(math.e)
+    c = math.log2(math.e) if problem.score is not None else problem.scale * math.log2(math.e)
     number = 8 if problem.storage == "f64" else 4
     flip = 0
     if c < 0:
@@ -148,7 +180,9 @@ def arguments(
         "kv_heads": problem.kv_heads,
         "spread": max(1, min(how.threads, problem.kv_heads)),
         "causal": int(problem.causal),
-        "c": struct.unpack("<q", struct.pack("<d", abs(c)))[0] if number == 8 else struct.unpack("<i", struct.pack("<f", abs(c)))[0],
+        "c": _bits(abs(c), number),
+        "scale": _bits(problem.scale, number),
+        "k_start": problem.k_start,
         "flip": flip - (1 << 64) if flip >> 63 else flip,
         "stage_k": int(how.stage_keys),
         "stage_v": int(how.stage_values),
@@ -162,13 +196,19 @@ def arguments(
     return how, words, items
 
 
+def _bits(x: float, number: int) -> int:
+    """A float of `number` bytes as the word that holds it."""
+    return struct.unpack("<q", struct.pack("<d", x))[0] if number == 8 else struct.unpack("<i", struct.pack("<f", x))[0]
+
+
 def _items(
     problem: Problem, how: planning.Schedule, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
     cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, number: int,
 ) -> np.ndarray:  # fmt: skip
     """The kernel's table of batch items: tickets, lengths, positions, byte offsets."""
     batch = problem.batch
-    table = np.zeros((batch, 10), np.int64)
+    table = np.zeros((batch, 11), np.int64)
+    table[:, 10] = np.arange(batch)
     q_lengths = np.array(problem.q_lengths, np.int64)
     blocks = -(-q_lengths * problem.group // (how.panel * how.panels))
     tickets = blocks * problem.kv_heads

@@ -184,7 +184,7 @@ class Symbol:
         return _arithmetic("mod", other, self)
 
     def __pow__(self, n: Any) -> Symbol:
-        if isinstance(n, numbers.Integral) and 0 <= n <= 64:
+        if isinstance(n, numbers.Integral) and 0 <= int(n) <= 64:
             result: Any = 1
             for bit in bin(int(n))[2:]:
                 result = result * result if isinstance(result, Symbol) else result
@@ -193,7 +193,7 @@ class Symbol:
         return sqrt(self) if isinstance(n, numbers.Real) and float(n) == 0.5 else exp2(log2(self) * n)
 
     def __rpow__(self, base: Any) -> Symbol:
-        return exp2(self * float(np.log2(base))) if isinstance(base, numbers.Real) else NotImplemented
+        return exp2(self * float(np.log2(float(base)))) if isinstance(base, numbers.Real) else NotImplemented
 
     def __neg__(self) -> Symbol:
         return Symbol(Node("neg", self.node.kind, (self.node,))) if self.node.kind != "bool" else 0 - self

@@ -113,7 +113,7 @@ def _layout(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_va
     at_rows = at_limits + panel * 8
     names = {"at_check": at_check, "at_partial": at_partial, "at_keys": at_keys, "at_values": at_values, "at_panels": at_panels}
     names |= {"at_total": at_total, "at_span": at_span, "at_limits": at_limits, "at_rows": at_rows}
-    return names | {"fixed": at_panels, "panel": _up(at_rows + panel * 24, 64), "width": width}
+    return names | {"fixed": at_panels, "panel": _up(at_rows + panel * 40, 64), "width": width}
 
 
 @dataclass(frozen=True)

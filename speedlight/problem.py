@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from .arrays import DTYPES, Array
 from .errors import ArgumentError, ArgumentTypeError
+from .expression import Expression, Symbol, Table, expression, score_chain
 
 SPAN = 1024  # keys per span of the canonical arithmetic
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (1, 0, 2)}  # where batch, head, length, dim lie
@@ -34,6 +35,8 @@ class Problem:
     k_start: int
     causal: bool
     scale: float
+    mask: Expression | None = None
+    score: Expression | None = None
 
     @property
     def batch(self) -> int:
@@ -69,7 +72,7 @@ def from_sizes(
 
 def from_arrays(
     q: Array, k: Array, v: Array, *, causal: Any, q_start: Any, k_start: Any, scale: Any, layout: Any,
-    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, mask: Any = None, score: Any = None,
 ) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:  # fmt: skip
     """The problem of three arrays, and the packed offsets where there are any."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
@@ -110,7 +113,60 @@ def from_arrays(
         cu_q = cu_k = None
         q_lengths, k_lengths = (q_len,) * q.shape[0], (k_len,) * q.shape[0]
     problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lengths, k_lengths, causal, q_start, k_start, scale)
+    if mask is not None or score is not None:
+        packed = layout == "lhd"
+        problem = replace(problem, mask=_mask(mask, problem, packed), score=_score(score, problem, packed))
     return problem, cu_q, cu_k
+
+
+def _mask(x: Any, problem: Problem, packed: bool) -> Expression | None:
+    if x is None or isinstance(x, Expression) or callable(x):
+        return None if x is None else expression(x, "mask")
+    table = _dense("mask", x, problem, packed)
+    if table.kind != "bool":
+        raise ArgumentTypeError(
+            f"mask: expected a bool array; got {table.array.dtype}. Pass an array that is added to scores as score=[array]."
+        )
+    return expression(lambda b, h, i, j: _entry(table, problem, b, h, i, j), "mask")
+
+
+def _score(x: Any, problem: Problem, packed: bool) -> Expression | None:
+    """One score, or several, left to right."""
+    found = []
+    for one in x if isinstance(x, (list, tuple)) else [] if x is None else [x]:
+        if isinstance(one, Expression) or callable(one):
+            found.append(expression(one, "score"))
+            continue
+        table = _dense("score", one, problem, packed)
+        if table.kind not in ("float", "double"):
+            raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. Pass a bool array as mask=.")
+        found.append(expression(lambda s, b, h, i, j, t=table: s + _entry(t, problem, b, h, i, j), "score"))
+    return score_chain(found)
+
+
+def _dense(name: str, x: Any, problem: Problem, packed: bool) -> Table:
+    """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
+    if packed:
+        raise ArgumentError(f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their own.")
+    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+        raise ArgumentTypeError(f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.")
+    table = Table(x, name, copy=False) if len(x.shape) else Table(np.asarray(x).reshape(1), name)
+    whole = (problem.batch, problem.q_heads, max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
+    shape = (1,) * (4 - table.array.ndim) + table.array.shape
+    if any(a not in (1, b) for a, b in zip(shape, whole, strict=True)):
+        raise ArgumentError(
+            f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got {table.array.shape}."
+        )
+    table.array = table.array.reshape(shape) if table.array.flags.c_contiguous else table.array[(None,) * (4 - table.array.ndim)]
+    return table
+
+
+def _entry(table: Table, problem: Problem, b: Symbol, h: Symbol, i: Symbol, j: Symbol) -> Any:
+    """The entry of a dense array; positions become rows and columns again."""
+    starts = problem.q_starts
+    first: Any = starts[0] if len(set(starts)) <= 1 else Table(np.array(starts, np.int64), "q_start")[b]
+    index = (b, h, i - first, j - problem.k_start)
+    return table[tuple(b * 0 if n == 1 else x for x, n in zip(index, table.array.shape, strict=True))]
 
 
 def _problem(

@@ -13,6 +13,7 @@ import numpy as np
 from . import arrays
 from .planning import TILE
 from .problem import LAYOUTS, SPAN, Problem, from_arrays
+from .tree import evaluate
 
 # unit roundoff of a result in each dtype, and half its smallest subnormal
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -26,9 +27,8 @@ class Bounds(NamedTuple):
     lse: np.ndarray
 
 
-def attention_row(q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray, scale: float) -> tuple[np.ndarray, float]:
-    """One query against its keys: the definition. A key that is not visible, or whose score is -inf, does not exist."""
-    score = (k @ q) * scale
+def attention_row(score: np.ndarray, v: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, float]:
+    """One query's scores and its values: the definition. A key that is not visible, or whose score is -inf, does not exist."""
     seen = visible & (score != -np.inf)
     score, v = score[seen], v[seen]
     if len(score) == 0:
@@ -44,7 +44,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     Args:
         q, k, v: as for `speedlight.attention`.
         return_lse: also return the log-sum-exp.
-        **options: causal, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k.
+        **options: causal, mask, score, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k.
 
     Returns:
         float64 NumPy arrays of the shapes that `speedlight.attention` returns.
@@ -77,7 +77,7 @@ class _Case:
 
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
         described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-        defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
+        defaults = {"mask": None, "score": None, "causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
         self.layout = options.get("layout", "bhld")
         self.problem, self.cu_q, self.cu_k = from_arrays(*described, **(defaults | options))
         self.dtype = self.problem.dtype
@@ -96,25 +96,38 @@ class _Case:
             for head in range(p.q_heads):
                 if self.cu_q is None or self.cu_k is None:
                     at: Any = (item, head)
-                    yield _Head(self, item, at, (item, head // p.group))
+                    yield _Head(self, item, head, at, (item, head // p.group))
                 else:
                     rows, keys = (slice(c[item], c[item + 1]) for c in (self.cu_q, self.cu_k))
-                    yield _Head(self, item, (head, rows), (head // p.group, keys))
+                    yield _Head(self, item, head, (head, rows), (head // p.group, keys))
 
 
 class _Head:
     """One q head of one item."""
 
-    def __init__(self, case: _Case, item: int, at: Any, keys: Any) -> None:
+    def __init__(self, case: _Case, item: int, head: int, at: Any, keys: Any) -> None:
         p: Problem = case.problem
         self.problem, self.at = p, at
         self.q, self.k, self.v = case.q[at].astype(np.float64), case.k[keys].astype(np.float64), case.v[keys].astype(np.float64)
         i = p.q_starts[item] + np.arange(len(self.q))[:, None]
         j = p.k_start + np.arange(len(self.k))[None, :]
         self.visible = (j <= i) if p.causal else np.ones((len(self.q), len(self.k)), dtype=bool)
+        self.env = {"b": np.int64(item), "h": np.int64(head), "i": i, "j": j}
+        if p.mask is not None:
+            number = np.float64 if p.dtype == "float64" else np.float32  # comparisons decide as they do in the kernel
+            mask = evaluate(p.mask.root, self.env, number, seen=False)
+            self.visible = self.visible & mask
+            evaluate(p.mask.root, self.env, number, seen=self.visible)
+
+    def scores(self) -> np.ndarray:
+        """[q_len, k_len]: scaled, and through the score expression."""
+        s = self.q @ self.k.T * self.problem.scale
+        if self.problem.score is None:
+            return s
+        return np.broadcast_to(evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible), s.shape)
 
     def solve(self, out: np.ndarray, lse: np.ndarray) -> None:
-        score = self.q @ self.k.T * self.problem.scale
+        score = self.scores().copy()
         ordinary = np.isfinite(score).all() and np.isfinite(self.v).all() and self.visible.any(axis=1).all() and score.size
         if ordinary:  # the definition for all rows at once
             score[~self.visible] = -np.inf
@@ -123,7 +136,7 @@ class _Head:
             total = p.sum(axis=1, keepdims=True)
             out[self.at], lse[self.at] = p @ self.v / total, (top + np.log(total))[:, 0]
             return
-        rows = [attention_row(q, self.k, self.v, seen, self.problem.scale) for q, seen in zip(self.q, self.visible, strict=True)]
+        rows = [attention_row(row, self.v, seen) for row, seen in zip(score, self.visible, strict=True)]
         if rows:
             out[self.at], lse[self.at] = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
 

@@ -138,7 +138,7 @@ def _sources() -> bytes:
     """A digest of the emitters: changed code never meets an old object."""
     total = hashlib.sha256()
     here = Path(__file__).parent
-    for name in ("vector.py", "fields.py", "microkernels.py", "forward.py", "compile.py"):
+    for name in ("vector.py", "fields.py", "functions.py", "microkernels.py", "lower.py", "forward.py", "compile.py"):
         total.update((here / name).read_bytes())
     return total.digest()
 

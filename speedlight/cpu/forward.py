@@ -13,6 +13,7 @@ from typing import Any
 
 from ..planning import SPAN, TILE
 from .fields import ITEM, field
+from .lower import expression_tile
 from .microkernels import (
     Shape,
     is_empty,
@@ -38,6 +39,7 @@ class _Parts:
         m = self.module
         self.score, self.softmax, self.merge = score_tile(m, s), softmax_tile(m, s), merge_states(m, s)
         self.value, self.predicated = value_tile(m, s), predicated_tile(m, s)
+        self.expression = expression_tile(m, s, s.program) if s.program else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
         self.stage_keys = stage_rows(m, s, "stage_keys")
@@ -187,6 +189,7 @@ class _Task:
         self.scratch = k.p["scratch"]
         self.rows = self.panels = k.i64(0)
         self.keys = self.values = self.scratch
+        self.index = self.rows
 
     def get(self, name: str) -> Value:
         return self.k.load(I64, self.k.p["a"], field(name), align=8)
@@ -230,6 +233,7 @@ class _Task:
         self.panels = (self.rows + (s.panel - 1)) // s.panel
         self.keys = k.at(k.pointer(self.get("k")), of["k_at"] + head * self.get("k_head"))
         self.values = k.at(k.pointer(self.get("v")), of["v_at"] + head * self.get("v_head"))
+        self.index = of["index"]
         lse = self.get("lse")
         with k.range(0, self.panels) as i:
             at = self.panel(i)
@@ -245,6 +249,9 @@ class _Task:
                 limit = k.max(k.min(of["start"] + position + 1, of["k_len"]), k.i64(0))
                 limit = k.select(causal, limit, of["k_len"])
                 k.store(limit, k.at(at, self.get("at_limits")), lane * 8)
+                if s.program:
+                    k.store(position + of["start"] + self.get("k_start"), rows, lane * 8 + s.panel * 24)
+                    k.store(q_head, rows, lane * 8 + s.panel * 32)
             limits = k.at(at, self.get("at_limits"))
             k.store(k.load(I64, limits), at, self.low)
             k.store(k.load(I64, limits, (s.panel - 1) * 8), at, self.high)
@@ -291,6 +298,10 @@ class _Task:
                 state = k.at(at, self.get("at_span"))
                 k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check)
                 limits = k.at(at, self.get("at_limits"))
+                if parts.expression is not None:
+                    lanes = k.at(at, self.get("at_rows") + s.panel * 24)
+                    place = (start + self.get("k_start"), start, high, self.index, k.i64(1))
+                    k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *place)
                 full = k.call(parts.softmax, self.scratch, check, state, limits, start, full, high, self.scale())
                 steps = self.units(high)
                 full = self.units(full)

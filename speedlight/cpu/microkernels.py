@@ -20,6 +20,7 @@ from llvmlite import ir
 from ..arrays import STORAGE_BYTES
 from ..machine import Isa
 from ..planning import TILE, lanes_of, register_rows, uses_dot
+from . import functions
 from .vector import BF16, F16, F32, F64, I16, I32, I64, PTR, Function, Module, Value, vec
 
 # Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
@@ -45,6 +46,7 @@ class Shape:
     isa: Isa
     storage: str  # type in memory: f32, f64, f16, bf16
     vectors: int  # query vectors of a panel
+    program: Any = None  # the mask and score, a lower.Program
 
     @property
     def dot(self) -> bool:
@@ -500,23 +502,6 @@ def narrowed(k: Function, s: Shape, x: Value) -> Value:
 
 
 def natural_log(module: Module) -> Any:
-    """ln x for x > 0 in f64: exponent and mantissa apart, 2 atanh((z-1)/(z+1)) by its series; error below 2 ulp."""
+    """ln x of one f64."""
     k = module.function("natural_log", {"x": F64}, F64)
-    one = k.const(1.0, F64)
-    x = k.p["x"]
-    tiny = x < 2.0**-1022
-    bits = k.select(tiny, x * 2.0**54, x).bits(I64)
-    above = bits - 0x3FE6A09E667F3BCD  # the bits of sqrt(1/2): the exponent counts from there
-    exponent = Value(k, k.b.ashr(above.x, I64(52)))
-    z = (bits - (exponent << 52)).bits(F64)
-    t = (z - one) / (z + one)
-    square = t * t
-    series = k.const(0.0, F64)
-    for n in range(23, 1, -2):
-        series = k.fma(series, square, k.const(1.0 / n, F64))
-    e = k.to_float(exponent, F64) - k.select(tiny, k.const(54.0, F64), k.const(0.0, F64))
-    twice = t + t
-    result = k.fma(e, k.const(0.6931471805599453, F64), k.fma(twice * square, series, twice))
-    special = x.equals(0.0)
-    result = k.select(special, k.const(float("-inf"), F64), result)
-    return k.finish(k.select((x < float("inf")) & (x >= 0.0), result, x))
+    return k.finish(functions.natural_log(k, k.p["x"]))

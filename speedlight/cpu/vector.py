@@ -223,6 +223,10 @@ class Function:
     def abs(self, a: Value) -> Value:
         return self.intrinsic(f"llvm.fabs.{_suffix(a.type)}", a.type, a)
 
+    def unary(self, name: str, a: Value) -> Value:
+        """An intrinsic of one float: sqrt, floor."""
+        return self.intrinsic(f"llvm.{name}.{_suffix(a.type)}", a.type, a)
+
     def select(self, condition: Value, yes: Value, no: Value) -> Value:
         return Value(self, self.b.select(condition.x, yes.x, no.x))
 
@@ -247,6 +251,11 @@ class Function:
         n = condition.x.type.count
         whole = self.b.bitcast(condition.x, ir.IntType(n))
         return Value(self, self.b.icmp_unsigned("==", whole, ir.Constant(ir.IntType(n), (1 << n) - 1)))
+
+    def any(self, condition: Value) -> Value:
+        n = condition.x.type.count
+        whole = self.b.bitcast(condition.x, ir.IntType(n))
+        return Value(self, self.b.icmp_unsigned("!=", whole, ir.Constant(ir.IntType(n), 0)))
 
     def zext(self, a: Value, t: ir.Type) -> Value:
         return Value(self, self.b.zext(a.x, t))

@@ -1,0 +1,270 @@
+"""From an expression's tree to vector code: a lane is a query, keys come one after another.
+
+What does not depend on the key is computed before the loop over keys; what is the same for all lanes is scalar.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from llvmlite import ir
+
+from ..tree import FUNCTIONS as _NAMES
+from ..tree import Node, order
+from .fields import field as field_at
+from .functions import FUNCTIONS, like
+from .microkernels import Shape
+from .vector import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Function, Value, vec
+
+_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
+_STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64,
+           "float16": F16, "float32": F32, "float64": F64}  # fmt: skip
+TABLE_WORDS = 9  # address, 4 lengths, 4 strides in bytes
+
+
+@dataclass(frozen=True)
+class Program:
+    """A mask and a score as a kernel sees them: equal if the structure is; numbers and arrays are arguments."""
+
+    key: str
+    mask: Node | None = field(compare=False, repr=False, default=None)
+    score: Node | None = field(compare=False, repr=False, default=None)
+
+    def nodes(self) -> list[Node]:
+        return [n for root in (self.mask, self.score) if root is not None for n in order(root)]
+
+    def slots(self) -> tuple[dict[int, int], dict[int, int], list[tuple[Node, int]]]:
+        """Slots of numbers and of tables by node, and every (lookup, dimension) that may be out of range."""
+        nodes = self.nodes()
+        found = {n: i for i, n in enumerate(dict.fromkeys(id(n) for n in nodes if n.op == "number"))}
+        tables = {t: i for i, t in enumerate(dict.fromkeys(id(n.value.array) for n in nodes if n.op == "table"))}
+        lookups = list({id(n): n for n in nodes if n.op == "table"}.values())
+        return found, {id(n): tables[id(n.value.array)] for n in lookups}, [(n, d) for n in lookups for d in range(len(n.args))]
+
+
+class Lowering:
+    """One function's values of a program's nodes."""
+
+    def __init__(self, k: Function, s: Shape, program: Program, numbers: Value, tables: Value) -> None:
+        self.k, self.s, self.numbers_at, self.tables_at = k, s, numbers, tables
+        self.numbers, self.tables, _ = program.slots()
+        self.values: dict[int, Value] = {}
+        self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
+
+    def type_of(self, kind: str) -> ir.Type:
+        return {"bool": I1, "int": I64, "float": self.s.number, "double": F64}[kind]
+
+    def before_keys(self, root: Node, env: dict[str, Value]) -> None:
+        """Emits what no key changes."""
+        for node in order(root):
+            if not node.uses & {"j", "s"} and id(node) not in self.values:
+                self.values[id(node)] = self.emit(node, env, self.values)
+
+    def value(self, root: Node, env: dict[str, Value], values: dict[int, Value]) -> Value:
+        """Emits the rest; `values` starts as a copy of self.values for each key."""
+        for node in order(root):
+            if id(node) not in values:
+                values[id(node)] = self.emit(node, env, values)
+        return values[id(root)]
+
+    def vector(self, x: Value) -> Value:
+        return x if isinstance(x.type, ir.VectorType) else self.k.splat(x, self.s.lanes)
+
+    def _alike(self, args: list[Value]) -> list[Value]:
+        return [self.vector(x) for x in args] if any(isinstance(x.type, ir.VectorType) for x in args) else args
+
+    def emit(self, node: Node, env: dict[str, Value], values: dict[int, Value]) -> Value:
+        k, op = self.k, node.op
+        if op == "symbol":
+            return env[node.value]
+        if op == "number":
+            return self._number(node)
+        args = [values[id(a)] for a in node.args]
+        if op == "table":
+            return self._look_up(node, args)
+        args = self._alike(args)
+        if op in _COMPARE:
+            return args[0]._compare(_COMPARE[op], args[1])
+        if op in _NAMES:
+            return FUNCTIONS[op](k, args[0])
+        match op:
+            case "ne":
+                return args[0].differs(args[1])
+            case "add":
+                return args[0] + args[1]
+            case "sub":
+                return args[0] - args[1]
+            case "mul":
+                return args[0] * args[1]
+            case "div":
+                return args[0] / args[1]
+            case "floordiv" | "mod":
+                return self._divided(op, *args)
+            case "and":
+                return args[0] & args[1]
+            case "or":
+                return args[0] | args[1]
+            case "xor":
+                return args[0] ^ args[1]
+            case "shl":
+                return Value(k, k.b.shl(args[0].x, args[1].x))
+            case "shr":
+                return Value(k, k.b.ashr(args[0].x, args[1].x))
+            case "neg":
+                return -args[0]
+            case "not":
+                return args[0] ^ 1
+            case "abs":
+                return k.abs(args[0]) if args[0].is_float else k.select(args[0] < 0, -args[0], args[0])
+            case "floor":
+                return k.unary("floor", args[0])
+            case "min" | "max":
+                a, b = args
+                least = k.select(a <= b if op == "min" else a >= b, a, b)
+                return k.select(a.differs(a), a, least) if a.is_float else least
+            case "where":
+                return k.select(*args)
+            case "cast":
+                return self._cast(args[0], node.args[0].kind, self.type_of(node.kind))
+        raise AssertionError(op)
+
+    def _number(self, node: Node) -> Value:
+        word = self.k.load(I64, self.numbers_at, 8 * self.numbers[id(node)])
+        if node.kind == "int":
+            return word
+        if node.kind == "bool":
+            return word.differs(0)
+        number = word.bits(F64)
+        return number if self.type_of(node.kind) is F64 else self.k.narrow(number, F32)
+
+    def _divided(self, op: str, a: Value, b: Value) -> Value:
+        k = self.k
+        if a.is_float:
+            whole = k.unary("floor", a / b)
+            return whole if op == "floordiv" else k.fma(-whole, b, a)
+        none = b.equals(0)
+        by = k.select(none, k.const(1, b.type), b)
+        quotient = Value(k, k.b.sdiv(a.x, by.x))
+        rest = a - quotient * by
+        over = rest.differs(0) & ((rest ^ by) < 0)
+        result = k.select(over, quotient - 1, quotient) if op == "floordiv" else k.select(over, rest + by, rest)
+        return k.select(none, k.const(0, a.type), result)
+
+    def _cast(self, x: Value, kind: str, to: ir.Type) -> Value:
+        k, t = self.k, like(x, to)
+        if kind == "bool":
+            one = k.zext(x, like(x, I64))
+            return one if to is I64 else k.to_float(one, t)
+        if kind == "int":
+            return k.to_float(x, t)
+        if to is I64:
+            x = k.select(x.differs(x), k.const(0.0, x.type), x)
+            x = k.max(k.min(x, k.const(2.0**62, x.type)), k.const(-(2.0**62), x.type))
+            return Value(k, k.b.fptosi(x.x, t))
+        if x.type == t:
+            return x
+        return k.extend(x, t) if to is F64 else k.narrow(x, t)
+
+    def _look_up(self, node: Node, index: list[Value]) -> Value:
+        """The entry at the index, drawn into range first; where it had to be drawn is remembered."""
+        k = self.k
+        at = k.at(self.tables_at, self.tables[id(node)] * TABLE_WORDS * 8)
+        offset: Value | None = None
+        for d, x in enumerate(index):
+            last = k.load(I64, at, 8 * (1 + d)) - 1
+            stride = k.load(I64, at, 8 * (5 + d))
+            zero = k.const(0, x.type)
+            last, stride = (k.splat(y, self.s.lanes) if isinstance(x.type, ir.VectorType) else y for y in (last, stride))
+            inside = k.max(k.min(x, last), zero)
+            self.wrong[id(node), d] = (x.differs(inside) | (last < 0), x)
+            step = inside * stride
+            offset = step if offset is None else self._sum(offset, step)
+        assert offset is not None
+        name = node.value.array.dtype.name
+        stored = _STORED[name]
+        base = k.load(PTR, at)
+        x = self._gather(stored, base, offset) if isinstance(offset.type, ir.VectorType) else k.load(stored, base, offset)
+        if name == "bool":
+            return x.differs(0)
+        if name.startswith(("int", "uint")):
+            wide = k.b.zext if name.startswith("u") else k.b.sext
+            return x if stored is I64 else Value(k, wide(x.x, like(x, I64)))
+        wanted = like(x, self.type_of(node.kind))
+        return x if x.type == wanted else k.extend(x, wanted)
+
+    def _sum(self, a: Value, b: Value) -> Value:
+        a, b = self._alike([a, b])
+        return a + b
+
+    def _gather(self, stored: ir.Type, base: Value, offset: Value) -> Value:
+        k, lanes = self.k, self.s.lanes
+        address = k.splat(Value(k, k.b.ptrtoint(base.x, I64)), lanes) + offset
+        pointers = Value(k, k.b.inttoptr(address.x, vec(PTR, lanes)))
+        t = vec(stored, lanes)
+        suffix = {I8: "i8", I16: "i16", I32: "i32", I64: "i64", F16: "f16", F32: "f32", F64: "f64"}[stored]
+        every = k.const(1, vec(I1, lanes))
+        name = f"llvm.masked.gather.v{lanes}{suffix}.v{lanes}p0"
+        return k.intrinsic(name, t, pointers, k.const(1, I32), every, k.const(0, t))
+
+
+def expression_tile(module: Any, s: Shape, program: Program) -> Any:
+    """scores[n_keys, panel] = score(scale · S), and -inf (which means hidden) where the mask says so.
+
+    `lanes` holds the position and then the head of every lane; `limits` as in softmax_tile. `check` as from score_tile.
+    An index out of range at a visible key is noted in `wrong`: per lookup and dimension, a flag and one such index.
+    """
+    k = module.function("expression_tile", {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
+                                            "start": I64, "n_keys": I64, "batch": I64, "masked": I64})  # fmt: skip
+    p = k.p
+    scale = k.load(I64, p["a"], field_at("scale"))
+    scale = k.splat(scale.bits(F64) if s.wide else k.trunc(scale, I32).bits(F32), s.lanes)
+    numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
+    hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
+    with k.range(0, s.vectors) as v:
+        at, lane = v * (s.lanes * s.number_bytes), v * (s.lanes * 8)
+        env = {"b": p["batch"], "i": k.load(wide, p["lanes"], lane), "h": k.load(wide, p["lanes"], lane + s.panel * 8)}
+        seen = k.load(wide, p["limits"], lane) - k.splat(p["start"], s.lanes)
+        lowering = Lowering(k, s, program, numbers, tables)
+        for root in (program.score, program.mask):
+            if root is not None:
+                lowering.before_keys(root, env)
+        top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
+        with k.range(0, p["n_keys"]) as j:
+            place = k.at(p["scores"], j * s.row_bytes)
+            now = env | {"j": p["first"] + j, "s": k.load(s.vector, place, at)}
+            values = dict(lowering.values)
+            x, visible = now["s"], None
+            if program.score is not None:
+                now["s"] = x * scale
+                x = lowering.vector(lowering.value(program.score, now, values))
+            if program.mask is not None:
+                visible = lowering.vector(lowering.value(program.mask, now, values)) | k.splat(p["masked"].equals(0), s.lanes)
+                x = k.select(visible, x, hidden)
+            _note_wrong(k, s, program, lowering, wrong, k.splat(j, s.lanes) < seen, visible)
+            k.store(x, place, at)
+            for variable, combine in ((top, k.max), (total, lambda a, b: a + b), (least, k.min)):
+                variable.set(combine(x, variable.get()))
+        for n, variable in enumerate((top, total, least)):
+            k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)
+    return k.finish()
+
+
+def _note_wrong(k: Function, s: Shape, program: Program, lowering: Lowering, wrong: Value, seen: Value, visible: Value | None) -> None:
+    seen = seen if visible is None else seen & visible
+    conditions = [(n, lowering.wrong[id(node), d]) for n, (node, d) in enumerate(program.slots()[2])]
+    if not conditions:
+        return
+    some = None
+    for _, (condition, _) in conditions:
+        condition = lowering.vector(condition)
+        some = condition if some is None else some | condition
+    assert some is not None
+    with k.when(k.any(some & seen)):
+        for n, (condition, index) in conditions:
+            bad = lowering.vector(condition) & seen
+            with k.when(k.any(bad)):
+                lowest = k.const(-(1 << 63), vec(I64, s.lanes))
+                worst = k.select(bad, lowering.vector(index), lowest)
+                k.store(k.intrinsic(f"llvm.vector.reduce.smax.v{s.lanes}i64", I64, worst), wrong, 16 * n + 8)
+                k.store(k.i64(1), wrong, 16 * n)
