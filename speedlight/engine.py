@@ -113,6 +113,8 @@ def _program(problem: Problem, lower: Any) -> tuple[Any, list[Any], tuple[np.nda
             row = table_words[tables[id(node)]]
             row[1 : 1 + array.ndim], row[5 : 5 + array.ndim] = array.shape, array.strides
             row[0] = array.ctypes.data
+            if array.size and node.kind in ("bool", "int"):
+                row[9], row[10] = node.value.ends()
             if not array.size:
                 row[0], row[5:] = table_words.ctypes.data, 0
     return program, lookups, (words, table_words)

@@ -44,7 +44,7 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_pyramid", "array", "kind", "name")
+    __slots__ = ("_ends", "array", "kind", "name")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if type(array).__module__.split(".")[0] == "torch":
@@ -64,7 +64,7 @@ class Table:
             array = np.array(array, order="C")
             array.flags.writeable = False
         self.array, self.name = array, name
-        self._pyramid: Any = None
+        self._ends: Any = None
 
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
@@ -77,6 +77,14 @@ class Table:
             if x.kind != "int":
                 raise ExpressionError(f"{self.name}: expected an integer as index {at + 1}; got {x.kind}. Use sl.cast(x, int).")
         return Symbol(Node("table", str(self.kind), nodes, self))
+
+    def ends(self) -> tuple[int, int]:
+        """Least and greatest entry of an integer or bool table that has any."""
+        if self.array.dtype == bool:
+            return 0, 1
+        if self._ends is None or self.array.flags.writeable:
+            self._ends = int(self.array.min()), int(self.array.max())
+        return self._ends
 
     def __repr__(self) -> str:
         return f"table({self.name}, {self.array.dtype.name}{list(self.array.shape)})"

@@ -140,6 +140,8 @@ def _sources() -> bytes:
     here = Path(__file__).parent
     for name in ("vector.py", "fields.py", "functions.py", "microkernels.py", "lower.py", "forward.py", "compile.py"):
         total.update((here / name).read_bytes())
+    for name in ("bounds.py", "tree.py"):
+        total.update((here.parent / name).read_bytes())
     return total.digest()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..planning import SPAN, TILE
 from .fields import ITEM, field
-from .lower import expression_tile
+from .lower import expression_tile, visibility
 from .microkernels import (
     Shape,
     is_empty,
@@ -40,6 +40,7 @@ class _Parts:
         self.score, self.softmax, self.merge = score_tile(m, s), softmax_tile(m, s), merge_states(m, s)
         self.value, self.predicated = value_tile(m, s), predicated_tile(m, s)
         self.expression = expression_tile(m, s, s.program) if s.program else None
+        self.visibility = visibility(m, s, s.program) if s.program and s.program.mask is not None else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
         self.stage_keys = stage_rows(m, s, "stage_keys")
@@ -160,14 +161,17 @@ def _task(parts: _Parts) -> Any:
     task = _Task(k, parts)
     last = task.setup()
     with k.range(0, last, SPAN) as span_start:
-        with k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
-            task.clear(k.at(task.panel(i), task.get("at_span")))
         span_end = k.min(span_start + SPAN, last)
-        with k.range(span_start, span_end, TILE) as start:
-            task.tile(start, k.min(last - start, k.i64(TILE)))
-        with k.when(last > SPAN), k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
-            at = task.panel(i)
-            k.call(parts.merge, k.at(at, task.get("at_total")), k.at(at, task.get("at_span")), task.get("value_dim"))
+        with k.when(task.class_of(k.i64(0), task.panels, span_start, span_end) > 0):
+            with k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
+                task.clear(k.at(task.panel(i), task.get("at_span")))
+            with k.range(span_start, span_end, TILE) as start:
+                count = k.min(last - start, k.i64(TILE))
+                with k.when(task.class_of(k.i64(0), task.panels, start, start + count) > 0):
+                    task.tile(start, count)
+            with k.when(last > SPAN), k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
+                at = task.panel(i)
+                k.call(parts.merge, k.at(at, task.get("at_total")), k.at(at, task.get("at_span")), task.get("value_dim"))
     state = k.select((last > SPAN) | last.equals(0), task.get("at_total"), task.get("at_span"))
     with k.range(0, task.panels) as i:
         at = task.panel(i)
@@ -190,6 +194,7 @@ class _Task:
         self.rows = self.panels = k.i64(0)
         self.keys = self.values = self.scratch
         self.index = self.rows
+        self.heads = self.rows, self.rows
 
     def get(self, name: str) -> Value:
         return self.k.load(I64, self.k.p["a"], field(name), align=8)
@@ -234,6 +239,7 @@ class _Task:
         self.keys = k.at(k.pointer(self.get("k")), of["k_at"] + head * self.get("k_head"))
         self.values = k.at(k.pointer(self.get("v")), of["v_at"] + head * self.get("v_head"))
         self.index = of["index"]
+        self.heads = head * group, (head + 1) * group - 1
         lse = self.get("lse")
         with k.range(0, self.panels) as i:
             at = self.panel(i)
@@ -256,6 +262,8 @@ class _Task:
             k.store(k.load(I64, limits), at, self.low)
             k.store(k.load(I64, limits, (s.panel - 1) * 8), at, self.high)
             self.clear(k.at(at, self.get("at_total")))
+            if self.parts.visibility is not None:
+                self.clear(k.at(at, self.get("at_span")))  # the only span may be skipped
             d = self.get("head_dim")
             k.call(self.parts.pack, rows, k.at(at, self.queries), d, self.units(d), self.get("q_column"), self.get("flip"))
         return k.load(I64, self.panel(self.panels - 1), self.high)
@@ -289,9 +297,12 @@ class _Task:
         with k.range(0, self.panels) as i:
             at = self.panel(i)
             high = k.min(k.load(I64, at, self.high) - start, count)
+            seen = k.variable(k.i64(0))
             with k.when(high > 0):
+                seen.set(self.class_of(i, i + 1, start, start + high))
+            with k.when(seen.get() > 0):
                 full = k.max(k.min(k.load(I64, at, self.low) - start, high), k.i64(0))
-                self.count(full, high)
+                self.count(k.select(seen.get().equals(2), full, k.i64(0)), high)
                 if s.dot:  # the lone key of a half-visible pair needs the predicated path, unless its partner is padding
                     odd = (full & 1).differs(0) & ((full < high) | (high < count))
                     full = k.select(odd, full - 1, full)
@@ -300,8 +311,10 @@ class _Task:
                 limits = k.at(at, self.get("at_limits"))
                 if parts.expression is not None:
                     lanes = k.at(at, self.get("at_rows") + s.panel * 24)
-                    place = (start + self.get("k_start"), start, high, self.index, k.i64(1))
-                    k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *place)
+                    mixed = seen.get().equals(1)
+                    place = (start + self.get("k_start"), start, high, self.index, k.zext(mixed, I64))
+                    with k.when(mixed if s.program.score is None else mixed | seen.get().equals(2)):
+                        k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *place)
                 full = k.call(parts.softmax, self.scratch, check, state, limits, start, full, high, self.scale())
                 steps = self.units(high)
                 full = self.units(full)
@@ -311,6 +324,17 @@ class _Task:
                 k.call(parts.value, *arguments)
                 with k.when(full < steps):
                     k.call(parts.predicated, *arguments)
+
+    def class_of(self, first: Value, end: Value, low: Value, high: Value) -> Value:
+        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) panels [first, end)."""
+        k, s = self.k, self.s
+        if self.parts.visibility is None:
+            return k.i64(2)
+        lanes = self.get("at_rows") + s.panel * 24
+        i_low = k.load(I64, k.at(self.panel(first), lanes))
+        i_high = k.load(I64, k.at(self.panel(end - 1), lanes + (s.panel - 1) * 8))
+        offset = self.get("k_start")
+        return k.call(self.parts.visibility, k.p["a"], self.index, *self.heads, i_low, i_high, low + offset, high - 1 + offset)
 
     def count(self, full: Value, high: Value) -> None:
         """In a counting run: what was computed, for plan() to agree with."""

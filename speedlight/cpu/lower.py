@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..bounds import visible
 from ..tree import FUNCTIONS as _NAMES
 from ..tree import Node, order
 from .fields import field as field_at
@@ -20,7 +21,8 @@ from .vector import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Function, Value, 
 _COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 _STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64,
            "float16": F16, "float32": F32, "float64": F64}  # fmt: skip
-TABLE_WORDS = 9  # address, 4 lengths, 4 strides in bytes
+TABLE_WORDS = 11  # address, 4 lengths, 4 strides in bytes, least and greatest entry (of integers)
+_SCAN = 8192  # entries of a table that are worth looking at for one box
 
 
 @dataclass(frozen=True)
@@ -268,3 +270,81 @@ def _note_wrong(k: Function, s: Shape, program: Program, lowering: Lowering, wro
                 worst = k.select(bad, lowering.vector(index), lowest)
                 k.store(k.intrinsic(f"llvm.vector.reduce.smax.v{s.lanes}i64", I64, worst), wrong, 16 * n + 8)
                 k.store(k.i64(1), wrong, 16 * n)
+
+
+class _Scalars:
+    """bounds.py's arithmetic, written as scalar code."""
+
+    def __init__(self, lowering: Lowering, box: dict[str, tuple[Value, Value]]) -> None:
+        self.lowering, self.k, self.box = lowering, lowering.k, box
+
+    def minimum(self, a: Value, b: Value | int) -> Value:
+        return self.k.min(a, self._int(b))
+
+    def maximum(self, a: Value, b: Value | int) -> Value:
+        return self.k.max(a, self._int(b))
+
+    def _int(self, x: Value | int) -> Value:
+        return x if isinstance(x, Value) else self.k.i64(x)
+
+    def where(self, condition: Value, yes: Value | int, no: Value | int) -> Value:
+        return self.k.select(condition, self._int(yes), self._int(no))
+
+    def invert(self, x: Value) -> Value:
+        return x ^ 1
+
+    def truth(self, x: bool) -> Value:
+        return self.k.const(int(x), I1)
+
+    def equal(self, a: Value, b: Value | int) -> Value:
+        return a.equals(b)
+
+    def floordiv(self, a: Value, b: Value) -> Value:
+        return self.lowering._divided("floordiv", a, b)
+
+    def number(self, node: Node) -> Value:
+        return self.lowering._number(node)
+
+    def table(self, node: Node, index: list[tuple[Value, Value]]) -> tuple[Value, Value]:
+        """Least and greatest entry of a part of a row; of the whole table where that is long or not one row."""
+        k, low = self.k, self.lowering
+        at = k.at(low.tables_at, low.tables[id(node)] * TABLE_WORDS * 8)
+        ends = []
+        for d, interval in enumerate(index):
+            last = k.load(I64, at, 8 * (1 + d)) - 1
+            ends.append(tuple(k.max(k.min(x, last), k.i64(0)) for x in interval))
+        row = (ends[-1][1] - ends[-1][0]) < _SCAN
+        offset = k.i64(0)
+        for d, (a, b) in enumerate(ends):
+            offset = offset + a * k.load(I64, at, 8 * (5 + d))
+            row = row & a.equals(b) if d < len(ends) - 1 else row
+        least, most = (k.variable(k.load(I64, at, 8 * n)) for n in (9, 10))
+        with k.when(row):
+            base, step = k.at(k.load(PTR, at), offset), k.load(I64, at, 8 * (4 + len(ends)))
+            least.set(k.i64((1 << 63) - 1))
+            most.set(k.i64(-(1 << 63)))
+            with k.range(0, ends[-1][1] - ends[-1][0] + 1) as n:
+                x = self._entry(node, base, n * step)
+                least.set(k.min(x, least.get()))
+                most.set(k.max(x, most.get()))
+        found = least.get(), most.get()
+        return tuple(x.differs(0) for x in found) if node.kind == "bool" else found  # type: ignore[return-value]
+
+    def _entry(self, node: Node, base: Value, offset: Value) -> Value:
+        name = node.value.array.dtype.name
+        stored = _STORED[name]
+        x = self.k.load(stored, base, offset)
+        signed = name.startswith("int")
+        return x if stored is I64 else Value(self.k, (self.k.b.sext if signed else self.k.b.zext)(x.x, I64))
+
+
+def visibility(module: Any, s: Shape, program: Program) -> Any:
+    """0, 1 or 2: nothing, something, or everything in the box of heads, positions and keys is visible. Ends are inclusive."""
+    names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "j_high")
+    k = module.function("visibility", {"a": PTR} | dict.fromkeys(names, I64), I64)
+    p = k.p
+    assert program.mask is not None
+    lowering = Lowering(k, s, program, *(k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables")))
+    box = {"b": (p["batch"], p["batch"]), "h": (p["h_low"], p["h_high"]), "i": (p["i_low"], p["i_high"]), "j": (p["j_low"], p["j_high"])}
+    some, every = visible(program.mask, _Scalars(lowering, box))
+    return k.finish(k.zext(some, I64) + k.zext(some & every, I64))
