@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from .api import attention, plan
     from .cpu.workers import get_threads, set_threads
     from .errors import ArgumentError, ArgumentTypeError, CompileError, Error, ExpressionError, FileError, UnsupportedError
-    from .expression import (
+    from .patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
+    from .planning import Plan
+    from .tracing import (
         Expression,
         Table,
         abs,
@@ -35,8 +37,6 @@ if TYPE_CHECKING:
         tanh,
         where,
     )
-    from .patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
-    from .planning import Plan
 
 __version__ = "0.1.0"
 ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
@@ -53,23 +53,23 @@ _HOMES = {
     "UnsupportedError": "errors",
     "CompileError": "errors",
     "FileError": "errors",
-    "Expression": "expression",
-    "Table": "expression",
-    "abs": "expression",
-    "cast": "expression",
-    "exp": "expression",
-    "exp2": "expression",
-    "expression": "expression",
-    "floor": "expression",
-    "log": "expression",
-    "log2": "expression",
-    "maximum": "expression",
-    "minimum": "expression",
-    "sigmoid": "expression",
-    "sqrt": "expression",
-    "table": "expression",
-    "tanh": "expression",
-    "where": "expression",
+    "Expression": "tracing",
+    "Table": "tracing",
+    "abs": "tracing",
+    "cast": "tracing",
+    "exp": "tracing",
+    "exp2": "tracing",
+    "expression": "tracing",
+    "floor": "tracing",
+    "log": "tracing",
+    "log2": "tracing",
+    "maximum": "tracing",
+    "minimum": "tracing",
+    "sigmoid": "tracing",
+    "sqrt": "tracing",
+    "table": "tracing",
+    "tanh": "tracing",
+    "where": "tracing",
     "alibi": "patterns",
     "causal": "patterns",
     "dilated": "patterns",

@@ -67,11 +67,10 @@ class Exact:
     def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any] | None:
         """Least and greatest entry of a row, or of the whole table where more than a row may be meant."""
         array = node.value.array
-        if not array.size:
-            return None
-        ends = [tuple(max(0, min(x, n - 1)) for x in ends) for ends, n in zip(index, array.shape, strict=True)]
-        if all(a == b for a, b in ends[:-1]):
-            array = array[tuple(a for a, _ in ends[:-1])][ends[-1][0] : ends[-1][1] + 1]
+        if any(a < 0 or b >= n for (a, b), n in zip(index, array.shape, strict=True)):
+            return None  # an index that may be out of range must be looked at, key by key
+        if all(a == b for a, b in index[:-1]):
+            array = array[tuple(a for a, _ in index[:-1])][index[-1][0] : index[-1][1] + 1]
         kind = bool if node.kind == "bool" else int
         return kind(array.min()), kind(array.max())
 

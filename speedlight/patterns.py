@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .errors import ArgumentError
-from .expression import Expression, expression, table, tanh
+from .tracing import Expression, expression, table, tanh
 
 
 def causal() -> Expression:

@@ -12,7 +12,7 @@ import numpy as np
 
 from .arrays import DTYPES, Array
 from .errors import ArgumentError, ArgumentTypeError
-from .expression import Expression, Symbol, Table, expression, score_chain
+from .tracing import Expression, Symbol, Table, expression, score_chain
 
 SPAN = 1024  # keys per span of the canonical arithmetic
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (1, 0, 2)}  # where batch, head, length, dim lie

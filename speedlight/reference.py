@@ -13,7 +13,7 @@ import numpy as np
 from . import arrays
 from .planning import TILE
 from .problem import LAYOUTS, SPAN, Problem, from_arrays
-from .tree import evaluate
+from .tree import evaluate, rounding_error
 
 # unit roundoff of a result in each dtype, and half its smallest subnormal
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -145,17 +145,23 @@ class _Head:
         p, name, d = self.problem, self.problem.dtype, self.problem.head_dim
         if not self.q.size or not self.k.size:
             return
-        score = np.where(self.visible, self.q @ self.k.T * p.scale, -np.inf)
+        visible = self.visible & (self.scores() != -np.inf)
+        score = np.where(visible, self.scores(), -np.inf)
         weight = np.exp(score - np.maximum(score.max(axis=1, keepdims=True), -1e300))
         total = weight.sum(axis=1, keepdims=True)
         weight /= np.where(total == 0, 1, total)
-        size = np.where(self.visible, np.abs(self.q) @ np.abs(self.k).T * abs(p.scale), 0).max(axis=1, keepdims=True)
+        size = np.abs(self.q) @ np.abs(self.k).T * abs(p.scale)
         m = weight @ np.abs(self.v)
         u = ROUNDOFF["float64" if name == "float64" else "float32"]
         normal = 2.0**-1022 if name == "float64" else 2.0**-126
-        relative = u * (TILE / 2 + len(self.k) / SPAN + max(3.0, np.sqrt(d)) * (4 + size))
+        steps = max(3.0, np.sqrt(d))
+        if p.score is not None:  # the expression carries the error of s on; then as if a plain score were so far off
+            _, off = rounding_error(p.score.root, self.env | {"s": self.q @ self.k.T * p.scale}, u * steps * (size + 1), u)
+            size = off / (u * steps) + np.abs(np.where(visible, score, 0))
+        size = np.where(visible, size, 0).max(axis=1, keepdims=True)
+        relative = u * (TILE / 2 + len(self.k) / SPAN + steps * (4 + size))
         if name in ("float16", "bfloat16"):
             relative = relative + 1.6 * ROUNDOFF[name]
-        out[self.at] = relative * m + _TINY[name] + normal * (self.visible.astype(np.float64) @ np.abs(self.v))
+        out[self.at] = relative * m + _TINY[name] + normal * (visible.astype(np.float64) @ np.abs(self.v))
         logs = np.abs(np.where(total == 0, 0, score.max(axis=1, keepdims=True) + np.log(total)))
         lse[self.at] = (4 * u * (4 + size + logs) + (ROUNDOFF["bfloat16"] if dot else 0.0))[:, 0]

@@ -134,3 +134,56 @@ def out_of_range(which: Any, at: int, value: int) -> ArgumentError:
         f"{which.name}: expected index {at + 1} from 0 to {which.array.shape[at] - 1} where the key is visible; got {value} "
         f"(shape {which.array.shape}). Hide those keys with a mask, or bound the index with sl.minimum and sl.maximum."
     )
+
+
+def rounding_error(root: Node, env: dict[str, Any], s_error: Any, unit: float) -> tuple[Any, Any]:
+    """A score's value in float64, and how far its value in arithmetic of unit roundoff `unit` may be off, if s is by s_error.
+
+    First order, with two more units for every function. Conditions of floats count as exact: see docs/numerics.md.
+    """
+    value: dict[int, Any] = {}
+    error: dict[int, Any] = {}
+    with np.errstate(all="ignore"):
+        for node in order(root):
+            v = [value[id(a)] for a in node.args]
+            e = [error[id(a)] for a in node.args]
+            leaf = Node(node.op, node.kind, (), node.value)
+            if node.op == "symbol":
+                y, off = evaluate(leaf, env), s_error if node.value == "s" else 0.0
+            elif node.op in ("number", "table"):
+                y = evaluate(leaf, env) if node.op == "number" else _look_up(node, v, False).astype(numpy_type(node.kind, np.float64))
+                off = 0.0
+            elif node.op == "cast":
+                y, off = np.asarray(v[0]).astype(numpy_type(node.kind, np.float64)), e[0]
+            else:
+                y = NUMPY[node.op](*v)
+                off = _spread(node.op, v, e, y)
+            rounded = node.is_float and node.op not in ("symbol", "neg", "abs", "min", "max", "where")
+            units = 3 * unit if node.op in FUNCTIONS else unit
+            value[id(node)], error[id(node)] = y, off + (units * np.abs(y) if rounded else 0.0)
+    return value[id(root)], error[id(root)]
+
+
+def _spread(op: str, v: list[Any], e: list[Any], y: Any) -> Any:
+    """What errors of the arguments do to the result."""
+    a = np.abs(v[0])
+    match op:
+        case "add" | "sub" | "min" | "max":
+            return e[0] + e[1]
+        case "mul":
+            return a * e[1] + np.abs(v[1]) * e[0] + e[0] * e[1]
+        case "div":
+            return (e[0] + np.abs(y) * e[1]) / np.maximum(np.abs(v[1]) - e[1], 1e-300)
+        case "where":
+            return np.where(v[0], e[1], e[2])
+        case "exp" | "exp2":
+            return np.abs(y) * np.expm1(e[0])
+        case "log" | "log2":
+            return 1.5 * e[0] / np.maximum(a - e[0], 1e-300)
+        case "sqrt":
+            return e[0] / np.maximum(np.sqrt(np.maximum(a - e[0], 0)), np.sqrt(e[0]) + 1e-300)
+        case "tanh" | "sigmoid" | "neg" | "abs":
+            return e[0]
+        case "floor":
+            return np.where(np.floor(v[0] - e[0]) == np.floor(v[0] + e[0]), 0.0, 1.0)
+    return 0.0

@@ -22,6 +22,7 @@ _COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 _STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64,
            "float16": F16, "float32": F32, "float64": F64}  # fmt: skip
 TABLE_WORDS = 11  # address, 4 lengths, 4 strides in bytes, least and greatest entry (of integers)
+_ANYTHING = 1 << 58
 _SCAN = 8192  # entries of a table that are worth looking at for one box
 
 
@@ -309,16 +310,17 @@ class _Scalars:
         """Least and greatest entry of a part of a row; of the whole table where that is long or not one row."""
         k, low = self.k, self.lowering
         at = k.at(low.tables_at, low.tables[id(node)] * TABLE_WORDS * 8)
-        ends = []
-        for d, interval in enumerate(index):
-            last = k.load(I64, at, 8 * (1 + d)) - 1
-            ends.append(tuple(k.max(k.min(x, last), k.i64(0)) for x in interval))
-        row = (ends[-1][1] - ends[-1][0]) < _SCAN
+        inside, ends = self.truth(True), index
+        for d, (a, b) in enumerate(index):
+            inside = inside & (a >= 0) & (b < k.load(I64, at, 8 * (1 + d)))
+        row = inside & ((ends[-1][1] - ends[-1][0]) < _SCAN)
         offset = k.i64(0)
         for d, (a, b) in enumerate(ends):
             offset = offset + a * k.load(I64, at, 8 * (5 + d))
             row = row & a.equals(b) if d < len(ends) - 1 else row
-        least, most = (k.variable(k.load(I64, at, 8 * n)) for n in (9, 10))
+        # an index that may be out of range must be looked at, key by key: then the entry may be anything
+        whole = (k.select(inside, k.load(I64, at, 8 * n), k.i64(x)) for n, x in ((9, -_ANYTHING), (10, _ANYTHING)))
+        least, most = (k.variable(x) for x in whole)
         with k.when(row):
             base, step = k.at(k.load(PTR, at), offset), k.load(I64, at, 8 * (4 + len(ends)))
             least.set(k.i64((1 << 63) - 1))
@@ -328,7 +330,7 @@ class _Scalars:
                 least.set(k.min(x, least.get()))
                 most.set(k.max(x, most.get()))
         found = least.get(), most.get()
-        return tuple(x.differs(0) for x in found) if node.kind == "bool" else found  # type: ignore[return-value]
+        return (found[0] > 0, found[1] > 0) if node.kind == "bool" else found
 
     def _entry(self, node: Node, base: Value, offset: Value) -> Value:
         name = node.value.array.dtype.name

@@ -1,0 +1,166 @@
+"""Masks and scores in the kernels, against the reference and against the promises of the arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import FULL
+from expressions import LENGTH, masks, scores
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import DTYPES, qkv
+from tolerance import assert_accurate
+
+import speedlight as sl
+
+NAN = np.nan
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+IDS = np.repeat(np.arange(5), [3, 130, 61, 206, 100])
+PATTERNS = {
+    "causal": {"mask": sl.causal()},
+    "window": {"mask": sl.window(40, 0)},
+    "window and causal": {"mask": sl.window(130, 9), "causal": True},
+    "prefix": {"mask": sl.causal() & (sl.window(20, 0) | sl.prefix(4))},
+    "documents": {"mask": sl.documents(IDS)},
+    "documents and causal": {"mask": sl.documents(IDS), "causal": True},
+    "dilated": {"mask": sl.dilated(3)},
+    "nothing": {"mask": sl.prefix(0)},
+    "alibi": {"score": sl.alibi(SLOPES), "causal": True},
+    "softcap": {"score": sl.softcap(2.0)},
+    "relative": {"score": sl.relative_bias(np.linspace(-1, 1, 4 * 1001).reshape(4, 1001))},
+    "all": {"score": [sl.softcap(2.0), sl.alibi(SLOPES)], "mask": sl.window(100, 0) | sl.prefix(2)},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(isa, rng, name, dtype):
+    q, k, v = qkv(rng, dtype, 2, 4, 2, 75, 430, 17, 20)
+    assert_accurate(q, k, v, **PATTERNS[name], zeros_allowed=name == "nothing")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dense_arrays(isa, rng, dtype):
+    q, k, v = qkv(rng, dtype, 2, 4, 2, 50, 300, 16, 16)
+    visible = rng.random((2, 1, 50, 300)) < 0.5
+    visible[0, 0, 3] = False
+    bias = rng.standard_normal((4, 50, 300)).astype(np.float32)
+    bias[:, :, 7] = -np.inf
+    for start in (None, 11, [3, 400]):
+        assert_accurate(q, k, v, mask=visible, score=[sl.softcap(2.0), bias], q_start=start)
+    assert_accurate(q, k, v, mask=visible[..., :1, :], score=bias[:1])
+
+
+@settings(max_examples=2000 if FULL else 60, deadline=None)
+@given(masks(), scores(), st.booleans(), st.sampled_from(["float32", "float64", "bfloat16"]), st.integers(0, 1 << 30))
+def test_random_expressions(mask, score, causal, dtype, seed):
+    rng = np.random.default_rng(seed)
+    q, k, v = qkv(rng, dtype, 2, 4, 2, int(rng.integers(1, 80)), int(rng.integers(1, LENGTH - 80)), 9, 8)
+    start = int(rng.integers(0, LENGTH - 80))
+    assert_accurate(q, k, v, mask=mask, score=score, causal=causal, q_start=start, zeros_allowed=True)
+
+
+def test_the_same_bits_as_causal(isa, rng):
+    for dtype in DTYPES:
+        q, k, v = qkv(rng, dtype, 1, 4, 2, 200, 1300, 16, 16)
+        want = sl.attention(q, k, v, causal=True, return_lse=True)
+        got = sl.attention(q, k, v, mask=lambda b, h, i, j: i >= j, return_lse=True)
+        assert want[0].tobytes() == got[0].tobytes() and want[1].tobytes() == got[1].tobytes()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_bits_do_not_depend_on_the_schedule(isa, rng, name):
+    """Chunks of queries, threads, the batch: a row's bits stay, whichever tiles its neighbours make mixed."""
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 120, 480, 16, 16)
+    options = PATTERNS[name]
+    want = sl.attention(q, k, v, **options)
+    sl.set_threads(1)
+    assert want.tobytes() == sl.attention(q, k, v, **options).tobytes()
+    for at in (0, 1, 57, 119):
+        one = sl.attention(q[:, :, at : at + 1], k, v, q_start=360 + at, **options)
+        assert want[:, :, at : at + 1].tobytes() == one.tobytes()
+    assert want[1:].tobytes() == sl.attention(q[1:], k[1:], v[1:], **options).tobytes()
+
+
+def test_vector_units_agree(rng, monkeypatch):
+    from speedlight.machine import host_isas
+
+    q, k, v = qkv(rng, "float32", 1, 4, 4, 60, 400, 16, 16)
+    results = []
+    for unit in host_isas():
+        monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
+        results.append(sl.attention(q, k, v, **PATTERNS["all"]).tobytes())
+    assert len(set(results)) == 1
+
+
+def test_hidden_data_never_matter(isa, rng):
+    for mask in (sl.window(40, 0), PATTERNS["documents"]["mask"], PATTERNS["prefix"]["mask"], sl.dilated(9)):
+        q, k, v = qkv(rng, "float32", 1, 4, 2, 5, 430, 16, 16)
+        visible = sl.reference.attention(q, k, np.tile(np.eye(430), (1, 2, 1, 1)).astype(np.float32), mask=mask) != 0
+        hidden = ~visible.any(axis=(0, 1, 2))
+        assert hidden.any()
+        want = sl.attention(q, k, v, mask=mask)
+        for poison in (NAN, np.inf, 1e38):
+            k[:, :, hidden], v[:, :, hidden] = poison, poison
+            assert want.tobytes() == sl.attention(q, k, v, mask=mask).tobytes()
+
+
+def test_a_key_hidden_from_some_lanes_only(isa, rng):
+    """NaN in a value that a neighbouring lane sees reaches that lane alone."""
+    q, k, v = qkv(rng, "float32", 1, 1, 1, 40, 40, 8, 8)
+    v[0, 0, 9, 2] = NAN
+    out = sl.attention(q, k, v, mask=lambda b, h, i, j: (i + j) % 2 == 0)
+    assert (np.isnan(out[0, 0, :, 2]) == (np.arange(40) % 2 == 1)).all() and np.isfinite(out[..., [0, 1, 3]]).all()
+
+
+def test_empty_tiles_are_skipped(rng):
+    """A window costs what it shows, not the square: work counted by the clock would be noise, so poison tells."""
+    q, k, v = qkv(rng, "float32", 1, 1, 1, 48, 200_000, 8, 8)
+    k[:, :, :190_000] = NAN
+    out, lse = sl.attention(q, k, v, mask=sl.window(100, 0), return_lse=True)
+    assert np.isfinite(out).all() and np.isfinite(lse).all()
+
+
+def test_index_out_of_range_is_an_error(isa, rng):
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 60, 8, 8)
+    short = sl.table(np.arange(50.0), "short")
+    with pytest.raises(sl.ArgumentError, match="short: expected index 1 from 0 to 49 where the key is visible; got 59"):
+        sl.attention(q, k, v, score=lambda s, b, h, i, j: s + short[j])
+    bounded = sl.attention(q, k, v, score=lambda s, b, h, i, j: s + short[j], mask=lambda b, h, i, j: j < 50)
+    assert np.isfinite(bounded).all()
+    ids = sl.table(np.arange(60), "ids")
+    with pytest.raises(sl.ArgumentError, match="ids: expected index 1 from 0 to 59"):
+        sl.attention(q, k, v, mask=lambda b, h, i, j: ids[j + 10] >= 0)
+    with pytest.raises(sl.ArgumentError, match="ids"):
+        sl.reference.attention(q, k, v, mask=lambda b, h, i, j: ids[j + 10] >= 0)
+
+
+def test_numbers_are_not_part_of_a_kernel(rng):
+    from speedlight.cpu import compile as compiling
+
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 60, 8, 8)
+    outs = [sl.attention(q, k, v, mask=lambda b, h, i, j, n=n: (i - j) * 2 < n) for n in (4, 40)]
+    count = len(compiling._loaded)
+    outs += [sl.attention(q, k, v, mask=lambda b, h, i, j, n=n: (i - j) * 2 < n) for n in (12, 0)]
+    assert len(compiling._loaded) == count
+    assert len({x.tobytes() for x in outs}) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": np.zeros((3, 30, 60), bool)}, "mask: expected a shape that broadcasts"),
+        ({"mask": np.zeros((30, 60))}, "mask: expected a bool array"),
+        ({"score": np.zeros((30, 60), bool)}, "score: expected a float array"),
+        ({"mask": 3}, "mask: expected a function, a pattern"),
+        ({"mask": lambda b, h, i, j: i - j}, "mask: expected a bool result"),
+        ({"mask": lambda i, j: i >= j}, "mask: expected the arguments"),
+        ({"score": lambda s, b, h, i, j: s if i > j else 0}, "use sl.where"),
+        ({"score": sl.causal()}, "score: expected a score"),
+        ({"score": [lambda s, b, h, i, j: np.zeros(3)]}, "Look arrays up through sl.table"),
+    ],
+)
+def test_wrong_arguments(rng, options, message):
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 60, 8, 8)
+    with pytest.raises(sl.Error, match=message):
+        sl.attention(q, k, v, **options)
