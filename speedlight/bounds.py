@@ -142,6 +142,25 @@ def linear(node: Node) -> tuple[int, int, tuple[tuple[int, Node], ...]] | None:
     return total
 
 
+class _Anywhere(Exact):
+    """Bounds that hold for any index: entries are drawn into range, so a table's own ends bound them."""
+
+    def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any] | None:
+        return node.value.ends() if node.value.array.size else (0, 0)
+
+
+def largest_integer(nodes: list[Node], box: dict[str, tuple[int, int]]) -> int | None:
+    """The size that no integer of these nodes exceeds in the box; None where that is unknown."""
+    walk, most = _Walk(_Anywhere(box)), 0
+    for node in nodes:
+        if node.kind == "int":
+            interval = walk.interval(node)
+            if interval is None:
+                return None
+            most = max(most, *(abs(x) for x in interval))
+    return most
+
+
 class _Walk:
     """Intervals of nodes in one box, each computed once."""
 

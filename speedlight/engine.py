@@ -15,6 +15,8 @@ import numpy as np
 
 from . import planning
 from .arrays import DTYPES, Array
+from .bounds import largest_integer
+from .errors import ExpressionError
 from .machine import Isa, current_isa
 from .problem import LAYOUTS, Problem
 from .tree import out_of_range
@@ -95,12 +97,28 @@ class Prepared:
             done = end
 
 
+def _box(problem: Problem) -> dict[str, tuple[int, int]]:
+    """Every position, head and item of the problem."""
+    ends = [(start, start + n - 1) for start, n in zip(problem.q_starts, problem.q_lengths, strict=True) if n]
+    rows = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0, 0)
+    last = problem.k_start + max(max(problem.k_lengths, default=0), 1) - 1
+    return {"b": (0, max(problem.batch, 1) - 1), "h": (0, max(problem.q_heads, 1) - 1), "i": rows, "j": (problem.k_start, last)}
+
+
 def _program(problem: Problem, lower: Any) -> tuple[Any, list[Any], tuple[np.ndarray, np.ndarray] | None]:
     """The mask and score as a kernel wants them: their structure, lookups that can go wrong, numbers and tables."""
     parts = [x for x in (problem.mask, problem.score) if x is not None]
     if not parts:
         return None, [], None
-    program = lower.Program("\n".join(x.key for x in parts), *(None if x is None else x.root for x in (problem.mask, problem.score)))
+    roots = [n for x in parts for n in x.nodes]
+    most = largest_integer(roots, _box(problem))
+    if most is not None and most >= 1 << 62:
+        raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
+    program = lower.Program(
+        "\n".join(x.key for x in parts),
+        *(None if x is None else x.root for x in (problem.mask, problem.score)),
+        most is not None and most < 1 << 31,
+    )
     numbers, tables, lookups = program.slots()
     words = np.zeros(len(numbers) + 1, np.int64)
     table_words = np.zeros((len(set(tables.values())) + 1, lower.TABLE_WORDS), np.int64)

@@ -33,6 +33,7 @@ class Program:
     key: str
     mask: Node | None = field(compare=False, repr=False, default=None)
     score: Node | None = field(compare=False, repr=False, default=None)
+    narrow: bool = False  # every integer fits 32 bits, which vectors do twice as fast
 
     def nodes(self) -> list[Node]:
         return [n for root in (self.mask, self.score) if root is not None for n in order(root)]
@@ -49,14 +50,15 @@ class Program:
 class Lowering:
     """One function's values of a program's nodes."""
 
-    def __init__(self, k: Function, s: Shape, program: Program, numbers: Value, tables: Value) -> None:
+    def __init__(self, k: Function, s: Shape, program: Program, numbers: Value, tables: Value, *, narrow: bool = False) -> None:
         self.k, self.s, self.numbers_at, self.tables_at = k, s, numbers, tables
         self.numbers, self.tables, _ = program.slots()
+        self.int = I32 if narrow else I64
         self.values: dict[int, Value] = {}
         self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
 
     def type_of(self, kind: str) -> ir.Type:
-        return {"bool": I1, "int": I64, "float": self.s.number, "double": F64}[kind]
+        return {"bool": I1, "int": self.int, "float": self.s.number, "double": F64}[kind]
 
     def before_keys(self, root: Node, env: dict[str, Value]) -> None:
         """Emits what no key changes."""
@@ -73,6 +75,14 @@ class Lowering:
 
     def vector(self, x: Value) -> Value:
         return x if isinstance(x.type, ir.VectorType) else self.k.splat(x, self.s.lanes)
+
+    def integer(self, x: Value) -> Value:
+        """An I64 as the integers of this lowering."""
+        return x if self.int is I64 else self.k.trunc(x, like(x, I32))
+
+    def wide(self, x: Value) -> Value:
+        """And back."""
+        return x if self.int is I64 else Value(self.k, self.k.b.sext(x.x, like(x, I64)))
 
     def _alike(self, args: list[Value]) -> list[Value]:
         return [self.vector(x) for x in args] if any(isinstance(x.type, ir.VectorType) for x in args) else args
@@ -135,7 +145,7 @@ class Lowering:
     def _number(self, node: Node) -> Value:
         word = self.k.load(I64, self.numbers_at, 8 * self.numbers[id(node)])
         if node.kind == "int":
-            return word
+            return self.integer(word)
         if node.kind == "bool":
             return word.differs(0)
         number = word.bits(F64)
@@ -157,11 +167,11 @@ class Lowering:
     def _cast(self, x: Value, kind: str, to: ir.Type) -> Value:
         k, t = self.k, like(x, to)
         if kind == "bool":
-            one = k.zext(x, like(x, I64))
-            return one if to is I64 else k.to_float(one, t)
+            one = k.zext(x, like(x, self.int))
+            return one if to is self.int else k.to_float(one, t)
         if kind == "int":
             return k.to_float(x, t)
-        if to is I64:
+        if to is self.int:
             x = k.select(x.differs(x), k.const(0.0, x.type), x)
             x = k.max(k.min(x, k.const(2.0**62, x.type)), k.const(-(2.0**62), x.type))
             return Value(k, k.b.fptosi(x.x, t))
@@ -174,7 +184,7 @@ class Lowering:
         k = self.k
         at = k.at(self.tables_at, self.tables[id(node)] * TABLE_WORDS * 8)
         offset: Value | None = None
-        for d, x in enumerate(index):
+        for d, x in enumerate(map(self.wide, index)):
             last = k.load(I64, at, 8 * (1 + d)) - 1
             stride = k.load(I64, at, 8 * (5 + d))
             zero = k.const(0, x.type)
@@ -192,7 +202,7 @@ class Lowering:
             return x.differs(0)
         if name.startswith(("int", "uint")):
             wide = k.b.zext if name.startswith("u") else k.b.sext
-            return x if stored is I64 else Value(k, wide(x.x, like(x, I64)))
+            return self.integer(x if stored is I64 else Value(k, wide(x.x, like(x, I64))))
         wanted = like(x, self.type_of(node.kind))
         return x if x.type == wanted else k.extend(x, wanted)
 
@@ -226,16 +236,17 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
     with k.range(0, s.vectors) as v:
         at, lane = v * (s.lanes * s.number_bytes), v * (s.lanes * 8)
+        lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
         env = {"b": p["batch"], "i": k.load(wide, p["lanes"], lane), "h": k.load(wide, p["lanes"], lane + s.panel * 8)}
+        env = {name: lowering.integer(x) for name, x in env.items()}
         seen = k.load(wide, p["limits"], lane) - k.splat(p["start"], s.lanes)
-        lowering = Lowering(k, s, program, numbers, tables)
         for root in (program.score, program.mask):
             if root is not None:
                 lowering.before_keys(root, env)
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
         with k.range(0, p["n_keys"]) as j:
             place = k.at(p["scores"], j * s.row_bytes)
-            now = env | {"j": p["first"] + j, "s": k.load(s.vector, place, at)}
+            now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, place, at)}
             values = dict(lowering.values)
             x, visible = now["s"], None
             if program.score is not None:
