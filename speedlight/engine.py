@@ -114,11 +114,9 @@ def _program(problem: Problem, lower: Any) -> tuple[Any, list[Any], tuple[np.nda
     most = largest_integer(roots, _box(problem))
     if most is not None and most >= 1 << 62:
         raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
-    program = lower.Program(
-        "\n".join(x.key for x in parts),
-        *(None if x is None else x.root for x in (problem.mask, problem.score)),
-        most is not None and most < 1 << 31,
-    )
+    key = "\n".join(x.key for x in parts)
+    mask, score = (None if x is None else x.root for x in (problem.mask, problem.score))
+    program = lower.Program(key, mask, score, narrow=most is not None and most < 1 << 31)
     numbers, tables, lookups = program.slots()
     words = np.zeros(len(numbers) + 1, np.int64)
     table_words = np.zeros((len(set(tables.values())) + 1, lower.TABLE_WORDS), np.int64)

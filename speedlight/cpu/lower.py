@@ -243,6 +243,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         for root in (program.score, program.mask):
             if root is not None:
                 lowering.before_keys(root, env)
+        risky = _some(k, lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
         with k.range(0, p["n_keys"]) as j:
             place = k.at(p["scores"], j * s.row_bytes)
@@ -255,7 +256,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
             if program.mask is not None:
                 visible = lowering.vector(lowering.value(program.mask, now, values)) | k.splat(p["masked"].equals(0), s.lanes)
                 x = k.select(visible, x, hidden)
-            _note_wrong(k, s, program, lowering, wrong, k.splat(j, s.lanes) < seen, visible)
+            _note_wrong(k, s, program, lowering, wrong, k.splat(j, s.lanes) < seen, visible, risky)
             k.store(x, place, at)
             for variable, combine in ((top, k.max), (total, lambda a, b: a + b), (least, k.min)):
                 variable.set(combine(x, variable.get()))
@@ -264,24 +265,36 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     return k.finish()
 
 
-def _note_wrong(k: Function, s: Shape, program: Program, lowering: Lowering, wrong: Value, seen: Value, visible: Value | None) -> None:
+def _some(k: Function, lowering: Lowering, conditions: list[Value]) -> Value | None:
+    """Whether any lane of any condition holds; None without conditions."""
+    every: Value | None = None
+    for condition in conditions:
+        vector = lowering.vector(condition)
+        every = vector if every is None else every | vector
+    return None if every is None else k.any(every)
+
+
+def _note_wrong(
+    k: Function, s: Shape, program: Program, lowering: Lowering, wrong: Value, seen: Value, visible: Value | None, risky: Value | None
+) -> None:
+    """Writes down indices that are out of range at a key that a lane sees."""
     seen = seen if visible is None else seen & visible
-    conditions = [(n, lowering.wrong[id(node), d]) for n, (node, d) in enumerate(program.slots()[2])]
-    if not conditions:
-        return
-    some = None
-    for _, (condition, _) in conditions:
-        condition = lowering.vector(condition)
-        some = condition if some is None else some | condition
-    assert some is not None
-    with k.when(k.any(some & seen)):
-        for n, (condition, index) in conditions:
-            bad = lowering.vector(condition) & seen
-            with k.when(k.any(bad)):
-                lowest = k.const(-(1 << 63), vec(I64, s.lanes))
-                worst = k.select(bad, lowering.vector(index), lowest)
-                k.store(k.intrinsic(f"llvm.vector.reduce.smax.v{s.lanes}i64", I64, worst), wrong, 16 * n + 8)
-                k.store(k.i64(1), wrong, 16 * n)
+    lookups = [(n, node, d) for n, (node, d) in enumerate(program.slots()[2])]
+    moving = [x for x in lookups if x[1].uses & {"j", "s"}]
+    still = [x for x in lookups if not x[1].uses & {"j", "s"}]
+    now = _some(k, lowering, [lowering.wrong[id(node), d][0] for _, node, d in moving])
+    for some, which in ((now, moving), (risky, still)):
+        if some is None:
+            continue
+        with k.when(some):
+            for n, node, d in which:
+                condition, index = lowering.wrong[id(node), d]
+                bad = lowering.vector(condition) & seen
+                with k.when(k.any(bad)):
+                    lowest = k.const(-(1 << 63), vec(I64, s.lanes))
+                    worst = k.select(bad, lowering.vector(index), lowest)
+                    k.store(k.intrinsic(f"llvm.vector.reduce.smax.v{s.lanes}i64", I64, worst), wrong, 16 * n + 8)
+                    k.store(k.i64(1), wrong, 16 * n)
 
 
 class _Scalars:
