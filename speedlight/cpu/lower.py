@@ -349,7 +349,19 @@ class _Scalars:
             base, step = k.at(k.load(PTR, at), offset), k.load(I64, at, 8 * (4 + len(ends)))
             least.set(k.i64((1 << 63) - 1))
             most.set(k.i64(-(1 << 63)))
-            with k.range(0, ends[-1][1] - ends[-1][0] + 1) as n:
+            count = ends[-1][1] - ends[-1][0] + 1
+            whole = k.i64(0)
+            if _STORED[node.value.array.dtype.name] is I64:  # eight at a time
+                whole = k.select(step.equals(8), count & -8, k.i64(0))
+                wide = vec(I64, 8)
+                lows, highs = (k.variable(k.splat(x.get(), 8)) for x in (least, most))
+                with k.range(0, whole, 8) as n:
+                    x = k.load(wide, base, n * 8)
+                    lows.set(k.min(x, lows.get()))
+                    highs.set(k.max(x, highs.get()))
+                least.set(k.intrinsic("llvm.vector.reduce.smin.v8i64", I64, lows.get()))
+                most.set(k.intrinsic("llvm.vector.reduce.smax.v8i64", I64, highs.get()))
+            with k.range(whole, count) as n:
                 x = self._entry(node, base, n * step)
                 least.set(k.min(x, least.get()))
                 most.set(k.max(x, most.get()))
