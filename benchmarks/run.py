@@ -41,10 +41,18 @@ PREFILL += [("float16", 8, 4096, d, False) for d in (64, 128)] + [("float64", 8,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three turns instead of nine")
-    parser.add_argument("--only", default="prefill,avx2,start,memory,torch,errors")
+    parser.add_argument("--only", default="prefill,avx2,masks,start,memory,torch,errors")
     arguments = parser.parse_args()
     turns, rows = (3 if arguments.quick else 9), []
-    parts = {"prefill": prefill, "avx2": narrower, "start": start_up, "memory": memory, "torch": beside_torch, "errors": error_time}
+    parts = {
+        "prefill": prefill,
+        "avx2": narrower,
+        "masks": masks,
+        "start": start_up,
+        "memory": memory,
+        "torch": beside_torch,
+        "errors": error_time,
+    }
     for name in arguments.only.split(","):
         for row in parts[name](turns):
             rows.append(row | {"part": name})
@@ -106,6 +114,87 @@ def narrower(turns: int) -> Any:
         os.environ.pop("SPEEDLIGHT_ISA")
         if before is not None:
             os.environ["SPEEDLIGHT_ISA"] = before
+
+
+def masks(turns: int) -> Any:
+    """Patterns against plain attention of the same call, and against compiled FlexAttention with its block mask."""
+    slopes = np.array([2.0 ** -(h + 1) for h in range(8)], np.float32)
+    for name, n, options, flex, plain in (
+        ("causal", 16384, {"mask": sl.causal()}, (lambda b, h, i, j: i >= j, None), {}),
+        ("window 256", 16384, {"mask": sl.window(256, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= 256), None), {"causal": True}),
+        ("window 1024", 16384, {"mask": sl.window(1024, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= 1024), None), {"causal": True}),
+        ("window 4096", 16384, {"mask": sl.window(4096, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= 4096), None), {"causal": True}),
+        (
+            "8 documents",
+            16384,
+            {"mask": sl.documents(np.repeat(np.arange(8), 2048))},
+            (lambda b, h, i, j: i // 2048 == j // 2048, None),
+            {},
+        ),
+        (
+            "prefix 512 and causal",
+            4096,
+            {"mask": sl.causal() | sl.prefix(512)},
+            (lambda b, h, i, j: (i >= j) | (j < 512), None),
+            {"causal": True},
+        ),
+        ("alibi", 4096, {"score": sl.alibi(slopes)}, (None, lambda s, b, h, i, j: s + 2.0 ** (-(h + 1)) * (j - i)), {}),
+        ("softcap", 4096, {"score": sl.softcap(30.0)}, (None, lambda s, b, h, i, j: 30.0 * (s / 30.0).tanh()), {}),
+        ("softcap and alibi", 4096, {"score": [sl.softcap(30.0), sl.alibi(slopes)]}, None, {}),
+        ("dense bias", 4096, {"score": np.random.default_rng(1).standard_normal((8, 4096, 4096), dtype=np.float32)}, None, {}),
+    ):
+        arrays = tensors("float32", 8, n, 64)
+        calls: dict[str, Call] = {
+            "speedlight": lambda o=options, a=arrays: sl.attention(*a, **o),
+            "plain": lambda a=arrays, o=plain: sl.attention(*a, **o),
+        }
+        one = [x[:, :, -64:] if i == 0 else x for i, x in enumerate(arrays)]
+        score = options.get("score")
+        few = {"score": score[:, -64:]} if isinstance(score, np.ndarray) else options
+        want, bound = sl.reference.attention(*one, **few), sl.reference.error_bound(*one, **few).out
+        if not (np.abs(calls["speedlight"]()[:, :, -64:] - want) <= bound).all():
+            yield {"name": "refused", "why": f"{name}: outside the bound"}
+            continue
+        built = 0.0
+        if flex is not None:
+            start = time.perf_counter()
+            calls |= _flex(arrays, *flex)
+            built = time.perf_counter() - start
+        times, _ = measure(calls, min(turns, 5), lambda: 0.0)
+        ours = statistics.median(times["speedlight"])
+        yield {
+            "name": f"float32 H8 N{n} d64 {name}", "seconds": {x: quantiles(t) for x, t in times.items()},
+            "of_plain": ours / statistics.median(times["plain"]), "flex_seconds_to_build": built,
+            "flex": statistics.median(times["flex"]) / ours if "flex" in times else None,
+        }  # fmt: skip
+
+
+def _flex(arrays: list[np.ndarray], mask: Any, score: Any) -> dict[str, Call]:
+    """Compiled FlexAttention, warm; nothing where it is not there or cannot be compiled."""
+    try:
+        import torch
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        torch._dynamo.reset()
+        torch.set_num_threads(sl.get_threads())
+        q, k, v = (torch.from_numpy(x) for x in arrays)
+        n = q.shape[2]
+        block = create_block_mask(mask, None, None, n, n, device="cpu") if mask else None
+        run = torch.compile(flex_attention)
+        call = lambda: run(q, k, v, block_mask=block, score_mod=score)  # noqa: E731
+        with torch.no_grad():
+            call()
+        return {"flex": lambda: _without_grad(call)}
+    except Exception as error:
+        print(f"  (FlexAttention: {type(error).__name__}: {str(error)[:100]})")
+        return {}
+
+
+def _without_grad(call: Call) -> Any:
+    import torch
+
+    with torch.no_grad():
+        return call()
 
 
 def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool) -> str | None:
@@ -294,6 +383,9 @@ def describe(row: dict[str, Any]) -> str:
         text += "".join(f"  {x} x{r:.2f}" for x, r in row["ratios"].items())
     elif "seconds" in row:
         text += "  " + ", ".join(f"{x} {t[2] * 1e3:.3f} ms" for x, t in row["seconds"].items())
+    if "of_plain" in row:
+        text += f"  {row['of_plain']:.3f} of the plain time"
+        text += f"  flex x{row['flex']:.2f}, built in {row['flex_seconds_to_build']:.1f} s" if row["flex"] else ""
     if "of_sum" in row:
         text += f"  {row['of_sum']:.2f} of the sum"
     if "bytes" in row:

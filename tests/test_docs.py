@@ -12,7 +12,10 @@ import pytest
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["speedlight", "speedlight.api", "speedlight.reference", "speedlight.tracing", "speedlight.patterns", "speedlight.cpu.workers"])
+MODULES = ("", ".api", ".reference", ".tracing", ".patterns", ".cpu.workers")
+
+
+@pytest.mark.parametrize("name", [f"speedlight{x}" for x in MODULES])
 def test_docstrings(name):
     result = doctest.testmod(importlib.import_module(name))
     assert result.attempted > 0 and result.failed == 0
