@@ -12,6 +12,7 @@ from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
 from .planning import Plan
 from .problem import LAYOUTS, from_arrays, from_sizes
+from .tracing import Expression
 
 _prepared: dict[Any, engine.Prepared] = {}
 _MEMO = 512  # prepared calls kept
@@ -74,9 +75,9 @@ def attention(
     >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
     ((1, 2, 3, 4), (1, 2, 3), 1.0)
     """
-    options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa())
+    options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa(), mask, score)
     key = None
-    if cu_seqlens_q is None and cu_seqlens_k is None and mask is None and score is None:
+    if cu_seqlens_q is None and cu_seqlens_k is None and _kept(mask) and _kept(score):
         key = _key((q, k, v) if out is None else (q, k, v, out), options)
         prepared = _prepared.get(key) if key else None
         if prepared is not None and isinstance(return_lse, bool) and (out is None or _apart(prepared, q, k, v, out)):
@@ -136,6 +137,11 @@ def _key(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
             return None
         key += (x.shape, x.stride(), x.dtype)
     return tuple(key)
+
+
+def _kept(x: Any) -> bool:
+    """Whether a mask or score stays what it is: an Expression does, an array or a function that may look at anything does not."""
+    return x is None or type(x) is Expression
 
 
 def _address(x: Any) -> int:

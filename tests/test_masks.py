@@ -146,6 +146,18 @@ def test_numbers_are_not_part_of_a_kernel(rng):
     assert len({x.tobytes() for x in outs}) == 4
 
 
+def test_kept_expressions_are_prepared_once_and_told_apart(rng):
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 60, 8, 8)
+    first, second = sl.window(3, 0), sl.window(9, 0)
+    want = [sl.attention(q, k, v, mask=lambda b, h, i, j, n=n: (i - j <= n) & (j <= i)) for n in (3, 9)]
+    for _ in range(2):
+        for mask, right in zip((first, second), want, strict=True):
+            assert sl.attention(q, k, v, mask=mask).tobytes() == right.tobytes()
+    tables = [sl.documents(np.repeat([0, 1], [n, 60 - n])) for n in (40, 50)]
+    outs = [sl.attention(q, k, v, mask=mask) for mask in tables for _ in range(2)]
+    assert outs[0].tobytes() == outs[1].tobytes() != outs[2].tobytes() == outs[3].tobytes()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
