@@ -68,8 +68,8 @@ class Prepared:
             words[at["q"]], words[at["k"]], words[at["v"]], words[at["out"]], words[at["lse"]] = q, k, v, out, lse
             words[at["scratch"]] = ctypes.addressof(scratch)
             words[at["counts"]] = counts
-            wrong = np.zeros(2 * len(self.lookups) + 2, np.int64)
-            words[at["wrong"]] = wrong.ctypes.data
+            wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
+            words[at["wrong"]] = ctypes.addressof(wrong)
             if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
                 words[at["limit"]] = self.tickets
                 self.run_region(self.kernel, words, self.threads)
@@ -79,7 +79,7 @@ class Prepared:
             _give_scratch(scratch)
         for n, (node, dimension) in enumerate(self.lookups):
             if wrong[2 * n]:
-                raise out_of_range(node.value, dimension, int(wrong[2 * n + 1]))
+                raise out_of_range(node.value, dimension, wrong[2 * n + 1])
 
     def _regions(self, words: Any) -> None:
         """One region after another; Python sees signals in between. The bits don't know."""
@@ -195,8 +195,6 @@ def arguments(
         "value_dim": problem.value_dim,
         "group": problem.group,
         "panels": how.panels,
-        "kv_heads": problem.kv_heads,
-        "spread": max(1, min(how.threads, problem.kv_heads)),
         "causal": int(problem.causal),
         "c": _bits(abs(c), number),
         "scale": _bits(problem.scale, number),

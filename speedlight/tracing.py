@@ -125,7 +125,7 @@ def _node(x: Any) -> Node:
     )
 
 
-def _promoted(op: str, *args: Node) -> tuple[Node, ...]:
+def _promoted(*args: Node) -> tuple[Node, ...]:
     kind = max((a.kind for a in args), key=KINDS.index)
     return tuple(convert(a, kind) for a in args)
 
@@ -264,7 +264,7 @@ def _no_float(op: str, x: Any) -> Any:
 
 
 def _arithmetic(op: str, a: Any, b: Any) -> Symbol:
-    x, y = _promoted(op, _node(a), _node(b))
+    x, y = _promoted(_node(a), _node(b))
     if x.kind == "bool":
         x, y = convert(x, "int"), convert(y, "int")
     if op == "div" and x.kind == "int":
@@ -273,7 +273,7 @@ def _arithmetic(op: str, a: Any, b: Any) -> Symbol:
 
 
 def _bits(op: str, a: Any, b: Any) -> Symbol:
-    x, y = _promoted(op, _node(a), _node(b))
+    x, y = _promoted(_node(a), _node(b))
     if x.kind in ("float", "double"):
         _no_float(BITS[op], Symbol(x))
     if op in ("shl", "shr"):
@@ -284,7 +284,7 @@ def _bits(op: str, a: Any, b: Any) -> Symbol:
 
 
 def _compare(op: str, a: Any, b: Any) -> Symbol:
-    x, y = _promoted(op, _node(a), _node(b))
+    x, y = _promoted(_node(a), _node(b))
     return Symbol(Node(op, "bool", (x, y)))
 
 
@@ -299,7 +299,7 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     c = _node(condition)
     if c.kind != "bool":
         raise ExpressionError(f"where: expected a bool condition; got {c.kind} {c!r}. Write a comparison.")
-    x, y = _promoted("where", _node(yes), _node(no))
+    x, y = _promoted(_node(yes), _node(no))
     return Symbol(Node("where", x.kind, (c, x, y)))
 
 
@@ -316,7 +316,7 @@ def maximum(a: Any, b: Any) -> Any:
 def _least(op: str, on_numbers: Any, a: Any, b: Any) -> Any:
     if not _is_traced(a, b):
         return on_numbers(a, b)
-    x, y = _promoted(op, _node(a), _node(b))
+    x, y = _promoted(_node(a), _node(b))
     if x.kind == "bool":
         x, y = convert(x, "int"), convert(y, "int")
     return Symbol(Node(op, x.kind, (x, y)))

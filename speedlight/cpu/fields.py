@@ -8,7 +8,7 @@ FIELDS = (
     "limit", "q", "k", "v", "out", "lse", "items", "item_count", "scratch", "scratch_stride",
     "q_head", "q_row", "q_column", "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
     "out_head", "out_row", "out_column", "lse_head", "lse_row",
-    "head_dim", "value_dim", "group", "panels", "kv_heads", "spread", "causal", "c", "flip", "stage_k", "stage_v", "counts",
+    "head_dim", "value_dim", "group", "panels", "causal", "c", "flip", "stage_k", "stage_v", "counts",
     "at_check", "at_partial", "at_keys", "at_values", "at_panels", "panel_bytes", "at_total", "at_span", "at_limits", "at_rows", "width",
     "scale", "k_start", "numbers", "tables", "wrong",
 )  # fmt: skip

@@ -223,12 +223,7 @@ class _Task:
         item = self.item()
         of = {name: k.load(I64, item, 8 * i) for i, name in enumerate(ITEM)}
         local = k.p["number"] - of["first"]
-        # neighbouring tickets go to `spread` different heads: two cores that read the same keys at once slow each other
-        spread = self.get("spread")
-        first_head = local // (of["blocks"] * spread) * spread
-        heads = k.min(spread, self.get("kv_heads") - first_head)
-        local = local - first_head * of["blocks"]
-        head, block = first_head + local % heads, local // heads
+        head, block = local // of["blocks"], local % of["blocks"]
         causal = self.get("causal").differs(0)
         block = k.select(causal, of["blocks"] - 1 - block, block)  # heaviest first
         group, block_rows = self.get("group"), self.get("panels") * s.panel

@@ -105,11 +105,6 @@ class Shape:
     def ivector(self) -> ir.VectorType:
         return vec(self.integer, self.lanes)
 
-    @property
-    def hidden(self) -> int:
-        """The bits of -0: a weight can't have them, so they mark a hidden key."""
-        return -(1 << 63) if self.wide else -(1 << 31)
-
     def lane_offset(self, v: int) -> int:
         return v * self.lanes * self.number_bytes
 
