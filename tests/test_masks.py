@@ -113,6 +113,16 @@ def test_a_key_hidden_from_some_lanes_only(isa, rng):
     assert (np.isnan(out[0, 0, :, 2]) == (np.arange(40) % 2 == 1)).all() and np.isfinite(out[..., [0, 1, 3]]).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("options", [{"causal": True, "q_start": 255}, {"mask": lambda b, h, i, j: (j < 256) | (i > 260), "q_start": 255}])
+def test_a_tile_that_a_row_does_not_see_leaves_the_sign_of_its_zero(isa, dtype, options):
+    """Row 0 underflows to -0 in the second tile; the third is its neighbours' alone."""
+    q, k, v = np.ones((1, 1, 40, 4), dtype), np.zeros((1, 1, 384, 4), dtype), np.zeros((1, 1, 384, 4), dtype)
+    v[0, 0, 0], k[0, 0, 128] = -np.finfo(dtype).smallest_subnormal, 4
+    alone = sl.attention(q[:, :, :1], k, v, **options)
+    assert np.signbit(alone).all() and alone.tobytes() == sl.attention(q, k, v, **options)[:, :, :1].tobytes()
+
+
 def test_empty_tiles_are_skipped(rng):
     """A window costs what it shows, not the square: work counted by the clock would be noise, so poison tells."""
     q, k, v = qkv(rng, "float32", 1, 1, 1, 48, 200_000, 8, 8)

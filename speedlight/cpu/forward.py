@@ -9,11 +9,13 @@ Arguments are one struct of 64-bit words (fields.py).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from ..planning import SPAN, TILE
 from .fields import ITEM, field
-from .lower import expression_tile, visibility
+from .lower import expression_tile, extent, visibility
 from .microkernels import (
     Shape,
     is_empty,
@@ -27,7 +29,7 @@ from .microkernels import (
     softmax_tile,
     value_tile,
 )
-from .vector import F32, F64, I16, I32, I64, PTR, VOID, Function, Module, Value, vec
+from .vector import F32, F64, I1, I16, I32, I64, PTR, VOID, Function, Module, Value, vec
 
 
 class _Parts:
@@ -41,6 +43,7 @@ class _Parts:
         self.value, self.predicated = value_tile(m, s), predicated_tile(m, s)
         self.expression = expression_tile(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.mask is not None else None
+        self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
         self.stage_keys = stage_rows(m, s, "stage_keys")
@@ -160,18 +163,16 @@ def _task(parts: _Parts) -> Any:
     k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
     task = _Task(k, parts)
     last = task.setup()
-    with k.range(0, last, SPAN) as span_start:
-        span_end = k.min(span_start + SPAN, last)
-        with k.when(task.class_of(k.i64(0), task.panels, span_start, span_end) > 0):
-            with k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
-                task.clear(k.at(task.panel(i), task.get("at_span")))
-            with k.range(span_start, span_end, TILE) as start:
-                count = k.min(last - start, k.i64(TILE))
-                with k.when(task.class_of(k.i64(0), task.panels, start, start + count) > 0):
-                    task.tile(start, count)
-            with k.when(last > SPAN), k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
-                at = task.panel(i)
-                k.call(parts.merge, k.at(at, task.get("at_total")), k.at(at, task.get("at_span")), task.get("value_dim"))
+    with task.spans(last) as (span_start, span_end):
+        with k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
+            task.clear(k.at(task.panel(i), task.get("at_span")))
+        with k.range(span_start, span_end, TILE) as start:
+            count = k.min(last - start, k.i64(TILE))
+            with k.when(task.class_of(k.i64(0), task.panels, start, start + count) > 0):
+                task.tile(start, count)
+        with k.when(last > SPAN), k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
+            at = task.panel(i)
+            k.call(parts.merge, k.at(at, task.get("at_total")), k.at(at, task.get("at_span")), task.get("value_dim"))
     state = k.select((last > SPAN) | last.equals(0), task.get("at_total"), task.get("at_span"))
     with k.range(0, task.panels) as i:
         at = task.panel(i)
@@ -263,6 +264,30 @@ class _Task:
             k.call(self.parts.pack, rows, k.at(at, self.queries), d, self.units(d), self.get("q_column"), self.get("flip"))
         return k.load(I64, self.panel(self.panels - 1), self.high)
 
+    @contextlib.contextmanager
+    def spans(self, last: Value) -> Iterator[tuple[Value, Value]]:
+        """The spans that may be visible. Empty stretches are passed by in steps that double, and halve before what is not."""
+        k = self.k
+        if self.parts.visibility is None:
+            with k.range(0, last, SPAN) as start:
+                yield start, k.min(start + SPAN, last)
+            return
+        at, step = k.variable(k.i64(0)), k.variable(k.i64(SPAN))
+        with k.forever() as leave_if:
+            leave_if(at.get() >= last)
+            start = at.get()
+            end = k.min(start + step.get(), last)
+            with k.either(self.class_of(k.i64(0), self.panels, start, end).equals(0)) as (hidden, maybe):
+                with hidden:
+                    at.set(end)
+                    step.set(step.get() << 1)
+                with maybe, k.either(step.get() > SPAN) as (far, near):
+                    with far:
+                        step.set(step.get() >> 1)
+                    with near:
+                        yield start, end
+                        at.set(end)
+
     def clear(self, state: Value) -> None:
         """(-inf, 0, 0): a state that has seen nothing."""
         k, s = self.k, self.s
@@ -288,48 +313,78 @@ class _Task:
         with k.when(stage_v):
             k.call(parts.stage_values, staged, values, v_row, self.get("v_column"), count, value_dim, value_dim)
         values, v_row = k.select(stage_v, staged, values), k.select(stage_v, value_dim * number, v_row)
-        check = k.at(self.scratch, self.get("at_check"))
         with k.range(0, self.panels) as i:
             at = self.panel(i)
             high = k.min(k.load(I64, at, self.high) - start, count)
-            seen = k.variable(k.i64(0))
             with k.when(high > 0):
-                seen.set(self.class_of(i, i + 1, start, start + high))
-            with k.when(seen.get() > 0):
-                full = k.max(k.min(k.load(I64, at, self.low) - start, high), k.i64(0))
-                self.count(k.select(seen.get().equals(2), full, k.i64(0)), high)
-                if s.dot:  # the lone key of a half-visible pair needs the predicated path, unless its partner is padding
-                    odd = (full & 1).differs(0) & ((full < high) | (high < count))
-                    full = k.select(odd, full - 1, full)
-                state = k.at(at, self.get("at_span"))
-                k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check)
-                limits = k.at(at, self.get("at_limits"))
-                if parts.expression is not None:
-                    lanes = k.at(at, self.get("at_rows") + s.panel * 24)
-                    mixed = seen.get().equals(1)
-                    place = (start + self.get("k_start"), start, high, self.index, k.zext(mixed, I64))
-                    with k.when(mixed if s.program.score is None else mixed | seen.get().equals(2)):
-                        k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *place)
-                full = k.call(parts.softmax, self.scratch, check, state, limits, start, full, high, self.scale())
-                steps = self.units(high)
-                full = self.units(full)
-                acc = k.at(state, 2 * s.row_bytes)
-                partial = k.at(self.scratch, self.get("at_partial"))
-                arguments = (acc, self.scratch, values, v_row, full, steps, value_dim, check, partial)
-                k.call(parts.value, *arguments)
-                with k.when(full < steps):
-                    k.call(parts.predicated, *arguments)
+                if parts.visibility is None:
+                    self.panel_tile(i, start, count, k.i64(0), high, high, keys, k_row, values, v_row)
+                else:
+                    first, end, clear = self.extent_of(i, start, high)
+                    with k.when(first < end):
+                        self.panel_tile(i, start, count, first, end, clear, keys, k_row, values, v_row)
+
+    def extent_of(self, i: Value, start: Value, high: Value) -> tuple[Value, Value, Value]:
+        """Which keys of a tile a panel may see at all, from and to, and up to where all its lanes do."""
+        k = self.k
+        seen = self.class_of(i, i + 1, start, start + high)
+        packed = k.variable(k.select(seen.equals(0), k.i64(0), high << 8 | high << 16))
+        box = self.box(i, i + 1)
+        with k.when(seen.equals(1)):
+            packed.set(k.call(self.parts.extent, k.p["a"], self.index, *self.heads, *box, start + self.get("k_start"), high))
+        word = packed.get()
+        return word & 255, (word >> 8) & 255, word >> 16
+
+    def panel_tile(
+        self, i: Value, start: Value, count: Value, first: Value, end: Value, clear: Value,
+        keys: Value, k_row: Value, values: Value, v_row: Value,
+    ) -> None:  # fmt: skip
+        """Keys [first, end) of a tile for one panel. The mask hides nothing below `clear`; `causal` still may."""
+        k, s, parts = self.k, self.s, self.parts
+        at = self.panel(i)
+        check = k.at(self.scratch, self.get("at_check"))
+        d, value_dim = self.get("head_dim"), self.get("value_dim")
+        units = self.units(d)
+        full = k.max(k.min(k.load(I64, at, self.low) - start, clear), first)
+        self.count(full - first, end - first)
+        if s.dot:  # the lone key of a half-visible pair needs the predicated path, unless its partner is padding
+            odd = (full & 1).differs(0) & ((full < end) | (end < count))
+            full = k.select(odd, full - 1, full)
+        start, full, high, clear = start + first, full - first, end - first, clear - first
+        keys = k.at(keys, first * k_row)
+        values = k.at(values, self.units(first) * v_row)
+        state = k.at(at, self.get("at_span"))
+        k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check)
+        limits = k.at(at, self.get("at_limits"))
+        if parts.expression is not None:
+            lanes = k.at(at, self.get("at_rows") + s.panel * 24)
+            place = (start + self.get("k_start"), start, high, self.index, clear)
+            with k.when(k.const(1, I1) if s.program.score is not None else clear < high):
+                k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *place)
+        full = k.call(parts.softmax, self.scratch, check, state, limits, start, full, high, self.scale())
+        steps = self.units(high)
+        full = self.units(full)
+        acc = k.at(state, 2 * s.row_bytes)
+        partial = k.at(self.scratch, self.get("at_partial"))
+        arguments = (acc, self.scratch, values, v_row, full, steps, value_dim, check, partial)
+        with k.when(full > 0):
+            k.call(parts.value, *arguments)
+        with k.when(full < steps):
+            k.call(parts.predicated, *arguments)
+
+    def box(self, first: Value, end: Value) -> tuple[Value, Value]:
+        """First and last position of panels [first, end)."""
+        k, s = self.k, self.s
+        lanes = self.get("at_rows") + s.panel * 24
+        return k.load(I64, k.at(self.panel(first), lanes)), k.load(I64, k.at(self.panel(end - 1), lanes + (s.panel - 1) * 8))
 
     def class_of(self, first: Value, end: Value, low: Value, high: Value) -> Value:
         """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) panels [first, end)."""
-        k, s = self.k, self.s
+        k = self.k
         if self.parts.visibility is None:
             return k.i64(2)
-        lanes = self.get("at_rows") + s.panel * 24
-        i_low = k.load(I64, k.at(self.panel(first), lanes))
-        i_high = k.load(I64, k.at(self.panel(end - 1), lanes + (s.panel - 1) * 8))
         offset = self.get("k_start")
-        return k.call(self.parts.visibility, k.p["a"], self.index, *self.heads, i_low, i_high, low + offset, high - 1 + offset)
+        return k.call(self.parts.visibility, k.p["a"], self.index, *self.heads, *self.box(first, end), low + offset, high - 1 + offset)
 
     def count(self, full: Value, high: Value) -> None:
         """In a counting run: what was computed, for plan() to agree with."""

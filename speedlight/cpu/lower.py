@@ -21,6 +21,7 @@ from .vector import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Function, Value, 
 _COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
 _STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64,
            "float16": F16, "float32": F32, "float64": F64}  # fmt: skip
+PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
 TABLE_WORDS = 11  # address, 4 lengths, 4 strides in bytes, least and greatest entry (of integers)
 _ANYTHING = 1 << 58
 _SCAN = 8192  # entries of a table that are worth looking at for one box
@@ -222,18 +223,20 @@ class Lowering:
 
 
 def expression_tile(module: Any, s: Shape, program: Program) -> Any:
-    """scores[n_keys, panel] = score(scale · S), and -inf (which means hidden) where the mask says so.
+    """scores[n_keys, panel] = score(scale · S), and -inf (which means hidden) where the mask says so, from key `clear` on.
 
-    `lanes` holds the position and then the head of every lane; `limits` as in softmax_tile. `check` as from score_tile.
-    An index out of range at a visible key is noted in `wrong`: per lookup and dimension, a flag and one such index.
+    `lanes` holds the position and then the head of every lane; `limits` as in softmax_tile. With a score, `check` is as
+    from score_tile. An index out of range at a visible key is noted in `wrong`: per lookup and dimension, a flag and one
+    such index.
     """
     k = module.function("expression_tile", {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
-                                            "start": I64, "n_keys": I64, "batch": I64, "masked": I64})  # fmt: skip
+                                            "start": I64, "n_keys": I64, "batch": I64, "clear": I64})  # fmt: skip
     p = k.p
     scale = k.load(I64, p["a"], field_at("scale"))
     scale = k.splat(scale.bits(F64) if s.wide else k.trunc(scale, I32).bits(F32), s.lanes)
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
     hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
+    begin = k.i64(0) if program.score is not None else p["clear"]  # without a score nothing happens to visible keys
     with k.range(0, s.vectors) as v:
         at, lane = v * (s.lanes * s.number_bytes), v * (s.lanes * 8)
         lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
@@ -245,7 +248,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                 lowering.before_keys(root, env)
         risky = _some(k, lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
-        with k.range(0, p["n_keys"]) as j:
+        with k.range(begin, p["n_keys"]) as j:
             place = k.at(p["scores"], j * s.row_bytes)
             now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, place, at)}
             values = dict(lowering.values)
@@ -254,14 +257,15 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                 now["s"] = x * scale
                 x = lowering.vector(lowering.value(program.score, now, values))
             if program.mask is not None:
-                visible = lowering.vector(lowering.value(program.mask, now, values)) | k.splat(p["masked"].equals(0), s.lanes)
+                visible = lowering.vector(lowering.value(program.mask, now, values)) | k.splat(j < p["clear"], s.lanes)
                 x = k.select(visible, x, hidden)
             _note_wrong(k, s, program, lowering, wrong, k.splat(j, s.lanes) < seen, visible, risky)
             k.store(x, place, at)
             for variable, combine in ((top, k.max), (total, lambda a, b: a + b), (least, k.min)):
                 variable.set(combine(x, variable.get()))
-        for n, variable in enumerate((top, total, least)):
-            k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)
+        if program.score is not None:
+            for n, variable in enumerate((top, total, least)):
+                k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)
     return k.finish()
 
 
@@ -386,3 +390,37 @@ def visibility(module: Any, s: Shape, program: Program) -> Any:
     box = {"b": (p["batch"], p["batch"]), "h": (p["h_low"], p["h_high"]), "i": (p["i_low"], p["i_high"]), "j": (p["j_low"], p["j_high"])}
     some, every = visible(program.mask, _Scalars(lowering, box))
     return k.finish(k.zext(some, I64) + k.zext(some & every, I64))
+
+
+def extent(module: Any, visibility: Any) -> Any:
+    """Of the mixed tile [j_low, j_low + count): first and past-the-last key that may be visible, and how far all are.
+
+    Told by parts of PART keys, relative to j_low, packed as first | end << 8 | full << 16; first = end if all is hidden.
+    """
+    names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "count")
+    k = module.function("extent", {"a": PTR} | dict.fromkeys(names, I64), I64)
+    p = k.p
+
+    def classed(low: Value, high: Value) -> Value:
+        box = [p[n] for n in ("a", "batch", "h_low", "h_high", "i_low", "i_high")]
+        return k.call(visibility, *box, p["j_low"] + low, p["j_low"] + high - 1)
+
+    def after(at: Value, end: Value) -> Value:
+        return k.min(at + PART, end)
+
+    first, end = k.variable(k.i64(0)), k.variable(p["count"])
+    with k.forever() as leave_if:
+        leave_if(first.get() >= p["count"])
+        leave_if(classed(first.get(), after(first.get(), p["count"])) > 0)
+        first.set(after(first.get(), p["count"]))
+    with k.forever() as leave_if:
+        leave_if(end.get() <= first.get())
+        start = (end.get() - 1) & -PART
+        leave_if(classed(start, end.get()) > 0)
+        end.set(start)
+    full = k.variable(first.get())
+    with k.forever() as leave_if:
+        leave_if(full.get() >= end.get())
+        leave_if(classed(full.get(), after(full.get(), end.get())) < 2)
+        full.set(after(full.get(), end.get()))
+    return k.finish(first.get() | end.get() << 8 | full.get() << 16)

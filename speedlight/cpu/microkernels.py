@@ -274,12 +274,13 @@ def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: i
 def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value], limits: list[Value], start: Value) -> None:
     """Exponentials of one tile, its row sum, alpha, and the new running_max and running_sum.
 
-    From key `start` on lanes are predicated, NaN is kept, exponents of LARGE rows are clamped.
+    From key `start` on lanes are predicated, NaN is kept, exponents of LARGE rows are clamped. check gets alpha, then
+    what a sum of values starts from: +0, or -0 in a lane that sees nothing here, whose accumulator it then leaves as it is.
     """
     p = k.p
     zero, hidden = k.const(0.0, s.vector), k.const(-0.0, s.vector)
     base = [k.select(t.equals(float("-inf")), zero, t) for t in top]  # an empty row must not make inf - inf
-    total = [k.variable(zero) for _ in range(s.vectors)]
+    total = [k.variable(hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
     def weigh(j: Value, keys: int, careful: bool) -> list[list[Value]]:
         """[key][vector] of weights."""
@@ -300,6 +301,7 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
             if s.dot:
                 pair = bf16_pair(k, s, weights[0][v], weights[1][v] if keys == 2 else zero)
                 k.store(pair, p["scores"], (j >> 1) * s.row_bytes + s.lane_offset(v))
+                pair = pair if keys == 2 else bf16_pair(k, s, weights[0][v], hidden)
                 total[v].set(multiply_add(k, s, k.const(0x3F803F80, s.ivector), pair, total[v].get()))
                 continue
             for i in range(keys):
@@ -323,6 +325,8 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
         k.store(top[v], p["state"], s.lane_offset(v))
         k.store(k.fma(running_sum, alpha, total[v].get()), p["state"], s.row_bytes + s.lane_offset(v))
         k.store(alpha, p["check"], s.lane_offset(v))
+        sign = k.const(-(1 << (63 if s.wide else 31)), s.ivector)
+        k.store(total[v].get().bits(s.ivector) & sign, p["check"], s.row_bytes + s.lane_offset(v))
 
 
 def bf16_pair(k: Function, s: Shape, low: Value, high: Value) -> Value:
@@ -378,11 +382,15 @@ def predicated_tile(module: Module, s: Shape) -> Any:
     k = module.function("predicated_tile", _VALUE_PARAMS)
     p = k.p
     last, rows = p["width"] - 1, max(1, s.rows // 2)
+    # without full steps value_tile has not run: softmax_tile left the start of every column beside alpha
+    fresh = p["full"].equals(0)
+    begin = Value(k, k.b.select(fresh.x, k.at(p["alpha"], s.row_bytes).x, p["partial"].x))
+    begin_row = k.select(fresh, k.i64(0), k.i64(s.row_bytes))
     with k.range(0, p["width"], rows) as column:
         offsets = [k.min(column + m, last) * s.number_bytes for m in range(rows)]
         total = accumulators(k, s, rows)
         for m, v, total_mv in _each(total):
-            total_mv.set(k.load(s.vector, p["partial"], (column + m) * s.row_bytes + s.lane_offset(v)))
+            total_mv.set(k.load(s.vector, begin, (column + m) * begin_row + s.lane_offset(v)))
         with k.range(p["full"], p["steps"]) as j:
             weights = [k.load(q_type(s), p["weights"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
             seen = [_visible(k, s, w) for w in weights]
