@@ -8,11 +8,13 @@ may be anything. The walk is written once: `ops` computes with Python integers, 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from .tree import Node
 
+SCAN = 8192  # entries of a table that are worth looking at for one box
 _MOST_TERMS = 32
 _FLIPPED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 
@@ -64,15 +66,30 @@ class Exact:
     def number(self, node: Node) -> Any:
         return node.value
 
-    def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any] | None:
-        """Least and greatest entry of a row, or of the whole table where more than a row may be meant."""
+    def minus_infinity(self, node: Node) -> bool:
+        return node.value == -math.inf
+
+    def _box(self, node: Node, index: list[tuple[int, int]]) -> Any:
+        """The entries of a small box; the table where it is large; None where an index may be out of range."""
         array = node.value.array
         if any(a < 0 or b >= n for (a, b), n in zip(index, array.shape, strict=True)):
-            return None  # an index that may be out of range must be looked at, key by key
-        if all(a == b for a, b in index[:-1]):
-            array = array[tuple(a for a, _ in index[:-1])][index[-1][0] : index[-1][1] + 1]
-        kind = bool if node.kind == "bool" else int
-        return kind(array.min()), kind(array.max())
+            return None
+        if math.prod(b - a + 1 for a, b in index) > SCAN:
+            return array
+        return array[tuple(slice(a, b + 1) for a, b in index)]
+
+    def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any] | None:
+        """Least and greatest entry; an index that may be out of range must be looked at, key by key."""
+        box = self._box(node, index)
+        if box is None or not box.size:
+            return None
+        low, high = node.value.ends() if box is node.value.array else (int(box.min()), int(box.max()))
+        return (bool(low), bool(high)) if node.kind == "bool" else (low, high)
+
+    def all_equal(self, node: Node, index: list[tuple[int, int]], number: Node) -> bool:
+        """Whether a small box of floats holds one number alone."""
+        box = self._box(node, index)
+        return box is not None and box is not node.value.array and bool((box == number.value).all())
 
 
 def visible(root: Node, ops: Any) -> tuple[Any, Any]:
@@ -83,6 +100,14 @@ def visible(root: Node, ops: Any) -> tuple[Any, Any]:
         low, high = walk.interval(root) or (ops.truth(False), ops.truth(True))
         return high, low
     return walk.any_possible(some), ops.invert(walk.any_possible(none))
+
+
+def hides(score: Node, ops: Any) -> Any:
+    """Whether a score of the form where(condition, -inf, …) is -inf all over the box; None if it is of another form."""
+    if score.op != "where" or score.args[1].op != "number":
+        return None
+    interval = _Walk(ops).interval(score.args[0])
+    return None if interval is None else interval[0] & ops.minus_infinity(score.args[1])
 
 
 def terms(node: Node, positive: bool) -> list[Term] | None:
@@ -235,6 +260,9 @@ class _Walk:
             return ops.table(node, args)
         if op in ("and", "or") and node.kind == "bool":
             return self._logic(op, *args)
+        if op == "eq" and node.args[0].op == "table" and node.args[0].is_float and node.args[1].op == "number":
+            index = [self.interval(a) for a in node.args[0].args]
+            return None if None in index else (ops.all_equal(node.args[0], index, node.args[1]), ops.truth(True))
         if any(a is None for a in args):
             return None
         if node.kind == "bool":

@@ -27,18 +27,18 @@ _GUESS = 50e9  # FLOP/s of one thread, to begin with
 
 
 def _modules() -> Any:
-    from .cpu import compile, fields, lower, microkernels, workers
+    from .cpu import compile, fields, lookups, lower, microkernels, workers
 
-    return compile, fields, microkernels, workers, lower
+    return compile, fields, microkernels, workers, lower, lookups
 
 
 class Prepared:
     """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
 
     def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray) -> None:
-        compile_, fields, microkernels, workers, lower = _modules()
+        compile_, fields, microkernels, workers, lower, lookups = _modules()
         self.problem, self.how, self.items = problem, how, items
-        self.program, self.lookups, self.slots = _program(problem, lower)
+        self.program, self.lookups, self.slots = _program(problem, lower, lookups)
         if self.slots is not None:
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
         self.kernel = compile_.forward_kernel(microkernels.Shape(how.isa, how.storage, how.vectors, self.program))
@@ -105,7 +105,7 @@ def _box(problem: Problem) -> dict[str, tuple[int, int]]:
     return {"b": (0, max(problem.batch, 1) - 1), "h": (0, max(problem.q_heads, 1) - 1), "i": rows, "j": (problem.k_start, last)}
 
 
-def _program(problem: Problem, lower: Any) -> tuple[Any, list[Any], tuple[np.ndarray, np.ndarray] | None]:
+def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any], tuple[np.ndarray, np.ndarray] | None]:
     """The mask and score as a kernel wants them: their structure, lookups that can go wrong, numbers and tables."""
     parts = [x for x in (problem.mask, problem.score) if x is not None]
     if not parts:
@@ -117,9 +117,9 @@ def _program(problem: Problem, lower: Any) -> tuple[Any, list[Any], tuple[np.nda
     key = "\n".join(x.key for x in parts)
     mask, score = (None if x is None else x.root for x in (problem.mask, problem.score))
     program = lower.Program(key, mask, score, narrow=most is not None and most < 1 << 31)
-    numbers, tables, lookups = program.slots()
+    numbers, tables, found = program.slots()
     words = np.zeros(len(numbers) + 1, np.int64)
-    table_words = np.zeros((len(set(tables.values())) + 1, lower.TABLE_WORDS), np.int64)
+    table_words = np.zeros((len(set(tables.values())) + 1, lookups.TABLE_WORDS), np.int64)
     for node in program.nodes():
         if node.op == "number":
             value = np.float64(node.value).view(np.int64) if node.is_float else int(node.value)
@@ -130,10 +130,10 @@ def _program(problem: Problem, lower: Any) -> tuple[Any, list[Any], tuple[np.nda
             row[1 : 1 + array.ndim], row[5 : 5 + array.ndim] = array.shape, array.strides
             row[0] = array.ctypes.data
             if array.size and node.kind in ("bool", "int"):
-                row[9], row[10] = node.value.ends()
+                row[lookups.ENDS], row[lookups.ENDS + 1] = node.value.ends()
             if not array.size:
                 row[0], row[5:] = table_words.ctypes.data, 0
-    return program, lookups, (words, table_words)
+    return program, found, (words, table_words)
 
 
 _scratches: list[Any] = []  # used again: fresh pages cost more than a small call

@@ -12,7 +12,7 @@ import numpy as np
 
 from .arrays import DTYPES, Array
 from .errors import ArgumentError, ArgumentTypeError
-from .tracing import Expression, Symbol, Table, expression, score_chain
+from .tracing import Expression, Symbol, Table, expression, score_chain, where
 
 SPAN = 1024  # keys per span of the canonical arithmetic
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (1, 0, 2)}  # where batch, head, length, dim lie
@@ -140,8 +140,13 @@ def _score(x: Any, problem: Problem, packed: bool) -> Expression | None:
         table = _dense("score", one, problem, packed)
         if table.kind not in ("float", "double"):
             raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. Pass a bool array as mask=.")
-        found.append(expression(lambda s, b, h, i, j, t=table: s + _entry(t, problem, b, h, i, j), "score"))
+        found.append(expression(lambda s, b, h, i, j, t=table: _plus(s, _entry(t, problem, b, h, i, j)), "score"))
     return score_chain(found)
+
+
+def _plus(s: Symbol, entry: Any) -> Any:
+    """s + entry; -inf hides the key whatever its score, so that a tile of nothing else need not be computed."""
+    return where(entry == -math.inf, -math.inf, s + entry)
 
 
 def _dense(name: str, x: Any, problem: Problem, packed: bool) -> Table:

@@ -18,6 +18,8 @@ FLAGS = sl.table(_rng.random(LENGTH) < 0.8, "flags")
 GRID = sl.table(_rng.integers(0, 3, (2, LENGTH)), "grid")
 BIAS = sl.table(_rng.standard_normal((8, 2 * LENGTH)).astype(np.float32), "bias")
 HALVES = sl.table(_rng.standard_normal(LENGTH).astype(np.float16), "halves")
+SQUARE = sl.table(_rng.standard_normal((LENGTH, LENGTH + 8)).astype(np.float32), "square")
+SEEN = sl.table(_rng.random((2, LENGTH, LENGTH + 8)) < np.linspace(0, 1, LENGTH + 8).round(1), "seen")
 
 numbers = st.integers(-40, 300)
 Four = Callable[[Any, Any, Any, Any], Any]
@@ -49,7 +51,7 @@ def integers(draw: Any, depth: int = 2) -> Four:
 
 @st.composite
 def masks(draw: Any, depth: int = 2) -> Four:
-    kinds = ["causal", "window", "documents", "compare", "flags", "grid"]
+    kinds = ["causal", "window", "documents", "compare", "flags", "grid", "seen"]
     kind = draw(st.sampled_from(kinds + ["and", "or", "not", "and"] * (depth > 0)))
     if kind in ("and", "or"):
         x, y = draw(masks(depth - 1)), draw(masks(depth - 1))
@@ -65,7 +67,7 @@ def masks(draw: Any, depth: int = 2) -> Four:
     return {
         "causal": lambda b, h, i, j: j <= i, "window": lambda b, h, i, j: (i - j <= left) & (j - i <= right),
         "documents": lambda b, h, i, j: IDS[i] == IDS[j], "flags": lambda b, h, i, j: FLAGS[j],
-        "grid": lambda b, h, i, j: GRID[b, i] == GRID[b, j],
+        "grid": lambda b, h, i, j: GRID[b, i] == GRID[b, j], "seen": lambda b, h, i, j: SEEN[b, i, j + left % 8],
     }[kind]  # fmt: skip
 
 
@@ -74,7 +76,8 @@ def scores(draw: Any, depth: int = 3) -> Callable[..., Any]:
     kind = draw(
         st.sampled_from(
             ["s", "s"]
-            + ["alibi", "bias", "halves", "softcap", "sigmoid", "scale", "where", "max", "log", "exp", "sqrt", "sum"] * (depth > 0)
+            + ["alibi", "bias", "halves", "square", "hidden", "softcap", "sigmoid", "scale", "where", "max", "log", "exp", "sqrt", "sum"]
+            * (depth > 0)
         )
     )
     if kind == "s":
@@ -82,6 +85,7 @@ def scores(draw: Any, depth: int = 3) -> Callable[..., Any]:
     x, c = draw(scores(depth - 1)), draw(st.floats(0.25, 4.0))
     by: dict[str, Callable[..., Any]] = {
         "alibi": lambda y, b, h, i, j: y + c / 64 * (j - i), "bias": lambda y, b, h, i, j: y + BIAS[h, i - j + LENGTH],
+        "square": lambda y, b, h, i, j: y + SQUARE[i, j + int(c)], "hidden": lambda y, b, h, i, j: sl.where(SEEN[b, i, j], -np.inf, y),
         "halves": lambda y, b, h, i, j: y * HALVES[j], "softcap": lambda y, b, h, i, j: c * sl.tanh(y / c),
         "sigmoid": lambda y, b, h, i, j: sl.sigmoid(y) * c, "scale": lambda y, b, h, i, j: y * c - 1,
         "where": lambda y, b, h, i, j: sl.where((i + j) % 3 == 0, y, -y / c), "max": lambda y, b, h, i, j: sl.maximum(y, c - 1.0),

@@ -51,6 +51,32 @@ def test_dense_arrays(isa, rng, dtype):
     assert_accurate(q, k, v, mask=visible[..., :1, :], score=bias[:1])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_dense_arrays_of_any_strides_and_types(isa, rng, dtype):
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 53, 333, 16, 16)
+    visible, bias = rng.random((53, 666)) < 0.7, rng.standard_normal((4, 53, 333))
+    for mask in (visible[:, :333], visible[:, ::2], visible[::-1, ::-1][:, :333], np.asfortranarray(visible[:, 5:338])):
+        assert_accurate(q, k, v, mask=mask)
+    for score in (bias.astype(np.float16), bias.astype(np.float32)[..., ::-1], bias, bias[:, :1].astype(np.float32), bias[..., :1]):
+        assert_accurate(q, k, v, score=score)
+
+
+def test_hidden_parts_of_dense_arrays_are_skipped(isa, rng):
+    """What a whole tile hides is never read: NaN there does not come out."""
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 100, 700, 16, 16)
+    visible = np.zeros((100, 700), bool)
+    visible[:, 130:150] = visible[60:, 600:] = True
+    want = sl.attention(q, k, v, mask=visible)
+    for hidden in (slice(0, 128), slice(256, 512)):
+        k[:, :, hidden], v[:, :, hidden] = NAN, NAN
+    assert want.tobytes() == sl.attention(q, k, v, mask=visible).tobytes()
+    bias = np.where(visible, 0.0, -np.inf).astype(np.float32)
+    additive = sl.attention(q, k, v, score=bias)
+    assert np.isfinite(additive).all() and np.abs(additive - want).max() < 1e-5
+    after = sl.attention(q, k, v, score=[bias, lambda s, b, h, i, j: sl.maximum(s, -1.0)])  # -inf comes back: nothing is hidden
+    assert np.isnan(after).all()
+
+
 @settings(max_examples=2000 if FULL else 60, deadline=None)
 @given(masks(), scores(), st.booleans(), st.sampled_from(["float32", "float64", "bfloat16"]), st.integers(0, 1 << 30))
 def test_random_expressions(mask, score, causal, dtype, seed):

@@ -138,10 +138,9 @@ def _sources() -> bytes:
     """A digest of the emitters: changed code never meets an old object."""
     total = hashlib.sha256()
     here = Path(__file__).parent
-    for name in ("vector.py", "fields.py", "functions.py", "microkernels.py", "lower.py", "forward.py", "compile.py"):
-        total.update((here / name).read_bytes())
-    for name in ("bounds.py", "tree.py"):
-        total.update((here.parent / name).read_bytes())
+    others = [here.parent / name for name in ("arrays.py", "bounds.py", "machine.py", "planning.py", "tree.py")]
+    for path in (*sorted(here.glob("*.py")), *others):
+        total.update(path.read_bytes())
     return total.digest()
 
 

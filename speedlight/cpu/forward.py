@@ -15,7 +15,8 @@ from typing import Any
 
 from ..planning import SPAN, TILE
 from .fields import ITEM, field
-from .lower import expression_tile, extent, visibility
+from .lookups import lines
+from .lower import aim, expression_tile, squares
 from .microkernels import (
     Shape,
     is_empty,
@@ -30,6 +31,7 @@ from .microkernels import (
     value_tile,
 )
 from .vector import F32, F64, I1, I16, I32, I64, PTR, VOID, Function, Module, Value, vec
+from .visibility import extent, visibility
 
 
 class _Parts:
@@ -39,10 +41,13 @@ class _Parts:
         self.shape = s
         self.module = Module(f"forward_{s.storage}")
         m = self.module
-        self.score, self.softmax, self.merge = score_tile(m, s), softmax_tile(m, s), merge_states(m, s)
+        self.squares = squares(s.program) if s.program else []
+        self.score = score_tile(m, s, [lines(x, TILE) for x in self.squares])
+        self.aim = aim(m, s, s.program) if self.squares else None
+        self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
         self.value, self.predicated = value_tile(m, s), predicated_tile(m, s)
         self.expression = expression_tile(m, s, s.program) if s.program else None
-        self.visibility = visibility(m, s, s.program) if s.program and s.program.mask is not None else None
+        self.visibility = visibility(m, s, s.program) if s.program and s.program.hiding else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
@@ -196,6 +201,7 @@ class _Task:
         self.keys = self.values = self.scratch
         self.index = self.rows
         self.heads = self.rows, self.rows
+        self.ahead = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))
 
     def get(self, name: str) -> Value:
         return self.k.load(I64, self.k.p["a"], field(name), align=8)
@@ -354,11 +360,13 @@ class _Task:
         keys = k.at(keys, first * k_row)
         values = k.at(values, self.units(first) * v_row)
         state = k.at(at, self.get("at_span"))
-        k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check)
+        if parts.aim is not None:
+            k.call(parts.aim, k.p["a"], self.ahead, k.at(at, self.get("at_rows") + s.panel * 24), start + self.get("k_start"), self.index)
+        k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check, self.ahead)
         limits = k.at(at, self.get("at_limits"))
         if parts.expression is not None:
             lanes = k.at(at, self.get("at_rows") + s.panel * 24)
-            place = (start + self.get("k_start"), start, high, self.index, clear)
+            place = (start + self.get("k_start"), start, high, self.index, clear, self.ahead)
             with k.when(k.const(1, I1) if s.program.score is not None else clear < high):
                 k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *place)
         full = k.call(parts.softmax, self.scratch, check, state, limits, start, full, high, self.scale())

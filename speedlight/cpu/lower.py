@@ -5,26 +5,21 @@ What does not depend on the key is computed before the loop over keys; what is t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from llvmlite import ir
 
-from ..bounds import visible
 from ..tree import FUNCTIONS as _NAMES
 from ..tree import Node, order
 from .fields import field as field_at
 from .functions import FUNCTIONS, like
-from .microkernels import Shape
-from .vector import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Function, Value, vec
+from .lookups import TABLE_WORDS, Stream, added, as_number, direction, drawn, entries, splat_like, stride_of
+from .microkernels import Shape, unrolled
+from .vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
 
 _COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
-_STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64,
-           "float16": F16, "float32": F32, "float64": F64}  # fmt: skip
-PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
-TABLE_WORDS = 11  # address, 4 lengths, 4 strides in bytes, least and greatest entry (of integers)
-_ANYTHING = 1 << 58
-_SCAN = 8192  # entries of a table that are worth looking at for one box
 
 
 @dataclass(frozen=True)
@@ -35,6 +30,11 @@ class Program:
     mask: Node | None = field(compare=False, repr=False, default=None)
     score: Node | None = field(compare=False, repr=False, default=None)
     narrow: bool = False  # every integer fits 32 bits, which vectors do twice as fast
+
+    @property
+    def hiding(self) -> bool:
+        """Whether tiles may be hidden: by the mask, or by a score that can be -inf."""
+        return self.mask is not None or (self.score is not None and self.score.op == "where")
 
     def nodes(self) -> list[Node]:
         return [n for root in (self.mask, self.score) if root is not None for n in order(root)]
@@ -180,46 +180,58 @@ class Lowering:
             return x
         return k.extend(x, t) if to is F64 else k.narrow(x, t)
 
+    def table_at(self, node: Node) -> Value:
+        return self.k.at(self.tables_at, self.tables[id(node)] * TABLE_WORDS * 8)
+
     def _look_up(self, node: Node, index: list[Value]) -> Value:
         """The entry at the index, drawn into range first; where it had to be drawn is remembered."""
-        k = self.k
-        at = k.at(self.tables_at, self.tables[id(node)] * TABLE_WORDS * 8)
+        k, at = self.k, self.table_at(node)
         offset: Value | None = None
         for d, x in enumerate(map(self.wide, index)):
-            last = k.load(I64, at, 8 * (1 + d)) - 1
-            stride = k.load(I64, at, 8 * (5 + d))
-            zero = k.const(0, x.type)
-            last, stride = (k.splat(y, self.s.lanes) if isinstance(x.type, ir.VectorType) else y for y in (last, stride))
-            inside = k.max(k.min(x, last), zero)
-            self.wrong[id(node), d] = (x.differs(inside) | (last < 0), x)
-            step = inside * stride
-            offset = step if offset is None else self._sum(offset, step)
+            inside, bad = drawn(k, at, d, x)
+            self.wrong[id(node), d] = bad, x
+            offset = added(k, offset, inside * splat_like(k, stride_of(k, at, d), x))
         assert offset is not None
-        name = node.value.array.dtype.name
-        stored = _STORED[name]
-        base = k.load(PTR, at)
-        x = self._gather(stored, base, offset) if isinstance(offset.type, ir.VectorType) else k.load(stored, base, offset)
-        if name == "bool":
-            return x.differs(0)
-        if name.startswith(("int", "uint")):
-            wide = k.b.zext if name.startswith("u") else k.b.sext
-            return self.integer(x if stored is I64 else Value(k, wide(x.x, like(x, I64))))
-        wanted = like(x, self.type_of(node.kind))
-        return x if x.type == wanted else k.extend(x, wanted)
+        return as_number(k, node, entries(k, node, k.load(PTR, at), offset), self.type_of(node.kind))
 
-    def _sum(self, a: Value, b: Value) -> Value:
-        a, b = self._alike([a, b])
-        return a + b
+    def streams(self, program: Program, roots: list[Node], env: dict[str, Value], ahead: Value) -> list[Stream]:
+        """The lookups that are read many keys at once, begun. `ahead` as from aim(), at these lanes."""
+        places = {id(x): k_at for n, x in enumerate(squares(program)) for k_at in [self.k.at(ahead, n * self.s.panel * 8)]}
+        found = {id(n): n for root in roots for n in order(root) if n.op == "table" and direction(n)}
+        out = []
+        for node in found.values():
+            number = self.s.integer if node.kind == "bool" else self.type_of(node.kind)
+            if number not in (self.s.number, self.s.integer):
+                continue  # of another width than the lanes
+            stream = Stream(self.k, node, self.table_at(node), self.s.lanes, number, places.get(id(node)))
+            leading = [self.wide(self.value(a, env, self.values)) for a in node.args[:-1]]
+            self.wrong |= {(id(node), d): x for d, x in stream.begin(leading).items()}
+            out.append(stream)
+        return out
 
-    def _gather(self, stored: ir.Type, base: Value, offset: Value) -> Value:
-        k, lanes = self.k, self.s.lanes
-        address = k.splat(Value(k, k.b.ptrtoint(base.x, I64)), lanes) + offset
-        pointers = Value(k, k.b.inttoptr(address.x, vec(PTR, lanes)))
-        t = vec(stored, lanes)
-        suffix = {I8: "i8", I16: "i16", I32: "i32", I64: "i64", F16: "f16", F32: "f32", F64: "f64"}[stored]
-        every = k.const(1, vec(I1, lanes))
-        name = f"llvm.masked.gather.v{lanes}{suffix}.v{lanes}p0"
-        return k.intrinsic(name, t, pointers, k.const(1, I32), every, k.const(0, t))
+
+def squares(program: Program) -> list[Node]:
+    """The streams of which every query has a row of its own, read forwards."""
+    nodes = {id(n): n for n in program.nodes() if n.op == "table" and direction(n) == 1}
+    return [n for n in nodes.values() if any("i" in a.uses for a in n.args[:-1])]
+
+
+def aim(module: Any, s: Shape, program: Program) -> Any:
+    """ahead[square, lane] = where the lane's entries of the keys from `first` on lie; in range or not, it is only a hint."""
+    k = module.function("aim", {"a": PTR, "ahead": PTR, "lanes": PTR, "first": I64, "batch": I64})
+    p, wide = k.p, vec(I64, s.lanes)
+    numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
+    with k.range(0, s.vectors) as v:
+        lane = v * (s.lanes * 8)
+        lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
+        env = {"b": p["batch"], "i": k.load(wide, p["lanes"], lane), "h": k.load(wide, p["lanes"], lane + s.panel * 8), "j": p["first"]}
+        env = {name: lowering.integer(x) for name, x in env.items()}
+        for n, node in enumerate(squares(program)):
+            stream = Stream(k, node, lowering.table_at(node), s.lanes, s.number)
+            *leading, last = (lowering.wide(lowering.value(x, env, lowering.values)) for x in node.args)
+            stream.begin(leading)
+            k.store(stream.place(last), k.at(p["ahead"], lane), n * s.panel * 8)
+    return k.finish()
 
 
 def expression_tile(module: Any, s: Shape, program: Program) -> Any:
@@ -230,7 +242,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     such index.
     """
     k = module.function("expression_tile", {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
-                                            "start": I64, "n_keys": I64, "batch": I64, "clear": I64})  # fmt: skip
+                                            "start": I64, "n_keys": I64, "batch": I64, "clear": I64, "ahead": PTR})  # fmt: skip
     p = k.p
     scale = k.load(I64, p["a"], field_at("scale"))
     scale = k.splat(scale.bits(F64) if s.wide else k.trunc(scale, I32).bits(F32), s.lanes)
@@ -246,12 +258,15 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         for root in (program.score, program.mask):
             if root is not None:
                 lowering.before_keys(root, env)
+        streams = lowering.streams(program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane))
         risky = _some(k, lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
-        with k.range(begin, p["n_keys"]) as j:
+
+        def key(j: Value, m: Value) -> None:
+            """Key j, which is the m-th of those whose streams are filled."""
             place = k.at(p["scores"], j * s.row_bytes)
             now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, place, at)}
-            values = dict(lowering.values)
+            values = lowering.values | {id(x.node): x.value(m) for x in streams}
             x, visible = now["s"], None
             if program.score is not None:
                 now["s"] = x * scale
@@ -259,10 +274,26 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
             if program.mask is not None:
                 visible = lowering.vector(lowering.value(program.mask, now, values)) | k.splat(j < p["clear"], s.lanes)
                 x = k.select(visible, x, hidden)
-            _note_wrong(k, s, program, lowering, wrong, k.splat(j, s.lanes) < seen, visible, risky)
+
+            def looked_at() -> Value:
+                inside = k.splat(j, s.lanes) < seen
+                return inside if visible is None else inside & visible
+
+            _note_wrong(k, s, program, lowering, wrong, looked_at, risky, streams, m)
             k.store(x, place, at)
             for variable, combine in ((top, k.max), (total, lambda a, b: a + b), (least, k.min)):
                 variable.set(combine(x, variable.get()))
+
+        if streams:
+            with k.range(begin, p["n_keys"], s.lanes) as group:
+                here = env | {"j": lowering.integer(p["first"] + group)}
+                end = k.min(group + s.lanes, p["n_keys"])
+                for stream in streams:
+                    stream.fill(lowering.wide(lowering.value(stream.node.args[-1], here, dict(lowering.values))), group, end - group)
+                unrolled(k, group, end, lambda j: key(j, j - group), by=2)
+        else:
+            with k.range(begin, p["n_keys"]) as j:
+                key(j, j)
         if program.score is not None:
             for n, variable in enumerate((top, total, least)):
                 k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)
@@ -279,148 +310,33 @@ def _some(k: Function, lowering: Lowering, conditions: list[Value]) -> Value | N
 
 
 def _note_wrong(
-    k: Function, s: Shape, program: Program, lowering: Lowering, wrong: Value, seen: Value, visible: Value | None, risky: Value | None
-) -> None:
-    """Writes down indices that are out of range at a key that a lane sees."""
-    seen = seen if visible is None else seen & visible
-    lookups = [(n, node, d) for n, (node, d) in enumerate(program.slots()[2])]
-    moving = [x for x in lookups if x[1].uses & {"j", "s"}]
-    still = [x for x in lookups if not x[1].uses & {"j", "s"}]
-    now = _some(k, lowering, [lowering.wrong[id(node), d][0] for _, node, d in moving])
-    for some, which in ((now, moving), (risky, still)):
-        if some is None:
-            continue
-        with k.when(some):
-            for n, node, d in which:
-                condition, index = lowering.wrong[id(node), d]
-                bad = lowering.vector(condition) & seen
-                with k.when(k.any(bad)):
-                    lowest = k.const(-(1 << 63), vec(I64, s.lanes))
-                    worst = k.select(bad, lowering.vector(index), lowest)
-                    k.store(k.intrinsic(f"llvm.vector.reduce.smax.v{s.lanes}i64", I64, worst), wrong, 16 * n + 8)
-                    k.store(k.i64(1), wrong, 16 * n)
+    k: Function, s: Shape, program: Program, lowering: Lowering, wrong: Value, seen: Callable[[], Value], still: Value | None,
+    streams: list[Stream], m: Value,
+) -> None:  # fmt: skip
+    """Writes down indices that are out of range at a key that a lane sees. `still`: some index that no key changes is."""
+    moving, fixed = [], []
+    streamed = {id(x.node): x for x in streams}
+    for n, (node, d) in enumerate(program.slots()[2]):
+        stream = streamed.get(id(node))
+        if stream is not None and d == stream.last:
+            with k.when(stream.risky.get()):
+                index = stream.index(m)
+                _, bad = drawn(k, stream.at, d, index)
+                _note(k, s, lowering, wrong, n, bad, index, seen())
+        elif stream is not None or not node.uses & {"j", "s"}:
+            fixed.append((n, *lowering.wrong[id(node), d]))
+        else:
+            moving.append((n, *lowering.wrong[id(node), d]))
+    for some, which in ((_some(k, lowering, [bad for _, bad, _ in moving]), moving), (still, fixed)):
+        if some is not None and which:
+            with k.when(some):
+                for n, bad, index in which:
+                    _note(k, s, lowering, wrong, n, bad, index, seen())
 
 
-class _Scalars:
-    """bounds.py's arithmetic, written as scalar code."""
-
-    def __init__(self, lowering: Lowering, box: dict[str, tuple[Value, Value]]) -> None:
-        self.lowering, self.k, self.box = lowering, lowering.k, box
-
-    def minimum(self, a: Value, b: Value | int) -> Value:
-        return self.k.min(a, self._int(b))
-
-    def maximum(self, a: Value, b: Value | int) -> Value:
-        return self.k.max(a, self._int(b))
-
-    def _int(self, x: Value | int) -> Value:
-        return x if isinstance(x, Value) else self.k.i64(x)
-
-    def where(self, condition: Value, yes: Value | int, no: Value | int) -> Value:
-        return self.k.select(condition, self._int(yes), self._int(no))
-
-    def invert(self, x: Value) -> Value:
-        return x ^ 1
-
-    def truth(self, x: bool) -> Value:
-        return self.k.const(int(x), I1)
-
-    def equal(self, a: Value, b: Value | int) -> Value:
-        return a.equals(b)
-
-    def floordiv(self, a: Value, b: Value) -> Value:
-        return self.lowering._divided("floordiv", a, b)
-
-    def number(self, node: Node) -> Value:
-        return self.lowering._number(node)
-
-    def table(self, node: Node, index: list[tuple[Value, Value]]) -> tuple[Value, Value]:
-        """Least and greatest entry of a part of a row; of the whole table where that is long or not one row."""
-        k, low = self.k, self.lowering
-        at = k.at(low.tables_at, low.tables[id(node)] * TABLE_WORDS * 8)
-        inside, ends = self.truth(True), index
-        for d, (a, b) in enumerate(index):
-            inside = inside & (a >= 0) & (b < k.load(I64, at, 8 * (1 + d)))
-        row = inside & ((ends[-1][1] - ends[-1][0]) < _SCAN)
-        offset = k.i64(0)
-        for d, (a, b) in enumerate(ends):
-            offset = offset + a * k.load(I64, at, 8 * (5 + d))
-            row = row & a.equals(b) if d < len(ends) - 1 else row
-        # an index that may be out of range must be looked at, key by key: then the entry may be anything
-        whole = (k.select(inside, k.load(I64, at, 8 * n), k.i64(x)) for n, x in ((9, -_ANYTHING), (10, _ANYTHING)))
-        least, most = (k.variable(x) for x in whole)
-        with k.when(row):
-            base, step = k.at(k.load(PTR, at), offset), k.load(I64, at, 8 * (4 + len(ends)))
-            least.set(k.i64((1 << 63) - 1))
-            most.set(k.i64(-(1 << 63)))
-            count = ends[-1][1] - ends[-1][0] + 1
-            whole = k.i64(0)
-            if _STORED[node.value.array.dtype.name] is I64:  # eight at a time
-                whole = k.select(step.equals(8), count & -8, k.i64(0))
-                wide = vec(I64, 8)
-                lows, highs = (k.variable(k.splat(x.get(), 8)) for x in (least, most))
-                with k.range(0, whole, 8) as n:
-                    x = k.load(wide, base, n * 8)
-                    lows.set(k.min(x, lows.get()))
-                    highs.set(k.max(x, highs.get()))
-                least.set(k.intrinsic("llvm.vector.reduce.smin.v8i64", I64, lows.get()))
-                most.set(k.intrinsic("llvm.vector.reduce.smax.v8i64", I64, highs.get()))
-            with k.range(whole, count) as n:
-                x = self._entry(node, base, n * step)
-                least.set(k.min(x, least.get()))
-                most.set(k.max(x, most.get()))
-        found = least.get(), most.get()
-        return (found[0] > 0, found[1] > 0) if node.kind == "bool" else found
-
-    def _entry(self, node: Node, base: Value, offset: Value) -> Value:
-        name = node.value.array.dtype.name
-        stored = _STORED[name]
-        x = self.k.load(stored, base, offset)
-        signed = name.startswith("int")
-        return x if stored is I64 else Value(self.k, (self.k.b.sext if signed else self.k.b.zext)(x.x, I64))
-
-
-def visibility(module: Any, s: Shape, program: Program) -> Any:
-    """0, 1 or 2: nothing, something, or everything in the box of heads, positions and keys is visible. Ends are inclusive."""
-    names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "j_high")
-    k = module.function("visibility", {"a": PTR} | dict.fromkeys(names, I64), I64)
-    p = k.p
-    assert program.mask is not None
-    lowering = Lowering(k, s, program, *(k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables")))
-    box = {"b": (p["batch"], p["batch"]), "h": (p["h_low"], p["h_high"]), "i": (p["i_low"], p["i_high"]), "j": (p["j_low"], p["j_high"])}
-    some, every = visible(program.mask, _Scalars(lowering, box))
-    return k.finish(k.zext(some, I64) + k.zext(some & every, I64))
-
-
-def extent(module: Any, visibility: Any) -> Any:
-    """Of the mixed tile [j_low, j_low + count): first and past-the-last key that may be visible, and how far all are.
-
-    Told by parts of PART keys, relative to j_low, packed as first | end << 8 | full << 16; first = end if all is hidden.
-    """
-    names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "count")
-    k = module.function("extent", {"a": PTR} | dict.fromkeys(names, I64), I64)
-    p = k.p
-
-    def classed(low: Value, high: Value) -> Value:
-        box = [p[n] for n in ("a", "batch", "h_low", "h_high", "i_low", "i_high")]
-        return k.call(visibility, *box, p["j_low"] + low, p["j_low"] + high - 1)
-
-    def after(at: Value, end: Value) -> Value:
-        return k.min(at + PART, end)
-
-    first, end = k.variable(k.i64(0)), k.variable(p["count"])
-    with k.forever() as leave_if:
-        leave_if(first.get() >= p["count"])
-        leave_if(classed(first.get(), after(first.get(), p["count"])) > 0)
-        first.set(after(first.get(), p["count"]))
-    with k.forever() as leave_if:
-        leave_if(end.get() <= first.get())
-        start = (end.get() - 1) & -PART
-        leave_if(classed(start, end.get()) > 0)
-        end.set(start)
-    full = k.variable(first.get())
-    with k.forever() as leave_if:
-        leave_if(full.get() >= end.get())
-        leave_if(classed(full.get(), after(full.get(), end.get())) < 2)
-        full.set(after(full.get(), end.get()))
-    return k.finish(first.get() | end.get() << 8 | full.get() << 16)
+def _note(k: Function, s: Shape, lowering: Lowering, wrong: Value, n: int, bad: Value, index: Value, seen: Value) -> None:
+    bad = lowering.vector(bad) & seen
+    with k.when(k.any(bad)):
+        worst = k.select(bad, lowering.vector(index), k.const(-(1 << 63), vec(I64, s.lanes)))
+        k.store(k.intrinsic(f"llvm.vector.reduce.smax.v{s.lanes}i64", I64, worst), wrong, 16 * n + 8)
+        k.store(k.i64(1), wrong, 16 * n)

@@ -154,15 +154,17 @@ def unrolled(k: Function, low: Value | int, high: Value, body: Any, by: int = 2)
         body(t)
 
 
-def score_tile(module: Module, s: Shape) -> Any:
+def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     """scores[n_keys, panel] = keys @ q_panel, one chain of multiply-adds over the units per element.
+
+    Meanwhile brings in what the expression will read: `ahead` has the panel's addresses, once for each number of `lines`.
 
     check holds every lane's largest score, the sum (finite only if all scores are), and the smallest.
     Row groups past the end repeat the last key: what they write lies past n_keys.
     """
     k = module.function(
         "score_tile",
-        {"scores": PTR, "q_panel": PTR, "keys": PTR, "key_row": I64, "n_keys": I64, "units": I64, "check": PTR},
+        {"scores": PTR, "q_panel": PTR, "keys": PTR, "key_row": I64, "n_keys": I64, "units": I64, "check": PTR, "ahead": PTR},
     )
     p = k.p
     unit = s.number_bytes
@@ -182,6 +184,13 @@ def score_tile(module: Module, s: Shape) -> Any:
                 for v in range(s.vectors):
                     total[m][v].set(multiply_add(k, s, key, query[v], total[m][v].get()))
 
+        for n, count in enumerate(lines):
+            share = -(-s.panel * s.rows // TILE)  # of the panel's rows, for every group of keys
+            lane = j // s.rows * share
+            with k.range(lane, k.min(lane + share, k.i64(s.panel))) as i:
+                place = k.load(PTR, p["ahead"], (i + n * s.panel) * 8)
+                for line in range(count):
+                    k.prefetch(k.at(place, line * 64))
         unrolled(k, 0, p["units"], step)
         out = k.at(p["scores"], j * s.row_bytes)
         for v in range(s.vectors):

@@ -274,6 +274,13 @@ class Function:
 
     # --- memory
 
+    def buffer(self, t: ir.Type, count: int) -> Value:
+        """Room on the stack for `count` values of a type, the same at every turn of a loop."""
+        with self.b.goto_entry_block():
+            room = self.b.alloca(ir.ArrayType(t, count))
+            room.type = PTR  # llvmlite would insist on arrays being stored
+            return Value(self, room)
+
     def at(self, pointer: Value, offset: Value | int) -> Value:
         off = offset.x if isinstance(offset, Value) else I64(offset)
         return Value(self, self.b.gep(pointer.x, [off], source_etype=I8))
@@ -286,6 +293,11 @@ class Function:
 
     def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
         self.b.store(value.x, self.at(pointer, offset).x, align=align)
+
+    def prefetch(self, pointer: Value) -> None:
+        """Towards the first-level cache; any address will do."""
+        f = self.module.declare("llvm.prefetch.p0", VOID, [PTR, I32, I32, I32])
+        self.b.call(f, [pointer.x, I32(0), I32(3), I32(1)])
 
     def fetch_add(self, pointer: Value, offset: int, amount: int) -> Value:
         return Value(self, self.b.atomic_rmw("add", self.at(pointer, offset).x, I64(amount), "seq_cst"))

@@ -1,0 +1,119 @@
+"""What a mask says about a box of queries and keys, as scalar code: bounds.py's walk, written into the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..bounds import hides, visible
+from ..tree import Node
+from .fields import field
+from .lookups import ENDS, TABLE_WORDS, Box
+from .lower import Lowering, Program
+from .microkernels import Shape
+from .vector import F64, I1, I64, PTR, Value
+
+PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
+_ANYTHING = 1 << 58
+
+
+class _Scalars:
+    """bounds.py's arithmetic, written as scalar code."""
+
+    def __init__(self, lowering: Lowering, box: dict[str, tuple[Value, Value]]) -> None:
+        self.lowering, self.k, self.box = lowering, lowering.k, box
+
+    def minimum(self, a: Value, b: Value | int) -> Value:
+        return self.k.min(a, self._int(b))
+
+    def maximum(self, a: Value, b: Value | int) -> Value:
+        return self.k.max(a, self._int(b))
+
+    def _int(self, x: Value | int) -> Value:
+        return x if isinstance(x, Value) else self.k.i64(x)
+
+    def where(self, condition: Value, yes: Value | int, no: Value | int) -> Value:
+        return self.k.select(condition, self._int(yes), self._int(no))
+
+    def invert(self, x: Value) -> Value:
+        return x ^ 1
+
+    def truth(self, x: bool) -> Value:
+        return self.k.const(int(x), I1)
+
+    def equal(self, a: Value, b: Value | int) -> Value:
+        return a.equals(b)
+
+    def floordiv(self, a: Value, b: Value) -> Value:
+        return self.lowering._divided("floordiv", a, b)
+
+    def number(self, node: Node) -> Value:
+        return self.lowering._number(node)
+
+    def minus_infinity(self, node: Node) -> Value:
+        return self.lowering._number(node).equals(float("-inf"))
+
+    def _words(self, node: Node) -> Value:
+        return self.k.at(self.lowering.tables_at, self.lowering.tables[id(node)] * TABLE_WORDS * 8)
+
+    def table(self, node: Node, index: list[tuple[Value, Value]]) -> tuple[Value, Value]:
+        """Least and greatest entry of a small box; of the whole table where the box is large."""
+        k, at = self.k, self._words(node)
+        box = Box(k, node, at, index)
+        # an index that may be out of range must be looked at, key by key: then the entry may be anything
+        whole = (k.select(box.inside, k.load(I64, at, 8 * (ENDS + n)), k.i64(x)) for n, x in ((0, -_ANYTHING), (1, _ANYTHING)))
+        least, most = (k.variable(x) for x in whole)
+        box.ends_of(least, most)
+        found = least.get(), most.get()
+        return (found[0] > 0, found[1] > 0) if node.kind == "bool" else found
+
+    def all_equal(self, node: Node, index: list[tuple[Value, Value]], number: Node) -> Value:
+        wanted = self.lowering._number(number)
+        return Box(self.k, node, self._words(node), index).all_equal(wanted if wanted.type is F64 else self.k.extend(wanted, F64))
+
+
+def visibility(module: Any, s: Shape, program: Program) -> Any:
+    """0, 1 or 2: nothing, something, or everything in the box of heads, positions and keys is visible. Ends are inclusive."""
+    names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "j_high")
+    k = module.function("visibility", {"a": PTR} | dict.fromkeys(names, I64), I64)
+    p = k.p
+    lowering = Lowering(k, s, program, *(k.load(PTR, p["a"], field(n)) for n in ("numbers", "tables")))
+    box = {"b": (p["batch"], p["batch"]), "h": (p["h_low"], p["h_high"]), "i": (p["i_low"], p["i_high"]), "j": (p["j_low"], p["j_high"])}
+    ops = _Scalars(lowering, box)
+    some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True), ops.truth(True))
+    hidden = None if program.score is None else hides(program.score, ops)
+    some = some if hidden is None else some & ops.invert(hidden)
+    return k.finish(k.zext(some, I64) + k.zext(some & every, I64))
+
+
+def extent(module: Any, visibility: Any) -> Any:
+    """Of the mixed tile [j_low, j_low + count): first and past-the-last key that may be visible, and how far all are.
+
+    Told by parts of PART keys, relative to j_low, packed as first | end << 8 | full << 16; first = end if all is hidden.
+    """
+    names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "count")
+    k = module.function("extent", {"a": PTR} | dict.fromkeys(names, I64), I64)
+    p = k.p
+
+    def classed(low: Value, high: Value) -> Value:
+        box = [p[n] for n in ("a", "batch", "h_low", "h_high", "i_low", "i_high")]
+        return k.call(visibility, *box, p["j_low"] + low, p["j_low"] + high - 1)
+
+    def after(at: Value, end: Value) -> Value:
+        return k.min(at + PART, end)
+
+    first, end = k.variable(k.i64(0)), k.variable(p["count"])
+    with k.forever() as leave_if:
+        leave_if(first.get() >= p["count"])
+        leave_if(classed(first.get(), after(first.get(), p["count"])) > 0)
+        first.set(after(first.get(), p["count"]))
+    with k.forever() as leave_if:
+        leave_if(end.get() <= first.get())
+        start = (end.get() - 1) & -PART
+        leave_if(classed(start, end.get()) > 0)
+        end.set(start)
+    full = k.variable(first.get())
+    with k.forever() as leave_if:
+        leave_if(full.get() >= end.get())
+        leave_if(classed(full.get(), after(full.get(), end.get())) < 2)
+        full.set(after(full.get(), end.get()))
+    return k.finish(first.get() | end.get() << 8 | full.get() << 16)
