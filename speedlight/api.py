@@ -191,17 +191,22 @@ def plan(
     value_dim: int | None = None,
     dtype: Any = "float32",
     causal: bool | str = False,
+    mask: Any = None,
+    score: Any = None,
     q_start: Any = None,
     k_start: int = 0,
     scale: float | None = None,
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    exact: bool = False,
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
 
     Takes either arrays, as attention() does, or sizes alone. Runs nothing but, once per process, a few milliseconds
-    that measure the machine's peak and bandwidth.
+    that measure the machine's peak and bandwidth. Of a mask, the tiles that are computed are always known. What is
+    visible in them is known where a mask is made of comparisons of i, j and i - j; else `exact=True` counts it,
+    key by key in the tiles that are mixed, and without it visible_pairs and flops are None.
 
     Returns:
         A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.
@@ -215,19 +220,21 @@ def plan(
     True
     """
     strided_keys = strided_values = False
+    if not isinstance(exact, bool):
+        raise ArgumentTypeError(f"exact: expected True or False; got {exact!r}.")
     if q is not None or k is not None or v is not None:
         if (q_heads, kv_heads, q_len, k_len, head_dim, value_dim) != (None,) * 6:
             raise ArgumentError("q_heads: expected either arrays or sizes; got both. Leave the sizes out.")
         a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         problem, _, _ = from_arrays(
             a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score,
         )  # fmt: skip
         size = arrays.DTYPES[problem.dtype][1]
         strided_keys, strided_values = b.strides[-1] != size, c.strides[-1] != size
     else:
         problem = from_sizes(
             batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
-            value_dim=value_dim, dtype=dtype, causal=causal, q_start=q_start, k_start=k_start, scale=scale,
+            value_dim=value_dim, dtype=dtype, causal=causal, q_start=q_start, k_start=k_start, scale=scale, mask=mask, score=score,
         )  # fmt: skip
-    return engine.make_plan(problem, engine.threads_now(), strided_keys=strided_keys, strided_values=strided_values)
+    return engine.make_plan(problem, engine.threads_now(), strided_keys=strided_keys, strided_values=strided_values, exact=exact)

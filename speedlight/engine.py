@@ -97,21 +97,13 @@ class Prepared:
             done = end
 
 
-def _box(problem: Problem) -> dict[str, tuple[int, int]]:
-    """Every position, head and item of the problem."""
-    ends = [(start, start + n - 1) for start, n in zip(problem.q_starts, problem.q_lengths, strict=True) if n]
-    rows = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0, 0)
-    last = problem.k_start + max(max(problem.k_lengths, default=0), 1) - 1
-    return {"b": (0, max(problem.batch, 1) - 1), "h": (0, max(problem.q_heads, 1) - 1), "i": rows, "j": (problem.k_start, last)}
-
-
 def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any], tuple[np.ndarray, np.ndarray] | None]:
     """The mask and score as a kernel wants them: their structure, lookups that can go wrong, numbers and tables."""
     parts = [x for x in (problem.mask, problem.score) if x is not None]
     if not parts:
         return None, [], None
     roots = [n for x in parts for n in x.nodes]
-    most = largest_integer(roots, _box(problem))
+    most = largest_integer(roots, problem.box())
     if most is not None and most >= 1 << 62:
         raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
     key = "\n".join(x.key for x in parts)
@@ -247,17 +239,19 @@ def _items(
     return np.ascontiguousarray(table[tickets > 0]) if batch else table
 
 
-def make_plan(problem: Problem, threads: int, isa: Isa | None = None, *, strided_keys: bool = False, strided_values: bool = False) -> Any:
+def make_plan(
+    problem: Problem, threads: int, isa: Isa | None = None, *, strided_keys: bool = False, strided_values: bool = False, exact: bool = False
+) -> Any:
     """The plan of a problem on this machine, with its measured roofs."""
-    from .cpu import roof
+    from .cpu import lookups, lower, roof
     from .cpu.compile import symbol_of
     from .cpu.microkernels import Shape
 
     isa = isa or current_isa()
     how = planning.schedule(problem, isa, threads, strided_keys, strided_values)
-    symbol = symbol_of(Shape(isa, how.storage, how.vectors))
+    symbol = symbol_of(Shape(isa, how.storage, how.vectors, _program(problem, lower, lookups)[0]))
     peak = roof.peak_flops(isa, problem.storage, how.threads)
-    return planning.count(problem, how, symbol, peak, roof.bandwidth(how.threads))
+    return planning.count(problem, how, symbol, peak, roof.bandwidth(how.threads), exact=exact)
 
 
 @functools.lru_cache(maxsize=1)

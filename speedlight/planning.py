@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 
 from .arrays import STORAGE_BYTES
 from .machine import Isa, level2_bytes
-from .problem import SPAN, Problem
-
-TILE = 128  # keys per tile of the canonical arithmetic
+from .problem import SPAN, TILE, Problem
+from .tiles import Rows, counted_pairs, pairs, tally
 
 # measured share of the peak that a panel of so many query vectors reaches, relative to three
 _VECTOR_WORTH = {3: 1.0, 2: 0.97, 1: 0.8}
@@ -121,6 +121,7 @@ class Plan:
     """What a call will do, known before it runs. `print(plan)` shows it as a table.
 
     FLOPs count a multiply-add as two and only visible query-key pairs, except `tile_flops`, which is what is computed.
+    visible_pairs and flops are None where only counting would tell (`plan(…, exact=True)` counts).
     Bytes are the least that must be moved: every input once, every output once. Seconds are what this machine's
     measured peak and bandwidth allow at best.
     """
@@ -131,8 +132,8 @@ class Plan:
     kernel: str
     threads: int
     panel: int
-    visible_pairs: int
-    flops: int
+    visible_pairs: int | None
+    flops: int | None
     tile_flops: int
     tiles_full: int
     tiles_mixed: int
@@ -158,7 +159,7 @@ class Plan:
         """No run on this machine can be faster: the larger of compute and memory time."""
         if not self.peak_flops or not self.bandwidth:
             return None
-        return max(self.flops / self.peak_flops, (self.bytes_read + self.bytes_written) / self.bandwidth)
+        return max((self.flops or 0) / self.peak_flops, (self.bytes_read + self.bytes_written) / self.bandwidth)
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<16} {text}" for name, text in self.rows())
@@ -167,11 +168,13 @@ class Plan:
         """Name and text of each line of the table."""
         p = self.problem
         lengths = f"q {_range(p.q_lengths)}, k {_range(p.k_lengths)}"
-        mask = "causal" if p.causal else "full"
+        mask = " and ".join(["causal"] * p.causal + ["masked"] * (p.mask is not None)) or "full"
+        mask += ", scored" if p.score is not None else ""
+        visible = "? FLOP visible (exact=True counts)" if self.flops is None else f"{_si(self.flops, 'FLOP')} visible"
         rows = [
             ("problem", f"{p.dtype}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims {p.head_dim}/{p.value_dim}, {mask}"),
             ("engine", f"{self.engine}, {self.isa}, {self.threads} thread{'s' * (self.threads != 1)}, kernel {self.kernel}"),
-            ("flops", f"{_si(self.flops, 'FLOP')} visible, {_si(self.tile_flops, 'FLOP')} computed"),
+            ("flops", f"{visible}, {_si(self.tile_flops, 'FLOP')} computed"),
             ("tiles", f"{self.tiles_full:,} full, {self.tiles_mixed:,} mixed, {self.tiles_skipped:,} skipped, of {self.panel} x {TILE}"),
             (
                 "tile flops",
@@ -187,12 +190,17 @@ class Plan:
         return rows
 
 
-def count(problem: Problem, how: Schedule, kernel: str, peak: float | None = None, bandwidth: float | None = None) -> Plan:
+def count(
+    problem: Problem, how: Schedule, kernel: str, peak: float | None = None, bandwidth: float | None = None, *, exact: bool = False
+) -> Plan:
     """The plan's figures, exactly: what the kernel counts when it runs is the same."""
-    totals = np.zeros(6, dtype=object)
-    for key, times in _distinct(problem).items():
-        totals += np.array(_count_item(*key, problem.causal, problem.group, how.panel), dtype=object) * times
-    pairs, full, mixed, skipped, panel_keys, mixed_keys = (int(x) * problem.kv_heads for x in totals)
+    if problem.mask is None and problem.score is None:
+        totals = np.zeros(6, dtype=object)
+        for key, times in _distinct(problem).items():
+            totals += np.array(_count_item(*key, problem.causal, problem.group, how.panel), dtype=object) * times
+        visible, full, mixed, skipped, panel_keys, mixed_keys = (int(x) * problem.kv_heads for x in totals)
+    else:
+        visible, full, mixed, skipped, panel_keys, mixed_keys = _count_expressions(problem, how.panel, exact)
     per_pair = 2 * (problem.head_dim + problem.value_dim)
     size = STORAGE_BYTES[problem.storage]
     q_rows, k_rows = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
@@ -205,8 +213,8 @@ def count(problem: Problem, how: Schedule, kernel: str, peak: float | None = Non
         kernel=kernel,
         threads=how.threads,
         panel=how.panel,
-        visible_pairs=pairs,
-        flops=pairs * per_pair,
+        visible_pairs=visible,
+        flops=None if visible is None else visible * per_pair,
         tile_flops=panel_keys * how.panel * per_pair,
         tiles_full=full,
         tiles_mixed=mixed,
@@ -231,6 +239,28 @@ def _distinct(problem: Problem) -> dict[tuple[int, int, int], int]:
         key = (q_len, k_len, start - problem.k_start)
         found[key] = found.get(key, 0) + 1
     return found
+
+
+def _count_expressions(problem: Problem, panel: int, exact: bool) -> tuple[Any, ...]:
+    """As _count_item, of all heads; items and heads that the expressions cannot tell apart are counted once."""
+    uses = frozenset().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
+    items: dict[Any, list[int]] = {}
+    for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
+        items.setdefault((key, item if "b" in uses else 0), []).append(item)
+    heads, each = (range(problem.kv_heads), 1) if "h" in uses else (range(min(1, problem.kv_heads)), problem.kv_heads)
+    visible: int | None = 0
+    sums = [0] * 5
+    for alike in items.values():
+        for head in heads:
+            rows, times = Rows(problem, alike[0], head, panel), len(alike) * each
+            found = tally(rows)
+            tiles = -(-rows.keys // TILE) * rows.panels
+            for n, x in enumerate((found.full, found.mixed, tiles - found.full - found.mixed, found.keys, found.mixed_keys)):
+                sums[n] += x * times
+            shown = pairs(rows)
+            shown = counted_pairs(rows) if shown is None and exact else shown
+            visible = None if visible is None or shown is None else visible + shown * times
+    return visible, *sums
 
 
 def _all_keys(problem: Problem, panel: int) -> int:

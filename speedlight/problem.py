@@ -14,7 +14,8 @@ from .arrays import DTYPES, Array
 from .errors import ArgumentError, ArgumentTypeError
 from .tracing import Expression, Symbol, Table, expression, score_chain, where
 
-SPAN = 1024  # keys per span of the canonical arithmetic
+TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
+PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (1, 0, 2)}  # where batch, head, length, dim lie
 _AXES = {"bhld": "(batch, heads, length, head_dim)", "blhd": "(batch, length, heads, head_dim)", "lhd": "(total_length, heads, head_dim)"}
 _MOST = 1 << 46
@@ -50,10 +51,17 @@ class Problem:
     def storage(self) -> str:
         return DTYPES[self.dtype][0]
 
+    def box(self) -> dict[str, tuple[int, int]]:
+        """Every position, head and item: first and last."""
+        ends = [(start, start + n - 1) for start, n in zip(self.q_starts, self.q_lengths, strict=True) if n]
+        rows = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0, 0)
+        last = self.k_start + max(max(self.k_lengths, default=0), 1) - 1
+        return {"b": (0, max(self.batch, 1) - 1), "h": (0, max(self.q_heads, 1) - 1), "i": rows, "j": (self.k_start, last)}
+
 
 def from_sizes(
     *, batch: Any, q_heads: Any, kv_heads: Any, q_len: Any, k_len: Any, head_dim: Any, value_dim: Any, dtype: Any,
-    causal: Any, q_start: Any, k_start: Any, scale: Any,
+    causal: Any, q_start: Any, k_start: Any, scale: Any, mask: Any = None, score: Any = None,
 ) -> Problem:  # fmt: skip
     """The problem of a plan by sizes alone."""
     batch, q_heads, q_len = (_size(n, x) for n, x in (("batch", batch), ("q_heads", q_heads), ("q_len", q_len)))
@@ -67,7 +75,8 @@ def from_sizes(
         raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {dtype!r}.")
     if batch > 1_000_000:
         raise ArgumentError(f"batch: expected at most 1,000,000; got {batch}.")
-    return _problem(name, q_heads, kv_heads, head_dim, value_dim, (q_len,) * batch, (k_len,) * batch, causal, q_start, k_start, scale)
+    lengths = (q_len,) * batch, (k_len,) * batch
+    return _expressed(_problem(name, q_heads, kv_heads, head_dim, value_dim, *lengths, causal, q_start, k_start, scale), mask, score, False)
 
 
 def from_arrays(
@@ -113,10 +122,13 @@ def from_arrays(
         cu_q = cu_k = None
         q_lengths, k_lengths = (q_len,) * q.shape[0], (k_len,) * q.shape[0]
     problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lengths, k_lengths, causal, q_start, k_start, scale)
-    if mask is not None or score is not None:
-        packed = layout == "lhd"
-        problem = replace(problem, mask=_mask(mask, problem, packed), score=_score(score, problem, packed))
-    return problem, cu_q, cu_k
+    return _expressed(problem, mask, score, layout == "lhd"), cu_q, cu_k
+
+
+def _expressed(problem: Problem, mask: Any, score: Any, packed: bool) -> Problem:
+    if mask is None and score is None:
+        return problem
+    return replace(problem, mask=_mask(mask, problem, packed), score=_score(score, problem, packed))
 
 
 def _mask(x: Any, problem: Problem, packed: bool) -> Expression | None:

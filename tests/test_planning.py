@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 
 import numpy as np
 import pytest
+from conftest import FULL
+from expressions import LENGTH, masks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from problems import qkv
 
 import speedlight as sl
 from speedlight import arrays, engine, planning
 from speedlight.machine import current_isa
 from speedlight.problem import from_arrays
+
+
+def counted(q, k, v, options):
+    """What the kernel counts, the plan, and the problem."""
+    plan = sl.plan(q, k, v, **options, exact=True)
+    described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
+    defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
+    problem, _, _ = from_arrays(*described, **(defaults | options))
+    out, counts = np.empty_like(q), np.zeros(3, np.int64)
+    prepared = engine.prepare(problem, "bhld", *described, out.strides, None, None, sl.get_threads(), current_isa())
+    prepared.run(*(x.address for x in described), out.ctypes.data, 0, counts.ctypes.data)
+    assert plan.kernel == prepared.kernel.symbol
+    return counts.tolist(), plan, problem
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -21,20 +39,66 @@ from speedlight.problem import from_arrays
      (513, 2049, {"causal": True, "q_start": 900}), (200, 400, {"causal": "top-left"}), (64, 64, {"causal": True, "q_start": -5})],
 )  # fmt: skip
 def test_the_kernel_counts_what_was_planned(isa, rng, dtype, q_len, k_len, options):
-    q, k, v = qkv(rng, dtype, 2, 6, 2, q_len, k_len, 16, 16)
-    plan = sl.plan(q, k, v, **options)
-    described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-    defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
-    problem, _, _ = from_arrays(*described, **(defaults | options))
-    out, counts = np.empty_like(q), np.zeros(3, np.int64)
-    prepared = engine.prepare(problem, "bhld", *described, out.strides, None, None, sl.get_threads(), current_isa())
-    prepared.run(*(x.address for x in described), out.ctypes.data, 0, counts.ctypes.data)
-    assert counts.tolist() == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
+    counts, plan, problem = counted(*qkv(rng, dtype, 2, 6, 2, q_len, k_len, 16, 16), options)
+    assert counts == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
     i, j = np.arange(q_len)[:, None] + problem.q_starts[0], np.arange(k_len)
     visible = int((j <= i).sum()) if problem.causal else q_len * k_len
     assert plan.visible_pairs == visible * 2 * 6 and plan.flops == plan.visible_pairs * 4 * 16
     assert plan.tile_flops == plan.full_flops + plan.mixed_flops >= plan.flops
-    assert plan.kernel == prepared.kernel.symbol
+
+
+IDS = np.repeat(np.arange(40), np.random.default_rng(1).integers(1, 200, 40))
+MASKS = {
+    "window": {"mask": sl.window(300, 0)},
+    "window and causal": {"mask": sl.window(100, 30), "causal": True},
+    "both sides": {"mask": ~sl.window(200, 200)},
+    "prefix": {"mask": sl.causal() & (sl.window(200, 0) | sl.prefix(4))},
+    "three": {"mask": sl.expression(lambda b, h, i, j: (i - j > 700) | (j - i > 400) | ((i < 900) & (j >= 100) & (j < 300)))},
+    "documents": {"mask": sl.documents(IDS)},
+    "documents and causal": {"mask": sl.documents(IDS), "causal": True, "q_start": 700},
+    "heads": {"mask": lambda b, h, i, j: (i - j < 100 * (h + 1)) & (j <= i)},
+    "items": {"mask": lambda b, h, i, j: j < 500 * b + i},
+    "nothing": {"mask": sl.prefix(0)},
+    "dense": {"mask": np.random.default_rng(2).random((1, 4, 1, 1500)) < np.repeat([0, 0.5, 1], 500)},
+    "additive": {"score": np.where(np.tri(500, 1500, 800, bool), 0, -np.inf).astype(np.float32)},
+    "scored": {"score": sl.softcap(3.0), "mask": sl.window(50, 60)},
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kernel_counts_what_was_planned_for_masks(isa, rng, dtype, name):
+    q, k, v = qkv(rng, dtype, 2, 4, 2, 500, 1500, 16, 16)
+    counts, plan, _ = counted(q, k, v, MASKS[name])
+    assert counts == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
+    assert plan.tile_flops == plan.full_flops + plan.mixed_flops >= plan.flops
+    quick = sl.plan(q, k, v, **MASKS[name])
+    assert quick.visible_pairs in (None, plan.visible_pairs)
+    assert (quick.visible_pairs is None) == (name in ("documents", "documents and causal", "heads", "dense", "additive"))
+    eye = np.broadcast_to(np.eye(1500, dtype=np.float32), (2, 2, 1500, 1500))
+    shown = sl.reference.attention(np.zeros_like(q, np.float32), np.zeros_like(k, np.float32), eye, **MASKS[name]) > 0
+    assert plan.visible_pairs == shown.sum() and plan.flops == plan.visible_pairs * 4 * 16
+
+
+@settings(max_examples=300 if FULL else 25, deadline=None)
+@given(masks(), st.booleans(), st.integers(0, 1 << 30))
+def test_the_kernel_counts_what_was_planned_for_random_masks(mask, causal, seed):
+    rng = np.random.default_rng(seed)
+    sizes = int(rng.integers(1, 200)), int(rng.integers(1, LENGTH - 1))
+    options = {"mask": mask, "causal": causal, "q_start": int(rng.integers(0, LENGTH - sizes[0]))}
+    counts, plan, _ = counted(*qkv(rng, "float32", 2, 4, 2, *sizes, 4, 4), options)
+    assert counts == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
+
+
+def test_planning_a_window_of_a_million_keys_is_quick_and_small():
+    call = {"q_heads": 8, "q_len": 1 << 20, "head_dim": 64, "mask": sl.window(1023, 0)}
+    sl.plan(**call)
+    tracemalloc.start()
+    plan = sl.plan(**call)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert plan.visible_pairs == 8 * ((1 << 20) * 1024 - 1023 * 1024 // 2)
+    assert plan.tile_flops < 1.2 * plan.flops and peak < 10 << 20
 
 
 def test_workspace_does_not_grow_with_the_lengths():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..bounds import hides, visible
+from ..problem import PART
 from ..tree import Node
 from .fields import field
 from .lookups import ENDS, TABLE_WORDS, Box
@@ -12,7 +13,6 @@ from .lower import Lowering, Program
 from .microkernels import Shape
 from .vector import F64, I1, I64, PTR, Value
 
-PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
 _ANYTHING = 1 << 58
 
 

@@ -16,6 +16,8 @@ from ..errors import ArgumentError, Error
 from ..machine import current_isa
 from ..planning import uses_dot
 from .files import read_arrays, write_arrays
+from .formula import read_formula
+from .pictures import check_path, tile_map
 
 try:
     import typer
@@ -48,6 +50,12 @@ def attend(
     causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query, aligned at the end.")] = False,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal, aligned at the start.")] = False,
     scale: Annotated[float | None, typer.Option(help="Factor of the scores. Default 1/sqrt(head_dim).")] = None,
+    mask: Annotated[
+        str | None, typer.Option(help="Which keys are seen: 'causal() & window(1024, 0)', or in b, h, i, j: '(i - j) % 2 == 0'.")
+    ] = None,
+    score: Annotated[
+        str | None, typer.Option(help="What becomes of a score s: 'softcap(30)', or '30 * tanh(s / 30) - abs(i - j)'.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Compare every element with float64; exit 1 if one is outside its bound.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
@@ -65,6 +73,7 @@ def attend(
     options: dict[str, Any] = {"causal": "top-left" if top_left else causal, "scale": scale, "layout": layout}
     if layout == "lhd":
         options |= {n: found[n] for n in ("cu_seqlens_q", "cu_seqlens_k") if n in found}
+    options |= {"mask": mask and read_formula("--mask", mask, "bhij"), "score": score and read_formula("--score", score, "sbhij")}
     plan = sl.plan(*arrays, **options)
     out, lse, seconds = _attend(arrays, options, plan, quiet=as_json)
     if output is not None:
@@ -72,7 +81,7 @@ def attend(
     report: dict[str, Any] = {
         "out": {"shape": list(out.shape), "dtype": out.dtype.name},
         "seconds": seconds,
-        "gflops": plan.flops / seconds / 1e9,
+        "gflops": None if plan.flops is None else plan.flops / seconds / 1e9,
         "kernel": plan.kernel,
         "output": str(output) if output else None,
     }
@@ -84,6 +93,39 @@ def attend(
         _print(report, plan)
     if check and not report["check"]["passed"]:
         raise typer.Exit(1)
+
+
+@app.command()
+def view(
+    mask: Annotated[str, typer.Option(help="The mask: 'causal() & window(1024, 0)', or in b, h, i, j: '(i >= j) & (i - j < 100)'.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The picture: .png, .svg or .pdf.")],
+    length: Annotated[int, typer.Option(help="Queries, and keys unless --keys says otherwise.")] = 8192,
+    keys: Annotated[int | None, typer.Option(help="Keys. The last query is at the last key.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values; default as many.")] = None,
+    head: Annotated[int, typer.Option(help="The query head to draw.")] = 0,
+    head_dim: Annotated[int, typer.Option(help="Elements of a query; tiles depend on it a little.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, float64, float16 or bfloat16.")] = "float32",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Draws which tiles a mask computes whole, computes under the mask, and skips, and prints the plan."""
+    check_path(output)
+    what = read_formula("--mask", mask, "bhij")
+    sizes = {"q_heads": heads, "kv_heads": kv_heads, "q_len": length, "k_len": keys, "head_dim": head_dim, "dtype": dtype}
+    plan = sl.plan(**sizes, mask=what)
+    if not 0 <= head < heads:
+        raise ArgumentError(f"--head: expected 0 to {heads - 1}; got {head}.")
+    tile_map(plan, head, mask, output)
+    report = {"output": str(output), "plan": dict(plan.rows())}
+    if as_json:
+        print(json.dumps(report, ensure_ascii=False))
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in (("written", str(output)), *plan.rows()):
+        table.add_row(name, text)
+    Console().print(table)
 
 
 def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan, quiet: bool) -> tuple[np.ndarray, np.ndarray, float]:
@@ -135,9 +177,8 @@ def _print(report: dict[str, Any], plan: sl.Plan) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     out = report["out"]
-    table.add_row(
-        "result", f"out {tuple(out['shape'])} {out['dtype']}, in {report['seconds'] * 1e3:.3g} ms ({report['gflops']:.3g} GFLOP/s)"
-    )
+    rate = "" if report["gflops"] is None else f" ({report['gflops']:.3g} GFLOP/s)"
+    table.add_row("result", f"out {tuple(out['shape'])} {out['dtype']}, in {report['seconds'] * 1e3:.3g} ms{rate}")
     if report["output"]:
         table.add_row("written", report["output"])
     if "check" in report:

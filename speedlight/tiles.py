@@ -1,0 +1,309 @@
+"""Which tiles a mask shows: the walk of bounds.py over many boxes at once, as the kernels see them panel by panel.
+
+A panel is a run of query rows; a tile is TILE keys; a tile that is neither hidden nor visible as a whole is trimmed to
+parts of PART keys. Squares of panels and tiles are halved until they are hidden or visible, or single, so that work and
+memory follow the edges of a mask and not the square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .bounds import Exact, HalfPlane, hides, largest_integer, terms, visible
+from .problem import PART, SPAN, TILE, Problem
+from .tree import Node, evaluate
+
+_TOGETHER = 8192  # boxes looked at in one go: their arrays stay in the cache
+
+
+class Many(Exact):
+    """Arithmetic of the walk on NumPy arrays, one entry a box."""
+
+    minimum: Any = staticmethod(np.minimum)
+    maximum: Any = staticmethod(np.maximum)
+    where: Any = staticmethod(np.where)
+
+    def __init__(self, box: dict[str, tuple[Any, Any]]) -> None:
+        self.box = box
+
+    def invert(self, x: Any) -> Any:
+        return np.logical_not(x)
+
+    def truth(self, x: bool) -> Any:
+        return np.bool_(x)
+
+    def floordiv(self, a: Any, b: Any) -> Any:
+        return np.floor_divide(a, np.where(b == 0, 1, b)) * (b != 0)
+
+    def table(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Each box of the table that is asked for, looked at once."""
+        unknown = (False, True) if node.kind == "bool" else (-(1 << 58), 1 << 58)
+        found = self._each(index, lambda box: super(Many, self).table(node, box) or unknown)
+        return found[..., 0], found[..., 1]
+
+    def all_equal(self, node: Node, index: list[tuple[Any, Any]], number: Node) -> Any:
+        return self._each(index, lambda box: super(Many, self).all_equal(node, box, number))
+
+    def _each(self, index: list[tuple[Any, Any]], look: Any) -> np.ndarray:
+        ends = np.broadcast_arrays(*(np.asarray(x) for pair in index for x in pair))
+        columns, inverse = np.unique(np.stack([x.ravel() for x in ends], axis=1), axis=0, return_inverse=True)
+        values = np.array([look([(int(a), int(b)) for a, b in row.reshape(-1, 2)]) for row in columns])
+        return values[inverse.ravel()].reshape(*ends[0].shape, *values.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The query rows of one kv head of one item, as panels."""
+
+    problem: Problem
+    item: int
+    head: int  # of k and v
+    panel: int  # rows
+
+    @property
+    def count(self) -> int:
+        return self.problem.q_lengths[self.item] * self.problem.group
+
+    @property
+    def keys(self) -> int:
+        return self.problem.k_lengths[self.item]
+
+    @property
+    def panels(self) -> int:
+        return -(-self.count // self.panel)
+
+    def first(self, panel: Any) -> Any:
+        """Absolute position of a panel's first row."""
+        return self.problem.q_starts[self.item] + panel * self.panel // self.problem.group
+
+    def last(self, panel: Any) -> Any:
+        return self.problem.q_starts[self.item] + (np.minimum(panel * self.panel + self.panel, self.count) - 1) // self.problem.group
+
+    def limit(self, position: Any) -> Any:
+        """How many keys `causal` leaves a row at this position."""
+        if not self.problem.causal:
+            return np.full_like(position, self.keys)
+        return np.clip(position - self.problem.k_start + 1, 0, self.keys)
+
+
+def classes(rows: Rows, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
+    """0, 1 or 2 of each box of positions: nothing, something, or everything is visible. Ends are inclusive."""
+    p = rows.problem
+    h = rows.head * p.group
+    ops = Many({"b": (rows.item, rows.item), "h": (h, h + p.group - 1), "i": i, "j": j})
+    some, every = visible(p.mask.root, ops) if p.mask is not None else (ops.truth(True),) * 2
+    hidden = None if p.score is None else hides(p.score.root, ops)
+    some = some if hidden is None else some & ~hidden
+    return np.broadcast_to(some * (1 + (some & every)), np.broadcast_shapes(*(np.shape(x) for x in (*i, *j)))).astype(np.int8)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a kernel counts, and which tiles it finds mixed."""
+
+    full: int = 0
+    mixed: int = 0
+    keys: int = 0  # over all panels
+    mixed_keys: int = 0
+    full_pairs: int = 0  # rows x keys of the tiles that are visible as a whole
+
+
+def tally(rows: Rows) -> Tally:
+    """Counts of one kv head of one item."""
+    total = Tally()
+    for _ in _mixed(rows, total):
+        pass
+    return total
+
+
+def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Walks the square of panels and tiles; adds up; yields the tiles of which only counting tells what is visible."""
+    if not rows.panels or not rows.keys:
+        return
+    splits = rows.problem.score is None or rows.problem.score.root.op != "where"  # a part of a visible box is visible
+    stack = [np.array([[0, rows.panels, 0, -(-rows.keys // TILE)]], _integers(rows.problem)).T]
+    while stack:
+        boxes = stack.pop()
+        if boxes.shape[1] > _TOGETHER:
+            stack.append(boxes[:, _TOGETHER:])
+            boxes = boxes[:, :_TOGETHER]
+        p0, p1, t0, t1 = boxes
+        low, high = rows.first(p0), rows.last(p1 - 1)
+        end = np.minimum(t1 * TILE, rows.limit(high))
+        start = rows.problem.k_start
+        kind = classes(rows, (low, high), (start + t0 * TILE, start + np.maximum(end, t0 * TILE + 1) - 1))
+        kind = np.where(end > t0 * TILE, kind, 0)
+        single = (p1 - p0 == 1) & (t1 - t0 == 1)
+        whole = (kind == 2) & (rows.limit(low) >= np.minimum(t1 * TILE, rows.keys)) & (single | splits)
+        _add_full(rows, total, *boxes[:, whole])
+        if not splits and whole.any():
+            yield p0[whole], t0[whole]
+        leaves = single & (kind > 0) & ~whole
+        if leaves.any():
+            cut = _add_mixed(rows, total, p0[leaves], t0[leaves], kind[leaves])
+            yield p0[leaves][cut | (not splits)], t0[leaves][cut | (not splits)]
+        rest = boxes[:, (kind > 0) & ~whole & ~single]
+        if rest.size:
+            stack.append(_halves(rest))
+
+
+def _integers(p: Problem) -> Any:
+    """32-bit where all fit: twice as quick."""
+    nodes = [n for x in (p.mask, p.score) if x is not None for n in x.nodes]
+    most = largest_integer(nodes, p.box())
+    ends = max((abs(x) for pair in p.box().values() for x in pair), default=0) + SPAN
+    return np.int32 if most is not None and max(most, ends * p.group) < 1 << 30 else np.int64
+
+
+def _halves(boxes: np.ndarray) -> np.ndarray:
+    p0, p1, t0, t1 = boxes
+    pm, tm = (p0 + p1 + 1) // 2, (t0 + t1 + 1) // 2
+    four = [np.stack([a, b, c, d]) for a, b in ((p0, pm), (pm, p1)) for c, d in ((t0, tm), (tm, t1))]
+    out = np.concatenate(four, axis=1)
+    return out[:, (out[0] < out[1]) & (out[2] < out[3])]
+
+
+def _add_full(rows: Rows, total: Tally, p0: np.ndarray, p1: np.ndarray, t0: np.ndarray, t1: np.ndarray) -> None:
+    keys = (np.minimum(t1 * TILE, rows.keys) - t0 * TILE).astype(np.int64)
+    total.full += int(((p1 - p0).astype(np.int64) * (t1 - t0)).sum())
+    total.keys += int(((p1 - p0) * keys).sum())
+    total.full_pairs += int(((np.minimum(p1 * rows.panel, rows.count) - p0 * rows.panel) * keys).sum())
+
+
+def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.ndarray) -> np.ndarray:
+    """Single tiles that the mask or `causal` cuts, trimmed to parts as the kernel's `extent` does; returns which stay mixed."""
+    start = rows.problem.k_start + t * TILE
+    low, last = rows.first(p), rows.last(p)
+    high = np.minimum(TILE, rows.limit(last) - t * TILE)
+    first, end, clear = np.zeros_like(p), high, high.copy()
+    cut = np.flatnonzero(kind == 1)
+    if cut.size:
+        parts = np.arange(0, TILE, PART, dtype=p.dtype)
+        ends = np.minimum(parts + PART, high[cut, None])
+        j = start[cut, None] + parts, start[cut, None] + np.maximum(ends, parts + 1) - 1
+        kinds = np.where(ends > parts, classes(rows, (low[cut, None], last[cut, None]), j), 0)
+        count, seen = len(parts), kinds > 0
+        some = seen.any(axis=1)
+        from_ = np.where(some, seen.argmax(axis=1), 0)
+        to = np.where(some, count - seen[:, ::-1].argmax(axis=1), 0)
+        broken = (kinds < 2) & (np.arange(count) >= from_[:, None])
+        stop = np.where(broken.any(axis=1), broken.argmax(axis=1), count)
+        first[cut], end[cut] = from_ * PART, np.minimum(to * PART, high[cut])
+        clear[cut] = np.minimum(stop * PART, end[cut])
+    full = np.maximum(np.minimum(rows.limit(low) - t * TILE, clear), first)
+    keys = end - first
+    mixed = full < end
+    total.full += int(((keys > 0) & ~mixed).sum())
+    total.mixed += int(mixed.sum())
+    total.keys += int(keys.sum())
+    total.mixed_keys += int((end - full).sum())
+    lanes = np.minimum((p + 1) * rows.panel, rows.count) - p * rows.panel
+    total.full_pairs += int((lanes * keys)[~mixed].sum())
+    return mixed
+
+
+def grid(rows: Rows, most: int = 600) -> tuple[np.ndarray, int, int]:
+    """A map of one kv head of one item: the class of each cell, and how many query rows and keys a cell has.
+
+    A cell is a tile of a panel, or as many as keep the map within most x most cells.
+    """
+    step_p, step_t = max(1, -(-rows.panels // most)), max(1, -(-rows.keys // (TILE * most)))
+    p = np.arange(0, rows.panels, step_p)[:, None]
+    t = np.arange(0, -(-rows.keys // TILE), step_t)[None, :]
+    low, high = rows.first(p), rows.last(np.minimum(p + step_p, rows.panels) - 1)
+    first, end = t * TILE, np.minimum(np.minimum((t + step_t) * TILE, rows.keys), rows.limit(high))
+    start = rows.problem.k_start
+    kinds = classes(rows, (low, high), (start + first, start + np.maximum(end, first + 1) - 1))
+    cut = rows.limit(low) < np.minimum((t + step_t) * TILE, rows.keys)
+    return np.where(end <= first, 0, np.where(cut, np.minimum(kinds, 1), kinds)), step_p * rows.panel, step_t * TILE
+
+
+def pairs(rows: Rows) -> int | None:
+    """Visible pairs of query row and key, where a closed form exists: any and/or of half-planes in i, j and i - j."""
+    p = rows.problem
+    if _hiding(p) is not None:
+        return None
+    found = [()] if p.mask is None else terms(p.mask.root, True)
+    if found is None:
+        return None
+    walked = [[_plane(rows, atom) for atom in term] for term in found]
+    if any(x is None for term in walked for x in term):
+        return None
+    total, step = 0, 1 << 13
+    for begin in range(0, p.q_lengths[rows.item], step):
+        i = p.q_starts[rows.item] + np.arange(begin, min(begin + step, p.q_lengths[rows.item]))
+        total += int(_union(rows, i, walked).sum())
+    return total * p.group
+
+
+def _plane(rows: Rows, atom: Any) -> tuple[int, int, int] | None:
+    """(i's sign, j's sign, constant) of a half-plane whose constant is one number here; None otherwise."""
+    if not isinstance(atom, HalfPlane):
+        return None
+    constant = atom.constant
+    for sign, node in atom.rest:
+        if node.uses & {"h", "s"}:
+            return None
+        constant += sign * int(evaluate(node, {"b": np.int64(rows.item)}))
+    return atom.i_sign, atom.j_sign, constant
+
+
+def _union(rows: Rows, i: np.ndarray, found: list[list[Any]]) -> np.ndarray:
+    """How many keys of each row lie in any of the terms' intervals."""
+    start = rows.problem.k_start
+    most = start + rows.limit(i) - 1
+    lows, highs = [], []
+    for term in found:
+        low, high = np.full(i.shape, start), most.copy()
+        for i_sign, j_sign, c in term:
+            if j_sign:
+                bound = i_sign * i + c
+                low = np.maximum(low, bound) if j_sign < 0 else low
+                high = np.minimum(high, -bound) if j_sign > 0 else high
+            else:
+                high = np.where(i_sign * i + c <= 0, high, start - 1)
+        lows.append(low)
+        highs.append(high)
+    if len(found) == 1:
+        return np.maximum(highs[0] - lows[0] + 1, 0)
+    low, high = np.array(lows), np.array(highs)
+    order = np.argsort(low, axis=0)
+    low, high = (np.take_along_axis(x, order, axis=0) for x in (low, high))
+    total, covered = np.zeros_like(i), np.full(i.shape, start - 1)
+    for a, b in zip(low, high, strict=True):
+        total += np.maximum(b - np.maximum(a, covered + 1) + 1, 0)
+        covered = np.maximum(covered, b)
+    return total
+
+
+def counted_pairs(rows: Rows) -> int:
+    """Visible pairs, element by element in the tiles that are mixed. The time grows with those."""
+    p = rows.problem
+    total, count = Tally(), 0
+    hidden = _hiding(p)
+    for panels, keys in _mixed(rows, total):
+        for panel, tile in zip(panels.tolist(), keys.tolist(), strict=True):
+            r = np.arange(panel * rows.panel, min((panel + 1) * rows.panel, rows.count))
+            i = (p.q_starts[rows.item] + r // p.group)[:, None]
+            j = p.k_start + np.arange(tile * TILE, min((tile + 1) * TILE, rows.keys))[None, :]
+            env = {"b": np.int64(rows.item), "h": (rows.head * p.group + r % p.group)[:, None], "i": i, "j": j}
+            seen = (j <= i) if p.causal else np.ones((len(i), j.shape[1]), bool)
+            number = np.float64 if p.dtype == "float64" else np.float32
+            if p.mask is not None:
+                seen = seen & evaluate(p.mask.root, env, number, seen=False)
+            if hidden is not None:
+                seen = seen & ~evaluate(hidden, env, number, seen=False)
+            count += int(seen.sum())
+    return count + (total.full_pairs if hidden is None else 0)
+
+
+def _hiding(p: Problem) -> Node | None:
+    """The condition under which a score is -inf, if it is written so and does not depend on the scores."""
+    root = None if p.score is None else p.score.root
+    if root is None or root.op != "where" or root.args[1].op != "number" or root.args[1].value != -np.inf:
+        return None
+    return None if "s" in root.args[0].uses else root.args[0]
