@@ -24,14 +24,18 @@ def attention(
     v: Any,
     *,
     causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
     mask: Any = None,
     score: Any = None,
+    sink_logits: Any = None,
     q_start: Any = None,
     k_start: int = 0,
     scale: float | None = None,
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    q_lengths: Any = None,
+    k_lengths: Any = None,
     return_lse: bool = False,
     out: Any = None,
 ) -> Any:
@@ -45,17 +49,22 @@ def attention(
         v: (batch, kv_heads, k_len, value_dim), same dtype.
         causal: True hides keys after the query, aligned at the end (the last query sees every key); "top-left"
             aligns at the start, as PyTorch's is_causal does.
+        window: (left, right): hides keys before i - left and after i + right; None means no limit on that side.
         mask: which keys a query sees: a function (b, h, i, j) -> bool of batch item, query head and absolute positions
             of query and key, a pattern such as sl.window(1024, 0) or several joined by & | ~, or a bool array that
-            broadcasts to (batch, q_heads, q_len, k_len), True meaning visible. Joined to `causal` by &.
+            broadcasts to (batch, q_heads, q_len, k_len), True meaning visible. Joined to `causal` and `window` by &.
         score: what becomes of a score: a function (s, b, h, i, j) -> s of the scaled score, a pattern such as
             sl.alibi(slopes), a float array to add, or a list of these, left to right. A score of -inf hides the key.
-        q_start: absolute position of the first query, an int or one per batch item. Default k_len - q_len.
+        sink_logits: a score per query head that joins the softmax's denominator and nothing else, as gpt-oss has it.
+        q_start: absolute position of the first query, an int or one per batch item. Default k_len - q_len,
+            by each item's lengths.
         k_start: absolute position of the first key, a multiple of 1024.
         scale: factor of the scores. Default 1/sqrt(head_dim).
         layout: "bhld", "blhd" for (batch, length, heads, head_dim), or "lhd" for packed (total_length, heads, head_dim).
         cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
         cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
+        q_lengths: for a padded batch, queries of each item; rows past them get out 0 and lse -inf.
+        k_lengths: for a padded batch, keys of each item; those past them do not exist.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
             (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out 0.
         out: where to write the result, in the layout of q.
@@ -75,9 +84,12 @@ def attention(
     >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
     ((1, 2, 3, 4), (1, 2, 3), 1.0)
     """
-    options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa(), mask, score)
+    lists = None
+    if not (window is sink_logits is q_lengths is k_lengths is None):
+        lists = tuple(_values(x) for x in (window, sink_logits, q_lengths, k_lengths))
+    options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa(), mask, score, lists)
     key = None
-    if cu_seqlens_q is None and cu_seqlens_k is None and _kept(mask) and _kept(score):
+    if cu_seqlens_q is None and cu_seqlens_k is None and _kept(mask) and _kept(score) and (lists is None or ... not in lists):
         key = _key((q, k, v) if out is None else (q, k, v, out), options)
         prepared = _prepared.get(key) if key else None
         if prepared is not None and isinstance(return_lse, bool) and (out is None or _apart(prepared, q, k, v, out)):
@@ -87,7 +99,8 @@ def attention(
     a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(
         a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score, window=window,
+        sink_logits=sink_logits, q_lengths=q_lengths, k_lengths=k_lengths,
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
     if out is None:
@@ -137,6 +150,14 @@ def _key(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
             return None
         key += (x.shape, x.stride(), x.dtype)
     return tuple(key)
+
+
+def _values(x: Any) -> Any:
+    """A short list as something to find a call by: its values now. ... for what cannot be told so."""
+    values = x.tolist() if hasattr(x, "tolist") else x
+    if not isinstance(values, (list, tuple)):
+        return None if x is None else ...
+    return tuple(values) if all(type(v) in (int, float, type(None)) for v in values) else ...
 
 
 def _kept(x: Any) -> bool:
@@ -191,14 +212,18 @@ def plan(
     value_dim: int | None = None,
     dtype: Any = "float32",
     causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
     mask: Any = None,
     score: Any = None,
+    sink_logits: Any = None,
     q_start: Any = None,
     k_start: int = 0,
     scale: float | None = None,
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    q_lengths: Any = None,
+    k_lengths: Any = None,
     exact: bool = False,
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
@@ -228,7 +253,8 @@ def plan(
         a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         problem, _, _ = from_arrays(
             a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score,
+            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score, window=window,
+            sink_logits=sink_logits, q_lengths=q_lengths, k_lengths=k_lengths,
         )  # fmt: skip
         size = arrays.DTYPES[problem.dtype][1]
         strided_keys, strided_values = b.strides[-1] != size, c.strides[-1] != size

@@ -41,6 +41,9 @@ class Prepared:
         self.program, self.lookups, self.slots = _program(problem, lower, lookups)
         if self.slots is not None:
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
+        if problem.sinks is not None:
+            self.sinks = np.array([x * math.log2(math.e) for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
+            words |= {"sinks": self.sinks.ctypes.data}
         self.kernel = compile_.forward_kernel(microkernels.Shape(how.isa, how.storage, how.vectors, self.program))
         self.run_region = workers.run_region
         self.words_type = ctypes.c_int64 * len(fields.FIELDS)
@@ -175,7 +178,7 @@ def arguments(
     if c < 0:
         flip = 0x80008000 if planning.uses_dot(isa, problem.storage) else 1 << (8 * number - 1)
     items = _items(problem, how, layout, q, k, v, out_strides, cu_q, cu_k, number)
-    lse_head = (cu_q[-1] if cu_q else problem.q_lengths[0] if problem.batch else 0) * number
+    lse_head = (cu_q[-1] if cu_q else _rows(problem)) * number
     words = {
         "limit": how.tickets,
         "items": items.ctypes.data,
@@ -202,6 +205,11 @@ def arguments(
         for part, i in (("head", -3), ("row", -2), ("column", -1)):
             words[f"{name}_{part}"] = _axis(strides, layout, i)
     return how, words, items
+
+
+def _rows(problem: Problem) -> int:
+    """Rows of an item in a padded batch."""
+    return problem.rows if problem.rows is not None else problem.q_lengths[0] if problem.batch else 0
 
 
 def _bits(x: float, number: int) -> int:
@@ -232,11 +240,27 @@ def _items(
         index = np.arange(batch, dtype=np.int64)
         strides = [s[LAYOUTS[layout][0]] for s in (q.strides, k.strides, v.strides, out_strides)]
         places = (index,) * 4
-        table[:, 9] = index * problem.q_heads * (problem.q_lengths[0] if batch else 0) * number
+        table[:, 9] = index * problem.q_heads * _rows(problem) * number
     for column, place, stride in zip((5, 6, 7, 8), places, strides, strict=True):
         table[:, column] = place * stride
+    if problem.rows is not None:
+        table = np.concatenate([table, _unused_rows(problem, how, table, [_axis(s, layout, -2) for s in (q.strides, out_strides)], number)])
+        tickets = table[:, 1] * problem.kv_heads
     # an item without tickets shares its first ticket with the next: bisection then finds the last, so keep only items with work
     return np.ascontiguousarray(table[tickets > 0]) if batch else table
+
+
+def _unused_rows(problem: Problem, how: planning.Schedule, table: np.ndarray, row: list[int], number: int) -> np.ndarray:
+    """Items of the rows past q_lengths: they see no key."""
+    rest = table.copy()
+    used = table[:, 2]
+    rest[:, 2], rest[:, 3], rest[:, 10] = (problem.rows or 0) - used, 0, -1
+    rest[:, 1] = -(-rest[:, 2] * problem.group // (how.panel * how.panels))
+    tickets = rest[:, 1] * problem.kv_heads
+    rest[:, 0] = table[-1, 0] + table[-1, 1] * problem.kv_heads + np.cumsum(tickets) - tickets
+    for column, stride in ((5, row[0]), (8, row[1]), (9, number)):
+        rest[:, column] += used * stride
+    return rest
 
 
 def make_plan(

@@ -82,11 +82,17 @@ def schedule(problem: Problem, isa: Isa, threads: int, strided_keys: bool = Fals
     panels = max(1, min(8, fits, wanted, panel_count // (8 * threads)))
     blocks = sum(-(-r // (lanes * vectors * panels)) for r in rows) * problem.kv_heads
     used = max(1, min(threads, blocks))
+    blocks += sum(-(-r // (lanes * vectors * panels)) for r in _unused(problem)) * problem.kv_heads
     offsets = tuple((k, n) for k, n in layout.items() if k.startswith("at_"))
     scratch = _up(layout["fixed"] + panels * layout["panel"], 4096)
     return Schedule(
         isa, storage, vectors, panels, used, blocks, stage_keys, stage_values, layout["width"], offsets, layout["panel"], scratch
     )
+
+
+def _unused(problem: Problem) -> list[int]:
+    """Rows of out, in each item's group of heads, that have no query: they become 0."""
+    return [] if problem.rows is None else [(problem.rows - n) * problem.group for n in problem.q_lengths]
 
 
 def _up(n: int, step: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import numbers
+import operator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +40,8 @@ class Problem:
     scale: float
     mask: Expression | None = None
     score: Expression | None = None
+    sinks: tuple[float, ...] | None = None  # one logit per query head
+    rows: int | None = None  # of out per item, where q_lengths leave some of them without a query
 
     @property
     def batch(self) -> int:
@@ -81,7 +85,8 @@ def from_sizes(
 
 def from_arrays(
     q: Array, k: Array, v: Array, *, causal: Any, q_start: Any, k_start: Any, scale: Any, layout: Any,
-    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, mask: Any = None, score: Any = None,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, mask: Any = None, score: Any = None, window: Any = None,
+    sink_logits: Any = None, q_lengths: Any = None, k_lengths: Any = None,
 ) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:  # fmt: skip
     """The problem of three arrays, and the packed offsets where there are any."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
@@ -106,12 +111,16 @@ def from_arrays(
         raise ArgumentError(f"v: expected a value dim of at least 1; got shape {v.shape}.")
     if (v_heads, v_len) != (kv_heads, k_len):
         raise ArgumentError(f"v: expected {kv_heads} heads and length {k_len}, as k has; got {v_heads} and {v_len} (shape {v.shape}).")
+    rows: int | None = None
     if layout == "lhd":
+        for name, x in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
+            if x is not None:
+                raise ArgumentError(f"{name}: expected None for layout='lhd'; packed sequences have cu_seqlens_q and cu_seqlens_k.")
         cu_q = _offsets("cu_seqlens_q", cu_seqlens_q, q_len)
         cu_k = _offsets("cu_seqlens_k", cu_seqlens_k, k_len) if cu_seqlens_k is not None or k_len != q_len else cu_q
         if len(cu_q) != len(cu_k):
             raise ArgumentError(f"cu_seqlens_k: expected {len(cu_q)} entries, as cu_seqlens_q has; got {len(cu_k)}.")
-        q_lengths, k_lengths = (tuple(b - a for a, b in itertools.pairwise(c)) for c in (cu_q, cu_k))
+        q_lens, k_lens = (tuple(b - a for a, b in itertools.pairwise(c)) for c in (cu_q, cu_k))
     else:
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if x is not None:
@@ -120,21 +129,66 @@ def from_arrays(
             if x.shape[0] != q.shape[0]:
                 raise ArgumentError(f"{x.name}: expected batch {q.shape[0]}, as q has; got {x.shape[0]} (shape {x.shape}).")
         cu_q = cu_k = None
-        q_lengths, k_lengths = (q_len,) * q.shape[0], (k_len,) * q.shape[0]
-    problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lengths, k_lengths, causal, q_start, k_start, scale)
-    return _expressed(problem, mask, score, layout == "lhd"), cu_q, cu_k
+        q_lens, k_lens = _lengths("q_lengths", q_lengths, q.shape[0], q_len), _lengths("k_lengths", k_lengths, q.shape[0], k_len)
+        rows = None if q_lengths is None else q_len
+    problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lens, k_lens, causal, q_start, k_start, scale)
+    if sink_logits is not None or rows is not None:
+        problem = replace(problem, sinks=_sinks(sink_logits, q_heads), rows=rows)
+    mask = mask if window is None else _windowed(window, mask, problem, layout == "lhd", (q_len, k_len))
+    return _expressed(problem, mask, score, layout == "lhd", (q_len, k_len)), cu_q, cu_k
 
 
-def _expressed(problem: Problem, mask: Any, score: Any, packed: bool) -> Problem:
+def _windowed(window: Any, mask: Any, problem: Problem, packed: bool, square: tuple[int, int]) -> Expression | None:
+    """The shorthand (left, right), joined to the mask."""
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {window!r}.")
+    left, right = (None if x is None else _size("window", x) for x in window)
+    limits: list[Any] = []
+    if left is not None:
+        limits.append(expression(lambda b, h, i, j: i - j <= left, "mask"))
+    if right is not None:
+        limits.append(expression(lambda b, h, i, j: j - i <= right, "mask"))
+    if mask is not None:
+        limits.append(_mask(mask, problem, packed, square))
+    return functools.reduce(operator.and_, limits) if limits else None
+
+
+def _lengths(name: str, x: Any, batch: int, most: int) -> tuple[int, ...]:
+    """Lengths of a padded batch, copied before they are checked."""
+    if x is None:
+        return (most,) * batch
+    values = tuple(_integer(name, n) for n in _list(name, x))
+    if len(values) != batch:
+        raise ArgumentError(f"{name}: expected {batch} lengths, one per batch item; got {len(values)}.")
+    for at, n in enumerate(values):
+        if not 0 <= n <= most:
+            raise ArgumentError(f"{name}: expected lengths from 0 to {most}, the length of the array; got {n} for item {at}.")
+    return values
+
+
+def _sinks(x: Any, q_heads: int) -> tuple[float, ...] | None:
+    """One logit per query head, copied."""
+    if x is None:
+        return None
+    values = _list("sink_logits", x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind in "fV" else x)
+    for v in values:
+        if isinstance(v, (bool, np.bool_)) or not isinstance(v, numbers.Real):
+            raise ArgumentTypeError(f"sink_logits: expected numbers, one per query head; got {type(v).__name__}.")
+    if len(values) != q_heads:
+        raise ArgumentError(f"sink_logits: expected {q_heads} numbers, one per query head; got {len(values)}.")
+    return tuple(float(v) for v in values)
+
+
+def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tuple[int, int] | None = None) -> Problem:
     if mask is None and score is None:
         return problem
-    return replace(problem, mask=_mask(mask, problem, packed), score=_score(score, problem, packed))
+    return replace(problem, mask=_mask(mask, problem, packed, square), score=_score(score, problem, packed, square))
 
 
-def _mask(x: Any, problem: Problem, packed: bool) -> Expression | None:
+def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:
     if x is None or isinstance(x, Expression) or callable(x):
         return None if x is None else expression(x, "mask")
-    table = _dense("mask", x, problem, packed)
+    table = _dense("mask", x, problem, packed, square)
     if table.kind != "bool":
         raise ArgumentTypeError(
             f"mask: expected a bool array; got {table.array.dtype}. Pass an array that is added to scores as score=[array]."
@@ -142,14 +196,14 @@ def _mask(x: Any, problem: Problem, packed: bool) -> Expression | None:
     return expression(lambda b, h, i, j: _entry(table, problem, b, h, i, j), "mask")
 
 
-def _score(x: Any, problem: Problem, packed: bool) -> Expression | None:
+def _score(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:
     """One score, or several, left to right."""
     found = []
     for one in x if isinstance(x, (list, tuple)) else [] if x is None else [x]:
         if isinstance(one, Expression) or callable(one):
             found.append(expression(one, "score"))
             continue
-        table = _dense("score", one, problem, packed)
+        table = _dense("score", one, problem, packed, square)
         if table.kind not in ("float", "double"):
             raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. Pass a bool array as mask=.")
         found.append(expression(lambda s, b, h, i, j, t=table: _plus(s, _entry(t, problem, b, h, i, j)), "score"))
@@ -161,14 +215,15 @@ def _plus(s: Symbol, entry: Any) -> Any:
     return where(entry == -math.inf, -math.inf, s + entry)
 
 
-def _dense(name: str, x: Any, problem: Problem, packed: bool) -> Table:
+def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Table:
     """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
     if packed:
         raise ArgumentError(f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their own.")
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         raise ArgumentTypeError(f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.")
     table = Table(x, name, copy=False) if len(x.shape) else Table(np.asarray(x).reshape(1), name)
-    whole = (problem.batch, problem.q_heads, max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
+    q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
+    whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
     if any(a not in (1, b) for a, b in zip(shape, whole, strict=True)):
         raise ArgumentError(

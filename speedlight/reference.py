@@ -44,7 +44,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     Args:
         q, k, v: as for `speedlight.attention`.
         return_lse: also return the log-sum-exp.
-        **options: causal, mask, score, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k.
+        **options: causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, q_lengths,
+            k_lengths.
 
     Returns:
         float64 NumPy arrays of the shapes that `speedlight.attention` returns.
@@ -56,6 +57,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     """
     case = _Case(q, k, v, options)
     out, lse = case.results()
+    lse[...] = -np.inf
     with np.errstate(all="ignore"):
         for place in case.heads():
             place.solve(out, lse)
@@ -77,7 +79,7 @@ class _Case:
 
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
         described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-        defaults = {"mask": None, "score": None, "causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
+        defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
         self.layout = options.get("layout", "bhld")
         self.problem, self.cu_q, self.cu_k = from_arrays(*described, **(defaults | options))
         self.dtype = self.problem.dtype
@@ -95,8 +97,8 @@ class _Case:
         for item in range(p.batch):
             for head in range(p.q_heads):
                 if self.cu_q is None or self.cu_k is None:
-                    at: Any = (item, head)
-                    yield _Head(self, item, head, at, (item, head // p.group))
+                    at: Any = (item, head, slice(p.q_lengths[item]))
+                    yield _Head(self, item, head, at, (item, head // p.group, slice(p.k_lengths[item])))
                 else:
                     rows, keys = (slice(c[item], c[item + 1]) for c in (self.cu_q, self.cu_k))
                     yield _Head(self, item, head, (head, rows), (head // p.group, keys))
@@ -126,8 +128,17 @@ class _Head:
             return s
         return np.broadcast_to(evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible), s.shape)
 
+    def add_sink(self, score: np.ndarray) -> np.ndarray:
+        """A sink is one more key, of a score given, that every query sees and whose value is zeros."""
+        if self.problem.sinks is None:
+            return score.copy()
+        column = np.full((len(self.q), 1), self.problem.sinks[int(self.env["h"])])
+        self.v = np.concatenate([self.v, np.zeros((1, self.v.shape[1]))])
+        self.visible = np.concatenate([self.visible, np.ones(column.shape, dtype=bool)], axis=1)
+        return np.concatenate([score, column], axis=1)
+
     def solve(self, out: np.ndarray, lse: np.ndarray) -> None:
-        score = self.scores().copy()
+        score = self.add_sink(self.scores())
         ordinary = np.isfinite(score).all() and np.isfinite(self.v).all() and self.visible.any(axis=1).all() and score.size
         if ordinary:  # the definition for all rows at once
             score[~self.visible] = -np.inf
@@ -143,21 +154,25 @@ class _Head:
     def bound(self, out: np.ndarray, lse: np.ndarray, dot: bool) -> None:
         """Per element: M = Σ p|v| and S = max over visible keys of scale · Σ|q||k|."""
         p, name, d = self.problem, self.problem.dtype, self.problem.head_dim
-        if not self.q.size or not self.k.size:
+        if not self.q.size or not (self.k.size or p.sinks):
             return
-        visible = self.visible & (self.scores() != -np.inf)
-        score = np.where(visible, self.scores(), -np.inf)
+        size = np.abs(self.q) @ np.abs(self.k).T * abs(p.scale)
+        scores = self.scores()
+        score = self.add_sink(scores)
+        visible = self.visible & (score != -np.inf)
+        score = np.where(visible, score, -np.inf)
         weight = np.exp(score - np.maximum(score.max(axis=1, keepdims=True), -1e300))
         total = weight.sum(axis=1, keepdims=True)
         weight /= np.where(total == 0, 1, total)
-        size = np.abs(self.q) @ np.abs(self.k).T * abs(p.scale)
         m = weight @ np.abs(self.v)
         u = ROUNDOFF["float64" if name == "float64" else "float32"]
         normal = 2.0**-1022 if name == "float64" else 2.0**-126
         steps = max(3.0, np.sqrt(d))
         if p.score is not None:  # the expression carries the error of s on; then as if a plain score were so far off
             _, off = rounding_error(p.score.root, self.env | {"s": self.q @ self.k.T * p.scale}, u * steps * (size + 1), u)
-            size = off / (u * steps) + np.abs(np.where(visible, score, 0))
+            size = off / (u * steps) + np.abs(scores)
+        if p.sinks is not None:
+            size = np.concatenate([size, np.full((len(self.q), 1), abs(p.sinks[int(self.env["h"])]))], axis=1)
         size = np.where(visible, size, 0).max(axis=1, keepdims=True)
         relative = u * (TILE / 2 + len(self.k) / SPAN + steps * (4 + size))
         if name in ("float16", "bfloat16"):

@@ -184,6 +184,8 @@ def _task(parts: _Parts) -> Any:
         rows = k.at(at, task.get("at_rows"))
         seen = k.select(k.load(I64, at, task.high) > 0, state, task.get("at_total"))
         count = k.min(task.rows - i * s.panel, k.i64(s.panel))
+        with k.when(task.get("sinks").differs(0) & (task.index >= 0)):
+            task.sink(k.at(rows, s.panel * 32), k.at(at, seen))
         out, lse = k.at(rows, s.panel * 8), k.at(rows, s.panel * 16)
         k.call(parts.store, k.at(at, seen), out, lse, count, task.get("value_dim"), task.get("out_column"))
     return k.finish()
@@ -257,9 +259,8 @@ class _Task:
                 limit = k.max(k.min(of["start"] + position + 1, of["k_len"]), k.i64(0))
                 limit = k.select(causal, limit, of["k_len"])
                 k.store(limit, k.at(at, self.get("at_limits")), lane * 8)
-                if s.program:
-                    k.store(position + of["start"] + self.get("k_start"), rows, lane * 8 + s.panel * 24)
-                    k.store(q_head, rows, lane * 8 + s.panel * 32)
+                k.store(position + of["start"] + self.get("k_start"), rows, lane * 8 + s.panel * 24)
+                k.store(q_head, rows, lane * 8 + s.panel * 32)
             limits = k.at(at, self.get("at_limits"))
             k.store(k.load(I64, limits), at, self.low)
             k.store(k.load(I64, limits, (s.panel - 1) * 8), at, self.high)
@@ -302,6 +303,17 @@ class _Task:
         with k.range(1, self.get("width") + 2) as row:
             for v in range(s.vectors):
                 k.store(k.const(0.0, s.vector), state, row * s.row_bytes + s.lane_offset(v))
+
+    def sink(self, heads: Value, state: Value) -> None:
+        """Merges what a sink is: a key of that score, with a value of zeros. Its state lies where a tile's partial sums were."""
+        k, s = self.k, self.s
+        of, logits = k.at(self.scratch, self.get("at_check") + s.row_bytes), k.pointer(self.get("sinks"))
+        self.clear(of)
+        with k.range(0, s.panel) as lane:
+            logit = k.load(s.number, logits, k.load(I64, heads, lane * 8) * s.number_bytes)
+            k.store(logit, of, lane * s.number_bytes)
+            k.store(k.const(1.0, s.number), of, s.row_bytes + lane * s.number_bytes)
+        k.call(self.parts.merge, state, of, self.get("value_dim"))
 
     def tile(self, start: Value, count: Value) -> None:
         """One tile of keys for all panels that see any of it."""
