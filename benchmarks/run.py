@@ -117,31 +117,31 @@ def narrower(turns: int) -> Any:
 
 
 def masks(turns: int) -> Any:
-    """Patterns against plain attention of the same call, and against compiled FlexAttention with its block mask."""
+    """Patterns against plain attention, PyTorch with a dense mask, and compiled FlexAttention with its block mask."""
+    import torch
+
     slopes = np.array([2.0 ** -(h + 1) for h in range(8)], np.float32)
-    for name, n, options, flex, plain in (
-        ("causal", 16384, {"mask": sl.causal()}, (lambda b, h, i, j: i >= j, None), {}),
-        ("window 256", 16384, {"mask": sl.window(256, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= 256), None), {"causal": True}),
-        ("window 1024", 16384, {"mask": sl.window(1024, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= 1024), None), {"causal": True}),
-        ("window 4096", 16384, {"mask": sl.window(4096, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= 4096), None), {"causal": True}),
+    bias = np.random.default_rng(1).standard_normal((8, 4096, 4096), dtype=np.float32)
+    torch_bias = torch.from_numpy(bias)
+    causal, window = {"causal": True}, lambda n: ({"mask": sl.window(n, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= n), None))
+    documents = {"mask": sl.documents(np.repeat(np.arange(8), 2048))}, (lambda b, h, i, j: i // 2048 == j // 2048, None)
+    alibi, softcap = (lambda s, b, h, i, j: s + 2.0 ** (-(h + 1)) * (j - i)), (lambda s, b, h, i, j: 30.0 * (s / 30.0).tanh())
+    for name, n, (options, flex), plain in (
+        ("causal", 16384, ({"mask": sl.causal()}, (lambda b, h, i, j: i >= j, None)), {}),
+        ("window 256", 16384, window(256), causal),
+        ("window 1024", 16384, window(1024), causal),
+        ("window 4096", 16384, window(4096), causal),
+        ("8 documents", 16384, documents, {}),
+        ("prefix 512 and causal", 4096, ({"mask": sl.causal() | sl.prefix(512)}, (lambda b, h, i, j: (i >= j) | (j < 512), None)), causal),
+        ("alibi", 4096, ({"score": sl.alibi(slopes)}, (None, alibi)), {}),
+        ("softcap", 4096, ({"score": sl.softcap(30.0)}, (None, softcap)), {}),
         (
-            "8 documents",
-            16384,
-            {"mask": sl.documents(np.repeat(np.arange(8), 2048))},
-            (lambda b, h, i, j: i // 2048 == j // 2048, None),
+            "softcap and alibi",
+            4096,
+            ({"score": [sl.softcap(30.0), sl.alibi(slopes)]}, (None, lambda s, b, h, i, j: alibi(softcap(s, b, h, i, j), b, h, i, j))),
             {},
         ),
-        (
-            "prefix 512 and causal",
-            4096,
-            {"mask": sl.causal() | sl.prefix(512)},
-            (lambda b, h, i, j: (i >= j) | (j < 512), None),
-            {"causal": True},
-        ),
-        ("alibi", 4096, {"score": sl.alibi(slopes)}, (None, lambda s, b, h, i, j: s + 2.0 ** (-(h + 1)) * (j - i)), {}),
-        ("softcap", 4096, {"score": sl.softcap(30.0)}, (None, lambda s, b, h, i, j: 30.0 * (s / 30.0).tanh()), {}),
-        ("softcap and alibi", 4096, {"score": [sl.softcap(30.0), sl.alibi(slopes)]}, None, {}),
-        ("dense bias", 4096, {"score": np.random.default_rng(1).standard_normal((8, 4096, 4096), dtype=np.float32)}, None, {}),
+        ("dense bias", 4096, ({"score": bias}, (None, lambda s, b, h, i, j: s + torch_bias[h, i, j])), {}),
     ):
         arrays = tensors("float32", 8, n, 64)
         calls: dict[str, Call] = {
@@ -155,18 +155,36 @@ def masks(turns: int) -> Any:
         if not (np.abs(calls["speedlight"]()[:, :, -64:] - want) <= bound).all():
             yield {"name": "refused", "why": f"{name}: outside the bound"}
             continue
-        built = 0.0
-        if flex is not None:
-            start = time.perf_counter()
-            calls |= _flex(arrays, *flex)
-            built = time.perf_counter() - start
+        start = time.perf_counter()
+        calls |= _flex(arrays, *flex)
+        built = time.perf_counter() - start
+        dense: Any = torch_bias if name == "dense bias" else None
+        if flex[0] is not None:
+            at = torch.arange(n)
+            dense = flex[0](0, 0, at[:, None], at[None, :])
+        if dense is not None:
+            calls["torch"] = _dense_torch(arrays, dense)
+        for peer in {"flex", "torch"} & set(calls):  # a peer that computes something else is no peer
+            got = np.asarray(calls[peer]())[:, :, -64:]
+            if not np.abs(got - want).max() < 1e-3:
+                print(f"  ({peer}: {name}: not the same result)")
+                del calls[peer]
         times, _ = measure(calls, min(turns, 5), lambda: 0.0)
         ours = statistics.median(times["speedlight"])
         yield {
             "name": f"float32 H8 N{n} d64 {name}", "seconds": {x: quantiles(t) for x, t in times.items()},
             "of_plain": ours / statistics.median(times["plain"]), "flex_seconds_to_build": built,
             "flex": statistics.median(times["flex"]) / ours if "flex" in times else None,
+            "torch": statistics.median(times["torch"]) / ours if "torch" in times else None,
         }  # fmt: skip
+
+
+def _dense_torch(arrays: list[np.ndarray], mask: Any) -> Call:
+    import torch
+
+    q, k, v = (torch.from_numpy(x) for x in arrays)
+    call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # noqa: E731
+    return lambda: _without_grad(call)
 
 
 def _flex(arrays: list[np.ndarray], mask: Any, score: Any) -> dict[str, Call]:
@@ -386,6 +404,7 @@ def describe(row: dict[str, Any]) -> str:
     if "of_plain" in row:
         text += f"  {row['of_plain']:.3f} of the plain time"
         text += f"  flex x{row['flex']:.2f}, built in {row['flex_seconds_to_build']:.1f} s" if row["flex"] else ""
+        text += f"  torch with a dense mask x{row['torch']:.2f}" if row["torch"] else ""
     if "of_sum" in row:
         text += f"  {row['of_sum']:.2f} of the sum"
     if "bytes" in row:

@@ -24,6 +24,21 @@ def table(path: Path) -> str:
         if "gflops" in row:
             ratios = (f"{row['ratios'][p]:.2f} x" if p in row["ratios"] else "–" for p in ("torch", "onnxruntime", "openvino"))
             lines.append(f"| {row['name']} | {row['gflops']:.0f} | {row['share_of_peak']:.0%} | {' | '.join(ratios)} |")
+    masks = [row for row in data["rows"] if row["part"] == "masks" and "of_plain" in row]
+    if masks:
+        lines += [
+            "",
+            "Masks and scores, 8 heads, d=64; time against attention without them (for windows: against causal); PyTorch gets a",
+            "dense mask, FlexAttention (compiled, warm) its block mask. In brackets what FlexAttention needs to compile and build.",
+            "",
+            "| problem | ms | of plain time | FlexAttention | PyTorch |",
+            "|---|---|---|---|---|",
+        ]
+    for row in masks:
+        name, ms = row["name"].removeprefix("float32 H8 ").replace("d64 ", ""), row["seconds"]["speedlight"][2] * 1e3
+        flex = f"{row['flex']:.2f} x ({row['flex_seconds_to_build']:.0f} s)" if row["flex"] else "–"
+        dense = f"{row['torch']:.1f} x" if row.get("torch") else "–"
+        lines.append(f"| {name} | {ms:.0f} | {row['of_plain']:.3f} | {flex} | {dense} |")
     return "\n".join(lines) + "\n"
 
 

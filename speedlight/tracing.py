@@ -70,6 +70,9 @@ class Table:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) != self.array.ndim:
             raise ExpressionError(f"{self.name}: expected {self.array.ndim} indices; got {len(index)}.")
+        for at, (x, n) in enumerate(zip(index, self.array.shape, strict=True)):
+            if isinstance(x, (int, np.integer)) and not 0 <= x < n:
+                raise ExpressionError(f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {x} (shape {self.array.shape}).")
         if not any(isinstance(x, Symbol) for x in index):
             return self.array[tuple(index)].item()
         nodes = tuple(_node(x) for x in index)

@@ -65,11 +65,44 @@ def test_three_npy_files(rng, tmp_path):
         (["attend", EXAMPLE, "-o", "o.txt"], "o.txt: expected an output name"),
         (["attend", EXAMPLE, "--causal", "--top-left"], "--top-left: expected either"),
         (["attend", __file__], "expected a .safetensors, .npz or .npy file"),
+        (["attend", EXAMPLE, "--mask", "softcap(3)"], "mask: expected a mask; got the score"),
+        (["attend", EXAMPLE, "--mask", "i"], "mask: expected a bool result"),
+        (["view", "--mask", "causal() &", "-o", "m.png"], "--mask: expected a formula"),
+        (["view", "--mask", "__import__('os')", "-o", "m.png"], "--mask: expected one of the names b, h, i, j, causal"),
+        (["view", "--mask", "i.node", "-o", "m.png"], "--mask: expected numbers, operators, patterns and functions; got Attribute"),
+        (["view", "--mask", "[j for j in i]", "-o", "m.png"], "got ListComp"),
+        (["view", "--mask", "9 ** 9 < i", "-o", "m.png"], "--mask: expected no power"),
+        (["view", "--mask", "window('a')", "-o", "m.png"], "--mask: expected numbers; got 'a'"),
+        (["view", "--mask", "window()", "-o", "m.png"], "--mask: 'window()': window() missing"),
+        (["view", "--mask", "causal()", "-o", "m.txt"], "--output: expected a name that ends in .png"),
+        (["view", "--mask", "causal()", "-o", "/nowhere/m.png"], "--output: expected a directory"),
+        (["view", "--mask", "causal()", "-o", "m.png", "--head", "3"], "--head: expected 0 to 0; got 3"),
+        (["view", "--mask", "causal()", "-o", "m.png", "--length", "-3"], "q_len: expected a size"),
     ],
 )
 def test_errors_are_one_line(words, says):
     done = speedlight(*words)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_view_draws_the_tiles_that_are_computed(tmp_path):
+    import matplotlib.image
+
+    path = tmp_path / "mask.png"
+    done = speedlight("view", "--mask", "causal() & (window(300, 0) | (j < 64))", "--length", "2048", "-o", str(path), "--json")
+    assert done.returncode == 0, done.stderr
+    plan = sl.plan(q_heads=1, q_len=2048, head_dim=64, mask=sl.causal() & (sl.window(300, 0) | sl.prefix(64)))
+    assert json.loads(done.stdout)["plan"]["tiles"] == dict(plan.rows())["tiles"]
+    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    shares = [(pixels == colour).all(axis=1).mean() for colour in ([0, 114, 178], [230, 159, 0], [242, 242, 242])]
+    assert all(x > 0.005 for x in shares) and shares[2] > 0.4  # full, mixed, skipped
+
+
+def test_attend_with_a_mask_and_a_score(tmp_path):
+    done = speedlight("attend", EXAMPLE, "--mask", "window(20, 20)", "--score", "s - abs(i - j) * 0.1", "--check", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["check"]["passed"] and "masked, scored" in report["plan"]["problem"]
 
 
 def test_damaged_files_are_named(rng, tmp_path):

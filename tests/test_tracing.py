@@ -118,3 +118,13 @@ def test_functions_are_accurate(isa):
             # with two roundings more: the product with log2 e, and back with ln 2
             error = np.abs(lse[0, 0][normal] - want[normal]) / (np.abs(want[normal]) * unit)
             assert error.max() < 2.1, f"{name} {dtype}: {error.max():.2f} ulp at {at[normal][error.argmax()]}"
+
+
+def test_an_index_that_can_only_be_wrong_is_refused_when_traced():
+    table = sl.table(np.arange(12.0).reshape(3, 4), "grid")
+    for index in ((3, 0), (0, 4), (-1, 0)):
+        with pytest.raises(sl.ExpressionError, match=r"grid: expected index [12] from 0 to [23]; got"):
+            table[index]
+    with pytest.raises(sl.ExpressionError, match="grid: expected index 2 from 0 to 3; got 4"):
+        sl.expression(lambda s, b, h, i, j: s + table[h, 4])
+    assert table[2, 3] == 11.0

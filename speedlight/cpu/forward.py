@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..planning import SPAN, TILE
-from .fields import ITEM, field
 from .lookups import lines
 from .lower import aim, expression_tile, squares
 from .microkernels import (
@@ -30,7 +29,8 @@ from .microkernels import (
     softmax_tile,
     value_tile,
 )
-from .vector import F32, F64, I1, I16, I32, I64, PTR, VOID, Function, Module, Value, vec
+from .region import Work, entry, region
+from .vector import F32, F64, I1, I16, I32, I64, PTR, Function, Module, Value, vec
 from .visibility import extent, visibility
 
 
@@ -59,9 +59,7 @@ class _Parts:
 def forward_module(s: Shape, symbol: str) -> Module:
     """The whole forward engine for one shape; `symbol` is the region's public name."""
     parts = _Parts(s)
-    task = _task(parts)
-    region = _region(parts, task)
-    _entry(parts, region, symbol)
+    entry(parts.module, s.isa, region(parts.module, _task(parts)), symbol)
     return parts.module
 
 
@@ -191,22 +189,19 @@ def _task(parts: _Parts) -> Any:
     return k.finish()
 
 
-class _Task:
+class _Task(Work):
     """Names for what a task works with. A panel's memory: low and high limits, q_panel, two states, limits, rows."""
 
     low, high, queries = 0, 8, 64
 
     def __init__(self, k: Function, parts: _Parts) -> None:
-        self.k, self.parts, self.s = k, parts, parts.shape
-        self.scratch = k.p["scratch"]
+        super().__init__(k)
+        self.parts, self.s = parts, parts.shape
         self.rows = self.panels = k.i64(0)
         self.keys = self.values = self.scratch
         self.index = self.rows
         self.heads = self.rows, self.rows
         self.ahead = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))
-
-    def get(self, name: str) -> Value:
-        return self.k.load(I64, self.k.p["a"], field(name), align=8)
 
     def panel(self, i: Value) -> Value:
         return self.k.at(self.scratch, self.get("at_panels") + i * self.get("panel_bytes"))
@@ -214,23 +209,10 @@ class _Task:
     def units(self, length: Value) -> Value:
         return (length + 1) >> 1 if self.s.dot else length
 
-    def item(self) -> Value:
-        """The last batch item whose first ticket is not above ours, by bisection."""
-        k, items = self.k, self.k.pointer(self.get("items"))
-        low, high = k.variable(k.i64(0)), k.variable(self.get("item_count"))
-        with k.forever() as leave_if:
-            leave_if(high.get() - low.get() <= 1)
-            middle = (low.get() + high.get()) >> 1
-            before = k.load(I64, items, middle * (8 * len(ITEM))) <= k.p["number"]
-            low.set(k.select(before, middle, low.get()))
-            high.set(k.select(before, high.get(), middle))
-        return k.at(items, low.get() * (8 * len(ITEM)))
-
     def setup(self) -> Value:
         """Finds the task's rows, packs its panels; returns how many keys its last row sees."""
         k, s = self.k, self.s
-        item = self.item()
-        of = {name: k.load(I64, item, 8 * i) for i, name in enumerate(ITEM)}
+        of = self.item()
         local = k.p["number"] - of["first"]
         head, block = local // of["blocks"], local % of["blocks"]
         causal = self.get("causal").differs(0)
@@ -420,40 +402,3 @@ class _Task:
         k, s = self.k, self.s
         word = self.get("c")
         return word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32)
-
-
-def _region(parts: _Parts, task: Any) -> Any:
-    """A worker's share: a scratch of its own, then task after task until the region's limit."""
-    k = parts.module.function("region", {"a": PTR})
-    a = k.p["a"]
-
-    def get(name: str) -> Value:
-        return k.load(I64, a, field(name), align=8)
-
-    worker = k.fetch_add(a, field("worker"), 1)
-    scratch = k.at(k.pointer(get("scratch")), worker * get("scratch_stride"))
-    with k.forever() as leave_if:
-        ticket = k.fetch_add(a, field("ticket"), 1)
-        leave_if(ticket >= get("limit"))
-        k.call(task, a, scratch, ticket)
-    k.fetch_add(a, field("left"), 1)
-    return k.finish()
-
-
-def _entry(parts: _Parts, region: Any, symbol: str) -> Any:
-    """The public function: the caller's rounding mode and flush-to-zero are put aside around the region."""
-    k = parts.module.function(symbol, {"a": PTR}, public=True)
-    if parts.shape.isa.arch == "x86_64":
-        with k.b.goto_entry_block():
-            saved, ours = Value(k, k.b.alloca(I32)), Value(k, k.b.alloca(I32))
-        k.intrinsic("llvm.x86.sse.stmxcsr", VOID, saved)
-        k.store(k.const(0x1F80, I32), ours)
-        k.intrinsic("llvm.x86.sse.ldmxcsr", VOID, ours)
-        k.call(region, k.p["a"])
-        k.intrinsic("llvm.x86.sse.ldmxcsr", VOID, saved)
-    else:
-        saved = k.intrinsic("llvm.aarch64.get.fpcr", I64)
-        k.intrinsic("llvm.aarch64.set.fpcr", VOID, k.i64(0))
-        k.call(region, k.p["a"])
-        k.intrinsic("llvm.aarch64.set.fpcr", VOID, saved)
-    return k.finish()

@@ -159,6 +159,11 @@ class Lowering:
             return whole if op == "floordiv" else k.fma(-whole, b, a)
         none = b.equals(0)
         by = k.select(none, k.const(1, b.type), b)
+        if isinstance(a.type, ir.VectorType) and self.int is I32:  # no vector unit divides integers; float64 is exact here
+            wide = vec(F64, a.type.count)
+            floor = k.unary("floor", k.to_float(a, wide) / k.to_float(by, wide))
+            quotient = Value(k, k.b.fptosi(floor.x, a.type))
+            return k.select(none, k.const(0, a.type), quotient if op == "floordiv" else a - quotient * by)
         quotient = Value(k, k.b.sdiv(a.x, by.x))
         rest = a - quotient * by
         over = rest.differs(0) & ((rest ^ by) < 0)

@@ -1,0 +1,482 @@
+"""The decode kernel: few query rows against many keys, at the speed at which keys can be read. A lane is a key.
+
+    task: for every span, for every tile: scores of all rows (keys are transposed in registers, so that one vector holds
+          one element of 16 keys), weights, sums; the span's state is merged, or left for the last of a head's tasks
+
+The arithmetic of a row is the forward kernel's, operation by operation, so are its bits. A row sees a prefix of the
+keys; what is uneven at its end, and tiles with scores of -inf, go key by key. Row r of a head's queries has the
+scores scores[r, TILE]; a state is max, sum, then the accumulator in slots of one vector. The last slot ends where the
+value ends, and may overlap the one before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..planning import SPAN, TILE
+from .microkernels import (
+    LARGE,
+    Shape,
+    exp2,
+    is_empty,
+    load_unit,
+    load_units,
+    multiply_add,
+    narrowed,
+    natural_log,
+)
+from .region import Work, entry, region
+from .vector import BF16, F32, F64, I1, I16, I32, I64, PTR, Function, Module, Value, vec
+
+_TOGETHER = 32  # steps of keys whose values are used for all rows while the first-level cache has them
+_AHEAD = 2  # groups of keys that are fetched ahead
+_ONES = 0x3F803F80  # a pair of bf16 ones
+
+
+def decode_module(s: Shape, symbol: str) -> Module:
+    """The whole decode engine for one shape; `symbol` is the region's public name."""
+    m = Module(f"decode_{s.storage}")
+    parts = _Parts(m, s)
+    entry(m, s.isa, region(m, _task(m, s, parts)), symbol)
+    return m
+
+
+class _Parts:
+    def __init__(self, m: Module, s: Shape) -> None:
+        self.pack, self.score, self.weigh, self.add_up = pack(m, s), score_rows(m, s), weigh(m, s), add_up(m, s)
+        self.values = {rows: value_rows(m, s, rows) for rows in (1, 4)}
+        self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)
+        self.store = store_row(m, s, self.log)
+
+
+def _score_row(s: Shape) -> int:
+    return TILE * s.number_bytes
+
+
+def _slot_bytes(s: Shape) -> int:
+    return s.lanes * s.number_bytes
+
+
+def pack(module: Module, s: Shape) -> Any:
+    """queries[units] from one row of q; `flip` has the sign bits to invert."""
+    k = module.function("pack", {"queries": PTR, "row": PTR, "head_dim": I64, "units": I64, "column": I64, "flip": I64})
+    p = k.p
+    flip = p["flip"] if s.wide else k.trunc(p["flip"], I32)
+    whole = p["head_dim"] // (2 * s.lanes if s.dot else s.lanes) * s.lanes
+    end = k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    with k.range(0, end, s.lanes) as t:
+        x = load_units(k, s, p["row"], t).bits(s.ivector) ^ k.splat(flip, s.lanes)
+        k.store(x, p["queries"], t * s.number_bytes)
+    with k.range(end, p["units"]) as t:
+        x = load_unit(k, s, p["row"], t, p["column"], p["head_dim"])
+        k.store(x.bits(s.integer) ^ flip, p["queries"], t * s.number_bytes)
+    return k.finish()
+
+
+def score_rows(module: Module, s: Shape) -> Any:
+    """scores[row, key] = queries[row] · keys[key], a vector of keys at a time: one chain of multiply-adds over the units.
+
+    Keys past the end repeat the last one; what they score is never used.
+    """
+    k = module.function(
+        "score_rows",
+        {"scores": PTR, "queries": PTR, "keys": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64, "head_dim": I64},
+    )
+    p, n = k.p, s.lanes
+    places, column = k.buffer(I64, n), k.buffer(s.unit, n)
+    whole = p["head_dim"] // (2 * n if s.dot else n) * n
+    ahead = p["key_row"] * (n * _AHEAD)
+    zero = k.const(0.0, s.vector)
+
+    def each_row(j: Value, t: Value, columns: list[Value]) -> None:
+        with k.range(0, p["rows"]) as r:
+            place = k.at(p["scores"], r * _score_row(s) + j * s.number_bytes)
+            query = k.at(p["queries"], (r * p["units"] + t) * s.number_bytes)
+            total = k.load(s.vector, place)
+            for u, keys in enumerate(columns):
+                total = multiply_add(k, s, k.splat(k.load(s.unit, query, u * s.number_bytes), n), keys, total)
+            k.store(total, place)
+
+    with k.range(0, p["count"], n) as j:
+        for m in range(n):
+            row = k.at(p["keys"], k.min(j + m, p["count"] - 1) * p["key_row"])
+            k.store(Value(k, k.b.ptrtoint(row.x, I64)), places, 8 * m)
+        with k.range(0, p["rows"]) as r:
+            k.store(zero, p["scores"], r * _score_row(s) + j * s.number_bytes)
+        with k.range(0, whole, n) as t:
+            rows = []
+            for m in range(n):
+                row = k.load(PTR, places, 8 * m)
+                k.prefetch(k.at(row, ahead + t * (4 if s.dot else s.storage_bytes)))
+                rows.append(load_units(k, s, row, t))
+            each_row(j, t, k.transpose(rows))
+        with k.range(whole, p["units"]) as t:
+            for m in range(n):
+                x = load_unit(k, s, k.load(PTR, places, 8 * m), t, k.i64(s.storage_bytes), p["head_dim"])
+                k.store(x, column, m * s.number_bytes)
+            each_row(j, t, [k.load(vec(s.unit, n), column)])
+    return k.finish()
+
+
+def weigh(module: Module, s: Shape) -> Any:
+    """One row's scores become weights in place (pairs in the dot class); max and alpha are updated. Keys from `limit` on weigh -0.
+
+    Returns whether a score below `limit` is -inf: then its weight is -0 as well, and its value must not be touched.
+    """
+    k = module.function("weigh", {"scores": PTR, "state": PTR, "alpha": PTR, "limit": I64, "count": I64, "c": s.number}, I64)
+    p, n = k.p, s.lanes
+    c = k.splat(p["c"], n)
+    lowest, zero, hidden = (k.const(x, s.vector) for x in (float("-inf"), 0.0, -0.0))
+    steps = Value(k, k.b.add(k.const(0, vec(I64, n)).x, _iota(k, n).x))
+    best, gone = k.variable(lowest), k.variable(k.const(0, vec(I1, n)))
+
+    def seen(x: Value, j: Value) -> tuple[Value, Value]:
+        inside = (steps + k.splat(j, n)) < k.splat(p["limit"], n)
+        return inside & x.differs(float("-inf")), inside
+
+    with k.range(0, p["count"], n) as j:
+        x = k.load(s.vector, p["scores"], j * s.number_bytes)
+        visible, inside = seen(x, j)
+        best.set(k.max(k.select(visible, x, lowest), best.get()))
+        gone.set(gone.get() | (inside & x.equals(float("-inf"))))
+    name = f"llvm.vector.reduce.fmax.v{n}{'f64' if s.wide else 'f32'}"
+    largest = k.splat(k.intrinsic(name, s.number, best.get()), n)
+    old = k.splat(k.load(s.number, p["state"]), n)
+    product = largest * c
+    large = (k.abs(product) >= LARGE) & (k.abs(product) < float("inf"))
+    above = k.fma(largest, c, -product) < 0.0
+    bits = product.bits(s.ivector)
+    down = k.select(product > 0.0, bits - 1, bits + 1).bits(s.vector)
+    top = k.max(k.select(large & above, down, product), old)
+    base = k.select(top.equals(float("-inf")), zero, top)
+    with k.range(0, p["count"], 2 * n) as j:
+        xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
+        es = [k.fma(x, c, -base) for x in xs]
+        es = [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e in es]
+        ws = [k.select(seen(x, j + i * n)[0], w, hidden) for i, (x, w) in enumerate(zip(xs, exp2(k, s, es, any_x=True), strict=True))]
+        if s.dot:
+            pairs = k.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vec(BF16, 2 * n), ws[1], ws[0])
+            k.store(pairs.bits(vec(I16, 2 * n)), p["scores"], j * 2)
+            continue
+        for i, w in enumerate(ws):
+            k.store(w, p["scores"], (j + i * n) * s.number_bytes)
+    (alpha,) = exp2(k, s, [old - base], any_x=True)
+    for x, where in ((top, p["state"]), (alpha, p["alpha"])):
+        k.store(_first(k, x), where)
+    return k.finish(k.zext(k.any(gone.get()), I64))
+
+
+def _iota(k: Function, n: int) -> Value:
+    from llvmlite import ir
+
+    return Value(k, ir.Constant(vec(I64, n), list(range(n))))
+
+
+def _first(k: Function, x: Value) -> Value:
+    return Value(k, k.b.extract_element(x.x, I32(0)))
+
+
+def add_up(module: Module, s: Shape) -> Any:
+    """sums[row] = the weights of a row, one after another from -0; four rows in step, for their chains to overlap."""
+    k = module.function("add_up", {"scores": PTR, "sums": PTR, "rows": I64, "steps": I64})
+    p = k.p
+    with k.range(0, p["rows"], 4) as first:
+        rows = [k.min(first + i, p["rows"] - 1) for i in range(4)]
+        places = [k.at(p["scores"], r * _score_row(s)) for r in rows]
+        start = k.const(-0.0, s.vector if s.dot else s.number)
+        totals = [k.variable(start) for _ in rows]
+        with k.range(0, p["steps"]) as j:
+            for total, place in zip(totals, places, strict=True):
+                x = k.load(s.unit, place, j * s.number_bytes)
+                if s.dot:
+                    total.set(multiply_add(k, s, k.const(_ONES, s.ivector), k.splat(x, s.lanes), total.get()))
+                else:
+                    total.set(total.get() + x)
+        for r, total in zip(rows, totals, strict=True):
+            k.store(_first(k, total.get()) if s.dot else total.get(), p["sums"], r * 8)
+    return k.finish()
+
+
+_VALUE_PARAMS = {
+    "sums": PTR, "sum_row": I64, "weights": PTR, "values": PTR, "value_row": I64, "first": I64, "end": I64, "value_dim": I64, "slots": I64,
+}  # fmt: skip
+
+
+def _value(k: Function, s: Shape, row: Value, next_row: Value, column: Value) -> Value:
+    """One vector of a value's columns; in the dot class pairs of two keys' values."""
+    if not s.dot:
+        return load_units(k, s, row, column)
+    low, high = (k.zext(k.load(vec(I16, s.lanes), x, column * 2), s.ivector) for x in (row, next_row))
+    return low | (high << 16)
+
+
+def value_rows(module: Module, s: Shape, rows: int) -> Any:
+    """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a key, or a pair."""
+    k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
+    p, together = k.p, 4 if s.isa.registers >= 32 else 2
+    keys = 2 if s.dot else 1
+    with k.range(0, p["slots"], together) as slot:
+        slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
+        columns = [k.min(x * s.lanes, p["value_dim"] - s.lanes) for x in slots]
+        places = [[r * p["sum_row"] + x * _slot_bytes(s) for x in slots] for r in map(k.i64, range(rows))]
+        totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in places]
+        with k.range(p["first"], p["end"]) as j:
+            row = k.at(p["values"], j * keys * p["value_row"])
+            vectors = [_value(k, s, row, k.at(row, p["value_row"]), c) for c in columns]
+            for n in range(keys):  # lines of these columns, some keys further on
+                k.prefetch(k.at(row, p["value_row"] * (16 * keys + n) + columns[0] * s.storage_bytes))
+                for i in range(64 // (s.lanes * s.storage_bytes), together, max(1, 64 // (s.lanes * s.storage_bytes))):
+                    k.prefetch(k.at(row, p["value_row"] * (16 * keys + n) + columns[i] * s.storage_bytes))
+            for r in range(rows):
+                weight = k.splat(k.load(s.unit, p["weights"], j * s.number_bytes + r * _score_row(s)), s.lanes)
+                for total, x in zip(totals[r], vectors, strict=True):
+                    total.set(multiply_add(k, s, x, weight, total.get()))
+        for r in range(rows):
+            for total, x in zip(totals[r], places[r], strict=True):
+                k.store(total.get(), p["sums"], x)
+    return k.finish()
+
+
+def careful_values(module: Module, s: Shape) -> Any:
+    """The same for one row where some weights are -0: those keys' values are not touched. `last` is the tile's last key."""
+    k = module.function("careful_values", _VALUE_PARAMS | {"last": I64})
+    p = k.p
+    with k.range(p["first"], p["end"]) as j:
+        weight = k.load(s.unit, p["weights"], j * s.number_bytes)
+        if s.dot:
+            low, high = (k.select((weight << by).bits(I32) > -1, k.const(m, I32), k.const(0, I32)) for by, m in ((16, 0xFFFF), (0, -65536)))
+            mask = low | high
+            some = mask.differs(0)
+            row = k.at(p["values"], j * 2 * p["value_row"])
+            after = k.at(p["values"], k.min(j * 2 + 1, p["last"]) * p["value_row"])
+        else:
+            mask, some = weight, weight.bits(s.integer) > -1
+            row = after = k.at(p["values"], j * p["value_row"])
+        with k.when(some), k.range(0, p["slots"]) as slot:
+            column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
+            x, w = _value(k, s, row, after, column), k.splat(weight, s.lanes)
+            if s.dot:
+                x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
+            place = k.at(p["sums"], slot * _slot_bytes(s))
+            k.store(multiply_add(k, s, x, w, k.load(s.vector, place)), place)
+    return k.finish()
+
+
+def merge_row(module: Module, s: Shape) -> Any:
+    """total ⊕ span of one row: the first non-empty state is copied, later ones merged, empty ones skipped."""
+    k = module.function("merge_row", {"total": PTR, "span": PTR, "slots": I64})
+    p, n = k.p, s.lanes
+    (m1, l1), (m2, l2) = (
+        [k.splat(k.load(s.number, x, i * s.number_bytes), n) for i in (0, 1)] for x in (p["total"], p["span"])
+    )  # fmt: skip
+    keep, copy = is_empty(m2, l2), is_empty(m1, l1)
+    top = k.max(m1, m2)
+    base = k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
+    first, second = exp2(k, s, [m1 - base, m2 - base], any_x=True)
+
+    def merged(x1: Value, x2: Value) -> Value:
+        return k.select(keep, x1, k.select(copy, x2, k.fma(x2, second, x1 * first)))
+
+    total = merged(l1, l2)
+    with k.range(1, p["slots"] + 1) as slot:
+        at = slot * _slot_bytes(s)
+        k.store(merged(k.load(s.vector, p["total"], at), k.load(s.vector, p["span"], at)), p["total"], at)
+    k.store(_first(k, top), p["total"])
+    k.store(_first(k, total), p["total"], s.number_bytes)
+    return k.finish()
+
+
+def store_row(module: Module, s: Shape, log: Any) -> Any:
+    """out = acc / sum and lse = ln2·max + ln sum, of one row."""
+    k = module.function("store_row", {"state": PTR, "out": PTR, "lse": PTR, "value_dim": I64, "slots": I64, "column": I64, "with_lse": I64})
+    p, n = k.p, s.lanes
+    m, total = (k.load(s.number, p["state"], i * s.number_bytes) for i in (0, 1))
+    empty = is_empty(m, total)
+    by, none = k.splat(total, n), k.splat(empty, n)
+    lanes = k.buffer(s.number, n)
+    with k.range(0, p["slots"]) as slot:
+        column = k.min(slot * n, p["value_dim"] - n)
+        x = k.load(s.vector, p["state"], (slot + 1) * _slot_bytes(s)) / by
+        x = k.select(none, k.const(0.0, s.vector), x)
+        with k.either(p["column"].equals(s.storage_bytes)) as (side_by_side, apart):
+            with side_by_side:
+                k.store(narrowed(k, s, x), p["out"], column * s.storage_bytes)
+            with apart:
+                k.store(x, lanes)
+                with k.range(0, n) as lane:
+                    one = narrowed(k, s, k.load(s.number, lanes, lane * s.number_bytes))
+                    k.store(one, p["out"], (column + lane) * p["column"])
+    with k.when(p["with_lse"].differs(0)):
+        m, total = (x if s.wide else k.extend(x, F64) for x in (m, total))
+        lse = k.fma(m, k.const(0.6931471805599453, F64), k.call(log, total))
+        lse = k.select(empty, k.const(float("-inf"), F64), lse)
+        k.store(lse if s.wide else k.narrow(lse, F32), p["lse"])
+    return k.finish()
+
+
+def _task(module: Module, s: Shape, parts: _Parts) -> Any:
+    k = module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
+    _Task(k, s, parts).run()
+    return k.finish()
+
+
+class _Task(Work):
+    """All rows of one kv head of one item, over a share of its spans."""
+
+    def __init__(self, k: Function, s: Shape, parts: _Parts) -> None:
+        super().__init__(k)
+        self.s, self.parts = s, parts
+        self.of = self.item()
+        local = k.p["number"] - self.of["first"]
+        self.head, self.part = local // self.of["blocks"], local % self.of["blocks"]
+        self.group = self.get("group")
+        self.rows = self.of["q_len"] * self.group
+        self.slots, self.value_dim = self.get("width"), self.get("value_dim")
+        self.state_row = (self.slots + 1) * _slot_bytes(s)
+        d = self.get("head_dim")
+        self.units = (d + 1) >> 1 if s.dot else d
+        self.queries, self.tile_sum, self.span, self.total = (
+            k.at(self.scratch, self.get(n)) for n in ("at_keys", "at_values", "at_span", "at_total")
+        )
+        numbers = k.at(self.scratch, self.get("at_rows"))
+        most = self.get("panels") * 8  # bytes of one number of every row
+        self.alpha, self.sums, self.limits = (k.at(numbers, most * i) for i in range(3))
+        self.keys = k.at(k.pointer(self.get("k")), self.of["k_at"] + self.head * self.get("k_head"))
+        self.values = k.at(k.pointer(self.get("v")), self.of["v_at"] + self.head * self.get("v_head"))
+
+    def place(self, name: str, r: Value) -> Value:
+        """Address of a row of q, out or lse."""
+        position, q_head = r // self.group, self.head * self.group + r % self.group
+        offset = self.of[f"{name}_at"] + q_head * self.get(f"{name}_head") + position * self.get(f"{name}_row")
+        return self.k.pointer(self.get(name) + offset)
+
+    def limit(self, r: Value) -> Value:
+        k = self.k
+        seen = k.max(k.min(self.of["start"] + r // self.group + 1, self.of["k_len"]), k.i64(0))
+        return k.select(self.get("causal").differs(0), seen, self.of["k_len"])
+
+    def run(self) -> None:
+        k, s, parts = self.k, self.s, self.parts
+        with k.range(0, self.rows) as r:
+            query = k.at(self.queries, r * self.units * s.number_bytes)
+            k.call(parts.pack, query, self.place("q", r), self.get("head_dim"), self.units, self.get("q_column"), self.get("flip"))
+        self.clear(self.total)
+        last = k.select(self.rows > 0, self.limit(self.rows - 1), k.i64(0))
+        spans = (last + (SPAN - 1)) // SPAN
+        first, end = (spans * x // self.of["blocks"] for x in (self.part, self.part + 1))
+        alone = self.of["blocks"].equals(1)
+        shared = k.pointer(self.get("partials") + k.p["number"] // self.of["blocks"] * self.get("partial_bytes"))
+        with k.range(first, end) as span:
+            self.clear(self.span)
+            start = span * SPAN
+            with k.range(start, k.min(start + SPAN, last), TILE) as tile:
+                self.tile(tile, k.min(last - tile, k.i64(TILE)))
+            with k.either(alone) as (merge, leave):
+                with merge:
+                    self.merge(self.span)
+                with leave, k.range(0, self.rows * self.state_row, 8) as byte:
+                    target = k.at(shared, span * self.rows * self.state_row)
+                    k.store(k.load(I64, self.span, byte), target, byte)
+        finished = k.variable(alone)
+        with k.when(alone ^ 1):  # the last of the head's tasks merges all of its spans, in order
+            counter = k.pointer(self.get("arrived") + k.p["number"] // self.of["blocks"] * 8)
+            finished.set((k.fetch_add(counter, 0, 1) + 1).equals(self.of["blocks"]))
+            with k.when(finished.get()), k.range(0, spans) as span:
+                self.merge(k.at(shared, span * self.rows * self.state_row))
+        with k.when(finished.get()):
+            self.finish()
+
+    def clear(self, states: Value) -> None:
+        """(-inf, 0, 0) for every row."""
+        k, s = self.k, self.s
+        with k.range(0, self.rows) as r:
+            at = k.at(states, r * self.state_row)
+            with k.range(0, self.slots + 1) as slot:
+                k.store(k.const(0.0, s.vector), at, slot * _slot_bytes(s))
+            k.store(k.const(float("-inf"), s.number), at)
+
+    def merge(self, states: Value) -> None:
+        k = self.k
+        with k.range(0, self.rows) as r:
+            k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
+
+    def tile(self, start: Value, count: Value) -> None:
+        k, s, parts = self.k, self.s, self.parts
+        k_row, v_row, d = self.get("k_row"), self.get("v_row"), self.get("head_dim")
+        keys, values = k.at(self.keys, start * k_row), k.at(self.values, start * v_row)
+        k.call(parts.score, self.scratch, self.queries, keys, k_row, count, self.units, self.rows, d)
+        joint = k.variable(count)  # keys that every row sees
+        word = self.get("c")
+        c = word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32)
+        with k.range(0, self.rows) as r:
+            limit = k.max(k.min(self.limit(r) - start, count), k.i64(0))
+            k.store(limit, self.limits, r * 8)
+            row, state = k.at(self.scratch, r * _score_row(s)), k.at(self.span, r * self.state_row)
+            gone = k.call(parts.weigh, row, state, k.at(self.alpha, r * 8), limit, count, c)
+            joint.set(k.min(k.select(gone.equals(0), limit, k.i64(0)), joint.get()))
+        self.count(joint.get(), count)
+        steps = (count + 1) >> 1 if s.dot else count
+        k.call(parts.add_up, self.scratch, self.sums, self.rows, steps)
+        sign = k.const(-(1 << (63 if s.wide else 31)), s.integer)
+        with k.range(0, self.rows) as r:
+            total = k.load(s.number, self.sums, r * 8)
+            begin = k.splat((total.bits(s.integer) & sign).bits(s.number), s.lanes)
+            with k.range(0, self.slots) as slot:
+                k.store(begin, self.tile_sum, r * self.slots * _slot_bytes(s) + slot * _slot_bytes(s))
+            at = k.at(self.span, r * self.state_row)
+            alpha, running_sum = k.load(s.number, self.alpha, r * 8), k.load(s.number, at, s.number_bytes)
+            k.store(k.fma(running_sum, alpha, total), at, s.number_bytes)
+        together = joint.get() >> 1 if s.dot else joint.get()
+        with k.range(0, together, _TOGETHER) as first:
+            end = k.min(first + _TOGETHER, together)
+            fours = self.rows // 4 * 4
+            with k.range(0, fours, 4) as r:
+                k.call(parts.values[4], *self.value_arguments(r, values, v_row, first, end))
+            with k.range(fours, self.rows) as r:
+                k.call(parts.values[1], *self.value_arguments(r, values, v_row, first, end))
+        with k.range(0, self.rows) as r:
+            limit = k.load(I64, self.limits, r * 8)
+            end = (limit + 1) >> 1 if s.dot else limit
+            with k.when(together < end):
+                k.call(parts.careful, *self.value_arguments(r, values, v_row, together, end), count - 1)
+            alpha = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes)
+            with k.range(0, self.slots) as slot:
+                place = k.at(self.span, r * self.state_row + (slot + 1) * _slot_bytes(s))
+                x = k.load(s.vector, self.tile_sum, (r * self.slots + slot) * _slot_bytes(s))
+                k.store(k.fma(k.load(s.vector, place), alpha, x), place)
+
+    def value_arguments(self, r: Value, values: Value, v_row: Value, first: Value, end: Value) -> tuple[Value, ...]:
+        k, s = self.k, self.s
+        row = self.slots * _slot_bytes(s)
+        sums, weights = k.at(self.tile_sum, r * row), k.at(self.scratch, r * _score_row(s))
+        return sums, row, weights, values, v_row, first, end, self.value_dim, self.slots
+
+    def finish(self) -> None:
+        """A sink joins last; then the rows are written."""
+        k, s = self.k, self.s
+        with k.range(0, self.rows) as r:
+            state = k.at(self.total, r * self.state_row)
+            with k.when(self.get("sinks").differs(0) & (self.of["index"] >= 0)):
+                with k.range(0, self.slots + 1) as slot:
+                    k.store(k.const(0.0, s.vector), self.span, slot * _slot_bytes(s))
+                logits = k.pointer(self.get("sinks"))
+                logit = k.load(s.number, logits, (self.head * self.group + r % self.group) * s.number_bytes)
+                k.store(logit, self.span)
+                k.store(k.const(1.0, s.number), self.span, s.number_bytes)
+                k.call(self.parts.merge, state, self.span, self.slots)
+            lse = self.get("lse")
+            k.call(
+                self.parts.store, state, self.place("out", r), self.place("lse", r), self.value_dim, self.slots, self.get("out_column"), lse
+            )
+
+    def count(self, joint: Value, count: Value) -> None:
+        """In a counting run: what was computed, for plan() to agree with."""
+        k = self.k
+        counts = self.get("counts")
+        with k.when(counts.differs(0)):
+            mixed = k.zext(joint < count, I64)
+            for i, amount in enumerate((mixed ^ 1, mixed, count)):
+                Value(k, k.b.atomic_rmw("add", k.at(k.pointer(counts), 8 * i).x, amount.x, "seq_cst"))
+
+
+
