@@ -24,6 +24,7 @@ from .tree import out_of_range
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
 _REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
 _GUESS = 50e9  # FLOP/s of one thread, to begin with
+_READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values with, likewise
 
 
 def _modules() -> Any:
@@ -44,7 +45,7 @@ class Prepared:
         if problem.sinks is not None:
             self.sinks = np.array([x * math.log2(math.e) for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
             words |= {"sinks": self.sinks.ctypes.data}
-        self.kernel = compile_.forward_kernel(microkernels.Shape(how.isa, how.storage, how.vectors, self.program))
+        self.kernel = compile_.kernel_of(microkernels.Shape(how.isa, how.storage, how.vectors, self.program))
         self.run_region = workers.run_region
         self.words_type = ctypes.c_int64 * len(fields.FIELDS)
         template = np.zeros(len(fields.FIELDS), np.int64)
@@ -54,11 +55,13 @@ class Prepared:
         self.at = {name: i for i, name in enumerate(fields.FIELDS)}
         pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
         flops = pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
-        self.seconds = flops / _GUESS
+        read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * planning.STORAGE_BYTES[problem.storage]
+        self.seconds = read / _READ_GUESS if how.parts else flops / _GUESS
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
         self.reach: list[tuple[int, int]] = []  # of q, k, v, out: first and last byte, from the address
-        self.scratch_size = how.scratch_stride * self.threads
+        self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
+        self.scratch_size = how.scratch_stride * self.threads + self.groups * how.partial_bytes
 
     def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0) -> None:
         """Fills out (and lse, unless 0) at these addresses."""
@@ -71,6 +74,10 @@ class Prepared:
             words[at["q"]], words[at["k"]], words[at["v"]], words[at["out"]], words[at["lse"]] = q, k, v, out, lse
             words[at["scratch"]] = ctypes.addressof(scratch)
             words[at["counts"]] = counts
+            if self.groups:
+                arrived = (ctypes.c_int64 * self.groups)()
+                words[at["arrived"]] = ctypes.addressof(arrived)
+                words[at["partials"]] = words[at["scratch"]] + self.how.scratch_stride * self.threads
             wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
             words[at["wrong"]] = ctypes.addressof(wrong)
             if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
@@ -199,6 +206,7 @@ def arguments(
         "stage_v": int(how.stage_values),
         "panel_bytes": how.panel_bytes,
         "width": how.width,
+        "partial_bytes": how.partial_bytes,
         **dict(how.offsets),
     }
     for name, strides in (("q", q.strides), ("k", k.strides), ("v", v.strides), ("out", out_strides)):
@@ -226,7 +234,7 @@ def _items(
     table = np.zeros((batch, 11), np.int64)
     table[:, 10] = np.arange(batch)
     q_lengths = np.array(problem.q_lengths, np.int64)
-    blocks = -(-q_lengths * problem.group // (how.panel * how.panels))
+    blocks = np.minimum(q_lengths, 1) * how.parts if how.parts else -(-q_lengths * problem.group // how.block_rows)
     tickets = blocks * problem.kv_heads
     table[:, 0] = np.cumsum(tickets) - tickets
     table[:, 1], table[:, 2], table[:, 3] = blocks, q_lengths, problem.k_lengths
@@ -255,7 +263,7 @@ def _unused_rows(problem: Problem, how: planning.Schedule, table: np.ndarray, ro
     rest = table.copy()
     used = table[:, 2]
     rest[:, 2], rest[:, 3], rest[:, 10] = (problem.rows or 0) - used, 0, -1
-    rest[:, 1] = -(-rest[:, 2] * problem.group // (how.panel * how.panels))
+    rest[:, 1] = -(-rest[:, 2] * problem.group // how.block_rows)
     tickets = rest[:, 1] * problem.kv_heads
     rest[:, 0] = table[-1, 0] + table[-1, 1] * problem.kv_heads + np.cumsum(tickets) - tickets
     for column, stride in ((5, row[0]), (8, row[1]), (9, number)):

@@ -18,6 +18,8 @@ _VECTOR_WORTH = {3: 1.0, 2: 0.97, 1: 0.8}
 
 _TASK_FLOPS = 800_000_000
 
+_DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
+
 # Side by side, two workers' scratches cost 2 to 4 % (measured; prefetchers run past the end of one into the other)
 _APART = (1 << 20) + 512
 
@@ -51,10 +53,17 @@ class Schedule:
     offsets: tuple[tuple[str, int], ...]  # the at_… fields
     panel_bytes: int
     scratch_bytes: int  # of one worker
+    parts: int = 0  # of the spans of one kv head, for the decode kernel; 0 for the forward kernel
+    partial_bytes: int = 0  # what the parts of one kv head leave for the last of them
 
     @property
     def panel(self) -> int:
-        return self.vectors * lanes_of(self.isa, self.storage)
+        return self.vectors * lanes_of(self.isa, self.storage) if self.vectors else self.panels
+
+    @property
+    def block_rows(self) -> int:
+        """Query rows of one task."""
+        return self.panel * self.panels if self.vectors else self.panels
 
     @property
     def scratch_stride(self) -> int:
@@ -64,6 +73,8 @@ class Schedule:
 
 def schedule(problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False) -> Schedule:
     """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads allow."""
+    if _decodes(problem, isa, strided_keys or strided_values):
+        return _decode_schedule(problem, isa, threads)
     storage = problem.storage
     lanes = lanes_of(isa, storage)
     rows = [n * problem.group for n in problem.q_lengths]
@@ -87,6 +98,51 @@ def schedule(problem: Problem, isa: Isa, threads: int, strided_keys: bool = Fals
     scratch = _up(layout["fixed"] + panels * layout["panel"], 4096)
     return Schedule(
         isa, storage, vectors, panels, used, blocks, stage_keys, stage_values, layout["width"], offsets, layout["panel"], scratch
+    )
+
+
+def _decodes(problem: Problem, isa: Isa, strided: bool) -> bool:
+    """Whether the decode kernel runs a problem: few rows, no expressions, values of at least a vector, side by side."""
+    if strided or problem.mask is not None or problem.score is not None or problem.rows is not None:
+        return False
+    most = max(problem.q_lengths, default=0) * problem.group
+    return 0 < most <= _DECODE_ROWS and problem.value_dim >= lanes_of(isa, problem.storage)
+
+
+def _decode_schedule(problem: Problem, isa: Isa, threads: int) -> Schedule:
+    """One task for each kv head, or several that share its spans where heads are few."""
+    storage, lanes = problem.storage, lanes_of(isa, problem.storage)
+    number, dot = 8 if storage == "f64" else 4, uses_dot(isa, storage)
+    rows = max(problem.q_lengths) * problem.group
+    heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
+    spans = -(-max(problem.k_lengths, default=0) // SPAN)
+    parts = max(1, min(spans, -(-4 * threads // max(1, heads)))) if heads < 4 * threads and threads > 1 else 1
+    slots = -(-problem.value_dim // lanes)
+    units = (problem.head_dim + 1) // 2 if dot else problem.head_dim
+    state = rows * (slots + 1) * lanes * number
+    at_keys = _up(TILE * rows * number, 64)  # of queries
+    at_values = _up(at_keys + rows * units * number, 64)  # of a tile's sums
+    at_span = _up(at_values + rows * slots * lanes * number, 64)
+    at_total = at_span + state
+    at_rows = at_total + state
+    names = {"at_keys": at_keys, "at_values": at_values, "at_span": at_span, "at_total": at_total, "at_rows": at_rows}
+    used = max(1, min(threads, heads * parts))
+    partial = spans * state if parts > 1 else 0
+    return Schedule(
+        isa,
+        storage,
+        0,
+        rows,
+        used,
+        heads * parts,
+        False,
+        False,
+        slots,
+        tuple(names.items()),
+        0,
+        _up(at_rows + rows * 24, 4096),
+        parts,
+        partial,
     )
 
 
@@ -231,7 +287,7 @@ def count(
         skipped_flops=(_all_keys(problem, how.panel) - panel_keys) * how.panel * per_pair,
         bytes_read=(q_rows * problem.head_dim + k_rows * (problem.head_dim + problem.value_dim)) * size,
         bytes_written=q_rows * problem.value_dim * size + q_rows * number,
-        workspace_bytes=how.scratch_bytes * how.threads,
+        workspace_bytes=how.scratch_bytes * how.threads + how.partial_bytes * (how.tickets // max(1, how.parts)),
         materialised_bytes=2 * square * size,
         peak_flops=peak,
         bandwidth=bandwidth,

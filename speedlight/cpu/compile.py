@@ -50,11 +50,13 @@ class Kernel:
 
 def symbol_of(shape: Shape) -> str:
     """The kernel's identity: the same string in profiles, in the cache and in benchmark rows."""
+    if not shape.vectors:
+        return f"decode_{shape.storage}_{shape.isa.name}_{_digest(shape)[:12]}"
     return f"forward_{shape.storage}_{shape.isa.name}_{shape.rows}x{shape.vectors}_{_digest(shape)[:12]}"
 
 
-def forward_kernel(shape: Shape) -> Kernel:
-    """The forward kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
+def kernel_of(shape: Shape) -> Kernel:
+    """The forward or decode kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
     kernel = _loaded.get(shape)
     if kernel is None:
         with _lock:
@@ -65,10 +67,11 @@ def forward_kernel(shape: Shape) -> Kernel:
 
 
 def emit(shape: Shape) -> str:
-    """The LLVM IR of the forward kernel."""
+    """The LLVM IR of the kernel."""
+    from .decode import decode_module
     from .forward import forward_module
 
-    return str(forward_module(shape, symbol_of(shape)))
+    return str((forward_module if shape.vectors else decode_module)(shape, symbol_of(shape)))
 
 
 def compile_ir(shape: Shape, text: str, triple: str | None = None, *, assembly: bool = False) -> Any:

@@ -157,9 +157,9 @@ def weigh(module: Module, s: Shape) -> Any:
         if s.dot:
             pairs = k.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vec(BF16, 2 * n), ws[1], ws[0])
             k.store(pairs.bits(vec(I16, 2 * n)), p["scores"], j * 2)
-            continue
-        for i, w in enumerate(ws):
-            k.store(w, p["scores"], (j + i * n) * s.number_bytes)
+        else:
+            for i, w in enumerate(ws):
+                k.store(w, p["scores"], (j + i * n) * s.number_bytes)
     (alpha,) = exp2(k, s, [old - base], any_x=True)
     for x, where in ((top, p["state"]), (alpha, p["alpha"])):
         k.store(_first(k, x), where)
@@ -477,6 +477,3 @@ class _Task(Work):
             mixed = k.zext(joint < count, I64)
             for i, amount in enumerate((mixed ^ 1, mixed, count)):
                 Value(k, k.b.atomic_rmw("add", k.at(k.pointer(counts), 8 * i).x, amount.x, "seq_cst"))
-
-
-

@@ -11,6 +11,7 @@ FIELDS = (
     "head_dim", "value_dim", "group", "panels", "causal", "c", "flip", "stage_k", "stage_v", "counts",
     "at_check", "at_partial", "at_keys", "at_values", "at_panels", "panel_bytes", "at_total", "at_span", "at_limits", "at_rows", "width",
     "scale", "k_start", "numbers", "tables", "wrong", "sinks",
+    "partials", "partial_bytes", "arrived",
 )  # fmt: skip
 # per batch item: tickets before it, blocks per kv head, lengths, q_start - k_start, byte offsets; which item (-1: rows without a query)
 ITEM = ("first", "blocks", "q_len", "k_len", "start", "q_at", "k_at", "v_at", "out_at", "lse_at", "index")

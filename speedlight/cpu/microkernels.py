@@ -45,7 +45,7 @@ class Shape:
 
     isa: Isa
     storage: str  # type in memory: f32, f64, f16, bf16
-    vectors: int  # query vectors of a panel
+    vectors: int  # query vectors of a panel; 0 for the decode kernel, whose lanes are keys
     program: Any = None  # the mask and score, a lower.Program
 
     @property

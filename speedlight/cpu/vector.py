@@ -8,7 +8,7 @@ is written is what is computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -167,7 +167,7 @@ class Module:
     def __init__(self, name: str) -> None:
         self.ir = ir.Module(name)
 
-    def function(self, name: str, params: dict[str, ir.Type], returns: ir.Type = VOID, *, public: bool = False) -> Function:
+    def function(self, name: str, params: Mapping[str, ir.Type], returns: ir.Type = VOID, *, public: bool = False) -> Function:
         return Function(self, name, params, returns, public)
 
     def declare(self, name: str, returns: ir.Type, params: Sequence[ir.Type]) -> Any:
@@ -181,7 +181,7 @@ class Module:
 class Function:
     """One function being written. Parameters are attributes of `k.p`."""
 
-    def __init__(self, module: Module, name: str, params: dict[str, ir.Type], returns: ir.Type, public: bool) -> None:
+    def __init__(self, module: Module, name: str, params: Mapping[str, ir.Type], returns: ir.Type, public: bool) -> None:
         self.module = module
         self.f = ir.Function(module.ir, ir.FunctionType(returns, list(params.values())), name)
         if not public:
