@@ -85,7 +85,10 @@ def score_rows(module: Module, s: Shape) -> Any:
     p, n = k.p, s.lanes
     places, column = k.buffer(I64, n), k.buffer(s.unit, n)
     whole = p["head_dim"] // (2 * n if s.dot else n) * n
-    ahead = p["key_row"] * (n * _AHEAD)
+    # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
+    width = n * (4 if s.dot else s.storage_bytes)
+    dense = p["key_row"].equals(p["head_dim"] * s.storage_bytes)
+    lane_step, unit_step = k.select(dense, k.i64(width), p["key_row"]), k.select(dense, k.i64(width), k.i64(width // n))
     zero = k.const(0.0, s.vector)
 
     def each_row(j: Value, t: Value, columns: list[Value]) -> None:
@@ -103,11 +106,12 @@ def score_rows(module: Module, s: Shape) -> Any:
             k.store(Value(k, k.b.ptrtoint(row.x, I64)), places, 8 * m)
         with k.range(0, p["rows"]) as r:
             k.store(zero, p["scores"], r * _score_row(s) + j * s.number_bytes)
+        ahead = k.at(p["keys"], (j + n * _AHEAD) * p["key_row"])
         with k.range(0, whole, n) as t:
             rows = []
             for m in range(n):
                 row = k.load(PTR, places, 8 * m)
-                k.prefetch(k.at(row, ahead + t * (4 if s.dot else s.storage_bytes)))
+                k.prefetch(k.at(ahead, t * unit_step + lane_step * m))
                 rows.append(load_units(k, s, row, t))
             each_row(j, t, k.transpose(rows))
         with k.range(whole, p["units"]) as t:
