@@ -13,9 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
-    from .api import attention, plan
+    from .api import attention, merge, plan
+    from .caches import KVCache
     from .cpu.workers import get_threads, set_threads
-    from .errors import ArgumentError, ArgumentTypeError, CompileError, Error, ExpressionError, FileError, UnsupportedError
+    from .errors import (
+        ArgumentError,
+        ArgumentTypeError,
+        CacheBusy,
+        CacheFull,
+        CompileError,
+        Error,
+        ExpressionError,
+        FileError,
+        UnsupportedError,
+    )
     from .patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
     from .planning import Plan
     from .tracing import (
@@ -43,8 +54,12 @@ ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
 
 _HOMES = {
     "attention": "api",
+    "merge": "api",
     "plan": "api",
     "Plan": "planning",
+    "KVCache": "caches",
+    "CacheBusy": "errors",
+    "CacheFull": "errors",
     "set_threads": "cpu.workers",
     "get_threads": "cpu.workers",
     "Error": "errors",
@@ -85,11 +100,14 @@ __all__ = [
     "ARITHMETIC",
     "ArgumentError",
     "ArgumentTypeError",
+    "CacheBusy",
+    "CacheFull",
     "CompileError",
     "Error",
     "Expression",
     "ExpressionError",
     "FileError",
+    "KVCache",
     "Plan",
     "Table",
     "UnsupportedError",
@@ -109,6 +127,7 @@ __all__ = [
     "log",
     "log2",
     "maximum",
+    "merge",
     "minimum",
     "plan",
     "prefix",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -163,6 +164,13 @@ def like_input(x: Array, result: Any) -> Any:
     if hasattr(library, "from_dlpack") and result.dtype.name != "bfloat16":
         return library.from_dlpack(result)
     return library.asarray(result)
+
+
+def pages(size: int) -> mmap.mmap:
+    """Zeroed pages of our own; only those that are touched take memory. Private: after a fork each process has its own."""
+    if hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return mmap.mmap(-1, max(size, 1))
 
 
 def overlap(a: Array, b: Array) -> bool:

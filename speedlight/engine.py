@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import mmap
 import struct
 import threading
 import time
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from . import planning
-from .arrays import DTYPES, Array
+from .arrays import DTYPES, Array, pages
 from .bounds import largest_integer
 from .errors import ExpressionError
 from .machine import Isa, current_isa
@@ -59,12 +58,14 @@ class Prepared:
         self.seconds = read / _READ_GUESS if how.parts else flops / _GUESS
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
+        self.item_words = len(fields.ITEM)
+        self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self.reach: list[tuple[int, int]] = []  # of q, k, v, out: first and last byte, from the address
         self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
         self.scratch_size = how.scratch_stride * self.threads + self.groups * how.partial_bytes
 
-    def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0) -> None:
-        """Fills out (and lse, unless 0) at these addresses."""
+    def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0) -> None:
+        """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if given."""
         if not self.tickets:
             return
         at = self.at
@@ -74,6 +75,8 @@ class Prepared:
             words[at["q"]], words[at["k"]], words[at["v"]], words[at["out"]], words[at["lse"]] = q, k, v, out, lse
             words[at["scratch"]] = ctypes.addressof(scratch)
             words[at["counts"]] = counts
+            if items:
+                words[at["items"]] = items
             if self.groups:
                 arrived = (ctypes.c_int64 * self.groups)()
                 words[at["arrived"]] = ctypes.addressof(arrived)
@@ -82,7 +85,7 @@ class Prepared:
             words[at["wrong"]] = ctypes.addressof(wrong)
             if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
                 words[at["limit"]] = self.tickets
-                self.run_region(self.kernel, words, self.threads)
+                self.run_region(self.kernel, words, threads or self.threads)
             else:
                 self._regions(words)
         finally:
@@ -150,8 +153,7 @@ def _take_scratch(size: int) -> Any:
 
 
 def _map_scratch(size: int) -> Any:
-    """Zeroed pages of our own, at a page's start; only those that are touched take memory."""
-    return (ctypes.c_char * size).from_buffer(mmap.mmap(-1, size))
+    return (ctypes.c_char * size).from_buffer(pages(size))
 
 
 def _give_scratch(scratch: Any) -> None:

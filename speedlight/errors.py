@@ -29,3 +29,15 @@ class CompileError(Error, RuntimeError):
 
 class FileError(Error, OSError):
     """A file cannot be read or written as asked."""
+
+
+class CacheFull(Error, MemoryError):
+    """A key-value cache has no room. `needed` and `free` count tokens (or pages); nothing has been written."""
+
+    def __init__(self, message: str, needed: int, free: int) -> None:
+        super().__init__(message)
+        self.needed, self.free = needed, free
+
+
+class CacheBusy(Error, RuntimeError):
+    """Another thread is appending to the same sequence."""

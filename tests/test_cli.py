@@ -13,7 +13,7 @@ from problems import qkv
 
 import speedlight as sl
 from speedlight.errors import FileError
-from speedlight.tools.files import read_arrays, write_arrays
+from speedlight.files import read_arrays, write_arrays
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "minilm-layer3.safetensors"
 

@@ -66,6 +66,25 @@ def _child(x: np.ndarray, queue) -> None:
     queue.put(sl.attention(x, x, x).tobytes())
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_child_has_a_scratch_of_its_own():
+    """Scratch that was used before the fork is used again on both sides, at the same time."""
+    script = (
+        "import os, numpy as np, speedlight as sl\n"
+        "rng = np.random.default_rng(0)\n"
+        "a, b, k, v = (rng.standard_normal((1, 2, 512, 64), dtype=np.float32) for _ in range(4))\n"
+        "sl.set_threads(1)\n"
+        "want = [sl.attention(x, k, v).tobytes() for x in (a, b)]\n"
+        "pid = os.fork()\n"
+        "q, right = (a, want[0]) if pid else (b, want[1])\n"
+        "wrong = sum(sl.attention(q, k, v).tobytes() != right for _ in range(300))\n"
+        "if not pid: os._exit(wrong > 0)\n"
+        "_, status = os.waitpid(pid, 0)\n"
+        "print(wrong, status)\n"
+    )
+    assert subprocess.check_output([sys.executable, "-W", "ignore", "-c", script], text=True, timeout=120).split() == ["0", "0"]
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_multiprocessing(rng, method):
     x = rng.standard_normal((1, 4, 300, 64)).astype(np.float32)

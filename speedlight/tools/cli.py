@@ -13,9 +13,9 @@ import numpy as np
 import speedlight as sl
 
 from ..errors import ArgumentError, Error
+from ..files import read_arrays, write_arrays
 from ..machine import current_isa
 from ..planning import uses_dot
-from .files import read_arrays, write_arrays
 from .formula import read_formula
 from .pictures import check_path, tile_map
 

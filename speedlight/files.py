@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..arrays import numpy_dtype
-from ..errors import FileError
+from .arrays import numpy_dtype
+from .errors import FileError
 
 _SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
 
@@ -81,7 +81,20 @@ def _read_npy(f: Any, size: int, name: str) -> np.ndarray:
     return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
 
 
-def write_arrays(path: Path, found: dict[str, np.ndarray]) -> None:
+def read_metadata(path: Path) -> dict[str, str]:
+    """The words that a .safetensors file carries beside its arrays."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, "np") as f:
+            return f.metadata() or {}
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}.") from error
+    except Exception as error:
+        raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
+
+
+def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
     """Writes under a temporary name, then renames: a reader sees the old file or the whole new one."""
     if path.suffix not in (".safetensors", ".npz", ".npy"):
         raise FileError(f"{path}: expected an output name that ends in .safetensors, .npz or .npy.")
@@ -89,7 +102,7 @@ def write_arrays(path: Path, found: dict[str, np.ndarray]) -> None:
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
         with os.fdopen(descriptor, "wb") as f:
-            _writer(path.suffix)(f, {name: np.ascontiguousarray(x) for name, x in found.items()})
+            _writer(path.suffix, metadata)(f, {name: np.ascontiguousarray(x) for name, x in found.items()})
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
@@ -101,11 +114,11 @@ def write_arrays(path: Path, found: dict[str, np.ndarray]) -> None:
         raise FileError(f"{path}: {error.strerror or error}.") from error
 
 
-def _writer(suffix: str) -> Callable[[BinaryIO, dict[str, np.ndarray]], None]:
+def _writer(suffix: str, metadata: dict[str, str] | None) -> Callable[[BinaryIO, dict[str, np.ndarray]], None]:
     def safetensors_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
         from safetensors.numpy import save
 
-        f.write(save(found))
+        f.write(save(found, metadata))
 
     def npz_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
         np.savez(f, **found)  # type: ignore[arg-type]

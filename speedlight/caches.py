@@ -1,0 +1,459 @@
+"""Key-value caches: append in place, attend to what is stored, never lose anything when a call fails."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import arrays, engine
+from .api import attention
+from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, FileError
+from .files import read_arrays, read_metadata, write_arrays
+from .machine import current_isa
+from .problem import SPAN, from_arrays
+from .tracing import Expression
+
+_FORMAT, _VERSION = "speedlight key-value cache", 1
+_STEPS = 64  # prepared steps kept
+_INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
+_MOST = 1 << 46
+
+
+class KVCache:
+    """The keys and values of every layer, for a batch of sequences that grow.
+
+    Memory is reserved for `capacity` tokens and used as tokens come. A layer of one item may be attended to by several
+    threads; appends to a layer exclude each other.
+
+    Args:
+        layers: number of layers; each has lengths of its own.
+        batch: sequences.
+        kv_heads: heads of keys and values.
+        head_dim: elements of a key.
+        capacity: most tokens of a sequence.
+        dtype: float32, float64, float16 or bfloat16.
+        value_dim: elements of a value. Default head_dim.
+
+    >>> import numpy as np, speedlight as sl
+    >>> cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=4, capacity=8)
+    >>> x = np.ones((1, 2, 3, 4), np.float32)
+    >>> cache.attend(0, x, x, x).shape, cache.length(0)
+    ((1, 2, 3, 4), 3)
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        batch: int = 1,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: Any = "float32",
+        value_dim: int | None = None,
+    ) -> None:
+        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
+        sizes["value_dim"] = head_dim if value_dim is None else value_dim
+        for name, x in sizes.items():
+            if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+                raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+            if not 1 <= x <= _MOST:
+                raise ArgumentError(f"{name}: expected a size from 1 to 2^46; got {x}.")
+        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+        if name not in arrays.DTYPES:
+            raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {dtype!r}.")
+        self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim = map(int, sizes.values())
+        self.dtype = name
+        shape = (self.batch, self.kv_heads, self.capacity)
+        self._keys = [_room((*shape, self.head_dim), name) for _ in range(self.layers)]
+        self._values = [_room((*shape, self.value_dim), name) for _ in range(self.layers)]
+        self._lengths = [[0] * self.batch for _ in range(self.layers)]
+        self._locks = [threading.Lock() for _ in range(self.layers)]
+        self._steps: dict[Any, engine.Prepared] = {}
+
+    def __repr__(self) -> str:
+        sizes = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
+        return f"KVCache({', '.join(f'{n}={getattr(self, n)}' for n in sizes)}, dtype={self.dtype!r}, {self.used_bytes:,} bytes used)"
+
+    # --- what it holds
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one layer: keys and values of all heads."""
+        return self.kv_heads * (self.head_dim + self.value_dim) * arrays.DTYPES[self.dtype][1]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(map(sum, self._lengths)) * self.token_bytes
+
+    def lengths(self, layer: int) -> tuple[int, ...]:
+        """Tokens of every sequence."""
+        return tuple(self._lengths[self._layer(layer)])
+
+    def length(self, layer: int, item: int = 0) -> int:
+        """Tokens of one sequence."""
+        return self._lengths[self._layer(layer)][self._item(item)]
+
+    def keys(self, layer: int) -> np.ndarray:
+        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length."""
+        return self._copied(self._keys, layer)
+
+    def values(self, layer: int) -> np.ndarray:
+        """A copy: (batch, kv_heads, longest, value_dim); zeros past a sequence's length."""
+        return self._copied(self._values, layer)
+
+    def _copied(self, stored: list[np.ndarray], layer: int) -> np.ndarray:
+        lengths = self._lengths[self._layer(layer)]
+        out = stored[layer][:, :, : max(lengths)].copy()
+        for item, n in enumerate(lengths):
+            out[item, :, n:] = 0
+        return out
+
+    # --- growing and shrinking
+
+    def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
+        """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
+        layer = self._layer(layer)
+        k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
+        self._same_count(k, v)
+        counts = self._counts(new_lengths, k.shape[2])
+        with self._writing(layer):
+            totals = self._totals(layer, counts)
+            self._write(layer, k, v, counts)
+            self._lengths[layer] = totals
+
+    def attend(
+        self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
+        score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
+
+        Args:
+            layer: which layer.
+            q: (batch, q_heads, n_new, head_dim), of the cache's dtype: a NumPy array, a PyTorch CPU tensor, …
+            k: (batch, kv_heads, n_new, head_dim). None appends nothing: every query then sees every stored token.
+            v: (batch, kv_heads, n_new, value_dim).
+            new_lengths: tokens of each sequence, where they are fewer than n_new; rows past them are 0.
+            scale, mask, score, sink_logits, return_lse, out: as for speedlight.attention; positions count from the
+                first token of a sequence. A mask is joined to causality by &.
+
+        Returns:
+            (batch, q_heads, n_new, value_dim), of q's kind; with return_lse also (batch, q_heads, n_new).
+            The bits are those of one call over the whole sequence, however it was cut into chunks.
+
+        Raises:
+            CacheFull: a sequence would pass the capacity.
+            CacheBusy: another thread appends to this layer.
+            speedlight.Error: the argument, what was expected and what came.
+
+        After any exception the cache is as it was.
+        """
+        layer = self._layer(layer)
+        if not isinstance(return_lse, bool):
+            raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+        options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
+        if k is None or v is None:
+            if k is not None or v is not None or new_lengths is not None:
+                name = "k" if k is None else "v" if v is None else "new_lengths"
+                raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
+            return self._run(layer, q, self._lengths[layer], None, False, options, return_lse, out)
+        k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
+        self._same_count(k, v)
+        counts = self._counts(new_lengths, k.shape[2])
+        shape = getattr(q, "shape", ())
+        if len(shape) == 4 and shape[2] != k.shape[2]:
+            raise ArgumentError(f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {tuple(shape)}).")
+        with self._writing(layer):
+            totals = self._totals(layer, counts)
+            self._write(layer, k, v, counts)
+            result = self._run(layer, q, totals, None if new_lengths is None else counts, True, options, return_lse, out)
+            self._lengths[layer] = totals
+        return result
+
+    def truncate(self, length: int | Sequence[int]) -> None:
+        """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
+        wanted = [length] * self.batch if isinstance(length, (int, np.integer)) else list(length)
+        if len(wanted) != self.batch:
+            raise ArgumentError(f"length: expected one int, or {self.batch} (one per sequence); got {len(wanted)}.")
+        for item, n in enumerate(wanted):
+            if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+                raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
+            least = min(x[item] for x in self._lengths)
+            if not 0 <= n <= least:
+                raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
+        self._each_layer(lambda layer: [int(n) for n in wanted])
+
+    def clear(self) -> None:
+        """Forgets everything; the memory stays reserved."""
+        self._each_layer(lambda layer: [0] * self.batch)
+
+    def _each_layer(self, lengths: Any) -> None:
+        taken = []
+        try:
+            for layer in range(self.layers):
+                if not self._locks[layer].acquire(blocking=False):
+                    raise CacheBusy(f"layer {layer}: another thread is appending. Wait for it.")
+                taken.append(layer)
+            for layer in taken:
+                self._lengths[layer] = lengths(layer)
+        finally:
+            for layer in taken:
+                self._locks[layer].release()
+
+    def copy(self) -> KVCache:
+        """An independent cache with the same content."""
+        return self.select(range(self.batch))
+
+    def select(self, batch_indices: Sequence[int]) -> KVCache:
+        """A new cache of these sequences, in this order and as often: for beams."""
+        indices = [self._item(i) for i in batch_indices]
+        if not indices:
+            raise ArgumentError("batch_indices: expected at least one sequence; got none.")
+        new = KVCache(
+            layers=self.layers, batch=len(indices), kv_heads=self.kv_heads, head_dim=self.head_dim, capacity=self.capacity,
+            dtype=self.dtype, value_dim=self.value_dim,
+        )  # fmt: skip
+        for layer in range(self.layers):
+            for to, item in enumerate(indices):
+                n = self._lengths[layer][item]
+                for mine, theirs in ((self._keys, new._keys), (self._values, new._values)):
+                    theirs[layer][to, :, :n] = mine[layer][item, :, :n]
+                new._lengths[layer][to] = n
+        return new
+
+    # --- files
+
+    def save(self, path: str | Path) -> None:
+        """Writes a .safetensors file: under a temporary name first, then renamed."""
+        path = Path(path)
+        if path.suffix != ".safetensors":
+            raise FileError(f"{path}: expected a name that ends in .safetensors.")
+        found = {"lengths": np.array(self._lengths, np.int64)}
+        for layer in range(self.layers):
+            found |= {f"keys.{layer}": self.keys(layer), f"values.{layer}": self.values(layer)}
+        sizes = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "dtype")
+        write_arrays(path, found, {"format": _FORMAT, "version": str(_VERSION)} | {n: str(getattr(self, n)) for n in sizes})
+
+    @classmethod
+    def load(cls, path: str | Path) -> KVCache:
+        """Reads what save() wrote. Every size is checked before anything is reserved.
+
+        Raises:
+            FileError: the file is missing, damaged, or something else.
+        """
+        path = Path(path)
+        if path.suffix != ".safetensors":
+            raise FileError(f"{path}: expected a name that ends in .safetensors.")
+        words = read_metadata(path)
+        if words.get("format") != _FORMAT:
+            raise FileError(f"{path}: expected a file that KVCache.save() wrote; got format {words.get('format')!r}.")
+        if words.get("version") != str(_VERSION):
+            raise FileError(f"{path}: expected version {_VERSION}; got {words.get('version')!r}. Save it anew with this release.")
+        names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
+        try:
+            sizes = {n: int(words[n]) for n in names}
+        except (KeyError, ValueError) as error:
+            raise FileError(f"{path}: a size is missing or no number ({error}).") from None
+        if words.get("dtype") not in arrays.DTYPES or any(not 1 <= x <= _MOST for x in sizes.values()):
+            raise FileError(f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}.")
+        found = read_arrays([path])
+        _check_content(path, sizes, words["dtype"], found)
+        try:
+            cache = cls(**sizes, dtype=words["dtype"])
+        except (OSError, OverflowError, MemoryError, ValueError) as error:
+            raise FileError(f"{path}: a capacity of {sizes['capacity']:,} tokens cannot be reserved ({error}).") from None
+        for layer, lengths in enumerate(found["lengths"].tolist()):
+            for stored, name in ((cache._keys, "keys"), (cache._values, "values")):
+                stored[layer][:, :, : max(lengths)] = found[f"{name}.{layer}"]
+            cache._lengths[layer] = lengths
+        return cache
+
+    # --- inside
+
+    def _layer(self, layer: Any) -> int:
+        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
+            raise ArgumentTypeError(f"layer: expected an int; got {type(layer).__name__}.")
+        if not 0 <= layer < self.layers:
+            raise ArgumentError(f"layer: expected 0 to {self.layers - 1}; got {layer}.")
+        return int(layer)
+
+    def _item(self, item: Any) -> int:
+        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
+            raise ArgumentTypeError(f"batch index: expected an int; got {type(item).__name__}.")
+        if not 0 <= item < self.batch:
+            raise ArgumentError(f"batch index: expected 0 to {self.batch - 1}; got {item}.")
+        return int(item)
+
+    def _new(self, x: Any, name: str, dim: int) -> np.ndarray:
+        if type(x) is not np.ndarray:
+            x = arrays.describe(x, name).numpy()
+        if x.ndim != 4 or x.shape[0] != self.batch or x.shape[1] != self.kv_heads or x.shape[3] != dim:
+            raise ArgumentError(f"{name}: expected shape ({self.batch}, {self.kv_heads}, n_new, {dim}); got {x.shape}.")
+        if x.dtype != self._keys[0].dtype:
+            raise ArgumentTypeError(f"{name}: expected dtype {self.dtype}, as the cache has; got {x.dtype}. Convert it first.")
+        return x
+
+    def _same_count(self, k: np.ndarray, v: np.ndarray) -> None:
+        if v.shape[2] != k.shape[2]:
+            raise ArgumentError(f"v: expected {k.shape[2]} tokens, as k has; got {v.shape[2]} (shape {v.shape}).")
+
+    def _counts(self, new_lengths: Any, n_new: int) -> list[int]:
+        if new_lengths is None:
+            return [n_new] * self.batch
+        values = new_lengths.tolist() if hasattr(new_lengths, "tolist") else new_lengths
+        if not isinstance(values, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values):
+            raise ArgumentTypeError(f"new_lengths: expected {self.batch} ints, one per sequence; got {new_lengths!r}.")
+        if len(values) != self.batch:
+            raise ArgumentError(f"new_lengths: expected {self.batch} ints, one per sequence; got {len(values)}.")
+        for item, n in enumerate(values):
+            if not 0 <= n <= n_new:
+                raise ArgumentError(f"new_lengths: expected 0 to {n_new}, the tokens in k; got {n} for sequence {item}.")
+        return [int(n) for n in values]
+
+    def _totals(self, layer: int, counts: list[int]) -> list[int]:
+        """Lengths after an append that fits."""
+        lengths = self._lengths[layer]
+        for item, n in enumerate(counts):
+            free = self.capacity - lengths[item]
+            if n > free:
+                raise CacheFull(
+                    f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {self.capacity} are free. "
+                    "truncate() it, or make a cache of larger capacity.",
+                    n,
+                    free,
+                )
+        return [a + b for a, b in zip(lengths, counts, strict=True)]
+
+    def _write(self, layer: int, k: np.ndarray, v: np.ndarray, counts: list[int]) -> None:
+        """Past the lengths, so that nobody sees it yet."""
+        lengths, keys, values = self._lengths[layer], self._keys[layer], self._values[layer]
+        first, n = lengths[0], counts[0]
+        if counts.count(n) == len(counts) and lengths.count(first) == len(counts):
+            keys[:, :, first : first + n] = k[:, :, :n]
+            values[:, :, first : first + n] = v[:, :, :n]
+            return
+        for item, (at, n) in enumerate(zip(lengths, counts, strict=True)):
+            keys[item, :, at : at + n] = k[item, :, :n]
+            values[item, :, at : at + n] = v[item, :, :n]
+
+    def _writing(self, layer: int) -> _Writing:
+        return _Writing(self._locks[layer], layer)
+
+    def _run(
+        self, layer: int, q: Any, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any],
+        return_lse: bool, out: Any,
+    ) -> Any:  # fmt: skip
+        keys, values = self._keys[layer], self._values[layer]
+        if counts is None and out is None and type(q) is np.ndarray and q.dtype == keys.dtype and q.ndim == 4 and q.size and min(totals):
+            step = self._step(q, totals, causal, options)
+            if step is not None:
+                return self._again(step, q, keys, values, totals, return_lse)
+        given = arrays.describe(q, "q")
+        result, target = out, None if out is None else arrays.describe(out, "out").numpy()
+        if out is None and len(given.shape) == 4:
+            result, where = arrays.empty_like(given, (*given.shape[:-1], self.value_dim), given.dtype)
+            target = where.numpy()
+        _, lse = attention(
+            given.numpy(), keys, values, causal=causal, q_lengths=counts, k_lengths=totals, return_lse=True, out=target, **options
+        )  # fmt: skip
+        result = arrays.like_input(given, result) if out is None else out
+        if not return_lse:
+            return result
+        copied, where = arrays.empty_like(given, lse.shape, lse.dtype.name)
+        where.numpy()[...] = lse
+        return result, arrays.like_input(given, copied)
+
+    def _step(self, q: np.ndarray, totals: list[int], causal: bool, options: dict[str, Any]) -> engine.Prepared | None:
+        """The prepared call for queries of this form: for any lengths of as many spans (doubled until they suffice)."""
+        mask, score, scale = options["mask"], options["score"], options["scale"]
+        kept = all(x is None or type(x) is Expression for x in (mask, score)) and type(scale) in (float, type(None))
+        if options["sink_logits"] is not None or not kept:
+            return None
+        spans = 1 << (max(totals) - 1 >> 10).bit_length()
+        key = (q.shape, q.strides, causal, mask, score, scale, spans, engine.threads_now(), current_isa())
+        prepared = self._steps.get(key)
+        if prepared is None:
+            a, b, c = (arrays.describe(x, n) for x, n in ((q, "q"), (self._keys[0], "k"), (self._values[0], "v")))
+            most = [min(spans * SPAN, self.capacity)] * self.batch
+            problem, _, _ = from_arrays(
+                a, b, c, causal=causal, q_start=None, k_start=0, scale=scale, layout="bhld", mask=mask, score=score, k_lengths=most
+            )
+            strides = np.empty((*q.shape[:-1], self.value_dim), q.dtype).strides
+            prepared = engine.prepare(problem, "bhld", a, b, c, strides, None, None, key[7], key[8])
+            if len(self._steps) >= _STEPS:
+                self._steps.clear()
+            self._steps[key] = prepared
+        return prepared
+
+    def _again(
+        self, step: engine.Prepared, q: np.ndarray, keys: np.ndarray, values: np.ndarray, totals: list[int], return_lse: bool
+    ) -> Any:
+        n_new = q.shape[2]
+        items = step.items_type.from_buffer_copy(step.items_bytes)
+        for item, n in enumerate(totals):
+            items[item * step.item_words + 3] = n
+            items[item * step.item_words + 4] = n - n_new
+        out = np.empty((*q.shape[:-1], self.value_dim), q.dtype)
+        lse = np.empty(q.shape[:-1], np.float64 if self.dtype == "float64" else np.float32) if return_lse else None
+        threads = 1 if sum(totals) * self.token_bytes * max(1, n_new // 8) < _INLINE_BYTES else 0
+        step.run(
+            q.ctypes.data, keys.ctypes.data, values.ctypes.data, out.ctypes.data, 0 if lse is None else lse.ctypes.data,
+            items=ctypes.addressof(items), threads=threads,
+        )  # fmt: skip
+        return out if lse is None else (out, lse)
+
+
+class _Writing:
+    """One appender at a time; a second one is told so instead of waiting."""
+
+    __slots__ = ("layer", "lock")
+
+    def __init__(self, lock: threading.Lock, layer: int) -> None:
+        self.lock, self.layer = lock, layer
+
+    def __enter__(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            raise CacheBusy(f"layer {self.layer}: another thread is appending to it. Append from one thread at a time.")
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def _room(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Zeros on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take no memory."""
+    kind = arrays.numpy_dtype(dtype)
+    count = 1
+    for n in shape:
+        count *= n
+    try:
+        memory = arrays.pages(count * kind.itemsize)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"{count * kind.itemsize:,} bytes of cache cannot be reserved: {error}") from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them: small pages do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, kind, count).reshape(shape)
+
+
+def _check_content(path: Path, sizes: dict[str, int], dtype: str, found: dict[str, np.ndarray]) -> None:
+    """The arrays of a file are those that its sizes announce."""
+    lengths = found.get("lengths")
+    if lengths is None or lengths.shape != (sizes["layers"], sizes["batch"]) or lengths.dtype != np.int64:
+        raise FileError(f"{path}: expected lengths of {sizes['layers']} layers and {sizes['batch']} sequences.")
+    if lengths.size and (lengths.min() < 0 or lengths.max() > sizes["capacity"]):
+        raise FileError(f"{path}: expected lengths from 0 to the capacity {sizes['capacity']}; got {lengths.min()} to {lengths.max()}.")
+    for layer in range(sizes["layers"]):
+        for name, dim in (("keys", "head_dim"), ("values", "value_dim")):
+            x = found.get(f"{name}.{layer}")
+            shape = (sizes["batch"], sizes["kv_heads"], int(lengths[layer].max()), sizes[dim])
+            if x is None or x.shape != shape or x.dtype != arrays.numpy_dtype(dtype):
+                raise FileError(
+                    f"{path}: expected {name}.{layer} of shape {shape} and dtype {dtype}; got {None if x is None else x.shape}."
+                )
