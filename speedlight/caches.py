@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import threading
 from collections.abc import Sequence
@@ -13,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from . import arrays, engine
-from .api import attention
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, FileError
 from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
+from .planning import BLOCK, uses_dot
 from .problem import SPAN, from_arrays
 from .tracing import Expression
 
@@ -71,9 +72,11 @@ class KVCache:
             raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {dtype!r}.")
         self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim = map(int, sizes.values())
         self.dtype = name
-        shape = (self.batch, self.kv_heads, self.capacity)
-        self._keys = [_room((*shape, self.head_dim), name) for _ in range(self.layers)]
-        self._values = [_room((*shape, self.value_dim), name) for _ in range(self.layers)]
+        self._isa = current_isa()
+        self._store = _Pairs if uses_dot(self._isa, arrays.DTYPES[name][0]) else _Plain
+        shape = (self.batch, self.kv_heads, -(-self.capacity // BLOCK))
+        self._keys = [_room((*shape, *self._store.key_block(self.head_dim)), name) for _ in range(self.layers)]
+        self._values = [_room((*shape, *self._store.value_block(self.value_dim)), name) for _ in range(self.layers)]
         self._lengths = [[0] * self.batch for _ in range(self.layers)]
         self._locks = [threading.Lock() for _ in range(self.layers)]
         self._steps: dict[Any, engine.Prepared] = {}
@@ -103,15 +106,18 @@ class KVCache:
 
     def keys(self, layer: int) -> np.ndarray:
         """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length."""
-        return self._copied(self._keys, layer)
+        return self._copied(self._store.keys(self._keys[self._layer(layer)]), layer, self.head_dim)
 
     def values(self, layer: int) -> np.ndarray:
         """A copy: (batch, kv_heads, longest, value_dim); zeros past a sequence's length."""
-        return self._copied(self._values, layer)
+        return self._copied(self._store.values(self._values[self._layer(layer)]), layer, self.value_dim)
 
-    def _copied(self, stored: list[np.ndarray], layer: int) -> np.ndarray:
-        lengths = self._lengths[self._layer(layer)]
-        out = stored[layer][:, :, : max(lengths)].copy()
+    def _copied(self, blocks: np.ndarray, layer: int, dim: int) -> np.ndarray:
+        lengths = self._lengths[layer]
+        count = -(-max(lengths) // BLOCK)
+        elements = math.prod(blocks.shape[3:]) // BLOCK  # of a token, with what pads it
+        tokens = blocks[:, :, :count].reshape(self.batch, self.kv_heads, count * BLOCK, elements)
+        out = tokens[:, :, : max(lengths), :dim].copy()
         for item, n in enumerate(lengths):
             out[item, :, n:] = 0
         return out
@@ -220,11 +226,13 @@ class KVCache:
             layers=self.layers, batch=len(indices), kv_heads=self.kv_heads, head_dim=self.head_dim, capacity=self.capacity,
             dtype=self.dtype, value_dim=self.value_dim,
         )  # fmt: skip
+        new._isa, new._store = self._isa, self._store
         for layer in range(self.layers):
             for to, item in enumerate(indices):
                 n = self._lengths[layer][item]
+                blocks = -(-n // BLOCK)
                 for mine, theirs in ((self._keys, new._keys), (self._values, new._values)):
-                    theirs[layer][to, :, :n] = mine[layer][item, :, :n]
+                    theirs[layer][to, :, :blocks] = mine[layer][item, :, :blocks]
                 new._lengths[layer][to] = n
         return new
 
@@ -270,8 +278,7 @@ class KVCache:
         except (OSError, OverflowError, MemoryError, ValueError) as error:
             raise FileError(f"{path}: a capacity of {sizes['capacity']:,} tokens cannot be reserved ({error}).") from None
         for layer, lengths in enumerate(found["lengths"].tolist()):
-            for stored, name in ((cache._keys, "keys"), (cache._values, "values")):
-                stored[layer][:, :, : max(lengths)] = found[f"{name}.{layer}"]
+            cache._put(layer, slice(None), 0, found[f"keys.{layer}"], found[f"values.{layer}"])
             cache._lengths[layer] = lengths
         return cache
 
@@ -333,15 +340,18 @@ class KVCache:
 
     def _write(self, layer: int, k: np.ndarray, v: np.ndarray, counts: list[int]) -> None:
         """Past the lengths, so that nobody sees it yet."""
-        lengths, keys, values = self._lengths[layer], self._keys[layer], self._values[layer]
+        lengths = self._lengths[layer]
         first, n = lengths[0], counts[0]
         if counts.count(n) == len(counts) and lengths.count(first) == len(counts):
-            keys[:, :, first : first + n] = k[:, :, :n]
-            values[:, :, first : first + n] = v[:, :, :n]
+            self._put(layer, slice(None), first, k[:, :, :n], v[:, :, :n])
             return
         for item, (at, n) in enumerate(zip(lengths, counts, strict=True)):
-            keys[item, :, at : at + n] = k[item, :, :n]
-            values[item, :, at : at + n] = v[item, :, :n]
+            self._put(layer, slice(item, item + 1), at, k[item : item + 1, :, :n], v[item : item + 1, :, :n])
+
+    def _put(self, layer: int, items: slice, at: int, k: np.ndarray, v: np.ndarray) -> None:
+        store = self._store
+        for blocks, x in ((store.keys(self._keys[layer]), k), (store.values(self._values[layer]), v)):
+            _scatter(blocks[items], at, x)
 
     def _writing(self, layer: int) -> _Writing:
         return _Writing(self._locks[layer], layer)
@@ -350,25 +360,45 @@ class KVCache:
         self, layer: int, q: Any, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any],
         return_lse: bool, out: Any,
     ) -> Any:  # fmt: skip
+        quick = counts is None and out is None and type(q) is np.ndarray and q.ndim == 4 and q.size and min(totals)
+        step = self._step(q, totals, causal, options) if quick else None
+        if step is not None:
+            return self._again(step, layer, q, totals, return_lse)
+        a = arrays.describe(q, "q")
+        prepared = self._prepare(a, totals, counts, causal, options, out)
+        shape = (*a.shape[:-1], self.value_dim)
+        if out is None:
+            result, target = arrays.empty_like(a, shape, self.dtype)
+        else:
+            result, target = out, arrays.describe(out, "out")
+        lse, where = arrays.empty_like(a, shape[:-1], "float64" if self.dtype == "float64" else "float32") if return_lse else (None, None)
         keys, values = self._keys[layer], self._values[layer]
-        if counts is None and out is None and type(q) is np.ndarray and q.dtype == keys.dtype and q.ndim == 4 and q.size and min(totals):
-            step = self._step(q, totals, causal, options)
-            if step is not None:
-                return self._again(step, q, keys, values, totals, return_lse)
-        given = arrays.describe(q, "q")
-        result, target = out, None if out is None else arrays.describe(out, "out").numpy()
-        if out is None and len(given.shape) == 4:
-            result, where = arrays.empty_like(given, (*given.shape[:-1], self.value_dim), given.dtype)
-            target = where.numpy()
-        _, lse = attention(
-            given.numpy(), keys, values, causal=causal, q_lengths=counts, k_lengths=totals, return_lse=True, out=target, **options
+        prepared.run(a.address, keys.ctypes.data, values.ctypes.data, target.address, where.address if where else 0)
+        result = arrays.like_input(a, result) if out is None else out
+        return (result, arrays.like_input(a, lse)) if return_lse else result
+
+    def _prepare(
+        self, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any], out: Any
+    ) -> engine.Prepared:
+        k = self._described("k", self._keys[0], self.head_dim, q.kind)
+        v = self._described("v", self._values[0], self.value_dim, q.kind)
+        problem, _, _ = from_arrays(
+            q, k, v, causal=causal, q_start=None, k_start=0, layout="bhld", q_lengths=counts, k_lengths=totals, **options
         )  # fmt: skip
-        result = arrays.like_input(given, result) if out is None else out
-        if not return_lse:
-            return result
-        copied, where = arrays.empty_like(given, lse.shape, lse.dtype.name)
-        where.numpy()[...] = lse
-        return result, arrays.like_input(given, copied)
+        shape = (*q.shape[:-1], self.value_dim)
+        if out is None:
+            strides = np.empty(shape, self._keys[0].dtype).strides
+        else:
+            target = arrays.describe(out, "out")
+            arrays.check_out(target, shape, self.dtype, (q,))
+            strides = target.strides
+        return engine.prepare(problem, "bhld", q, k, v, strides, None, None, engine.threads_now(), self._isa, cached=True)
+
+    def _described(self, name: str, x: np.ndarray, dim: int, kind: str) -> arrays.Array:
+        """Shape as of plain keys or values; of the strides, those of batch, head and a token (of which only 16 lie together)."""
+        token = x.strides[2] // BLOCK
+        shape = (self.batch, self.kv_heads, self.capacity, dim)
+        return arrays.Array(name, x.ctypes.data, shape, (x.strides[0], x.strides[1], token, x.itemsize), self.dtype, kind, True, x)
 
     def _step(self, q: np.ndarray, totals: list[int], causal: bool, options: dict[str, Any]) -> engine.Prepared | None:
         """The prepared call for queries of this form: for any lengths of as many spans (doubled until they suffice)."""
@@ -377,24 +407,17 @@ class KVCache:
         if options["sink_logits"] is not None or not kept:
             return None
         spans = 1 << (max(totals) - 1 >> 10).bit_length()
-        key = (q.shape, q.strides, causal, mask, score, scale, spans, engine.threads_now(), current_isa())
+        key = (q.shape, q.strides, q.dtype, causal, mask, score, scale, spans, engine.threads_now())
         prepared = self._steps.get(key)
         if prepared is None:
-            a, b, c = (arrays.describe(x, n) for x, n in ((q, "q"), (self._keys[0], "k"), (self._values[0], "v")))
             most = [min(spans * SPAN, self.capacity)] * self.batch
-            problem, _, _ = from_arrays(
-                a, b, c, causal=causal, q_start=None, k_start=0, scale=scale, layout="bhld", mask=mask, score=score, k_lengths=most
-            )
-            strides = np.empty((*q.shape[:-1], self.value_dim), q.dtype).strides
-            prepared = engine.prepare(problem, "bhld", a, b, c, strides, None, None, key[7], key[8])
+            prepared = self._prepare(arrays.describe(q, "q"), most, None, causal, options, None)
             if len(self._steps) >= _STEPS:
                 self._steps.clear()
             self._steps[key] = prepared
         return prepared
 
-    def _again(
-        self, step: engine.Prepared, q: np.ndarray, keys: np.ndarray, values: np.ndarray, totals: list[int], return_lse: bool
-    ) -> Any:
+    def _again(self, step: engine.Prepared, layer: int, q: np.ndarray, totals: list[int], return_lse: bool) -> Any:
         n_new = q.shape[2]
         items = step.items_type.from_buffer_copy(step.items_bytes)
         for item, n in enumerate(totals):
@@ -404,10 +427,77 @@ class KVCache:
         lse = np.empty(q.shape[:-1], np.float64 if self.dtype == "float64" else np.float32) if return_lse else None
         threads = 1 if sum(totals) * self.token_bytes * max(1, n_new // 8) < _INLINE_BYTES else 0
         step.run(
-            q.ctypes.data, keys.ctypes.data, values.ctypes.data, out.ctypes.data, 0 if lse is None else lse.ctypes.data,
-            items=ctypes.addressof(items), threads=threads,
+            q.ctypes.data, self._keys[layer].ctypes.data, self._values[layer].ctypes.data, out.ctypes.data,
+            0 if lse is None else lse.ctypes.data, items=ctypes.addressof(items), threads=threads,
         )  # fmt: skip
         return out if lse is None else (out, lse)
+
+
+class _Plain:
+    """A block of keys is [element][16 keys], a block of values is 16 rows. Views have tokens first: (…, block, token, element)."""
+
+    @staticmethod
+    def key_block(dim: int) -> tuple[int, ...]:
+        return dim, BLOCK
+
+    @staticmethod
+    def value_block(dim: int) -> tuple[int, ...]:
+        return BLOCK, dim
+
+    @staticmethod
+    def keys(x: np.ndarray) -> np.ndarray:
+        return x.swapaxes(-1, -2)
+
+    @staticmethod
+    def values(x: np.ndarray) -> np.ndarray:
+        return x
+
+
+class _Pairs:
+    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of keys][element][2]."""
+
+    @staticmethod
+    def key_block(dim: int) -> tuple[int, ...]:
+        return (dim + 1) // 2, BLOCK, 2
+
+    @staticmethod
+    def value_block(dim: int) -> tuple[int, ...]:
+        return BLOCK // 2, dim, 2
+
+    @staticmethod
+    def keys(x: np.ndarray) -> np.ndarray:
+        return np.moveaxis(x, -3, -2)  # (…, token, pair, 2); an odd last element has a zero beside it
+
+    @staticmethod
+    def values(x: np.ndarray) -> np.ndarray:
+        return np.moveaxis(x, -1, -2)  # (…, pair, 2, element)
+
+
+def _scatter(blocks: np.ndarray, at: int, x: np.ndarray) -> None:
+    """Tokens x (items, heads, n, dim) from token `at` on, into blocks (items, heads, block, …)."""
+    n = x.shape[2]
+    if blocks.ndim == 6 and blocks.shape[3] == BLOCK and x.shape[3] % 2:  # pairs of elements
+        x = np.concatenate([x, np.zeros((*x.shape[:3], 1), x.dtype)], axis=3)
+    tail = blocks.shape[3:]
+    done = 0
+    while done < n:
+        block, lane = divmod(at + done, BLOCK)
+        if lane or n - done < BLOCK:
+            count = min(BLOCK - lane, n - done)
+            for token in range(count):
+                one = x[:, :, done + token]
+                where = blocks[:, :, block]
+                if len(tail) == 2:
+                    where[:, :, lane + token] = one
+                elif tail[0] == BLOCK:
+                    where[:, :, lane + token] = one.reshape(*one.shape[:2], *tail[1:])
+                else:
+                    where[:, :, (lane + token) // 2, (lane + token) % 2] = one
+        else:
+            count = (n - done) // BLOCK * BLOCK
+            whole = x[:, :, done : done + count]
+            blocks[:, :, block : block + count // BLOCK] = whole.reshape(*x.shape[:2], count // BLOCK, *tail)
+        done += count
 
 
 class _Writing:

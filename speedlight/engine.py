@@ -35,7 +35,7 @@ def _modules() -> Any:
 class Prepared:
     """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
 
-    def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray) -> None:
+    def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray, *, cached: bool = False) -> None:
         compile_, fields, microkernels, workers, lower, lookups = _modules()
         self.problem, self.how, self.items = problem, how, items
         self.program, self.lookups, self.slots = _program(problem, lower, lookups)
@@ -44,7 +44,7 @@ class Prepared:
         if problem.sinks is not None:
             self.sinks = np.array([x * math.log2(math.e) for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
             words |= {"sinks": self.sinks.ctypes.data}
-        self.kernel = compile_.kernel_of(microkernels.Shape(how.isa, how.storage, how.vectors, self.program))
+        self.kernel = compile_.kernel_of(microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached))
         self.run_region = workers.run_region
         self.words_type = ctypes.c_int64 * len(fields.FIELDS)
         template = np.zeros(len(fields.FIELDS), np.int64)
@@ -168,19 +168,20 @@ def _axis(strides: tuple[int, ...], layout: str, i: int) -> int:
 
 def prepare(
     problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
-    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
+    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa, *, cached: bool = False,
 ) -> Prepared:  # fmt: skip
-    """Everything that addresses don't change."""
-    return Prepared(problem, *arguments(problem, layout, q, k, v, out_strides, cu_q, cu_k, threads, isa))
+    """Everything that addresses don't change. `cached`: k and v lie as in a KVCache."""
+    return Prepared(problem, *arguments(problem, layout, q, k, v, out_strides, cu_q, cu_k, threads, isa, cached=cached), cached=cached)
 
 
 def arguments(
     problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
-    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
+    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa, *, cached: bool = False,
 ) -> tuple[planning.Schedule, dict[str, int], np.ndarray]:  # fmt: skip
     """The schedule, the kernel's words by name, and its table of items; for any vector unit, this machine's or not."""
     size = DTYPES[problem.dtype][1]
-    how = planning.schedule(problem, isa, threads, _axis(k.strides, layout, -1) != size, _axis(v.strides, layout, -1) != size)
+    strided = [not cached and _axis(x.strides, layout, -1) != size for x in (k, v)]
+    how = planning.schedule(problem, isa, threads, *strided, cached=cached)
     c = math.log2(math.e) if problem.score is not None else problem.scale * math.log2(math.e)
     number = 8 if problem.storage == "f64" else 4
     flip = 0

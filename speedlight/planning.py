@@ -18,6 +18,8 @@ _VECTOR_WORTH = {3: 1.0, 2: 0.97, 1: 0.8}
 
 _TASK_FLOPS = 800_000_000
 
+BLOCK = 16  # keys of a block of a KVCache: one after another for each element
+
 _DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
 
 # Side by side, two workers' scratches cost 2 to 4 % (measured; prefetchers run past the end of one into the other)
@@ -71,7 +73,9 @@ class Schedule:
         return self.scratch_bytes + _APART
 
 
-def schedule(problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False) -> Schedule:
+def schedule(
+    problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False, *, cached: bool = False
+) -> Schedule:
     """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads allow."""
     if _decodes(problem, isa, strided_keys or strided_values):
         return _decode_schedule(problem, isa, threads)
@@ -81,8 +85,8 @@ def schedule(problem: Problem, isa: Isa, threads: int, strided_keys: bool = Fals
     vectors = min((3, 2, 1), key=lambda n: sum(-(-r // (lanes * n)) for r in rows) * n / _VECTOR_WORTH[n])
     dot = uses_dot(isa, storage)
     direct = dot or storage in ("f32", "f64")
-    stage_keys = not direct or strided_keys or (dot and problem.head_dim % 2 == 1)
-    stage_values = not direct or strided_values or dot
+    stage_keys = cached or not direct or strided_keys or (dot and problem.head_dim % 2 == 1)
+    stage_values = not direct or strided_values or (dot and not cached)
     panel_count = sum(-(-r // (lanes * vectors)) for r in rows) * problem.kv_heads
     layout = _layout(problem, isa, vectors, stage_keys, stage_values)
     fits = (level2_bytes() * 5 // 8 - layout["fixed"]) // layout["panel"]

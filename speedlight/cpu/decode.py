@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..planning import SPAN, TILE
+from ..planning import BLOCK, SPAN, TILE
 from .microkernels import (
     LARGE,
     Shape,
@@ -24,12 +24,14 @@ from .microkernels import (
     multiply_add,
     narrowed,
     natural_log,
+    unrolled,
 )
 from .region import Work, entry, region
 from .vector import BF16, F32, F64, I1, I16, I32, I64, PTR, Function, Module, Value, vec
 
 _TOGETHER = 32  # steps of keys whose values are used for all rows while the first-level cache has them
-_AHEAD = 2  # groups of keys that are fetched ahead
+_AHEAD = 2  # groups of keys that are fetched ahead, of rows
+_FAR = 16384  # bytes that are fetched ahead, of a cache: some microseconds of reading
 _ONES = 0x3F803F80  # a pair of bf16 ones
 
 
@@ -43,8 +45,9 @@ def decode_module(s: Shape, symbol: str) -> Module:
 
 class _Parts:
     def __init__(self, m: Module, s: Shape) -> None:
-        self.pack, self.score, self.weigh, self.add_up = pack(m, s), score_rows(m, s), weigh(m, s), add_up(m, s)
-        self.values = {rows: value_rows(m, s, rows) for rows in (1, 4)}
+        self.pack, self.weigh, self.add_up = pack(m, s), weigh(m, s), add_up(m, s)
+        self.score = score_lanes(m, s) if s.cached else score_rows(m, s)
+        self.values = {rows: value_rows(m, s, rows) for rows in (1, 2)}
         self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)
         self.store = store_row(m, s, self.log)
 
@@ -122,12 +125,57 @@ def score_rows(module: Module, s: Shape) -> Any:
     return k.finish()
 
 
+def score_lanes(module: Module, s: Shape) -> Any:
+    """The same over a cache's blocks, where the keys of a vector lie side by side: nothing is transposed, all is read in sequence."""
+    k = module.function(
+        "score_lanes",
+        {"scores": PTR, "queries": PTR, "keys": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64, "head_dim": I64},
+    )
+    p, n = k.p, s.lanes
+    stored = 4 if s.dot else s.storage_bytes
+    together = max(1, BLOCK // n)  # vectors of keys: one block, so that memory is read in one stream
+    step = together * n
+
+    def rows_of(first: Value, count: int, j: Value) -> None:
+        queries = [k.at(p["queries"], (first + r) * p["units"] * s.number_bytes) for r in range(count)]
+        places = []
+        for i in range(together):
+            key = k.min(j + i * n, k.i64(TILE) - n)
+            last = (p["count"] - 1) & -n  # a vector past the end repeats the last one
+            key = k.min(key, last)
+            places.append(k.at(p["keys"], (key & -BLOCK) * p["key_row"] + (key & (BLOCK - 1)) * stored))
+        totals = [[k.variable(k.const(0.0, s.vector)) for _ in range(together)] for _ in range(count)]
+
+        def unit(t: Value) -> None:
+            vectors = [load_units(k, s, k.at(x, t * (BLOCK * stored)), k.i64(0)) for x in places]
+            for line in range(0, BLOCK * stored, 64):
+                k.prefetch(k.at(places[0], t * (BLOCK * stored) + line + _FAR))
+            for r in range(count):
+                query = k.splat(k.load(s.unit, queries[r], t * s.number_bytes), n)
+                for total, x in zip(totals[r], vectors, strict=True):
+                    total.set(multiply_add(k, s, query, x, total.get()))
+
+        unrolled(k, 0, p["units"], unit, by=2)
+        for r in range(count):
+            for i, total in enumerate(totals[r]):
+                with k.when(j + i * n < p["count"]):
+                    k.store(total.get(), p["scores"], (first + r) * _score_row(s) + (j + i * n) * s.number_bytes)
+
+    fours = p["rows"] // 4 * 4
+    with k.range(0, p["count"], step) as j:
+        with k.range(0, fours, 4) as r:
+            rows_of(r, 4, j)
+        with k.range(fours, p["rows"]) as r:
+            rows_of(r, 1, j)
+    return k.finish()
+
+
 def weigh(module: Module, s: Shape) -> Any:
     """One row's scores become weights in place (pairs in the dot class); max and alpha are updated. Keys from `limit` on weigh -0.
 
     Returns whether a score below `limit` is -inf: then its weight is -0 as well, and its value must not be touched.
     """
-    k = module.function("weigh", {"scores": PTR, "state": PTR, "alpha": PTR, "limit": I64, "count": I64, "c": s.number}, I64)
+    k = module.function("weigh", {"scores": PTR, "state": PTR, "alpha": PTR, "limit": I64, "count": I64, "c": s.number, "ahead": PTR}, I64)
     p, n = k.p, s.lanes
     c = k.splat(p["c"], n)
     lowest, zero, hidden = (k.const(x, s.vector) for x in (float("-inf"), 0.0, -0.0))
@@ -154,6 +202,8 @@ def weigh(module: Module, s: Shape) -> Any:
     top = k.max(k.select(large & above, down, product), old)
     base = k.select(top.equals(float("-inf")), zero, top)
     with k.range(0, p["count"], 2 * n) as j:
+        for line in range(2 * n if s.cached else 0):  # memory would be idle meanwhile
+            k.prefetch(k.at(p["ahead"], (j + line) * 64))
         xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
         es = [k.fma(x, c, -base) for x in xs]
         es = [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e in es]
@@ -208,6 +258,8 @@ _VALUE_PARAMS = {
 
 def _value(k: Function, s: Shape, row: Value, next_row: Value, column: Value) -> Value:
     """One vector of a value's columns; in the dot class pairs of two keys' values."""
+    if s.dot and s.cached:
+        return k.load(s.ivector, row, column * 4)
     if not s.dot:
         return load_units(k, s, row, column)
     low, high = (k.zext(k.load(vec(I16, s.lanes), x, column * 2), s.ivector) for x in (row, next_row))
@@ -217,7 +269,7 @@ def _value(k: Function, s: Shape, row: Value, next_row: Value, column: Value) ->
 def value_rows(module: Module, s: Shape, rows: int) -> Any:
     """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a key, or a pair."""
     k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
-    p, together = k.p, 4 if s.isa.registers >= 32 else 2
+    p, together = k.p, 8 if s.isa.registers >= 32 else 4
     keys = 2 if s.dot else 1
     with k.range(0, p["slots"], together) as slot:
         slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
@@ -227,10 +279,12 @@ def value_rows(module: Module, s: Shape, rows: int) -> Any:
         with k.range(p["first"], p["end"]) as j:
             row = k.at(p["values"], j * keys * p["value_row"])
             vectors = [_value(k, s, row, k.at(row, p["value_row"]), c) for c in columns]
-            for n in range(keys):  # lines of these columns, some keys further on
-                k.prefetch(k.at(row, p["value_row"] * (16 * keys + n) + columns[0] * s.storage_bytes))
-                for i in range(64 // (s.lanes * s.storage_bytes), together, max(1, 64 // (s.lanes * s.storage_bytes))):
-                    k.prefetch(k.at(row, p["value_row"] * (16 * keys + n) + columns[i] * s.storage_bytes))
+            stored = 4 if s.dot and s.cached else s.storage_bytes
+            lines = columns[:: max(1, 64 // (s.lanes * stored))]
+            for n in range(1 if s.cached else keys):
+                ahead = k.at(row, _FAR) if s.cached else k.at(row, p["value_row"] * (16 * keys + n))
+                for column in lines:
+                    k.prefetch(k.at(ahead, column * stored))
             for r in range(rows):
                 weight = k.splat(k.load(s.unit, p["weights"], j * s.number_bytes + r * _score_row(s)), s.lanes)
                 for total, x in zip(totals[r], vectors, strict=True):
@@ -252,7 +306,7 @@ def careful_values(module: Module, s: Shape) -> Any:
             mask = low | high
             some = mask.differs(0)
             row = k.at(p["values"], j * 2 * p["value_row"])
-            after = k.at(p["values"], k.min(j * 2 + 1, p["last"]) * p["value_row"])
+            after = k.at(p["values"], k.min(j * 2 + 1, p["last"]) * p["value_row"])  # a cache has pairs: it is not looked at
         else:
             mask, some = weight, weight.bits(s.integer) > -1
             row = after = k.at(p["values"], j * p["value_row"])
@@ -416,7 +470,7 @@ class _Task(Work):
             limit = k.max(k.min(self.limit(r) - start, count), k.i64(0))
             k.store(limit, self.limits, r * 8)
             row, state = k.at(self.scratch, r * _score_row(s)), k.at(self.span, r * self.state_row)
-            gone = k.call(parts.weigh, row, state, k.at(self.alpha, r * 8), limit, count, c)
+            gone = k.call(parts.weigh, row, state, k.at(self.alpha, r * 8), limit, count, c, k.at(values, _FAR + r * (64 * TILE)))
             joint.set(k.min(k.select(gone.equals(0), limit, k.i64(0)), joint.get()))
         self.count(joint.get(), count)
         steps = (count + 1) >> 1 if s.dot else count
@@ -433,10 +487,10 @@ class _Task(Work):
         together = joint.get() >> 1 if s.dot else joint.get()
         with k.range(0, together, _TOGETHER) as first:
             end = k.min(first + _TOGETHER, together)
-            fours = self.rows // 4 * 4
-            with k.range(0, fours, 4) as r:
-                k.call(parts.values[4], *self.value_arguments(r, values, v_row, first, end))
-            with k.range(fours, self.rows) as r:
+            paired = self.rows & -2
+            with k.range(0, paired, 2) as r:
+                k.call(parts.values[2], *self.value_arguments(r, values, v_row, first, end))
+            with k.range(paired, self.rows) as r:
                 k.call(parts.values[1], *self.value_arguments(r, values, v_row, first, end))
         with k.range(0, self.rows) as r:
             limit = k.load(I64, self.limits, r * 8)

@@ -13,7 +13,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from ..planning import SPAN, TILE
+from ..planning import BLOCK, SPAN, TILE
 from .lookups import lines
 from .lower import aim, expression_tile, squares
 from .microkernels import (
@@ -51,8 +51,9 @@ class _Parts:
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
-        self.stage_keys = stage_rows(m, s, "stage_keys")
-        self.stage_values = stage_pairs(m, s) if s.dot else self.stage_keys
+        rows = stage_rows(m, s, "stage_rows")
+        self.stage_keys = stage_lanes(m, s) if s.cached else rows
+        self.stage_values = stage_pairs(m, s) if s.dot and not s.cached else rows
         self.store = store_panel(m, s, self.log)
 
 
@@ -98,6 +99,28 @@ def stage_rows(module: Module, s: Shape, name: str) -> Any:
             k.store(load_units(k, s, source, t), target, t * s.number_bytes)
         with k.range(end, p["units"]) as t:
             k.store(load_unit(k, s, source, t, p["column"], p["length"]), target, t * s.number_bytes)
+    return k.finish()
+
+
+def stage_lanes(module: Module, s: Shape) -> Any:
+    """tile[count, units] from a cache's blocks: unit after unit, of each the BLOCK keys."""
+    params = {"tile": PTR, "source": PTR, "row": I64, "column": I64, "count": I64, "length": I64, "units": I64}
+    k = module.function("stage_lanes", params)
+    p, n = k.p, s.lanes
+    row = p["units"] * s.number_bytes
+    whole = p["units"] // n * n
+    stored = BLOCK * (4 if s.dot else s.storage_bytes)  # bytes of one unit of a block
+    with k.range(0, p["count"], BLOCK) as j:
+        block = k.at(p["source"], j * p["row"])
+        for first in range(0, BLOCK, n):
+            target = k.at(p["tile"], (j + first) * row)
+            with k.range(0, whole, n) as t:
+                lanes = [load_units(k, s, k.at(block, (t + u) * stored), k.i64(first)) for u in range(n)]
+                for m, x in enumerate(k.transpose(lanes)):
+                    k.store(x, target, row * m + t * s.number_bytes)
+            with k.range(whole, p["units"]) as t, k.range(0, n) as m:
+                one = load_unit(k, s, k.at(block, t * stored), m + first, k.i64(s.storage_bytes), k.i64(2 * BLOCK))
+                k.store(one, target, row * m + t * s.number_bytes)
     return k.finish()
 
 
@@ -312,7 +335,8 @@ class _Task(Work):
         staged = k.at(self.scratch, self.get("at_values"))
         with k.when(stage_v):
             k.call(parts.stage_values, staged, values, v_row, self.get("v_column"), count, value_dim, value_dim)
-        values, v_row = k.select(stage_v, staged, values), k.select(stage_v, value_dim * number, v_row)
+        steps_row = v_row << 1 if s.dot else v_row  # from one pair of a cache to the next
+        values, v_row = k.select(stage_v, staged, values), k.select(stage_v, value_dim * number, steps_row)
         with k.range(0, self.panels) as i:
             at = self.panel(i)
             high = k.min(k.load(I64, at, self.high) - start, count)
@@ -348,7 +372,8 @@ class _Task(Work):
         full = k.max(k.min(k.load(I64, at, self.low) - start, clear), first)
         self.count(full - first, end - first)
         if s.dot:  # the lone key of a half-visible pair needs the predicated path, unless its partner is padding
-            odd = (full & 1).differs(0) & ((full < end) | (end < count))
+            odd = (full & 1).differs(0)
+            odd = odd if s.cached else odd & ((full < end) | (end < count))
             full = k.select(odd, full - 1, full)
         start, full, high, clear = start + first, full - first, end - first, clear - first
         keys = k.at(keys, first * k_row)

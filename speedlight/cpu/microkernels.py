@@ -47,6 +47,7 @@ class Shape:
     storage: str  # type in memory: f32, f64, f16, bf16
     vectors: int  # query vectors of a panel; 0 for the decode kernel, whose lanes are keys
     program: Any = None  # the mask and score, a lower.Program
+    cached: bool = False  # keys and values lie as a KVCache keeps them: keys in lane order, values of the dot class in pairs
 
     @property
     def dot(self) -> bool:
@@ -308,7 +309,8 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
         weights = weigh(j, keys, careful)
         for v in range(s.vectors):
             if s.dot:
-                pair = bf16_pair(k, s, weights[0][v], weights[1][v] if keys == 2 else zero)
+                lone = hidden if s.cached else zero  # a cache may have anything in the place of a missing partner
+                pair = bf16_pair(k, s, weights[0][v], weights[1][v] if keys == 2 else lone)
                 k.store(pair, p["scores"], (j >> 1) * s.row_bytes + s.lane_offset(v))
                 pair = pair if keys == 2 else bf16_pair(k, s, weights[0][v], hidden)
                 total[v].set(multiply_add(k, s, k.const(0x3F803F80, s.ivector), pair, total[v].get()))
