@@ -166,6 +166,15 @@ def like_input(x: Array, result: Any) -> Any:
     return library.asarray(result)
 
 
+def address_of(x: np.ndarray) -> int:
+    """x.ctypes.data, four times as fast where the array can be written."""
+    buffer: Any = x
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    except (TypeError, ValueError):  # read-only, strided, empty, or of a type that has no buffer
+        return x.ctypes.data
+
+
 def pages(size: int) -> mmap.mmap:
     """Zeroed pages of our own; only those that are touched take memory. Private: after a fork each process has its own."""
     if hasattr(mmap, "MAP_PRIVATE"):

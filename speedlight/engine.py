@@ -68,7 +68,7 @@ class Prepared:
         """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if given."""
         if not self.tickets:
             return
-        at = self.at
+        at, wrong = self.at, ()
         words = self.words_type.from_buffer_copy(self.template)
         scratch = _take_scratch(self.scratch_size)
         try:
@@ -81,8 +81,9 @@ class Prepared:
                 arrived = (ctypes.c_int64 * self.groups)()
                 words[at["arrived"]] = ctypes.addressof(arrived)
                 words[at["partials"]] = words[at["scratch"]] + self.how.scratch_stride * self.threads
-            wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
-            words[at["wrong"]] = ctypes.addressof(wrong)
+            if self.lookups:
+                wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
+                words[at["wrong"]] = ctypes.addressof(wrong)
             if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
                 words[at["limit"]] = self.tickets
                 self.run_region(self.kernel, words, threads or self.threads)

@@ -202,8 +202,10 @@ def weigh(module: Module, s: Shape) -> Any:
     top = k.max(k.select(large & above, down, product), old)
     base = k.select(top.equals(float("-inf")), zero, top)
     with k.range(0, p["count"], 2 * n) as j:
-        for line in range(2 * n if s.cached else 0):  # memory would be idle meanwhile
-            k.prefetch(k.at(p["ahead"], (j + line) * 64))
+        if s.cached:  # memory would be idle meanwhile
+            with k.when(p["count"].equals(TILE)):
+                for line in range(2 * n):
+                    k.prefetch(k.at(p["ahead"], (j + line) * 64))
         xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
         es = [k.fma(x, c, -base) for x in xs]
         es = [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e in es]
