@@ -12,7 +12,7 @@ import pytest
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-MODULES = ("", ".api", ".reference", ".tracing", ".patterns", ".cpu.workers")
+MODULES = ("", ".api", ".reference", ".tracing", ".patterns", ".caches", ".cpu.workers")
 
 
 @pytest.mark.parametrize("name", [f"speedlight{x}" for x in MODULES])
@@ -22,10 +22,12 @@ def test_docstrings(name):
 
 
 def test_readme_example(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(code, {})
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(code, names)
     printed = capsys.readouterr().out
     assert printed.startswith("(1, 8, 4096, 64) (1, 8, 4096)\n") and "visible" in printed
+    assert printed.endswith("\n4096 True\n")
 
 
 def test_first_result_within_90_words():
@@ -38,7 +40,7 @@ def test_import_directions():
     package = Path(__file__).parent.parent / "speedlight"
     order = re.findall(r"^\| `([\w/]+\.py)`", (package.parent / "docs" / "architecture.md").read_text(), re.MULTILINE)
     rank = {path: i for i, path in enumerate(order)}
-    order += ["tools/files.py", "tools/cli.py"]
+    order += ["tools/formula.py", "tools/pictures.py", "tools/cli.py"]
     for path, own in rank.items():
         for dots, module in re.findall(r"^\s*from (\.+)([\w.]*) import", (package / path).read_text(), re.MULTILINE):
             base = "cpu/" if path.startswith("cpu/") and dots == "." else ""
