@@ -9,6 +9,7 @@ registers measured in the same turn. A row whose result is outside its bound is 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -41,13 +42,14 @@ PREFILL += [("float16", 8, 4096, d, False) for d in (64, 128)] + [("float64", 8,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three turns instead of nine")
-    parser.add_argument("--only", default="prefill,avx2,masks,start,memory,torch,errors")
+    parser.add_argument("--only", default="prefill,avx2,masks,decode,start,memory,torch,errors")
     arguments = parser.parse_args()
     turns, rows = (3 if arguments.quick else 9), []
     parts = {
         "prefill": prefill,
         "avx2": narrower,
         "masks": masks,
+        "decode": decode,
         "start": start_up,
         "memory": memory,
         "torch": beside_torch,
@@ -185,6 +187,51 @@ def _dense_torch(arrays: list[np.ndarray], mask: Any) -> Call:
     q, k, v = (torch.from_numpy(x) for x in arrays)
     call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # noqa: E731
     return lambda: _without_grad(call)
+
+
+# dtype, batch, q_heads, kv_heads, keys, head_dim
+DECODE = [(t, 1, 32, 8, n, 128) for t in ("float32", "bfloat16", "float16") for n in (512, 4096, 16384, 65536)]
+DECODE += [("float32", 1, 8, 8, 16384, 128), ("bfloat16", 1, 64, 8, 16384, 128), ("float32", 1, 4, 1, 65536, 128)]
+DECODE += [("float32", 16, 32, 8, 1024, 128), ("bfloat16", 16, 32, 8, 4096, 128), ("float32", 1, 32, 8, 131072, 64)]
+
+
+def decode(turns: int) -> Any:
+    """One token against a cache, and against the caller's own arrays, beside PyTorch and a plain read of as many bytes."""
+    import torch
+
+    torch.set_num_threads(sl.get_threads())
+    for dtype, batch, q_heads, kv_heads, n, d in DECODE:
+        rng = np.random.default_rng(0)
+        kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype
+        shapes = ((batch, q_heads, 1, d), (batch, kv_heads, n, d), (batch, kv_heads, n, d))
+        q, k, v = (rng.standard_normal(s, dtype=np.float32).astype(kind) for s in shapes)
+        name = f"{dtype} B{batch} H{q_heads}/{kv_heads} N{n} d{d} one token"
+        cache = sl.KVCache(layers=1, batch=batch, kv_heads=kv_heads, head_dim=d, capacity=n, dtype=dtype)
+        cache.append(0, k, v)
+        first = [x[:1] for x in (q, k, v)]
+        want, bound = sl.reference.attention(*first), sl.reference.error_bound(*first, dot=uses_dot(machine.current_isa(), "bf16")).out
+        got = cache.attend(0, q)
+        if not (np.abs(got[:1].astype(np.float64) - want) <= bound).all() or got.tobytes() != sl.attention(q, k, v).tobytes():
+            yield {"name": "refused", "why": f"{name}: outside the bound, or the cache has other bits than the arrays"}
+            continue
+        a, b, c = (
+            torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if dtype == "bfloat16" else torch.from_numpy(x) for x in (q, k, v)
+        )
+        memory = torch.ones((k.nbytes + v.nbytes) // 8, dtype=torch.int64)
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        calls: dict[str, Call] = {
+            "cache": lambda c=cache, q=q: c.attend(0, q),
+            "arrays": lambda q=q, k=k, v=v: sl.attention(q, k, v),
+            "read": lambda m=memory: torch.sum(m),
+            "torch": lambda f=functools.partial(sdpa, a, b, c, enable_gqa=True): _without_grad(f),
+        }
+        times, _ = measure(calls, turns, lambda: 0.0)
+        ours, arrays, read, torch_time = (statistics.median(times[x]) for x in ("cache", "arrays", "read", "torch"))
+        yield {
+            "name": name, "seconds": {x: quantiles(t) for x, t in times.items()}, "bytes_read": 8 * len(memory),
+            "gbytes": 8 * len(memory) / ours / 1e9, "share_of_read": read / ours, "share_of_read_arrays": read / arrays,
+            "torch": torch_time / ours,
+        }  # fmt: skip
 
 
 def _flex(arrays: list[np.ndarray], mask: Any, score: Any) -> dict[str, Call]:
@@ -405,6 +452,9 @@ def describe(row: dict[str, Any]) -> str:
         text += f"  {row['of_plain']:.3f} of the plain time"
         text += f"  flex x{row['flex']:.2f}, built in {row['flex_seconds_to_build']:.1f} s" if row["flex"] else ""
         text += f"  torch with a dense mask x{row['torch']:.2f}" if row["torch"] else ""
+    if "share_of_read" in row:
+        text += f"  cache {row['share_of_read']:.1%} of a plain read ({row['gbytes']:.1f} GB/s), arrays {row['share_of_read_arrays']:.1%}"
+        text += f"  torch x{row['torch']:.2f}"
     if "of_sum" in row:
         text += f"  {row['of_sum']:.2f} of the sum"
     if "bytes" in row:

@@ -39,6 +39,20 @@ def table(path: Path) -> str:
         flex = f"{row['flex']:.2f} x ({row['flex_seconds_to_build']:.0f} s)" if row["flex"] else "–"
         dense = f"{row['torch']:.1f} x" if row.get("torch") else "–"
         lines.append(f"| {name} | {ms:.0f} | {row['of_plain']:.3f} | {flex} | {dense} |")
+    decode = [row for row in data["rows"] if row["part"] == "decode" and "share_of_read" in row]
+    if decode:
+        lines += [
+            "",
+            "One token against n cached keys: `KVCache`, and `attention()` over the caller's own arrays, as a share of a plain read",
+            "(`torch.sum`) of as many bytes in the same turn.",
+            "",
+            "| problem | ms | GB/s | of a plain read | own arrays | PyTorch |",
+            "|---|---|---|---|---|---|",
+        ]
+    for row in decode:
+        ms, name = row["seconds"]["cache"][2] * 1e3, row["name"].removesuffix(" one token")
+        shares = f"{row['share_of_read']:.0%} | {row['share_of_read_arrays']:.0%}"
+        lines.append(f"| {name} | {ms:.3f} | {row['gbytes']:.0f} | {shares} | {row['torch']:.1f} x |")
     return "\n".join(lines) + "\n"
 
 

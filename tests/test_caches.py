@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -332,3 +336,26 @@ TestMachine = Machine.TestCase
 def test_numpy_dtypes_are_understood():
     for name in DTYPES:
         assert made(numpy_dtype(name)).dtype == name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_example_says_the_same_whatever_the_chunks_and_threads(dtype):
+    path = Path(__file__).parent.parent / "examples" / "generate.py"
+    spec = importlib.util.spec_from_file_location("generate", path)
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    model, texts = generate.Model(3, dtype), set()
+    for chunk, threads in ((1, 1), (5, 2), (16, 1), (100, 2)):
+        sl.set_threads(threads)
+        texts.add("".join(generate.generate(model, "The attention of a stranger, in turn", 30, chunk)))
+    (text,) = texts
+    assert len(text) == 30 and len(set(text)) > 5
+
+
+def test_the_example_as_a_person_runs_it():
+    path = Path(__file__).parent.parent / "examples" / "generate.py"
+    run = [sys.executable, str(path), "--tokens", "20", "--prompt"]
+    done = subprocess.run([*run, "a stranger"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("a stranger") and "tokens/s" in done.stderr
+    wrong = subprocess.run([*run, "Zürich"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and "--prompt: no token for" in wrong.stderr

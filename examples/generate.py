@@ -1,0 +1,117 @@
+"""A small Llama-style decoder in NumPy on a speedlight.KVCache: prefill in chunks, then one token after another.
+
+    python examples/generate.py --prompt "Once upon a time" --tokens 200 --chunk 16
+
+The weights are drawn from a seed, not trained, so the text means nothing; what it shows is the loop of an inference
+engine. Whatever the chunks, threads and calls, the text stays the same, because the attention has the same bits and every
+other row is computed alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+
+import speedlight as sl
+
+LETTERS = " etaoinshrdlucmfwypvbgkqjxz.,'\nTAISHWMBCE-;!?"  # the vocabulary: one token a character
+LAYERS, DIM, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 256, 8, 2, 32, 688
+
+
+class Model:
+    """RMSNorm, rotary positions, grouped heads, SwiGLU."""
+
+    def __init__(self, seed: int = 0, dtype: str = "float32") -> None:
+        self.dtype, self.stored = dtype, np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)  # of the cache
+        rng = np.random.default_rng(seed)
+        self.embedding, self.output = (rng.standard_normal((len(LETTERS), DIM), dtype=np.float32) for _ in range(2))
+        shapes = {
+            "q": (DIM, HEADS * HEAD_DIM), "k": (DIM, KV_HEADS * HEAD_DIM), "v": (DIM, KV_HEADS * HEAD_DIM), "o": (HEADS * HEAD_DIM, DIM),
+            "gate": (DIM, HIDDEN), "up": (DIM, HIDDEN), "down": (HIDDEN, DIM),
+        }  # fmt: skip
+        draw = lambda shape: rng.standard_normal(shape, dtype=np.float32) * np.float32(1.6 / shape[0] ** 0.5)  # noqa: E731
+        self.layers = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
+        self.frequencies = 10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+
+    def forward(self, tokens: np.ndarray, cache: sl.KVCache) -> np.ndarray:
+        """Appends the tokens to the cache; returns the logits after each of them."""
+        first = cache.length(0)
+        angles = (first + np.arange(len(tokens)))[:, None] * self.frequencies
+        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        x = self.embedding[tokens]
+        for n, w in enumerate(self.layers):
+            h = normalised(x)
+            q, k, v = (heads(rows_times(h, w[name])) for name in "qkv")
+            new = (y.astype(self.stored) for y in (rotated(q, cos, sin), rotated(k, cos, sin), v))
+            attended = cache.attend(n, *new)
+            x = x + rows_times(attended[0].transpose(1, 0, 2).reshape(len(tokens), -1).astype(np.float32), w["o"])
+            h = normalised(x)
+            gate = rows_times(h, w["gate"])
+            x = x + rows_times(gate / (1 + np.exp(-gate)) * rows_times(h, w["up"]), w["down"])
+        return rows_times(normalised(x), self.output.T)
+
+
+def rows_times(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+    """x @ w, a row at a time: a BLAS sums in another order for another number of rows."""
+    return np.stack([row @ w for row in x])
+
+
+def normalised(x: np.ndarray) -> np.ndarray:
+    return x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + 1e-5)
+
+
+def heads(x: np.ndarray) -> np.ndarray:
+    """(tokens, heads · dim) to (1, heads, tokens, dim)."""
+    return x.reshape(len(x), -1, HEAD_DIM).transpose(1, 0, 2)[None]
+
+
+def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    a, b = x[..., ::2], x[..., 1::2]
+    return np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
+
+
+def generate(model: Model, prompt: str, count: int, chunk: int, seed: int = 0) -> Iterator[str]:
+    """The prompt's continuation, character by character."""
+    tokens = np.array([LETTERS.index(c) for c in prompt])
+    cache = sl.KVCache(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, capacity=len(tokens) + count, dtype=model.dtype)
+    logits = np.zeros((1, len(LETTERS)))
+    for start in range(0, len(tokens), chunk):
+        logits = model.forward(tokens[start : start + chunk], cache)
+    for n in range(count):
+        noise = np.random.default_rng([seed, n]).gumbel(size=len(LETTERS))  # sampling, the same in every run
+        token = int(np.argmax(logits[-1] / 4 + noise))
+        yield LETTERS[token]
+        if n + 1 < count:
+            logits = model.forward(np.array([token]), cache)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt", default="The attention of a stranger ")
+    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--chunk", type=int, default=16, help="tokens of the prompt in one call")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "float16", "bfloat16"], help="of the cache")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    unknown = sorted(set(options.prompt) - set(LETTERS))
+    if unknown or not options.prompt or options.chunk < 1 or options.tokens < 1:
+        why = f"--prompt: no token for {unknown[0]!r}" if unknown else "--prompt, --chunk, --tokens: expected some text, and numbers from 1"
+        parser.error(f"{why}; the letters are {LETTERS!r}")
+    model = Model(options.seed, options.dtype)
+    print(options.prompt, end="", flush=True)
+    start, seen = time.perf_counter(), 0.0
+    for n, letter in enumerate(generate(model, options.prompt, options.tokens, options.chunk, options.seed)):
+        seen = time.perf_counter() if n == 0 else seen
+        print(letter, end="", flush=True)
+    seconds = time.perf_counter() - seen
+    rate = f", {(options.tokens - 1) / seconds:.0f} tokens/s" if options.tokens > 1 else ""
+    print(f"\n\n[{len(options.prompt)} tokens of prompt in {(seen - start) * 1e3:.0f} ms{rate}]", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
