@@ -572,7 +572,7 @@ def _room(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"{count * kind.itemsize:,} bytes of cache cannot be reserved: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them: small pages do
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without them: small pages do
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, kind, count).reshape(shape)
 

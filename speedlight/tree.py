@@ -160,7 +160,8 @@ def rounding_error(root: Node, env: dict[str, Any], s_error: Any, unit: float) -
                 off = _spread(node.op, v, e, y)
             rounded = node.is_float and node.op not in ("symbol", "neg", "abs", "min", "max", "where")
             units = 3 * unit if node.op in FUNCTIONS else unit
-            value[id(node)], error[id(node)] = y, off + (units * np.abs(y) if rounded else 0.0)
+            total = off + (units * np.abs(y) if rounded else 0.0)
+            value[id(node)], error[id(node)] = y, np.where(np.isinf(y), 0.0, total) if node.is_float else total  # an infinity is exact
     return value[id(root)], error[id(root)]
 
 

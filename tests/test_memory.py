@@ -13,7 +13,7 @@ from conftest import FULL
 from problems import DTYPES, numpy_dtype
 
 import speedlight as sl
-from speedlight import engine
+from speedlight import caches, engine
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 libc = ctypes.CDLL(None, use_errno=True)
@@ -73,9 +73,57 @@ def test_guard_pages(isa, guarded, dtype):
         assert (outside == 0xFF).all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_guard_pages_of_tables(isa, guarded, dtype):
+    """Dense arrays and tables between guards: rows that are read many keys at once end where they end."""
+    rng = np.random.default_rng(8)
+    kind = numpy_dtype(dtype)
+    for _ in range(1000 if FULL else 100):
+        q_len, k_len, heads = int(rng.integers(1, 100)), int(rng.integers(1, 258)), int(rng.integers(1, 3))
+        side, stored = str(rng.choice(["over", "under"])), rng.choice(["float32", "float16", "float64"])
+        for g in guarded:
+            g.unlock()
+        mask = guarded[0].array((1, heads if rng.integers(2) else 1, q_len, k_len), np.dtype(bool), side)
+        bias = guarded[1].array((q_len if rng.integers(2) else 1, k_len), np.dtype(stored), side)
+        ids = guarded[2].array((max(q_len, k_len),), np.dtype(np.int64), side)
+        mask[...], bias[...] = rng.random(mask.shape) < rng.choice([0.02, 0.5, 0.98]), rng.standard_normal(bias.shape)
+        ids[...] = np.sort(rng.integers(0, 5, ids.shape))
+        for g in guarded[:3]:
+            g.seal()
+        q, k, v = (rng.standard_normal((1, heads, n, 16)).astype(kind) for n in (q_len, k_len, k_len))
+        sl.attention(q, k, v, mask=mask, score=bias)
+        of = sl.Table(ids, "ids", copy=False)
+        sl.attention(q, k, v, q_start=0, mask=lambda b, h, i, j, of=of: of[i] == of[j])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_scratch_contents_do_not_matter(isa, rng, dtype, monkeypatch):
-    q, k, v = (rng.standard_normal((1, 2, 77, 33)).astype(numpy_dtype(dtype)) for _ in range(3))
+def test_guard_pages_of_caches(isa, guarded, dtype, monkeypatch):
+    """A cache that ends where memory ends, at every length."""
+    rng = np.random.default_rng(9)
+    kind = numpy_dtype(dtype)
+    for _ in range(200 if FULL else 20):
+        d, dv, capacity = int(rng.integers(1, 131)), int(rng.integers(1, 131)), int(rng.integers(1, 300))
+        memory = iter(guarded)
+
+        def pages(size: int, memory=memory) -> ctypes.Array:
+            g = next(memory)
+            g.unlock()
+            ctypes.memset(g.base, 0, g.size)
+            return (ctypes.c_char * size).from_address(g.base + g.size - size)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(caches.arrays, "pages", pages)
+            cache = sl.KVCache(layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=capacity, dtype=dtype)
+        while cache.length(0) < capacity:
+            n = min(capacity - cache.length(0), int(rng.choice([1, 1, 2, 16, 40])))
+            q, k, v = (rng.standard_normal((1, h, n, x)).astype(kind) for h, x in ((2, d), (1, d), (1, dv)))
+            assert np.isfinite(cache.attend(0, q, k, v).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [77, 3])
+def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
+    q, k, v = (rng.standard_normal((1, 2, n, 33)).astype(numpy_dtype(dtype)) for n in (q_len, 77, 77))
     results = set()
     for fill in (0x00, 0xFF, 0x7F):
 
