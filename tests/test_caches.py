@@ -73,6 +73,35 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
             assert out[~nan].tobytes() == want[~nan].tobytes() and other[~np.isnan(lse)].tobytes() == lse[~np.isnan(lse)].tobytes()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_a_truncated_cache_still_holds_is_never_read(isa, rng, dtype):
+    """Also not the other half of an odd last pair, in either kernel."""
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 40, 300, 16, 16)
+    for length in (1, 5, 127, 128, 255):
+        fresh, used = made(dtype), made(dtype)
+        poisoned = [x.copy() for x in (k, v)]
+        for x in poisoned:
+            x[:, :, length:] = np.nan
+        used.append(0, *poisoned)
+        used.truncate(length)
+        fresh.append(0, k[:, :, :length], v[:, :, :length])
+        for n in (1, 40):
+            assert used.attend(0, q[:, :, :n]).tobytes() == fresh.attend(0, q[:, :, :n]).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_score_of_minus_infinity_hides_its_value_when_decoding(isa, rng, dtype):
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 2, 300, 16, 16)
+    q[..., 0] = np.abs(q[..., 0]) + 1
+    k[:, :, 77, 0], v[:, :, 77] = -np.inf, np.nan
+    seen = np.arange(300) != 77
+    want = sl.reference.attention(q, k[:, :, seen], v[:, :, seen])
+    cache = made(dtype)
+    cache.append(0, k, v)
+    for out in (sl.attention(q, k, v), cache.attend(0, q)):
+        assert np.abs(out.astype(np.float64) - want).max() < 0.02
+
+
 def test_few_heads_share_their_spans(isa, rng):
     """One kv head: several tasks, merged in order by the last."""
     for dtype in DTYPES:

@@ -140,11 +140,12 @@ def test_a_key_hidden_from_some_lanes_only(isa, rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("options", [{"causal": True, "q_start": 255}, {"mask": lambda b, h, i, j: (j < 256) | (i > 260), "q_start": 255}])
-def test_a_tile_that_a_row_does_not_see_leaves_the_sign_of_its_zero(isa, dtype, options):
-    """Row 0 underflows to -0 in the second tile; the third is its neighbours' alone."""
-    q, k, v = np.ones((1, 1, 40, 4), dtype), np.zeros((1, 1, 384, 4), dtype), np.zeros((1, 1, 384, 4), dtype)
-    v[0, 0, 0], k[0, 0, 128] = -np.finfo(dtype).smallest_subnormal, 4
+@pytest.mark.parametrize("options", [{"causal": True, "q_start": 255}, {"mask": lambda b, h, i, j: (j < 256) | (i > 255), "q_start": 255}])
+@pytest.mark.parametrize("rows", [40, 2])
+def test_a_tile_that_a_row_does_not_see_leaves_the_sign_of_its_zero(isa, dtype, options, rows):
+    """Row 0 underflows to -0 in the second tile; the third is its neighbours' alone. Two rows take the decode kernel."""
+    q, k, v = np.ones((1, 1, rows, 16), dtype), np.zeros((1, 1, 384, 16), dtype), np.zeros((1, 1, 384, 16), dtype)
+    v[0, 0, 0], k[0, 0, 128] = -np.finfo(dtype).smallest_subnormal, 1
     alone = sl.attention(q[:, :, :1], k, v, **options)
     assert np.signbit(alone).all() and alone.tobytes() == sl.attention(q, k, v, **options)[:, :, :1].tobytes()
 
