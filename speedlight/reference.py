@@ -176,7 +176,7 @@ class _Head:
         size = np.where(visible, size, 0).max(axis=1, keepdims=True)
         relative = u * (TILE / 2 + len(self.k) / SPAN + steps * (4 + size))
         if name in ("float16", "bfloat16"):
-            relative = relative + 1.6 * ROUNDOFF[name]
+            relative = relative + (2.0 if dot else 1.6) * ROUNDOFF[name]
         out[self.at] = relative * m + _TINY[name] + normal * (visible.astype(np.float64) @ np.abs(self.v))
         logs = np.abs(np.where(total == 0, 0, score.max(axis=1, keepdims=True) + np.log(total)))
-        lse[self.at] = (4 * u * (4 + size + logs) + (ROUNDOFF["bfloat16"] if dot else 0.0))[:, 0]
+        lse[self.at] = (max(4, np.sqrt(d)) * u * (4 + size + logs) + (ROUNDOFF["bfloat16"] if dot else 0.0))[:, 0]

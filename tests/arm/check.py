@@ -84,6 +84,7 @@ def main() -> None:
             (2, 1, 40, 300, 33, 20, True),
             (1, 1, 13, 1500, 64, 64, False),
             (3, 3, 70, 70, 16, 7, True),
+            (8, 2, 2, 1300, 33, 20, True),  # the decode kernel, as is the second
         ):
             kind = arrays.numpy_dtype(dtype)
             shapes = ((1, heads, q_len, d), (1, kv_heads, k_len, d), (1, kv_heads, k_len, dv))
