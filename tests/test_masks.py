@@ -12,6 +12,7 @@ from problems import DTYPES, qkv
 from tolerance import assert_accurate
 
 import speedlight as sl
+from speedlight.tree import evaluate
 
 NAN = np.nan
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -84,6 +85,31 @@ def test_random_expressions(mask, score, causal, dtype, seed):
     q, k, v = qkv(rng, dtype, 2, 4, 2, int(rng.integers(1, 80)), int(rng.integers(1, LENGTH - 80)), 9, 8)
     start = int(rng.integers(0, LENGTH - 80))
     assert_accurate(q, k, v, mask=mask, score=score, causal=causal, q_start=start, zeros_allowed=True)
+
+
+@settings(max_examples=200 if FULL else 15, deadline=None)
+@given(masks(), scores(), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 1 << 30))
+def test_random_expressions_give_the_same_bits_in_any_schedule(mask, score, dtype, seed):
+    """One row alone, one thread, one item; and whatever stands in keys that nobody sees."""
+    rng = np.random.default_rng(seed)
+    n, m = int(rng.integers(2, 80)), int(rng.integers(1, LENGTH - 80))
+    q, k, v = qkv(rng, dtype, 2, 4, 2, n, m, 9, 8)
+    start, options = int(rng.integers(0, LENGTH - 80)), {"mask": mask, "score": score}
+    want = sl.attention(q, k, v, q_start=start, **options)
+    at = int(rng.integers(n))
+    sl.set_threads(1)
+    try:
+        one = sl.attention(q[:, :, at : at + 1], k, v, q_start=start + at, **options)
+    finally:
+        sl.set_threads(None)
+    assert want[:, :, at : at + 1].tobytes() == one.tobytes()
+    rows, keys = np.arange(start, start + n)[:, None], np.arange(m)[None, :]
+    traced = sl.expression(mask, "mask")
+    for b in range(2):
+        seen = [evaluate(traced.root, {"b": np.int64(b), "h": np.int64(h), "i": rows, "j": keys}, np.float32) for h in range(4)]
+        hidden = ~np.any([np.broadcast_to(x, (n, m)) for x in seen], axis=(0, 1))
+        k[b, :, hidden], v[b, :, hidden] = NAN, NAN
+    assert want.tobytes() == sl.attention(q, k, v, q_start=start, **options).tobytes()
 
 
 def test_the_same_bits_as_causal(isa, rng):
