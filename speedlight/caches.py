@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-import mmap
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays, engine
+from .blocks import Pairs, Plain, room, scatter
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, FileError, UnsupportedError
 from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
@@ -75,10 +74,10 @@ class KVCache:
         self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim = map(int, sizes.values())
         self.dtype = name
         self._isa = current_isa()
-        self._store = _Pairs if uses_dot(self._isa, arrays.DTYPES[name][0]) else _Plain
+        self._store = Pairs if uses_dot(self._isa, arrays.DTYPES[name][0]) else Plain
         shape = (self.batch, self.kv_heads, -(-self.capacity // BLOCK))
-        self._keys = [_room((*shape, *self._store.key_block(self.head_dim)), name) for _ in range(self.layers)]
-        self._values = [_room((*shape, *self._store.value_block(self.value_dim)), name) for _ in range(self.layers)]
+        self._keys = [room((*shape, *self._store.key_block(self.head_dim)), name) for _ in range(self.layers)]
+        self._values = [room((*shape, *self._store.value_block(self.value_dim)), name) for _ in range(self.layers)]
         self._key_tokens, self._value_tokens = [self._store.keys(x) for x in self._keys], [self._store.values(x) for x in self._values]
         self._addresses = [(k.ctypes.data, v.ctypes.data) for k, v in zip(self._keys, self._values, strict=True)]
         self._lengths = [[0] * self.batch for _ in range(self.layers)]
@@ -393,7 +392,7 @@ class KVCache:
             if x.shape[2] == 1 and blocks.ndim == 5:  # the usual step
                 blocks[items, :, at >> 4, at & 15] = x[:, :, 0]
             else:
-                _scatter(blocks[items], at, x)
+                scatter(blocks[items], at, x)
 
     def _writing(self, layer: int) -> _Writing:
         return _Writing(self._locks[layer], layer)
@@ -473,73 +472,6 @@ class KVCache:
         return out if lse is None else (out, lse)
 
 
-class _Plain:
-    """A block of keys is [element][16 keys], a block of values is 16 rows. Views have tokens first: (…, block, token, element)."""
-
-    @staticmethod
-    def key_block(dim: int) -> tuple[int, ...]:
-        return dim, BLOCK
-
-    @staticmethod
-    def value_block(dim: int) -> tuple[int, ...]:
-        return BLOCK, dim
-
-    @staticmethod
-    def keys(x: np.ndarray) -> np.ndarray:
-        return x.swapaxes(-1, -2)
-
-    @staticmethod
-    def values(x: np.ndarray) -> np.ndarray:
-        return x
-
-
-class _Pairs:
-    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of keys][element][2]."""
-
-    @staticmethod
-    def key_block(dim: int) -> tuple[int, ...]:
-        return (dim + 1) // 2, BLOCK, 2
-
-    @staticmethod
-    def value_block(dim: int) -> tuple[int, ...]:
-        return BLOCK // 2, dim, 2
-
-    @staticmethod
-    def keys(x: np.ndarray) -> np.ndarray:
-        return np.moveaxis(x, -3, -2)  # (…, token, pair, 2); an odd last element has a zero beside it
-
-    @staticmethod
-    def values(x: np.ndarray) -> np.ndarray:
-        return np.moveaxis(x, -1, -2)  # (…, pair, 2, element)
-
-
-def _scatter(blocks: np.ndarray, at: int, x: np.ndarray) -> None:
-    """Tokens x (items, heads, n, dim) from token `at` on, into blocks (items, heads, block, …)."""
-    n = x.shape[2]
-    if blocks.ndim == 6 and blocks.shape[3] == BLOCK and x.shape[3] % 2:  # pairs of elements
-        x = np.concatenate([x, np.zeros((*x.shape[:3], 1), x.dtype)], axis=3)
-    tail = blocks.shape[3:]
-    done = 0
-    while done < n:
-        block, lane = divmod(at + done, BLOCK)
-        if lane or n - done < BLOCK:
-            count = min(BLOCK - lane, n - done)
-            for token in range(count):
-                one = x[:, :, done + token]
-                where = blocks[:, :, block]
-                if len(tail) == 2:
-                    where[:, :, lane + token] = one
-                elif tail[0] == BLOCK:
-                    where[:, :, lane + token] = one.reshape(*one.shape[:2], *tail[1:])
-                else:
-                    where[:, :, (lane + token) // 2, (lane + token) % 2] = one
-        else:
-            count = (n - done) // BLOCK * BLOCK
-            whole = x[:, :, done : done + count]
-            blocks[:, :, block : block + count // BLOCK] = whole.reshape(*x.shape[:2], count // BLOCK, *tail)
-        done += count
-
-
 def _kept(x: Any) -> bool:
     """Whether a mask or score is one that stays what it is."""
     return x is None or type(x) is Expression
@@ -559,22 +491,6 @@ class _Writing:
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
-
-
-def _room(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Zeros on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take no memory."""
-    kind = arrays.numpy_dtype(dtype)
-    count = 1
-    for n in shape:
-        count *= n
-    try:
-        memory = arrays.pages(count * kind.itemsize)
-    except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(f"{count * kind.itemsize:,} bytes of cache cannot be reserved: {error}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without them: small pages do
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, kind, count).reshape(shape)
 
 
 def _check_content(path: Path, sizes: dict[str, int], dtype: str, found: dict[str, np.ndarray]) -> None:

@@ -13,7 +13,7 @@ from conftest import FULL
 from problems import DTYPES, numpy_dtype
 
 import speedlight as sl
-from speedlight import caches, engine
+from speedlight import arrays, engine
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 libc = ctypes.CDLL(None, use_errno=True)
@@ -112,7 +112,7 @@ def test_guard_pages_of_caches(isa, guarded, dtype, monkeypatch):
             return (ctypes.c_char * size).from_address(g.base + g.size - size)
 
         with monkeypatch.context() as patched:
-            patched.setattr(caches.arrays, "pages", pages)
+            patched.setattr(arrays, "pages", pages)
             cache = sl.KVCache(layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=capacity, dtype=dtype)
         while cache.length(0) < capacity:
             n = min(capacity - cache.length(0), int(rng.choice([1, 1, 2, 16, 40])))
