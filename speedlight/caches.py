@@ -192,11 +192,9 @@ class KVCache:
             if new_lengths is out is None and type(q) is np.ndarray and q.size and min(totals):
                 step = self._step(q, totals, True, options)
                 if step is not None:
-                    spans = max(totals) - 1 >> 10
-                    key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, spans, engine.threads_now())
                     if len(self._known_steps) >= _STEPS:
                         self._known_steps.clear()
-                    self._known_steps[key] = step
+                    self._known_steps[_form(q, k, v, mask, score, scale, totals)] = step
         return result
 
     def _known(self, layer: int, q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any, return_lse: Any) -> Any:
@@ -205,9 +203,7 @@ class KVCache:
             return None
         new, lengths = k.shape[2:3], self._lengths[layer]
         totals = [n + new[0] for n in lengths] if new else lengths
-        spans = max(totals) - 1 >> 10
-        key = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, spans, engine.threads_now())
-        step = self._known_steps.get(key)
+        step = self._known_steps.get(_form(q, k, v, mask, score, scale, totals))
         if step is None or max(totals) > self.capacity:
             return None
         with self._writing(layer):
@@ -470,6 +466,12 @@ class KVCache:
             items=ctypes.addressof(items), threads=threads,
         )  # fmt: skip
         return out if lse is None else (out, lse)
+
+
+def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any, score: Any, scale: Any, totals: list[int]) -> tuple[Any, ...]:
+    """What two steps share that need the same checks and the same prepared call."""
+    spans = max(totals) - 1 >> 10
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, spans, engine.threads_now()
 
 
 def _kept(x: Any) -> bool:
