@@ -12,7 +12,7 @@ from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
 from .planning import Plan
 from .problem import LAYOUTS, from_arrays, from_sizes
-from .tracing import Expression
+from .tracing import kept
 
 _prepared: dict[Any, engine.Prepared] = {}
 _MEMO = 512  # prepared calls kept
@@ -89,7 +89,7 @@ def attention(
         lists = tuple(_values(x) for x in (window, sink_logits, q_lengths, k_lengths))
     options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa(), mask, score, lists)
     key = None
-    if cu_seqlens_q is None and cu_seqlens_k is None and _kept(mask) and _kept(score) and (lists is None or ... not in lists):
+    if cu_seqlens_q is None and cu_seqlens_k is None and kept(mask) and kept(score) and (lists is None or ... not in lists):
         key = _key((q, k, v) if out is None else (q, k, v, out), options)
         prepared = _prepared.get(key) if key else None
         if prepared is not None and isinstance(return_lse, bool) and (out is None or _apart(prepared, q, k, v, out)):
@@ -160,13 +160,8 @@ def _values(x: Any) -> Any:
     return tuple(values) if all(type(v) in (int, float, type(None)) for v in values) else ...
 
 
-def _kept(x: Any) -> bool:
-    """Whether a mask or score stays what it is: an Expression does, an array or a function that may look at anything does not."""
-    return x is None or type(x) is Expression
-
-
 def _address(x: Any) -> int:
-    return x.ctypes.data if type(x) is np.ndarray else x.data_ptr()
+    return arrays.address_of(x) if type(x) is np.ndarray else x.data_ptr()
 
 
 def _apart(prepared: engine.Prepared, q: Any, k: Any, v: Any, out: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 
 import numpy as np
@@ -81,9 +82,7 @@ def scatter(blocks: np.ndarray, at: int, x: np.ndarray) -> None:
 def room(shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Zeros on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take no memory."""
     kind = arrays.numpy_dtype(dtype)
-    count = 1
-    for n in shape:
-        count *= n
+    count = math.prod(shape)
     try:
         memory = arrays.pages(count * kind.itemsize)
     except (OSError, OverflowError, ValueError) as error:

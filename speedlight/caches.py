@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import threading
@@ -18,7 +19,7 @@ from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
 from .planning import BLOCK, uses_dot
 from .problem import SPAN, from_arrays
-from .tracing import Expression
+from .tracing import kept
 
 _FORMAT, _VERSION = "speedlight key-value cache", 1
 _STEPS = 64  # prepared steps kept
@@ -199,7 +200,7 @@ class KVCache:
 
     def _known(self, layer: int, q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any, return_lse: Any) -> Any:
         """A step of a form that was checked before, told by shapes, dtypes and options; None for any other."""
-        if not (type(q) is type(v) is np.ndarray and type(return_lse) is bool and _kept(mask) and _kept(score) and type(scale) in _SCALES):
+        if not (type(q) is type(v) is np.ndarray and type(return_lse) is bool and kept(mask) and kept(score) and type(scale) in _SCALES):
             return None
         new, lengths = k.shape[2:3], self._lengths[layer]
         totals = [n + new[0] for n in lengths] if new else lengths
@@ -228,24 +229,18 @@ class KVCache:
             least = min(x[item] for x in self._lengths)
             if not 0 <= n <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
-        self._each_layer(lambda layer: [int(n) for n in wanted])
+        self._set_lengths([int(n) for n in wanted])
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._each_layer(lambda layer: [0] * self.batch)
+        self._set_lengths([0] * self.batch)
 
-    def _each_layer(self, lengths: Any) -> None:
-        taken = []
-        try:
+    def _set_lengths(self, lengths: list[int]) -> None:
+        """In every layer, or in none."""
+        with contextlib.ExitStack() as stack:
             for layer in range(self.layers):
-                if not self._locks[layer].acquire(blocking=False):
-                    raise CacheBusy(f"layer {layer}: another thread is appending. Wait for it.")
-                taken.append(layer)
-            for layer in taken:
-                self._lengths[layer] = lengths(layer)
-        finally:
-            for layer in taken:
-                self._locks[layer].release()
+                stack.enter_context(self._writing(layer))
+            self._lengths = [list(lengths) for _ in range(self.layers)]
 
     def copy(self) -> KVCache:
         """An independent cache with the same content."""
@@ -320,18 +315,10 @@ class KVCache:
     # --- inside
 
     def _layer(self, layer: Any) -> int:
-        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
-            raise ArgumentTypeError(f"layer: expected an int; got {type(layer).__name__}.")
-        if not 0 <= layer < self.layers:
-            raise ArgumentError(f"layer: expected 0 to {self.layers - 1}; got {layer}.")
-        return int(layer)
+        return _index("layer", layer, self.layers)
 
     def _item(self, item: Any) -> int:
-        if isinstance(item, bool) or not isinstance(item, (int, np.integer)):
-            raise ArgumentTypeError(f"batch index: expected an int; got {type(item).__name__}.")
-        if not 0 <= item < self.batch:
-            raise ArgumentError(f"batch index: expected 0 to {self.batch - 1}; got {item}.")
-        return int(item)
+        return _index("batch index", item, self.batch)
 
     def _new(self, x: Any, name: str, dim: int) -> np.ndarray:
         if type(x) is not np.ndarray:
@@ -439,7 +426,7 @@ class KVCache:
     def _step(self, q: np.ndarray, totals: list[int], causal: bool, options: dict[str, Any]) -> engine.Prepared | None:
         """The prepared call for queries of this form: for any lengths of as many spans (doubled until they suffice)."""
         mask, score, scale = options["mask"], options["score"], options["scale"]
-        if options["sink_logits"] is not None or not (_kept(mask) and _kept(score) and type(scale) in _SCALES):
+        if options["sink_logits"] is not None or not (kept(mask) and kept(score) and type(scale) in _SCALES):
             return None
         spans = 1 << (max(totals) - 1 >> 10).bit_length()
         key = (q.shape, q.strides, q.dtype, causal, mask, score, scale, spans, engine.threads_now())
@@ -474,9 +461,12 @@ def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any, score: Any, sc
     return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, spans, engine.threads_now()
 
 
-def _kept(x: Any) -> bool:
-    """Whether a mask or score is one that stays what it is."""
-    return x is None or type(x) is Expression
+def _index(name: str, x: Any, count: int) -> int:
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+    if not 0 <= x < count:
+        raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {x}.")
+    return int(x)
 
 
 class _Writing:

@@ -255,7 +255,7 @@ def _items(
         table[:, 9] = index * problem.q_heads * _rows(problem) * number
     for column, place, stride in zip((5, 6, 7, 8), places, strides, strict=True):
         table[:, column] = place * stride
-    if problem.rows is not None:
+    if problem.rows is not None and batch:
         table = np.concatenate([table, _unused_rows(problem, how, table, [_axis(s, layout, -2) for s in (q.strides, out_strides)], number)])
         tickets = table[:, 1] * problem.kv_heads
     # an item without tickets shares its first ticket with the next: bisection then finds the last, so keep only items with work

@@ -482,6 +482,11 @@ class Expression:
         raise ExpressionError("a mask has no truth value: combine masks with & | ~, not with and, or, not.")
 
 
+def kept(x: Any) -> bool:
+    """Whether a mask or score stays what it is: an Expression does, an array or a function that may look at anything does not."""
+    return x is None or type(x) is Expression
+
+
 def expression(function: Callable[..., Any] | Expression, role: str | None = None) -> Expression:
     """Traces a mask `function(b, h, i, j)` or a score `function(s, b, h, i, j)` once; the result can be kept and used again.
 

@@ -72,6 +72,11 @@ def test_padded_batches_meet_the_reference(isa, rng):
     assert_accurate(q, k, v, mask=mask, q_lengths=np.array([75, 3, 40]), k_lengths=np.array([430, 100, 9]), zeros_allowed=True)
 
 
+def test_a_padded_batch_of_none():
+    nothing = np.zeros((0, 2, 5, 16), np.float32)
+    assert sl.attention(nothing, nothing, nothing, q_lengths=[], k_lengths=[]).shape == (0, 2, 5, 16)
+
+
 def test_window_is_the_pattern(rng):
     q, k, v = qkv(rng, "float32", 1, 4, 2, 75, 430, 16, 16)
     for window, mask in (((40, 0), sl.window(40, 0)), ((None, 3), sl.window(None, 3)), ([5, None], sl.window(5, None))):

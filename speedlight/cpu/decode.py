@@ -19,8 +19,10 @@ from .microkernels import (
     Shape,
     exp2,
     is_empty,
+    largest,
     load_unit,
     load_units,
+    merged,
     multiply_add,
     narrowed,
     natural_log,
@@ -140,9 +142,7 @@ def score_lanes(module: Module, s: Shape) -> Any:
         queries = [k.at(p["queries"], (first + r) * p["units"] * s.number_bytes) for r in range(count)]
         places = []
         for i in range(together):
-            key = k.min(j + i * n, k.i64(TILE) - n)
-            last = (p["count"] - 1) & -n  # a vector past the end repeats the last one
-            key = k.min(key, last)
+            key = k.min(j + i * n, (p["count"] - 1) & -n)  # a vector past the end repeats the last one
             places.append(k.at(p["keys"], (key & -BLOCK) * p["key_row"] + (key & (BLOCK - 1)) * stored))
         totals = [[k.variable(k.const(0.0, s.vector)) for _ in range(together)] for _ in range(count)]
 
@@ -179,7 +179,7 @@ def weigh(module: Module, s: Shape) -> Any:
     p, n = k.p, s.lanes
     c = k.splat(p["c"], n)
     lowest, zero, hidden = (k.const(x, s.vector) for x in (float("-inf"), 0.0, -0.0))
-    steps = Value(k, k.b.add(k.const(0, vec(I64, n)).x, _iota(k, n).x))
+    steps = _iota(k, n)
     best, gone = k.variable(lowest), k.variable(k.const(0, vec(I1, n)))
 
     def seen(x: Value, j: Value) -> tuple[Value, Value]:
@@ -192,14 +192,8 @@ def weigh(module: Module, s: Shape) -> Any:
         best.set(k.max(k.select(visible, x, lowest), best.get()))
         gone.set(gone.get() | (inside & x.equals(float("-inf"))))
     name = f"llvm.vector.reduce.fmax.v{n}{'f64' if s.wide else 'f32'}"
-    largest = k.splat(k.intrinsic(name, s.number, best.get()), n)
     old = k.splat(k.load(s.number, p["state"]), n)
-    product = largest * c
-    large = (k.abs(product) >= LARGE) & (k.abs(product) < float("inf"))
-    above = k.fma(largest, c, -product) < 0.0
-    bits = product.bits(s.ivector)
-    down = k.select(product > 0.0, bits - 1, bits + 1).bits(s.vector)
-    top = k.max(k.select(large & above, down, product), old)
+    top = largest(k, s, k.splat(k.intrinsic(name, s.number, best.get()), n), c, old)
     base = k.select(top.equals(float("-inf")), zero, top)
     with k.range(0, p["count"], 2 * n) as j:
         if s.cached:  # memory would be idle meanwhile
@@ -333,14 +327,11 @@ def merge_row(module: Module, s: Shape) -> Any:
     top = k.max(m1, m2)
     base = k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
     first, second = exp2(k, s, [m1 - base, m2 - base], any_x=True)
-
-    def merged(x1: Value, x2: Value) -> Value:
-        return k.select(keep, x1, k.select(copy, x2, k.fma(x2, second, x1 * first)))
-
-    total = merged(l1, l2)
+    total = merged(k, l1, l2, first, second, keep, copy)
     with k.range(1, p["slots"] + 1) as slot:
         at = slot * _slot_bytes(s)
-        k.store(merged(k.load(s.vector, p["total"], at), k.load(s.vector, p["span"], at)), p["total"], at)
+        a1, a2 = (k.load(s.vector, x, at) for x in (p["total"], p["span"]))
+        k.store(merged(k, a1, a2, first, second, keep, copy), p["total"], at)
     k.store(_first(k, top), p["total"])
     k.store(_first(k, total), p["total"], s.number_bytes)
     return k.finish()

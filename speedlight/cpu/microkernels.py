@@ -273,9 +273,14 @@ def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: i
     with k.range(full, k.p["n_keys"]) as j:
         x = score(j)
         best.set(k.max(k.select(_seen(k, s, x, j, limit), x, lowest), best.get()))
-    product = best.get() * c
+    return largest(k, s, best.get(), c, old)
+
+
+def largest(k: Function, s: Shape, best: Value, c: Value, old: Value) -> Value:
+    """max(old, c · best), the product rounded down where it is LARGE."""
+    product = best * c
     large = (k.abs(product) >= LARGE) & (k.abs(product) < float("inf"))
-    above = k.fma(best.get(), c, -product) < 0.0
+    above = k.fma(best, c, -product) < 0.0
     bits = product.bits(s.ivector)
     down = k.select(product > 0.0, bits - 1, bits + 1).bits(s.vector)
     return k.max(k.select(large & above, down, product), old)
@@ -457,12 +462,12 @@ def merge_states(module: Module, s: Shape) -> Any:
         for factors, m in ((first, m1), (second, m2)):
             factors += exp2(k, s, [m - base], any_x=True)
         k.store(top, p["total"], at)
-        k.store(_merged(k, l1, l2, first[v], second[v], keep[v], copy[v]), p["total"], s.row_bytes + at)
+        k.store(merged(k, l1, l2, first[v], second[v], keep[v], copy[v]), p["total"], s.row_bytes + at)
     with k.range(2, p["width"] + 2) as row:
         for v in range(s.vectors):
             at = row * s.row_bytes + s.lane_offset(v)
             a1, a2 = (k.load(s.vector, x, at) for x in (p["total"], p["span"]))
-            k.store(_merged(k, a1, a2, first[v], second[v], keep[v], copy[v]), p["total"], at)
+            k.store(merged(k, a1, a2, first[v], second[v], keep[v], copy[v]), p["total"], at)
     return k.finish()
 
 
@@ -471,7 +476,7 @@ def is_empty(running_max: Value, running_sum: Value) -> Value:
     return running_max.equals(float("-inf")) & running_sum.equals(0.0)
 
 
-def _merged(k: Function, x1: Value, x2: Value, a1: Value, a2: Value, keep: Value, copy: Value) -> Value:
+def merged(k: Function, x1: Value, x2: Value, a1: Value, a2: Value, keep: Value, copy: Value) -> Value:
     both = k.fma(x2, a2, x1 * a1)
     return k.select(keep, x1, k.select(copy, x2, both))
 
