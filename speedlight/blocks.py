@@ -1,63 +1,149 @@
-"""How a cache keeps keys and values: blocks of 16 tokens, in the order in which the kernels read them."""
+"""How a cache keeps keys and values: blocks of 16 tokens, in the order in which the kernels read them.
+
+A `Store` is the memory of one layer's keys or values, (…, block, bytes of a block), and *planes*: views of it with tokens
+first, (…, block, token, element), to which whole tokens are written. `Store.split` makes of tokens what each plane takes.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import mmap
+from typing import Any
 
 import numpy as np
 
 from . import arrays
-from .planning import BLOCK
+from .planning import BLOCK, uses_dot
 
 
-class Plain:
-    """A block of keys is [element][16 keys], a block of values is 16 rows. Views have tokens first: (…, block, token, element)."""
+class Store:
+    """Keys or values as they are given: a block of keys is [element][16 keys], a block of values is 16 rows."""
 
-    @staticmethod
-    def key_block(dim: int) -> tuple[int, ...]:
-        return dim, BLOCK
+    def __init__(self, shape: tuple[int, ...], dim: int, dtype: str, *, keys: bool) -> None:
+        self.dim, self.dtype, self.is_keys = dim, dtype, keys
+        self.kind = arrays.numpy_dtype("int8" if dtype == "int8" else dtype)
+        self.row = self.row_bytes()  # of a token: a block's bytes over 16
+        self.memory = room((*shape, BLOCK * self.row))
+        self.address = self.memory.ctypes.data
+        self.planes = self.views()
 
-    @staticmethod
-    def value_block(dim: int) -> tuple[int, ...]:
-        return BLOCK, dim
+    def row_bytes(self) -> int:
+        return self.dim * self.kind.itemsize
 
-    @staticmethod
-    def keys(x: np.ndarray) -> np.ndarray:
-        return x.swapaxes(-1, -2)
+    def views(self) -> list[np.ndarray]:
+        return [self.view(self.kind, (self.dim, BLOCK)).swapaxes(-1, -2) if self.is_keys else self.view(self.kind, (BLOCK, self.dim))]
 
-    @staticmethod
-    def values(x: np.ndarray) -> np.ndarray:
-        return x
+    def view(self, kind: np.dtype, tail: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """Part of each block as an array of this type."""
+        inner = [kind.itemsize * math.prod(tail[i + 1 :]) for i in range(len(tail))]
+        strides = (*self.memory.strides[:-1], *inner)
+        return np.ndarray((*self.memory.shape[:-1], *tail), kind, self.memory, offset, strides)
+
+    def split(self, x: np.ndarray) -> list[np.ndarray]:
+        """Tokens (…, dim) as the planes take them."""
+        return [x]
+
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Tokens (…, dim) of what the planes hold."""
+        return parts[0]
+
+    # --- tokens in and out
+
+    def put(self, where: Any, at: int, x: np.ndarray) -> None:
+        """Tokens x (items, heads, n, dim) from token `at` on, into the blocks memory[where], (items, heads, block, …)."""
+        for plane, part in zip(self.planes, self.split(x), strict=True):
+            if x.shape[2] == 1 and plane.ndim == self.memory.ndim + 1:  # the usual step
+                plane[where][:, :, at >> 4, at & 15] = part[:, :, 0]
+            else:
+                _scatter(plane[where], self.memory.ndim - 1, at, part)
+
+    def put_each(self, page: np.ndarray, token: np.ndarray, x: np.ndarray) -> None:
+        """Tokens x (n, heads, dim), each to a page (page, heads, block, …) and a place in it."""
+        block, lane = token >> 4, token & 15
+        for plane, part in zip(self.planes, self.split(x), strict=True):
+            tail = plane.shape[self.memory.ndim - 1 :]
+            if len(tail) == 2:
+                plane[page, :, block, lane] = part
+            elif tail[0] == BLOCK:
+                plane[page, :, block, lane] = _even(part).reshape(*part.shape[:-1], *tail[1:])
+            else:
+                plane[page, :, block, lane >> 1, lane & 1] = part
+
+    def fill(self, parts: list[np.ndarray]) -> None:
+        """What parts() gave, from the first token on."""
+        for plane, part in zip(self.planes, parts, strict=True):
+            _scatter(plane, self.memory.ndim - 1, 0, part)
+
+    def get(self, where: Any, n: int) -> np.ndarray:
+        """A copy of the first n tokens of memory[where], (items, heads, n, dim)."""
+        return self.joined(self.parts(where, n))
+
+    def parts(self, where: Any, n: int) -> list[np.ndarray]:
+        """The same plane by plane."""
+        count = -(-n // BLOCK)
+        found = []
+        for plane in self.planes:
+            blocks = plane[where][:, :, :count]
+            tokens = blocks.reshape(*blocks.shape[:2], count * BLOCK, math.prod(blocks.shape[3:]) // BLOCK)
+            found.append(tokens[:, :, :n, : self.dim].copy())
+        return found
 
 
-class Pairs:
-    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of keys][element][2]."""
+class Pairs(Store):
+    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of keys][element][2].
 
-    @staticmethod
-    def key_block(dim: int) -> tuple[int, ...]:
-        return (dim + 1) // 2, BLOCK, 2
+    An odd last element of a key has a zero beside it.
+    """
 
-    @staticmethod
-    def value_block(dim: int) -> tuple[int, ...]:
-        return BLOCK // 2, dim, 2
+    def row_bytes(self) -> int:
+        return (self.dim + self.dim % 2 if self.is_keys else self.dim) * self.kind.itemsize
 
-    @staticmethod
-    def keys(x: np.ndarray) -> np.ndarray:
-        return np.moveaxis(x, -3, -2)  # (…, token, pair, 2); an odd last element has a zero beside it
-
-    @staticmethod
-    def values(x: np.ndarray) -> np.ndarray:
-        return np.moveaxis(x, -1, -2)  # (…, pair, 2, element)
+    def views(self) -> list[np.ndarray]:
+        if self.is_keys:
+            return [np.moveaxis(self.view(self.kind, ((self.dim + 1) // 2, BLOCK, 2)), -3, -2)]  # (…, token, pair, 2)
+        return [np.moveaxis(self.view(self.kind, (BLOCK // 2, self.dim, 2)), -1, -2)]  # (…, pair of tokens, 2, element)
 
 
-def scatter(blocks: np.ndarray, at: int, x: np.ndarray) -> None:
-    """Tokens x (items, heads, n, dim) from token `at` on, into blocks (items, heads, block, …)."""
+class Coded(Store):
+    """int8, with a scale per token and head: 16 scales, then the block of codes as `Store` has it."""
+
+    def row_bytes(self) -> int:
+        return self.dim + 4
+
+    def views(self) -> list[np.ndarray]:
+        codes = self.view(np.dtype(np.int8), (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
+        return [codes.swapaxes(-1, -2) if self.is_keys else codes, self.view(np.dtype(np.float32), (BLOCK, 1))]
+
+    def split(self, x: np.ndarray) -> list[np.ndarray]:
+        return list(quantise(x))
+
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        return parts[0] * parts[1]
+
+
+def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over 127. A row with NaN or infinity is NaN."""
+    x = x.astype(np.float32)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
+        scale = np.where(np.isfinite(most), most / np.float32(127), np.float32(np.nan))
+        codes = np.rint(x / np.where(scale > 0, scale, np.float32(1)))
+    codes = np.where(scale > 0, codes, np.float32(0))
+    return np.clip(codes, -127, 127).astype(np.int8), scale
+
+
+def _even(x: np.ndarray) -> np.ndarray:
+    """An odd last axis gets a zero."""
+    return np.concatenate([x, np.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1) if x.shape[-1] % 2 else x
+
+
+def _scatter(blocks: np.ndarray, axes: int, at: int, x: np.ndarray) -> None:
+    """Tokens x (items, heads, n, dim) from token `at` on, into blocks whose first `axes` axes end with the block."""
     n = x.shape[2]
-    if blocks.ndim == 6 and blocks.shape[3] == BLOCK and x.shape[3] % 2:  # pairs of elements
-        x = np.concatenate([x, np.zeros((*x.shape[:3], 1), x.dtype)], axis=3)
-    tail = blocks.shape[3:]
+    tail = blocks.shape[axes:]
+    if len(tail) == 3 and tail[0] == BLOCK:  # pairs of elements
+        x = _even(x)
     done = 0
     while done < n:
         block, lane = divmod(at + done, BLOCK)
@@ -79,15 +165,24 @@ def scatter(blocks: np.ndarray, at: int, x: np.ndarray) -> None:
         done += count
 
 
-def room(shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Zeros on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take no memory."""
-    kind = arrays.numpy_dtype(dtype)
+def room(shape: tuple[int, ...]) -> np.ndarray:
+    """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take no memory."""
     count = math.prod(shape)
     try:
-        memory = arrays.pages(count * kind.itemsize)
+        memory = arrays.pages(count)
     except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(f"{count * kind.itemsize:,} bytes of cache cannot be reserved: {error}") from None
+        raise MemoryError(f"{count:,} bytes of cache cannot be reserved: {error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError, AttributeError):  # a kernel without them: small pages do
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, kind, count).reshape(shape)
+    return np.frombuffer(memory, np.uint8, count).reshape(shape)
+
+
+def make_stores(
+    layers: int, shape: tuple[int, ...], dtype: str, head_dim: int, value_dim: int, isa: Any
+) -> tuple[list[Store], list[Store]]:
+    """Keys and values of every layer; shape: all but what is in a block."""
+    kind = Coded if dtype == "int8" else Pairs if dtype == "bfloat16" and uses_dot(isa, "bf16") else Store
+    sizes = ((head_dim, True), (value_dim, False))
+    k, v = ([kind(shape, dim, dtype, keys=keys) for _ in range(layers)] for dim, keys in sizes)
+    return k, v

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from . import arrays, engine
-from .blocks import Pairs, Plain, room, scatter
+from .blocks import Store, make_stores
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, FileError, UnsupportedError
 from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
-from .planning import BLOCK, uses_dot
-from .problem import SPAN, from_arrays
+from .patterns import prefix
+from .patterns import window as window_mask
+from .planning import BLOCK, Pages
+from .problem import SPAN, TILE, from_cache
 from .tracing import kept
 
 _FORMAT, _VERSION = "speedlight key-value cache", 1
@@ -27,6 +28,8 @@ _INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than anoth
 _MOST = 1 << 46
 _SCALES = (type(None), float)
 _ALL = slice(None)
+_PIECE = 256  # tokens that a windowed cache takes at a time
+_FLOATS = ("float32", "float16", "bfloat16")  # of tokens that an int8 cache takes
 
 
 class KVCache:
@@ -40,9 +43,13 @@ class KVCache:
         batch: sequences.
         kv_heads: heads of keys and values.
         head_dim: elements of a key.
-        capacity: most tokens of a sequence.
-        dtype: float32, float64, float16 or bfloat16.
+        capacity: most tokens of a sequence. May be left out with a window, whose memory does not grow.
+        dtype: float32, float64, float16, bfloat16, or int8: codes with a scale for each token and head, from that row
+            alone. An int8 cache takes and returns float32, float16 or bfloat16.
         value_dim: elements of a value. Default head_dim.
+        window: a token sees itself and the window - 1 tokens before it, as with sl.window(window - 1, 0); older
+            ones are forgotten.
+        keep_first: … but the first tokens of a sequence stay visible to all (attention sinks), as with sl.prefix(keep_first).
 
     >>> import numpy as np, speedlight as sl
     >>> cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=4, capacity=8)
@@ -58,48 +65,70 @@ class KVCache:
         batch: int = 1,
         kv_heads: int,
         head_dim: int,
-        capacity: int,
+        capacity: int | None = None,
         dtype: Any = "float32",
         value_dim: int | None = None,
+        window: int | None = None,
+        keep_first: int = 0,
     ) -> None:
+        if capacity is None:
+            if window is None:
+                raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
+            capacity = _MOST
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
-        sizes["value_dim"] = head_dim if value_dim is None else value_dim
-        for name, x in sizes.items():
-            if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-                raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
-            if not 1 <= x <= _MOST:
-                raise ArgumentError(f"{name}: expected a size from 1 to 2^46; got {x}.")
-        name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-        if name not in arrays.DTYPES:
-            raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {dtype!r}.")
-        self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim = map(int, sizes.values())
-        self.dtype = name
+        sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "window": 1 if window is None else window}
+        check_sizes(sizes)
+        if window is None and keep_first:
+            raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
+        check_sizes({"keep_first": keep_first}, least=0)
+        self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim, _ = map(int, sizes.values())
+        self.window, self.keep_first = None if window is None else int(window), int(keep_first)
+        self.dtype = cache_dtype(dtype)
         self._isa = current_isa()
-        self._store = Pairs if uses_dot(self._isa, arrays.DTYPES[name][0]) else Plain
-        shape = (self.batch, self.kv_heads, -(-self.capacity // BLOCK))
-        self._keys = [room((*shape, *self._store.key_block(self.head_dim)), name) for _ in range(self.layers)]
-        self._values = [room((*shape, *self._store.value_block(self.value_dim)), name) for _ in range(self.layers)]
-        self._key_tokens, self._value_tokens = [self._store.keys(x) for x in self._keys], [self._store.values(x) for x in self._values]
-        self._addresses = [(k.ctypes.data, v.ctypes.data) for k, v in zip(self._keys, self._values, strict=True)]
+        self._fixed = self._ring = 0  # tokens that stay where they are, and those of the ring
+        tokens = self.capacity
+        if self.window is not None:
+            self._fixed, self._ring = (-(-n // TILE) * TILE for n in (self.keep_first, self.window + _PIECE))
+            tokens = self._fixed + self._ring
+        shape = (self.batch, self.kv_heads, -(-tokens // BLOCK))
+        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa)
+        self._pages, self._list = self._layout()
+        self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
         self._lengths = [[0] * self.batch for _ in range(self.layers)]
+        self._written = [[0] * self.batch for _ in range(self.layers)]  # past the last token that was ever there: what a ring has forgotten
         self._locks = [threading.Lock() for _ in range(self.layers)]
         self._steps: dict[Any, engine.Prepared] = {}
         self._known_steps: dict[Any, engine.Prepared] = {}
 
+    def _layout(self) -> tuple[Pages, np.ndarray]:
+        """How kernels find a token, and the list of pages of every sequence."""
+        k, v = self._keys[0], self._values[0]
+        page = TILE if self._ring else 1 << 62
+        ring = {"fixed": self._fixed // TILE, "ring": self._ring // TILE} if self._ring else {}
+        pages = Pages(
+            True, page, k.memory.strides[1], TILE * k.row, k.row, v.memory.strides[1], TILE * v.row, v.row,
+            k_item=k.memory.strides[0], v_item=v.memory.strides[0], **ring,
+        )  # fmt: skip
+        return pages, np.arange((self._fixed + self._ring) // TILE + 1, dtype=np.int64)
+
     def __repr__(self) -> str:
-        sizes = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
+        sizes = ["layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity"]
+        if self.window is not None:
+            sizes[-1:] = ["window", "keep_first"]
         return f"KVCache({', '.join(f'{n}={getattr(self, n)}' for n in sizes)}, dtype={self.dtype!r}, {self.used_bytes:,} bytes used)"
 
     # --- what it holds
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of one layer: keys and values of all heads."""
-        return self.kv_heads * (self.head_dim + self.value_dim) * arrays.DTYPES[self.dtype][1]
+        """Bytes of one token of one layer: keys and values of all heads, and their scales."""
+        return self.kv_heads * (self._keys[0].row + self._values[0].row)
 
     @property
     def used_bytes(self) -> int:
-        return sum(map(sum, self._lengths)) * self.token_bytes
+        """Of the tokens that are held."""
+        most = self._fixed + self._ring or self.capacity
+        return sum(min(n, most) for lengths in self._lengths for n in lengths) * self.token_bytes
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens of every sequence."""
@@ -110,22 +139,38 @@ class KVCache:
         return self._lengths[self._layer(layer)][self._item(item)]
 
     def keys(self, layer: int) -> np.ndarray:
-        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length."""
-        return self._copied(self._key_tokens[self._layer(layer)], layer, self.head_dim)
+        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of int8, codes · scales in float32.
+
+        With a window: the tokens that the next one would see, in order.
+        """
+        return self._copied(self._keys[self._layer(layer)], layer)
 
     def values(self, layer: int) -> np.ndarray:
-        """A copy: (batch, kv_heads, longest, value_dim); zeros past a sequence's length."""
-        return self._copied(self._value_tokens[self._layer(layer)], layer, self.value_dim)
+        """A copy: (batch, kv_heads, longest, value_dim); as keys()."""
+        return self._copied(self._values[self._layer(layer)], layer)
 
-    def _copied(self, blocks: np.ndarray, layer: int, dim: int) -> np.ndarray:
+    def _copied(self, store: Store, layer: int) -> np.ndarray:
         lengths = self._lengths[layer]
-        count = -(-max(lengths) // BLOCK)
-        elements = math.prod(blocks.shape[3:]) // BLOCK  # of a token, with what pads it
-        tokens = blocks[:, :, :count].reshape(self.batch, self.kv_heads, count * BLOCK, elements)
-        out = tokens[:, :, : max(lengths), :dim].copy()
-        for item, n in enumerate(lengths):
-            out[item, :, n:] = 0
+        if self.window is None:
+            out = store.get(_ALL, max(lengths))
+            for item, n in enumerate(lengths):
+                out[item, :, n:] = 0
+            return out
+        whole = store.get(_ALL, self._fixed + self._ring)
+        shown = [self._shown(n) for n in lengths]
+        out = np.zeros((*whole.shape[:2], max(map(len, shown)), whole.shape[3]), whole.dtype)
+        for item, positions in enumerate(shown):
+            out[item, :, : len(positions)] = whole[item, :, [self._place(n) for n in positions]].swapaxes(0, 1)
         return out
+
+    def _shown(self, length: int) -> list[int]:
+        """Positions that a next token would see, besides itself."""
+        first = max(self.keep_first, length - (self.window or 1) + 1)
+        return [*range(min(self.keep_first, length)), *range(first, length)]
+
+    def _place(self, position: int) -> int:
+        """Where a token lies in memory."""
+        return position if position < self._fixed or not self._ring else self._fixed + (position - self._fixed) % self._ring
 
     # --- growing and shrinking
 
@@ -135,10 +180,11 @@ class KVCache:
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         self._same_count(k, v)
         counts = self._counts(new_lengths, k.shape[2])
-        with self._writing(layer):
-            totals = self._totals(layer, counts)
-            self._write(layer, k, v, counts)
-            self._lengths[layer] = totals
+        with self._writing(layer), self._restored(layer, counts):
+            for at, some in self._piecewise(counts, k.shape[2]):
+                totals = self._totals(layer, some)
+                self._write(layer, k[:, :, at:], v[:, :, at:], some)
+                self._set_layer(layer, totals)
 
     def attend(
         self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
@@ -185,11 +231,13 @@ class KVCache:
         shape = getattr(q, "shape", ())
         if len(shape) == 4 and shape[2] != k.shape[2]:
             raise ArgumentError(f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {tuple(shape)}).")
-        with self._writing(layer):
+        with self._writing(layer), self._restored(layer, counts):
             totals = self._totals(layer, counts)
+            if self._ring and k.shape[2] > _PIECE:
+                return self._pieces(layer, q, k, v, counts, options, return_lse, out)
             self._write(layer, k, v, counts)
             result = self._run(layer, q, totals, None if new_lengths is None else counts, True, options, return_lse, out)
-            self._lengths[layer] = totals
+            self._set_layer(layer, totals)
             if new_lengths is out is None and type(q) is np.ndarray and q.size and min(totals):
                 step = self._step(q, totals, True, options)
                 if step is not None:
@@ -215,7 +263,7 @@ class KVCache:
             else:
                 self._write(layer, k, v, [new[0]] * self.batch)
             result = self._again(step, layer, q, totals, return_lse)
-            self._lengths[layer] = totals
+            self._set_layer(layer, totals)
         return result
 
     def truncate(self, length: int | Sequence[int]) -> None:
@@ -229,6 +277,13 @@ class KVCache:
             least = min(x[item] for x in self._lengths)
             if not 0 <= n <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
+            if self.window is not None and n > self._fixed:
+                forgotten = max(x[item] for x in self._written) - self._ring  # tokens before this one are
+                if max(n - self.window + 1, self._fixed) < forgotten:
+                    raise ArgumentError(
+                        f"length: expected 0 to {self._fixed}, or at least {forgotten + self.window - 1}: of sequence {item} the window "
+                        f"has forgotten what came before; got {n}. clear() it, or make a cache of a longer window."
+                    )
         self._set_lengths([int(n) for n in wanted])
 
     def clear(self) -> None:
@@ -241,6 +296,12 @@ class KVCache:
             for layer in range(self.layers):
                 stack.enter_context(self._writing(layer))
             self._lengths = [list(lengths) for _ in range(self.layers)]
+            self._written = [[n and w for n, w in zip(lengths, old, strict=True)] for old in self._written]
+
+    def _set_layer(self, layer: int, totals: list[int]) -> None:
+        self._lengths[layer] = totals
+        if self._ring:
+            self._written[layer] = [max(a, b) for a, b in zip(self._written[layer], totals, strict=True)]
 
     def copy(self) -> KVCache:
         """An independent cache with the same content."""
@@ -251,20 +312,26 @@ class KVCache:
         indices = [self._item(i) for i in batch_indices]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
-        new = KVCache(
-            layers=self.layers, batch=len(indices), kv_heads=self.kv_heads, head_dim=self.head_dim, capacity=self.capacity,
-            dtype=self.dtype, value_dim=self.value_dim,
-        )  # fmt: skip
+        new = KVCache(**(self._sizes() | {"batch": len(indices)}), dtype=self.dtype)
         if new._isa != self._isa:
             raise UnsupportedError("select: SPEEDLIGHT_ISA has changed since this cache was made. Set it once, at the start.")
         for layer in range(self.layers):
             for to, item in enumerate(indices):
                 n = self._lengths[layer][item]
-                blocks = -(-n // BLOCK)
+                blocks = -(-self._held(layer, item) // BLOCK)
                 for mine, theirs in ((self._keys, new._keys), (self._values, new._values)):
-                    theirs[layer][to, :, :blocks] = mine[layer][item, :, :blocks]
-                new._lengths[layer][to] = n
+                    theirs[layer].memory[to, :, :blocks] = mine[layer].memory[item, :, :blocks]
+                new._lengths[layer][to], new._written[layer][to] = n, self._written[layer][item]
         return new
+
+    def _sizes(self) -> dict[str, Any]:
+        names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "window", "keep_first")
+        return {n: getattr(self, n) for n in names}
+
+    def _held(self, layer: int, item: int) -> int:
+        """Tokens of a sequence in memory, from its start, whether or not they are still seen."""
+        n = self._lengths[layer][item]
+        return min(max(n, self._written[layer][item]), self._fixed + self._ring) if self._ring else n
 
     # --- files
 
@@ -273,11 +340,16 @@ class KVCache:
         path = Path(path)
         if path.suffix != ".safetensors":
             raise FileError(f"{path}: expected a name that ends in .safetensors.")
-        found = {"lengths": np.array(self._lengths, np.int64)}
+        found = {"lengths": np.array(self._lengths, np.int64), "written": np.array(self._written, np.int64)}
         for layer in range(self.layers):
-            found |= {f"keys.{layer}": self.keys(layer), f"values.{layer}": self.values(layer)}
-        sizes = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "dtype")
-        write_arrays(path, found, {"format": _FORMAT, "version": str(_VERSION)} | {n: str(getattr(self, n)) for n in sizes})
+            held = [self._held(layer, item) for item in range(self.batch)]
+            for name, stores in (("key", self._keys), ("value", self._values)):
+                for part, x in zip(("", "_scale"), stores[layer].parts(_ALL, max(held)), strict=False):
+                    for item, n in enumerate(held):
+                        x[item, :, n:] = 0
+                    found[f"{name}{part}s.{layer}"] = x
+        words = {n: str(x) for n, x in self._sizes().items() if x is not None}
+        write_arrays(path, found, {"format": _FORMAT, "version": str(_VERSION), "dtype": self.dtype} | words)
 
     @classmethod
     def load(cls, path: str | Path) -> KVCache:
@@ -296,21 +368,46 @@ class KVCache:
             raise FileError(f"{path}: expected version {_VERSION}; got {words.get('version')!r}. Save it anew with this release.")
         names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
         try:
-            sizes = {n: int(words[n]) for n in names}
+            sizes = {n: int(words[n]) for n in names} | {n: int(words[n]) for n in ("window", "keep_first") if n in words}
         except (KeyError, ValueError) as error:
             raise FileError(f"{path}: a size is missing or no number ({error}).") from None
-        if words.get("dtype") not in arrays.DTYPES or any(not 1 <= x <= _MOST for x in sizes.values()):
+        wrong = any(not (0 if n == "keep_first" else 1) <= x <= _MOST for n, x in sizes.items())
+        if wrong or words.get("dtype") not in (*arrays.DTYPES, "int8") or (sizes.get("keep_first") and "window" not in sizes):
             raise FileError(f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}.")
         found = read_arrays([path])
-        _check_content(path, sizes, words["dtype"], found)
         try:
             cache = cls(**sizes, dtype=words["dtype"])
         except (OSError, OverflowError, MemoryError, ValueError) as error:
-            raise FileError(f"{path}: a capacity of {sizes['capacity']:,} tokens cannot be reserved ({error}).") from None
-        for layer, lengths in enumerate(found["lengths"].tolist()):
-            cache._put(layer, slice(None), 0, found[f"keys.{layer}"], found[f"values.{layer}"])
-            cache._lengths[layer] = lengths
+            raise FileError(f"{path}: a cache of {sizes} cannot be reserved ({error}).") from None
+        cache._fill(path, found)
         return cache
+
+    def _fill(self, path: Path, found: dict[str, np.ndarray]) -> None:
+        """Takes the arrays of a file, if they are those that its sizes announce."""
+        shape = (self.layers, self.batch)
+        for name in ("lengths", "written"):
+            x = found.get(name)
+            if x is None or x.shape != shape or x.dtype != np.int64:
+                raise FileError(f"{path}: expected {name} of {self.layers} layers and {self.batch} sequences.")
+            if x.size and (x.min() < 0 or x.max() > self.capacity):
+                raise FileError(f"{path}: expected {name} from 0 to the capacity {self.capacity}; got {x.min()} to {x.max()}.")
+        self._lengths, self._written = found["lengths"].tolist(), found["written"].tolist()
+        for layer in range(self.layers):
+            held = max(self._held(layer, item) for item in range(self.batch))
+            for name, store in (("key", self._keys[layer]), ("value", self._values[layer])):
+                parts = []
+                for part, plane in zip(("", "_scale"), store.planes, strict=False):
+                    x = found.get(f"{name}{part}s.{layer}")
+                    wanted = (self.batch, self.kv_heads, held, 1 if part else store.dim)
+                    if x is None or x.shape != wanted or x.dtype != plane.dtype:
+                        got = "none" if x is None else f"{x.shape} of {x.dtype}"
+                        raise FileError(f"{path}: expected {name}{part}s.{layer} of shape {wanted} and dtype {plane.dtype}; got {got}.")
+                    parts.append(x)
+                if len(parts) > 1:
+                    if (parts[1] < 0).any() or np.isinf(parts[1]).any():
+                        raise FileError(f"{path}: expected {name}_scales.{layer} of finite numbers that are not negative.")
+                    parts[1] = np.where(np.isnan(parts[1]), np.float32(np.nan), parts[1])  # of one sign: the kernels read it
+                store.fill(parts)
 
     # --- inside
 
@@ -325,8 +422,7 @@ class KVCache:
             x = arrays.describe(x, name).numpy()
         if x.ndim != 4 or x.shape[0] != self.batch or x.shape[1] != self.kv_heads or x.shape[3] != dim:
             raise ArgumentError(f"{name}: expected shape ({self.batch}, {self.kv_heads}, n_new, {dim}); got {x.shape}.")
-        if x.dtype != self._keys[0].dtype:
-            raise ArgumentTypeError(f"{name}: expected dtype {self.dtype}, as the cache has; got {x.dtype}. Convert it first.")
+        check_tokens(x, name, self.dtype)
         return x
 
     def _same_count(self, k: np.ndarray, v: np.ndarray) -> None:
@@ -371,11 +467,56 @@ class KVCache:
             self._put(layer, slice(item, item + 1), at, k[item : item + 1, :, :n], v[item : item + 1, :, :n])
 
     def _put(self, layer: int, items: slice, at: int, k: np.ndarray, v: np.ndarray) -> None:
-        for blocks, x in ((self._key_tokens[layer], k), (self._value_tokens[layer], v)):
-            if x.shape[2] == 1 and blocks.ndim == 5:  # the usual step
-                blocks[items, :, at >> 4, at & 15] = x[:, :, 0]
-            else:
-                scatter(blocks[items], at, x)
+        done, n = 0, k.shape[2]
+        while done < n:  # a ring comes round
+            place = self._place(at + done)
+            end = self.capacity if not self._ring else self._fixed if place < self._fixed else self._fixed + self._ring
+            count = min(n - done, end - place)
+            whole = count == n
+            for store, x in ((self._keys[layer], k), (self._values[layer], v)):
+                store.put(items, place, x if whole else x[:, :, done : done + count])
+            done += count
+
+    def _piecewise(self, counts: list[int], n_new: int) -> Iterator[tuple[int, list[int]]]:
+        """Where each piece of an append starts, and its tokens of every sequence."""
+        step = _PIECE if self._ring else max(n_new, 1)
+        for at in range(0, max(n_new, 1), step):
+            yield at, [min(max(n - at, 0), step) for n in counts]
+
+    def _pieces(
+        self, layer: int, q: Any, k: np.ndarray, v: np.ndarray, counts: list[int], options: dict[str, Any], return_lse: bool, out: Any
+    ) -> Any:  # fmt: skip
+        """A chunk that is longer than a window has room for: each piece sees what is still there."""
+        a = arrays.describe(q, "q")
+        result, target, lse, where = self._results(a, return_lse, out)
+        for at, some in self._piecewise(counts, k.shape[2]):
+            totals = self._totals(layer, some)
+            self._write(layer, k[:, :, at:], v[:, :, at:], some)
+            here = slice(at, at + _PIECE)
+            given = None if set(some) == {len(range(*here.indices(k.shape[2])))} else some
+            rows, piece = (arrays.describe(x.numpy()[:, :, here], x.name) for x in (target, a))
+            some_lse = where and arrays.describe(np.empty(piece.shape[:-1], where.numpy().dtype), "lse")
+            self._compute(layer, piece, totals, given, True, options, rows, some_lse)
+            if where and some_lse:
+                where.numpy()[:, :, here] = some_lse.numpy()
+            self._set_layer(layer, totals)
+        return self._given(a, result, lse, out)
+
+    @contextlib.contextmanager
+    def _restored(self, layer: int, counts: list[int]) -> Iterator[None]:
+        """After an exception, what several pieces have written over is there again."""
+        if not self._ring or max(counts) <= _PIECE:
+            yield
+            return
+        kept_memory = [store.memory.copy() for store in (self._keys[layer], self._values[layer])]
+        lengths, written = self._lengths[layer], self._written[layer]
+        try:
+            yield
+        except BaseException:
+            for store, memory in zip((self._keys[layer], self._values[layer]), kept_memory, strict=True):
+                store.memory[...] = memory
+            self._lengths[layer], self._written[layer] = lengths, written
+            raise
 
     def _writing(self, layer: int) -> _Writing:
         return _Writing(self._locks[layer], layer)
@@ -389,39 +530,45 @@ class KVCache:
         if step is not None:
             return self._again(step, layer, q, totals, return_lse)
         a = arrays.describe(q, "q")
-        prepared = self._prepare(a, totals, counts, causal, options, out)
-        shape = (*a.shape[:-1], self.value_dim)
-        if out is None:
-            result, target = arrays.empty_like(a, shape, self.dtype)
-        else:
-            result, target = out, arrays.describe(out, "out")
-        lse, where = arrays.empty_like(a, shape[:-1], "float64" if self.dtype == "float64" else "float32") if return_lse else (None, None)
-        prepared.run(a.address, *self._addresses[layer], target.address, where.address if where else 0)
-        result = arrays.like_input(a, result) if out is None else out
-        return (result, arrays.like_input(a, lse)) if return_lse else result
+        result, target, lse, where = self._results(a, return_lse, out)
+        self._compute(layer, a, totals, counts, causal, options, target, where)
+        return self._given(a, result, lse, out)
 
-    def _prepare(
-        self, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any], out: Any
-    ) -> engine.Prepared:
-        k = self._described("k", self._keys[0], self.head_dim, q.kind)
-        v = self._described("v", self._values[0], self.value_dim, q.kind)
-        problem, _, _ = from_arrays(
-            q, k, v, causal=causal, q_start=None, k_start=0, layout="bhld", q_lengths=counts, k_lengths=totals, **options
-        )  # fmt: skip
+    def _results(self, q: arrays.Array, return_lse: bool, out: Any) -> tuple[Any, arrays.Array, Any, arrays.Array | None]:
+        """What a call writes to, and where that lies: out, and the log-sum-exp."""
         shape = (*q.shape[:-1], self.value_dim)
         if out is None:
-            strides = np.empty(shape, self._keys[0].dtype).strides
+            result, target = arrays.empty_like(q, shape, q.dtype)
         else:
-            target = arrays.describe(out, "out")
-            arrays.check_out(target, shape, self.dtype, (q,))
-            strides = target.strides
-        return engine.prepare(problem, "bhld", q, k, v, strides, None, None, engine.threads_now(), self._isa, cached=True)
+            result, target = out, arrays.describe(out, "out")
+            arrays.check_out(target, shape, q.dtype, (q,))
+        lse, where = arrays.empty_like(q, shape[:-1], "float64" if q.dtype == "float64" else "float32") if return_lse else (None, None)
+        return result, target, lse, where
 
-    def _described(self, name: str, x: np.ndarray, dim: int, kind: str) -> arrays.Array:
-        """Shape as of plain keys or values; of the strides, those of batch, head and a token (of which only 16 lie together)."""
-        token = x.strides[2] // BLOCK
-        shape = (self.batch, self.kv_heads, self.capacity, dim)
-        return arrays.Array(name, x.ctypes.data, shape, (x.strides[0], x.strides[1], token, x.itemsize), self.dtype, kind, True, x)
+    def _given(self, q: arrays.Array, result: Any, lse: Any, out: Any) -> Any:
+        result = arrays.like_input(q, result) if out is None else out
+        return result if lse is None else (result, arrays.like_input(q, lse))
+
+    def _compute(
+        self, layer: int, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any],
+        out: arrays.Array, lse: arrays.Array | None,
+    ) -> None:  # fmt: skip
+        prepared = self._prepare(q, totals, counts, causal, options, out.strides)
+        prepared.run(q.address, *self._addresses[layer], out.address, lse.address if lse else 0)
+
+    def _prepare(
+        self, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any], strides: tuple[int, ...]
+    ) -> engine.Prepared:
+        hiding = None
+        if self.window is not None:
+            hiding = window_mask(self.window - 1, 0 if causal else None)
+            hiding = hiding | prefix(self.keep_first) if self.keep_first else hiding
+        problem = from_cache(
+            q, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=tuple(totals),
+            causal=causal, q_lengths=counts, hiding=hiding, **options,
+        )  # fmt: skip
+        lists = [self._list.ctypes.data] * self.batch
+        return engine.prepare_pages(problem, "bhld", q, self._pages, lists, strides, None, engine.threads_now(), self._isa)
 
     def _step(self, q: np.ndarray, totals: list[int], causal: bool, options: dict[str, Any]) -> engine.Prepared | None:
         """The prepared call for queries of this form: for any lengths of as many spans (doubled until they suffice)."""
@@ -433,7 +580,8 @@ class KVCache:
         prepared = self._steps.get(key)
         if prepared is None:
             most = [min(spans * SPAN, self.capacity)] * self.batch
-            prepared = self._prepare(arrays.describe(q, "q"), most, None, causal, options, None)
+            strides = np.empty((*q.shape[:-1], self.value_dim), q.dtype).strides
+            prepared = self._prepare(arrays.describe(q, "q"), most, None, causal, options, strides)
             if len(self._steps) >= _STEPS:
                 self._steps.clear()
             self._steps[key] = prepared
@@ -485,18 +633,27 @@ class _Writing:
         self.lock.release()
 
 
-def _check_content(path: Path, sizes: dict[str, int], dtype: str, found: dict[str, np.ndarray]) -> None:
-    """The arrays of a file are those that its sizes announce."""
-    lengths = found.get("lengths")
-    if lengths is None or lengths.shape != (sizes["layers"], sizes["batch"]) or lengths.dtype != np.int64:
-        raise FileError(f"{path}: expected lengths of {sizes['layers']} layers and {sizes['batch']} sequences.")
-    if lengths.size and (lengths.min() < 0 or lengths.max() > sizes["capacity"]):
-        raise FileError(f"{path}: expected lengths from 0 to the capacity {sizes['capacity']}; got {lengths.min()} to {lengths.max()}.")
-    for layer in range(sizes["layers"]):
-        for name, dim in (("keys", "head_dim"), ("values", "value_dim")):
-            x = found.get(f"{name}.{layer}")
-            shape = (sizes["batch"], sizes["kv_heads"], int(lengths[layer].max()), sizes[dim])
-            if x is None or x.shape != shape or x.dtype != arrays.numpy_dtype(dtype):
-                raise FileError(
-                    f"{path}: expected {name}.{layer} of shape {shape} and dtype {dtype}; got {None if x is None else x.shape}."
-                )
+def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
+    """Sizes of a cache, by name."""
+    for name, x in sizes.items():
+        if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+            raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+        if not least <= x <= _MOST:
+            raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {x}.")
+
+
+def cache_dtype(dtype: Any) -> str:
+    """The name of a cache's dtype."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+    if name not in (*arrays.DTYPES, "int8"):
+        raise ArgumentTypeError(f"dtype: expected float32, float64, float16, bfloat16 or int8; got {dtype!r}.")
+    return name
+
+
+def check_tokens(x: np.ndarray, name: str, dtype: str) -> None:
+    """The dtype of new keys or values."""
+    if dtype == "int8":
+        if x.dtype.name not in _FLOATS:
+            raise ArgumentTypeError(f"{name}: expected float32, float16 or bfloat16, which an int8 cache rounds itself; got {x.dtype}.")
+    elif x.dtype.name != dtype:
+        raise ArgumentTypeError(f"{name}: expected dtype {dtype}, as the cache has; got {x.dtype}. Convert it first.")

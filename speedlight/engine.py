@@ -36,6 +36,7 @@ class Prepared:
     """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
 
     def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray, *, cached: bool = False) -> None:
+        """`cached`: keys and values lie as in a cache."""
         compile_, fields, microkernels, workers, lower, lookups = _modules()
         self.problem, self.how, self.items = problem, how, items
         self.program, self.lookups, self.slots = _program(problem, lower, lookups)
@@ -44,7 +45,7 @@ class Prepared:
         if problem.sinks is not None:
             self.sinks = np.array([x * math.log2(math.e) for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
             words |= {"sinks": self.sinks.ctypes.data}
-        self.kernel = compile_.kernel_of(microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached))
+        self.kernel = compile_.kernel_of(microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached, problem.quantised))
         self.run_region = workers.run_region
         self.words_type = ctypes.c_int64 * len(fields.FIELDS)
         template = np.zeros(len(fields.FIELDS), np.int64)
@@ -54,7 +55,8 @@ class Prepared:
         self.at = {name: i for i, name in enumerate(fields.FIELDS)}
         pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
         flops = pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
-        read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * planning.STORAGE_BYTES[problem.storage]
+        size = 1 if problem.quantised else planning.STORAGE_BYTES[problem.storage]
+        read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * size
         self.seconds = read / _READ_GUESS if how.parts else flops / _GUESS
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
@@ -169,27 +171,68 @@ def _axis(strides: tuple[int, ...], layout: str, i: int) -> int:
 
 def prepare(
     problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
-    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa, *, cached: bool = False,
+    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
 ) -> Prepared:  # fmt: skip
-    """Everything that addresses don't change. `cached`: k and v lie as in a KVCache."""
-    return Prepared(problem, *arguments(problem, layout, q, k, v, out_strides, cu_q, cu_k, threads, isa, cached=cached), cached=cached)
+    """Everything that addresses don't change."""
+    return Prepared(problem, *arguments(problem, layout, q, k, v, out_strides, cu_q, cu_k, threads, isa))
+
+
+def prepare_pages(
+    problem: Problem, layout: str, q: Array, pages: planning.Pages, lists: list[int], out_strides: tuple[int, ...],
+    q_first: tuple[int, ...] | None, threads: int, isa: Isa,
+) -> Prepared:  # fmt: skip
+    """The same for keys and values in pages.
+
+    lists: of each item, the address of its pages' numbers (int64), which the caller has checked.
+    q_first: of each item, its first row in packed queries.
+    """
+    size = DTYPES[problem.dtype][1]
+    strided = [not pages.lanes and x != size for x in (pages.k_column, pages.v_column)]
+    how = planning.schedule(problem, isa, threads, *strided, pages=pages)
+    index = np.arange(problem.batch, dtype=np.int64)
+    items = _items(problem, how, layout, q, out_strides, q_first, index * pages.k_item, index * pages.v_item, np.array(lists, np.int64))
+    words = _words(problem, how, isa, layout, q, out_strides, items)
+    names = ("k_head", "k_row", "k_column", "v_head", "v_row", "v_column", "k_page", "v_page")
+    words |= {n: getattr(pages, n) for n in names} | {f"page_{n}": getattr(pages, n) for n in ("size", "fixed", "ring")}
+    return Prepared(problem, how, words, items, cached=pages.lanes)
+
+
+_NO_PAGES = np.zeros(1, np.int64)  # the list of an array without pages: one that never ends
 
 
 def arguments(
     problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
-    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa, *, cached: bool = False,
+    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
 ) -> tuple[planning.Schedule, dict[str, int], np.ndarray]:  # fmt: skip
     """The schedule, the kernel's words by name, and its table of items; for any vector unit, this machine's or not."""
     size = DTYPES[problem.dtype][1]
-    strided = [not cached and _axis(x.strides, layout, -1) != size for x in (k, v)]
-    how = planning.schedule(problem, isa, threads, *strided, cached=cached)
+    how = planning.schedule(problem, isa, threads, *(_axis(x.strides, layout, -1) != size for x in (k, v)))
+    if cu_q is not None and cu_k is not None:
+        first, strides = np.array(cu_k[:-1], np.int64), [_axis(x.strides, layout, -2) for x in (k, v)]
+    else:
+        first, strides = np.arange(problem.batch, dtype=np.int64), [x.strides[LAYOUTS[layout][0]] for x in (k, v)]
+    lists = np.full(problem.batch, _NO_PAGES.ctypes.data, np.int64)
+    q_first = None if cu_q is None else cu_q[:-1]
+    items = _items(problem, how, layout, q, out_strides, q_first, first * strides[0], first * strides[1], lists)
+    words = _words(problem, how, isa, layout, q, out_strides, items)
+    for name, strides in (("k", k.strides), ("v", v.strides)):
+        words |= {f"{name}_{part}": _axis(strides, layout, i) for part, i in _PARTS}
+    return how, words | {"page_size": 1 << 62, "page_fixed": 1 << 62, "page_ring": 1}, items
+
+
+_PARTS = (("head", -3), ("row", -2), ("column", -1))
+
+
+def _words(
+    problem: Problem, how: planning.Schedule, isa: Isa, layout: str, q: Array, out_strides: tuple[int, ...], items: np.ndarray
+) -> dict[str, int]:
+    """All but where keys and values lie."""
     c = math.log2(math.e) if problem.score is not None else problem.scale * math.log2(math.e)
     number = 8 if problem.storage == "f64" else 4
     flip = 0
     if c < 0:
-        flip = 0x80008000 if planning.uses_dot(isa, problem.storage) else 1 << (8 * number - 1)
-    items = _items(problem, how, layout, q, k, v, out_strides, cu_q, cu_k, number)
-    lse_head = (cu_q[-1] if cu_q else _rows(problem)) * number
+        flip = 0x80008000 if planning.dots(problem, isa) else 1 << (8 * number - 1)
+    lse_head = (q.shape[0] if layout == "lhd" else _rows(problem)) * number
     words = {
         "limit": how.tickets,
         "items": items.ctypes.data,
@@ -213,10 +256,9 @@ def arguments(
         "partial_bytes": how.partial_bytes,
         **dict(how.offsets),
     }
-    for name, strides in (("q", q.strides), ("k", k.strides), ("v", v.strides), ("out", out_strides)):
-        for part, i in (("head", -3), ("row", -2), ("column", -1)):
-            words[f"{name}_{part}"] = _axis(strides, layout, i)
-    return how, words, items
+    for name, strides in (("q", q.strides), ("out", out_strides)):
+        words |= {f"{name}_{part}": _axis(strides, layout, i) for part, i in _PARTS}
+    return words
 
 
 def _rows(problem: Problem) -> int:
@@ -230,12 +272,12 @@ def _bits(x: float, number: int) -> int:
 
 
 def _items(
-    problem: Problem, how: planning.Schedule, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
-    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, number: int,
+    problem: Problem, how: planning.Schedule, layout: str, q: Array, out_strides: tuple[int, ...], q_first: tuple[int, ...] | None,
+    k_at: np.ndarray, v_at: np.ndarray, lists: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
     """The kernel's table of batch items: tickets, lengths, positions, byte offsets."""
-    batch = problem.batch
-    table = np.zeros((batch, 11), np.int64)
+    batch, number = problem.batch, 8 if problem.storage == "f64" else 4
+    table = np.zeros((batch, 12), np.int64)
     table[:, 10] = np.arange(batch)
     q_lengths = np.array(problem.q_lengths, np.int64)
     blocks = np.minimum(q_lengths, 1) * how.parts if how.parts else -(-q_lengths * problem.group // how.block_rows)
@@ -243,18 +285,16 @@ def _items(
     table[:, 0] = np.cumsum(tickets) - tickets
     table[:, 1], table[:, 2], table[:, 3] = blocks, q_lengths, problem.k_lengths
     table[:, 4] = np.array(problem.q_starts, np.int64) - problem.k_start
-    if cu_q is not None and cu_k is not None:
-        q_first, k_first = np.array(cu_q[:-1], np.int64), np.array(cu_k[:-1], np.int64)
-        strides = [_axis(s, layout, -2) for s in (q.strides, k.strides, v.strides, out_strides)]
-        places = (q_first, k_first, k_first, q_first)
-        table[:, 9] = q_first * number
+    if q_first is not None:
+        place = np.array(q_first, np.int64)
+        strides = [_axis(x, layout, -2) for x in (q.strides, out_strides)]
+        table[:, 9] = place * number
     else:
-        index = np.arange(batch, dtype=np.int64)
-        strides = [s[LAYOUTS[layout][0]] for s in (q.strides, k.strides, v.strides, out_strides)]
-        places = (index,) * 4
-        table[:, 9] = index * problem.q_heads * _rows(problem) * number
-    for column, place, stride in zip((5, 6, 7, 8), places, strides, strict=True):
-        table[:, column] = place * stride
+        place = np.arange(batch, dtype=np.int64)
+        strides = [x[LAYOUTS[layout][0]] for x in (q.strides, out_strides)]
+        table[:, 9] = place * problem.q_heads * _rows(problem) * number
+    table[:, 5], table[:, 8] = (place * x for x in strides)
+    table[:, 6], table[:, 7], table[:, 11] = k_at, v_at, lists
     if problem.rows is not None and batch:
         table = np.concatenate([table, _unused_rows(problem, how, table, [_axis(s, layout, -2) for s in (q.strides, out_strides)], number)])
         tickets = table[:, 1] * problem.kv_heads

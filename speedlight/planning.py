@@ -39,6 +39,33 @@ def uses_dot(isa: Isa, storage: str) -> bool:
     return storage == "bf16" and isa.bf16_dot
 
 
+def dots(problem: Problem, isa: Isa) -> bool:
+    return uses_dot(isa, problem.storage) and not problem.quantised
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """Keys and values that are read page by page: distances in bytes. Each item has a list of pages of its own."""
+
+    lanes: bool  # in the blocks of a cache, else row by row
+    size: int  # tokens of a page
+    k_head: int
+    k_page: int
+    k_row: int
+    v_head: int
+    v_page: int
+    v_row: int
+    k_column: int = 0
+    v_column: int = 0
+    k_item: int = 0
+    v_item: int = 0
+    fixed: int = 1 << 62  # entries of a list before those that are a ring
+    ring: int = 1
+
+
+PLACES = 192  # addresses of a tile's keys, and of what is fetched ahead of it, and what one store may write past them
+
+
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """How the CPU engine runs a problem: the panel, the block of panels that shares tiles, and the scratch."""
@@ -74,7 +101,7 @@ class Schedule:
 
 
 def schedule(
-    problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False, *, cached: bool = False
+    problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False, *, pages: Pages | None = None
 ) -> Schedule:
     """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads allow."""
     if _decodes(problem, isa, strided_keys or strided_values):
@@ -83,12 +110,13 @@ def schedule(
     lanes = lanes_of(isa, storage)
     rows = [n * problem.group for n in problem.q_lengths]
     vectors = min((3, 2, 1), key=lambda n: sum(-(-r // (lanes * n)) for r in rows) * n / _VECTOR_WORTH[n])
-    dot = uses_dot(isa, storage)
-    direct = dot or storage in ("f32", "f64")
-    stage_keys = cached or not direct or strided_keys or (dot and problem.head_dim % 2 == 1)
-    stage_values = not direct or strided_values or (dot and not cached)
+    dot = dots(problem, isa)
+    direct = (dot or storage in ("f32", "f64")) and not problem.quantised
+    cached = pages is not None and pages.lanes
+    stage_keys = pages is not None or not direct or strided_keys or (dot and problem.head_dim % 2 == 1)
+    stage_values = not direct or strided_values or (not cached and (dot or pages is not None))
     panel_count = sum(-(-r // (lanes * vectors)) for r in rows) * problem.kv_heads
-    layout = _layout(problem, isa, vectors, stage_keys, stage_values)
+    layout = _layout(problem, isa, vectors, stage_keys, stage_values or cached)  # a cache's values, where pages part a tile
     fits = (level2_bytes() * 5 // 8 - layout["fixed"]) // layout["panel"]
     # a task of a few milliseconds: threads wait for each other at the end of a region; a staged tile wants more users
     keys = max(problem.k_lengths, default=0)
@@ -106,8 +134,8 @@ def schedule(
 
 
 def _decodes(problem: Problem, isa: Isa, strided: bool) -> bool:
-    """Whether the decode kernel runs a problem: few rows, no expressions, values of at least a vector, side by side."""
-    if strided or problem.mask is not None or problem.score is not None or problem.rows is not None:
+    """Whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
+    if strided or problem.rows is not None:
         return False
     most = max(problem.q_lengths, default=0) * problem.group
     return 0 < most <= _DECODE_ROWS and problem.value_dim >= lanes_of(isa, problem.storage)
@@ -116,7 +144,7 @@ def _decodes(problem: Problem, isa: Isa, strided: bool) -> bool:
 def _decode_schedule(problem: Problem, isa: Isa, threads: int) -> Schedule:
     """One task for each kv head, or several that share its spans where heads are few."""
     storage, lanes = problem.storage, lanes_of(isa, problem.storage)
-    number, dot = 8 if storage == "f64" else 4, uses_dot(isa, storage)
+    number, dot = 8 if storage == "f64" else 4, dots(problem, isa)
     rows = max(problem.q_lengths) * problem.group
     heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
     spans = -(-max(problem.k_lengths, default=0) // SPAN)
@@ -129,7 +157,9 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int) -> Schedule:
     at_span = _up(at_values + rows * slots * lanes * number, 64)
     at_total = at_span + state
     at_rows = at_total + state
+    at_places = _up(at_rows + rows * 24, 64)
     names = {"at_keys": at_keys, "at_values": at_values, "at_span": at_span, "at_total": at_total, "at_rows": at_rows}
+    names["at_places"] = at_places
     used = max(1, min(threads, heads * parts))
     partial = spans * state if parts > 1 else 0
     return Schedule(
@@ -144,7 +174,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int) -> Schedule:
         slots,
         tuple(names.items()),
         0,
-        _up(at_rows + rows * 24, 4096),
+        _up(at_places + 2 * PLACES * 8, 4096),
         parts,
         partial,
     )
@@ -162,7 +192,7 @@ def _up(n: int, step: int) -> int:
 def _layout(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_values: bool) -> dict[str, int]:
     """Where everything lies in a worker's scratch, in bytes; scores come first."""
     number = 8 if problem.storage == "f64" else 4
-    dot = uses_dot(isa, problem.storage)
+    dot = dots(problem, isa)
     panel = vectors * lanes_of(isa, problem.storage)
     row = panel * number
     units = (problem.head_dim + 1) // 2 if dot else problem.head_dim
@@ -172,12 +202,15 @@ def _layout(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_va
     at_partial = at_check + 3 * row
     at_keys = _up(at_partial + width * row, 64)
     at_values = _up(at_keys + stage_keys * TILE * units * number, 64)
-    at_panels = _up(at_values + stage_values * (TILE // 2 if dot else TILE) * problem.value_dim * number, 64)
+    at_places = _up(at_values + stage_values * (TILE // 2 if dot else TILE) * problem.value_dim * number, 64)
+    at_scales = at_places + 2 * PLACES * 8
+    at_panels = at_scales + problem.quantised * 2 * TILE * 4
     at_total = _up(64 + units * row, 64)
     at_span = _up(at_total + (2 + width) * row, 64)
     at_limits = _up(at_span + (2 + width) * row, 64)
     at_rows = at_limits + panel * 8
     names = {"at_check": at_check, "at_partial": at_partial, "at_keys": at_keys, "at_values": at_values, "at_panels": at_panels}
+    names |= {"at_places": at_places, "at_scales": at_scales}
     names |= {"at_total": at_total, "at_span": at_span, "at_limits": at_limits, "at_rows": at_rows}
     return names | {"fixed": at_panels, "panel": _up(at_rows + panel * 40, 64), "width": width}
 
@@ -384,4 +417,4 @@ def _seconds(x: float) -> str:
     return f"{x * 1e9:.3g} ns"
 
 
-__all__ = ["SPAN", "TILE", "Plan", "Schedule", "count", "lanes_of", "register_rows", "schedule", "uses_dot"]
+__all__ = ["SPAN", "TILE", "Pages", "Plan", "Schedule", "count", "dots", "lanes_of", "register_rows", "schedule", "uses_dot"]

@@ -42,6 +42,7 @@ class Problem:
     score: Expression | None = None
     sinks: tuple[float, ...] | None = None  # one logit per query head
     rows: int | None = None  # of out per item, where q_lengths leave some of them without a query
+    quantised: bool = False  # keys and values are int8 with a scale per token and head
 
     @property
     def batch(self) -> int:
@@ -136,6 +137,44 @@ def from_arrays(
         problem = replace(problem, sinks=_sinks(sink_logits, q_heads), rows=rows)
     mask = mask if window is None else _windowed(window, mask, problem, layout == "lhd", (q_len, k_len))
     return _expressed(problem, mask, score, layout == "lhd", (q_len, k_len)), cu_q, cu_k
+
+
+def from_cache(
+    q: Array, *, dtype: str, kv_heads: int, head_dim: int, value_dim: int, k_lengths: tuple[int, ...], causal: Any, scale: Any,
+    layout: str = "bhld", cu_seqlens_q: tuple[int, ...] | None = None, q_lengths: Any = None, mask: Any = None, score: Any = None,
+    sink_logits: Any = None, hiding: Expression | None = None,
+) -> Problem:  # fmt: skip
+    """The problem of queries over a cache's keys and values, which are known to be right. The last query is the last key's.
+
+    `hiding` is a mask of the cache itself, joined to the caller's.
+    """
+    dims = len(layout)
+    if len(q.shape) != dims:
+        raise ArgumentError(f"q: expected {dims} dimensions {_AXES[layout]}; got shape {q.shape}.")
+    axes = LAYOUTS[layout]
+    q_heads, q_len, dim = (q.shape[a] for a in axes[-3:])
+    if dim != head_dim:
+        raise ArgumentError(f"q: expected head_dim {head_dim}, as the cache has; got {dim} (shape {q.shape}).")
+    if dtype == "int8":
+        if q.dtype == "float64":
+            raise ArgumentTypeError("q: expected float32, float16 or bfloat16 over an int8 cache; got float64.")
+    elif q.dtype != dtype:
+        raise ArgumentTypeError(f"q: expected dtype {dtype}, as the cache has; got {q.dtype}. Convert it first.")
+    rows: int | None = None
+    if layout == "lhd":
+        cu_q = cu_seqlens_q or (0, q_len)
+        q_lens = tuple(b - a for a, b in itertools.pairwise(cu_q))
+    else:
+        if q.shape[0] != len(k_lengths):
+            raise ArgumentError(f"q: expected batch {len(k_lengths)}, as the cache has; got {q.shape[0]} (shape {q.shape}).")
+        q_lens = _lengths("q_lengths", q_lengths, q.shape[0], q_len)
+        rows = None if q_lengths is None else q_len
+    problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lens, k_lengths, causal, None, 0, scale)
+    problem = replace(problem, sinks=_sinks(sink_logits, q_heads), rows=rows, quantised=dtype == "int8")
+    square = (q_len, max(k_lengths, default=0))
+    if hiding is not None:
+        mask = hiding if mask is None else hiding & _mask(mask, problem, layout == "lhd", square)
+    return _expressed(problem, mask, score, layout == "lhd", square)
 
 
 def _windowed(window: Any, mask: Any, problem: Problem, packed: bool, square: tuple[int, int]) -> Expression | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..planning import BLOCK, SPAN, TILE
+from .lower import expression_row
 from .microkernels import (
     LARGE,
     Shape,
@@ -26,14 +27,19 @@ from .microkernels import (
     multiply_add,
     narrowed,
     natural_log,
+    rescaled,
     unrolled,
 )
+from .places import PLACES, locate
 from .region import Work, entry, region
 from .vector import BF16, F32, F64, I1, I16, I32, I64, PTR, Function, Module, Value, vec
+from .visibility import extent, visibility
 
 _TOGETHER = 32  # steps of keys whose values are used for all rows while the first-level cache has them
 _AHEAD = 2  # groups of keys that are fetched ahead, of rows
 _FAR = 16384  # bytes that are fetched ahead, of a cache: some microseconds of reading
+_MOST_AHEAD = 24  # blocks, where they are small
+_VALUE_TILES = {True: ((4, 4), (2, 8), (1, 8)), False: ((2, 4), (1, 4))}  # rows and slots whose sums are in registers
 _ONES = 0x3F803F80  # a pair of bf16 ones
 
 
@@ -47,9 +53,13 @@ def decode_module(s: Shape, symbol: str) -> Module:
 
 class _Parts:
     def __init__(self, m: Module, s: Shape) -> None:
-        self.pack, self.weigh, self.add_up = pack(m, s), weigh(m, s), add_up(m, s)
+        self.locate, self.pack, self.weigh, self.add_up = locate(m, s.piece), pack(m, s), weigh(m, s), add_up(m, s)
         self.score = score_lanes(m, s) if s.cached else score_rows(m, s)
-        self.values = {rows: value_rows(m, s, rows) for rows in (1, 2)}
+        self.rescale = rescale(m, s) if s.quantised else None
+        self.expression = expression_row(m, s, s.program) if s.program else None
+        self.visibility = visibility(m, s, s.program) if s.program and s.program.hiding else None
+        self.extent = extent(m, self.visibility) if self.visibility else None
+        self.values = {rows: value_rows(m, s, rows, together) for rows, together in _VALUE_TILES[s.isa.registers >= 32]}
         self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)
         self.store = store_row(m, s, self.log)
 
@@ -78,22 +88,24 @@ def pack(module: Module, s: Shape) -> Any:
     return k.finish()
 
 
+_SCORE_PARAMS = {
+    "scores": PTR, "queries": PTR, "places": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64, "head_dim": I64,
+}  # fmt: skip
+
+
 def score_rows(module: Module, s: Shape) -> Any:
     """scores[row, key] = queries[row] · keys[key], a vector of keys at a time: one chain of multiply-adds over the units.
 
     Keys past the end repeat the last one; what they score is never used.
     """
-    k = module.function(
-        "score_rows",
-        {"scores": PTR, "queries": PTR, "keys": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64, "head_dim": I64},
-    )
+    k = module.function("score_rows", _SCORE_PARAMS)
     p, n = k.p, s.lanes
-    places, column = k.buffer(I64, n), k.buffer(s.unit, n)
+    places, aheads, column = k.buffer(I64, n), k.buffer(I64, n), k.buffer(s.unit, n)
     whole = p["head_dim"] // (2 * n if s.dot else n) * n
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
     width = n * (4 if s.dot else s.storage_bytes)
     dense = p["key_row"].equals(p["head_dim"] * s.storage_bytes)
-    lane_step, unit_step = k.select(dense, k.i64(width), p["key_row"]), k.select(dense, k.i64(width), k.i64(width // n))
+    unit_step = k.select(dense, k.i64(width), k.i64(width // n))
     zero = k.const(0.0, s.vector)
 
     def each_row(j: Value, t: Value, columns: list[Value]) -> None:
@@ -106,18 +118,17 @@ def score_rows(module: Module, s: Shape) -> Any:
             k.store(total, place)
 
     with k.range(0, p["count"], n) as j:
+        ahead = k.load(I64, p["places"], (j + n * _AHEAD) * 8)
         for m in range(n):
-            row = k.at(p["keys"], k.min(j + m, p["count"] - 1) * p["key_row"])
-            k.store(Value(k, k.b.ptrtoint(row.x, I64)), places, 8 * m)
+            k.store(k.load(I64, p["places"], k.min(j + m, p["count"] - 1) * 8), places, 8 * m)
+            k.store(k.select(dense, ahead + width * m, k.load(I64, p["places"], (j + (n * _AHEAD + m)) * 8)), aheads, 8 * m)
         with k.range(0, p["rows"]) as r:
             k.store(zero, p["scores"], r * _score_row(s) + j * s.number_bytes)
-        ahead = k.at(p["keys"], (j + n * _AHEAD) * p["key_row"])
         with k.range(0, whole, n) as t:
             rows = []
             for m in range(n):
-                row = k.load(PTR, places, 8 * m)
-                k.prefetch(k.at(ahead, t * unit_step + lane_step * m))
-                rows.append(load_units(k, s, row, t))
+                k.prefetch(k.at(k.load(PTR, aheads, 8 * m), t * unit_step))
+                rows.append(load_units(k, s, k.load(PTR, places, 8 * m), t))
             each_row(j, t, k.transpose(rows))
         with k.range(whole, p["units"]) as t:
             for m in range(n):
@@ -129,45 +140,49 @@ def score_rows(module: Module, s: Shape) -> Any:
 
 def score_lanes(module: Module, s: Shape) -> Any:
     """The same over a cache's blocks, where the keys of a vector lie side by side: nothing is transposed, all is read in sequence."""
-    k = module.function(
-        "score_lanes",
-        {"scores": PTR, "queries": PTR, "keys": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64, "head_dim": I64},
-    )
+    k = module.function("score_lanes", _SCORE_PARAMS)
     p, n = k.p, s.lanes
-    stored = 4 if s.dot else s.storage_bytes
-    together = max(1, BLOCK // n)  # vectors of keys: one block, so that memory is read in one stream
-    step = together * n
+    vectors, unit_bytes = max(1, BLOCK // n), BLOCK * s.stored_bytes
+    far = _blocks_ahead(k, p["key_row"])
 
     def rows_of(first: Value, count: int, j: Value) -> None:
+        """`count` rows and one block: as many independent chains as there are sums."""
         queries = [k.at(p["queries"], (first + r) * p["units"] * s.number_bytes) for r in range(count)]
-        places = []
-        for i in range(together):
-            key = k.min(j + i * n, (p["count"] - 1) & -n)  # a vector past the end repeats the last one
-            places.append(k.at(p["keys"], (key & -BLOCK) * p["key_row"] + (key & (BLOCK - 1)) * stored))
-        totals = [[k.variable(k.const(0.0, s.vector)) for _ in range(together)] for _ in range(count)]
+        block, ahead = (k.at(k.load(PTR, p["places"], x * 8), s.header) for x in (j // BLOCK, j // BLOCK + far))
+        totals = [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors)] for _ in range(count)]
 
         def unit(t: Value) -> None:
-            vectors = [load_units(k, s, k.at(x, t * (BLOCK * stored)), k.i64(0)) for x in places]
-            for line in range(0, BLOCK * stored, 64):
-                k.prefetch(k.at(places[0], t * (BLOCK * stored) + line + _FAR))
+            here = k.at(block, t * unit_bytes)
+            keys = [load_units(k, s, here, k.i64(i * n), stored=True) for i in range(vectors)]
+            for line in range(0, unit_bytes, 64):
+                k.prefetch(k.at(ahead, t * unit_bytes + line))
             for r in range(count):
                 query = k.splat(k.load(s.unit, queries[r], t * s.number_bytes), n)
-                for total, x in zip(totals[r], vectors, strict=True):
+                for total, x in zip(totals[r], keys, strict=True):
                     total.set(multiply_add(k, s, query, x, total.get()))
 
-        unrolled(k, 0, p["units"], unit, by=2)
+        unrolled(k, 0, p["units"], unit, by=64 // unit_bytes if unit_bytes < 32 else 2)
         for r in range(count):
             for i, total in enumerate(totals[r]):
-                with k.when(j + i * n < p["count"]):
-                    k.store(total.get(), p["scores"], (first + r) * _score_row(s) + (j + i * n) * s.number_bytes)
+                x = total.get()
+                if s.quantised:
+                    x = x * k.load(s.vector, block, i * n * 4 - s.header)
+                k.store(x, p["scores"], (first + r) * _score_row(s) + (j + i * n) * s.number_bytes)
 
-    fours = p["rows"] // 4 * 4
-    with k.range(0, p["count"], step) as j:
-        with k.range(0, fours, 4) as r:
-            rows_of(r, 4, j)
-        with k.range(fours, p["rows"]) as r:
-            rows_of(r, 1, j)
+    most = 8 if s.isa.registers >= 32 and vectors <= 2 else 4
+    with k.range(0, p["count"], BLOCK) as j:
+        start = k.i64(0)
+        for rows in (most, most // 2, 1) if most > 4 else (4, 1):
+            end = start + (p["rows"] - start) // rows * rows
+            with k.range(start, end, rows) as r:
+                rows_of(r, rows, j)
+            start = end
     return k.finish()
+
+
+def _blocks_ahead(k: Function, row: Value) -> Value:
+    """How many blocks on a cache is fetched."""
+    return k.max(k.min(k.i64(_FAR) // (row * BLOCK), k.i64(_MOST_AHEAD)), k.i64(1))
 
 
 def weigh(module: Module, s: Shape) -> Any:
@@ -175,11 +190,12 @@ def weigh(module: Module, s: Shape) -> Any:
 
     Returns whether a score below `limit` is -inf: then its weight is -0 as well, and its value must not be touched.
     """
-    k = module.function("weigh", {"scores": PTR, "state": PTR, "alpha": PTR, "limit": I64, "count": I64, "c": s.number, "ahead": PTR}, I64)
+    k = module.function("weigh", {"scores": PTR, "state": PTR, "alpha": PTR, "limit": I64, "count": I64, "c": s.number,
+                                  "places": PTR, "value_row": I64, "ahead": I64}, I64)  # fmt: skip
     p, n = k.p, s.lanes
     c = k.splat(p["c"], n)
     lowest, zero, hidden = (k.const(x, s.vector) for x in (float("-inf"), 0.0, -0.0))
-    steps = _iota(k, n)
+    steps, block_bytes = k.iota(n), p["value_row"] * BLOCK
     best, gone = k.variable(lowest), k.variable(k.const(0, vec(I1, n)))
 
     def seen(x: Value, j: Value) -> tuple[Value, Value]:
@@ -198,8 +214,11 @@ def weigh(module: Module, s: Shape) -> Any:
     with k.range(0, p["count"], 2 * n) as j:
         if s.cached:  # memory would be idle meanwhile
             with k.when(p["count"].equals(TILE)):
+                byte = p["ahead"] + j * 64
+                block = byte // block_bytes
+                place = k.at(k.load(PTR, p["places"], k.min(block, k.i64(TILE // BLOCK + _MOST_AHEAD)) * 8), byte - block * block_bytes)
                 for line in range(2 * n):
-                    k.prefetch(k.at(p["ahead"], (j + line) * 64))
+                    k.prefetch(k.at(place, line * 64))
         xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
         es = [k.fma(x, c, -base) for x in xs]
         es = [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e in es]
@@ -214,12 +233,6 @@ def weigh(module: Module, s: Shape) -> Any:
     for x, where in ((top, p["state"]), (alpha, p["alpha"])):
         k.store(_first(k, x), where)
     return k.finish(k.zext(k.any(gone.get()), I64))
-
-
-def _iota(k: Function, n: int) -> Value:
-    from llvmlite import ir
-
-    return Value(k, ir.Constant(vec(I64, n), list(range(n))))
 
 
 def _first(k: Function, x: Value) -> Value:
@@ -247,46 +260,82 @@ def add_up(module: Module, s: Shape) -> Any:
     return k.finish()
 
 
+def rescale(module: Module, s: Shape) -> Any:
+    """Of a quantised tile: weights · scales, in place."""
+    k = module.function("rescale", {"weights": PTR, "places": PTR, "count": I64})
+    p, n = k.p, s.lanes
+    with k.range(0, p["count"], n) as j:
+        scale = k.load(s.vector, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4)
+        x = k.load(s.vector, p["weights"], j * 4)
+        k.store(rescaled(k, s, x, scale), p["weights"], j * 4)
+    return k.finish()
+
+
 _VALUE_PARAMS = {
-    "sums": PTR, "sum_row": I64, "weights": PTR, "values": PTR, "value_row": I64, "first": I64, "end": I64, "value_dim": I64, "slots": I64,
+    "sums": PTR, "sum_row": I64, "weights": PTR, "places": PTR, "value_row": I64, "first": I64, "end": I64, "value_dim": I64, "slots": I64,
 }  # fmt: skip
 
 
 def _value(k: Function, s: Shape, row: Value, next_row: Value, column: Value) -> Value:
     """One vector of a value's columns; in the dot class pairs of two keys' values."""
-    if s.dot and s.cached:
-        return k.load(s.ivector, row, column * 4)
-    if not s.dot:
-        return load_units(k, s, row, column)
+    if s.cached or not s.dot:
+        return load_units(k, s, row, column, stored=True)
     low, high = (k.zext(k.load(vec(I16, s.lanes), x, column * 2), s.ivector) for x in (row, next_row))
     return low | (high << 16)
 
 
-def value_rows(module: Module, s: Shape, rows: int) -> Any:
-    """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a key, or a pair."""
+def _steps_together(s: Shape) -> int:
+    """Steps of keys whose values lie side by side."""
+    return s.piece // 2 if s.cached and s.dot else s.piece
+
+
+def _step_row(k: Function, s: Shape) -> Value:
+    """Bytes from one step's values to the next, where they lie side by side."""
+    return k.p["value_dim"] if s.quantised else k.p["value_row"] << 1 if s.dot else k.p["value_row"]
+
+
+def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
+    """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a key, or a pair.
+
+    `rows` rows and `together` slots at a time, so that a vector of values is read (and widened) once for all these rows.
+    """
     k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
-    p, together = k.p, 8 if s.isa.registers >= 32 else 4
-    keys = 2 if s.dot else 1
+    p = k.p
+    size, step_row = _steps_together(s), _step_row(k, s)
     with k.range(0, p["slots"], together) as slot:
         slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
         columns = [k.min(x * s.lanes, p["value_dim"] - s.lanes) for x in slots]
-        places = [[r * p["sum_row"] + x * _slot_bytes(s) for x in slots] for r in map(k.i64, range(rows))]
-        totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in places]
-        with k.range(p["first"], p["end"]) as j:
-            row = k.at(p["values"], j * keys * p["value_row"])
-            vectors = [_value(k, s, row, k.at(row, p["value_row"]), c) for c in columns]
-            stored = 4 if s.dot and s.cached else s.storage_bytes
-            lines = columns[:: max(1, 64 // (s.lanes * stored))]
-            for n in range(1 if s.cached else keys):
-                ahead = k.at(row, _FAR) if s.cached else k.at(row, p["value_row"] * (16 * keys + n))
-                for column in lines:
-                    k.prefetch(k.at(ahead, column * stored))
+        sums = [[r * p["sum_row"] + x * _slot_bytes(s) for x in slots] for r in map(k.i64, range(rows))]
+        totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
+        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))]
+
+        def step(j: Value, row: Value, after: Value, columns: list[Value] = columns, totals: list[list[Any]] = totals) -> None:
+            vectors = [_value(k, s, row, after, c) for c in columns]
             for r in range(rows):
                 weight = k.splat(k.load(s.unit, p["weights"], j * s.number_bytes + r * _score_row(s)), s.lanes)
                 for total, x in zip(totals[r], vectors, strict=True):
                     total.set(multiply_add(k, s, x, weight, total.get()))
+
+        if s.cached:
+            far = _blocks_ahead(k, p["value_row"])
+            with k.range(p["first"], p["end"], size) as j:
+                block, ahead = (k.at(k.load(PTR, p["places"], x * 8), s.header) for x in (j // size, j // size + far))
+                with k.range(0, k.min(p["end"] - j, k.i64(size))) as i:
+                    row = k.at(block, i * step_row)
+                    for column in lines:
+                        k.prefetch(k.at(ahead, i * step_row + column * s.stored_bytes))
+                    step(j + i, row, row)
+        else:
+            keys = 2 if s.dot else 1
+            with k.range(p["first"], p["end"]) as j:
+                row, after = (k.load(PTR, p["places"], (j * keys + x) * 8) for x in (0, keys - 1))
+                for n in range(keys):
+                    ahead = k.load(PTR, p["places"], (j * keys + 16 * keys + n) * 8)
+                    for column in lines:
+                        k.prefetch(k.at(ahead, column * s.storage_bytes))
+                step(j, row, after)
         for r in range(rows):
-            for total, x in zip(totals[r], places[r], strict=True):
+            for total, x in zip(totals[r], sums[r], strict=True):
                 k.store(total.get(), p["sums"], x)
     return k.finish()
 
@@ -294,25 +343,29 @@ def value_rows(module: Module, s: Shape, rows: int) -> Any:
 def careful_values(module: Module, s: Shape) -> Any:
     """The same for one row where some weights are -0: those keys' values are not touched. `last` is the tile's last key."""
     k = module.function("careful_values", _VALUE_PARAMS | {"last": I64})
-    p = k.p
+    p, size = k.p, _steps_together(s)
+    step_row = _step_row(k, s)
     with k.range(p["first"], p["end"]) as j:
         weight = k.load(s.unit, p["weights"], j * s.number_bytes)
         if s.dot:
             low, high = (k.select((weight << by).bits(I32) > -1, k.const(m, I32), k.const(0, I32)) for by, m in ((16, 0xFFFF), (0, -65536)))
             mask = low | high
             some = mask.differs(0)
-            row = k.at(p["values"], j * 2 * p["value_row"])
-            after = k.at(p["values"], k.min(j * 2 + 1, p["last"]) * p["value_row"])  # a cache has pairs: it is not looked at
         else:
             mask, some = weight, weight.bits(s.integer) > -1
-            row = after = k.at(p["values"], j * p["value_row"])
-        with k.when(some), k.range(0, p["slots"]) as slot:
-            column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
-            x, w = _value(k, s, row, after, column), k.splat(weight, s.lanes)
-            if s.dot:
-                x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
-            place = k.at(p["sums"], slot * _slot_bytes(s))
-            k.store(multiply_add(k, s, x, w, k.load(s.vector, place)), place)
+        with k.when(some):
+            if s.cached:
+                row = after = k.at(k.load(PTR, p["places"], j // size * 8), j % size * step_row + s.header)
+            else:
+                keys = 2 if s.dot else 1
+                row, after = (k.load(PTR, p["places"], k.min(j * keys + x, p["last"]) * 8) for x in (0, keys - 1))
+            with k.range(0, p["slots"]) as slot:
+                column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
+                x, w = _value(k, s, row, after, column), k.splat(weight, s.lanes)
+                if s.dot:
+                    x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
+                place = k.at(p["sums"], slot * _slot_bytes(s))
+                k.store(multiply_add(k, s, x, w, k.load(s.vector, place)), place)
     return k.finish()
 
 
@@ -386,14 +439,21 @@ class _Task(Work):
         self.state_row = (self.slots + 1) * _slot_bytes(s)
         d = self.get("head_dim")
         self.units = (d + 1) >> 1 if s.dot else d
-        self.queries, self.tile_sum, self.span, self.total = (
-            k.at(self.scratch, self.get(n)) for n in ("at_keys", "at_values", "at_span", "at_total")
+        self.queries, self.tile_sum, self.span, self.total, self.k_places = (
+            k.at(self.scratch, self.get(n)) for n in ("at_keys", "at_values", "at_span", "at_total", "at_places")
         )
+        self.v_places = k.at(self.k_places, PLACES * 8)
         numbers = k.at(self.scratch, self.get("at_rows"))
         most = self.get("panels") * 8  # bytes of one number of every row
         self.alpha, self.sums, self.limits = (k.at(numbers, most * i) for i in range(3))
         self.keys = k.at(k.pointer(self.get("k")), self.of["k_at"] + self.head * self.get("k_head"))
         self.values = k.at(k.pointer(self.get("v")), self.of["v_at"] + self.head * self.get("v_head"))
+        self.heads = self.head * self.group, (self.head + 1) * self.group - 1
+        self.box = self.position(k.i64(0)), self.position(self.rows - 1)
+
+    def position(self, r: Value) -> Value:
+        """Of a row's query."""
+        return self.of["start"] + r // self.group + self.get("k_start")
 
     def place(self, name: str, r: Value) -> Value:
         """Address of a row of q, out or lse."""
@@ -417,16 +477,20 @@ class _Task(Work):
         first, end = (spans * x // self.of["blocks"] for x in (self.part, self.part + 1))
         alone = self.of["blocks"].equals(1)
         shared = k.pointer(self.get("partials") + k.p["number"] // self.of["blocks"] * self.get("partial_bytes"))
-        with k.range(first, end) as span:
+        hidden = None
+        if parts.visibility is not None:
+            hidden = lambda low, high: self.class_of(low, high).equals(0)  # noqa: E731
+            with k.when(alone ^ 1), k.range(first, end) as span:  # spans that are passed by have seen nothing
+                self.clear(k.at(shared, span * self.rows * self.state_row))
+        with self.stretches(first * SPAN, k.min(end * SPAN, last), hidden) as (start, stop):
             self.clear(self.span)
-            start = span * SPAN
-            with k.range(start, k.min(start + SPAN, last), TILE) as tile:
-                self.tile(tile, k.min(last - tile, k.i64(TILE)))
+            with k.range(start, stop, TILE) as tile:
+                self.trimmed_tile(tile, k.min(last - tile, k.i64(TILE)))
             with k.either(alone) as (merge, leave):
                 with merge:
                     self.merge(self.span)
                 with leave, k.range(0, self.rows * self.state_row, 8) as byte:
-                    target = k.at(shared, span * self.rows * self.state_row)
+                    target = k.at(shared, start // SPAN * self.rows * self.state_row)
                     k.store(k.load(I64, self.span, byte), target, byte)
         finished = k.variable(alone)
         with k.when(alone ^ 1):  # the last of the head's tasks merges all of its spans, in order
@@ -436,6 +500,21 @@ class _Task(Work):
                 self.merge(k.at(shared, span * self.rows * self.state_row))
         with k.when(finished.get()):
             self.finish()
+
+    def class_of(self, low: Value, high: Value) -> Value:
+        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) the rows."""
+        return self.seen_of(self.parts.visibility, self.of["index"], self.heads, self.box, low, high)
+
+    def trimmed_tile(self, start: Value, count: Value) -> None:
+        """What a mask shows of a tile."""
+        k = self.k
+        if self.parts.visibility is None:
+            self.tile(start, count, count)
+            return
+        seen = self.class_of(start, start + count)
+        first, end, clear = self.extent_of(self.parts.extent, seen, self.of["index"], self.heads, self.box, start, count)
+        with k.when(first < end):
+            self.tile(start + first, end - first, clear - first)
 
     def clear(self, states: Value) -> None:
         """(-inf, 0, 0) for every row."""
@@ -451,23 +530,40 @@ class _Task(Work):
         with k.range(0, self.rows) as r:
             k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
 
-    def tile(self, start: Value, count: Value) -> None:
+    def locate(self, places: Value, name: str, base: Value, start: Value, count: Value) -> None:
+        """The addresses of a tile's keys or values, and of what is fetched ahead of it."""
+        k = self.k
+        end = k.min(start + count + (_MOST_AHEAD * BLOCK if self.s.cached else 2 * BLOCK), self.of["k_len"])
+        pages, page_bytes, row = k.pointer(self.of["pages"]), self.get(f"{name}_page"), self.get(f"{name}_row")
+        k.call(self.parts.locate, k.p["a"], places, pages, base, page_bytes, row, start, end)
+
+    def tile(self, start: Value, count: Value, clear: Value) -> None:
+        """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
         k, s, parts = self.k, self.s, self.parts
         k_row, v_row, d = self.get("k_row"), self.get("v_row"), self.get("head_dim")
-        keys, values = k.at(self.keys, start * k_row), k.at(self.values, start * v_row)
-        k.call(parts.score, self.scratch, self.queries, keys, k_row, count, self.units, self.rows, d)
+        self.locate(self.k_places, "k", self.keys, start, count)
+        self.locate(self.v_places, "v", self.values, start, count)
+        k.call(parts.score, self.scratch, self.queries, self.k_places, k_row, count, self.units, self.rows, d)
         joint = k.variable(count)  # keys that every row sees
         word = self.get("c")
         c = word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32)
+        self.count(k.max(k.min(self.limit(k.i64(0)) - start, clear), k.i64(0)), count)
         with k.range(0, self.rows) as r:
             limit = k.max(k.min(self.limit(r) - start, count), k.i64(0))
             k.store(limit, self.limits, r * 8)
             row, state = k.at(self.scratch, r * _score_row(s)), k.at(self.span, r * self.state_row)
-            gone = k.call(parts.weigh, row, state, k.at(self.alpha, r * 8), limit, count, c, k.at(values, _FAR + r * (64 * TILE)))
+            if parts.expression is not None:
+                q_head = self.head * self.group + r % self.group
+                place = (start + self.get("k_start"), count, limit, clear, self.of["index"], q_head, self.position(r))
+                k.call(parts.expression, k.p["a"], row, *place)
+            ahead = r * (64 * TILE) + _FAR
+            gone = k.call(parts.weigh, row, state, k.at(self.alpha, r * 8), limit, count, c, self.v_places, v_row, ahead)
             joint.set(k.min(k.select(gone.equals(0), limit, k.i64(0)), joint.get()))
-        self.count(joint.get(), count)
         steps = (count + 1) >> 1 if s.dot else count
         k.call(parts.add_up, self.scratch, self.sums, self.rows, steps)
+        if parts.rescale is not None:
+            with k.range(0, self.rows) as r:
+                k.call(parts.rescale, k.at(self.scratch, r * _score_row(s)), self.v_places, count)
         sign = k.const(-(1 << (63 if s.wide else 31)), s.integer)
         with k.range(0, self.rows) as r:
             total = k.load(s.number, self.sums, r * 8)
@@ -480,27 +576,28 @@ class _Task(Work):
         together = joint.get() >> 1 if s.dot else joint.get()
         with k.range(0, together, _TOGETHER) as first:
             end = k.min(first + _TOGETHER, together)
-            paired = self.rows & -2
-            with k.range(0, paired, 2) as r:
-                k.call(parts.values[2], *self.value_arguments(r, values, v_row, first, end))
-            with k.range(paired, self.rows) as r:
-                k.call(parts.values[1], *self.value_arguments(r, values, v_row, first, end))
+            done = k.i64(0)
+            for rows, function in parts.values.items():
+                until = done + (self.rows - done) // rows * rows
+                with k.range(done, until, rows) as r:
+                    k.call(function, *self.value_arguments(r, v_row, first, end))
+                done = until
         with k.range(0, self.rows) as r:
             limit = k.load(I64, self.limits, r * 8)
             end = (limit + 1) >> 1 if s.dot else limit
             with k.when(together < end):
-                k.call(parts.careful, *self.value_arguments(r, values, v_row, together, end), count - 1)
+                k.call(parts.careful, *self.value_arguments(r, v_row, together, end), count - 1)
             alpha = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes)
             with k.range(0, self.slots) as slot:
                 place = k.at(self.span, r * self.state_row + (slot + 1) * _slot_bytes(s))
                 x = k.load(s.vector, self.tile_sum, (r * self.slots + slot) * _slot_bytes(s))
                 k.store(k.fma(k.load(s.vector, place), alpha, x), place)
 
-    def value_arguments(self, r: Value, values: Value, v_row: Value, first: Value, end: Value) -> tuple[Value, ...]:
+    def value_arguments(self, r: Value, v_row: Value, first: Value, end: Value) -> tuple[Value, ...]:
         k, s = self.k, self.s
         row = self.slots * _slot_bytes(s)
         sums, weights = k.at(self.tile_sum, r * row), k.at(self.scratch, r * _score_row(s))
-        return sums, row, weights, values, v_row, first, end, self.value_dim, self.slots
+        return sums, row, weights, self.v_places, v_row, first, end, self.value_dim, self.slots
 
     def finish(self) -> None:
         """A sink joins last; then the rows are written."""

@@ -12,9 +12,11 @@ FIELDS = (
     "at_check", "at_partial", "at_keys", "at_values", "at_panels", "panel_bytes", "at_total", "at_span", "at_limits", "at_rows", "width",
     "scale", "k_start", "numbers", "tables", "wrong", "sinks",
     "partials", "partial_bytes", "arrived",
+    "page_size", "page_fixed", "page_ring", "k_page", "v_page", "at_places", "at_scales",
 )  # fmt: skip
-# per batch item: tickets before it, blocks per kv head, lengths, q_start - k_start, byte offsets; which item (-1: rows without a query)
-ITEM = ("first", "blocks", "q_len", "k_len", "start", "q_at", "k_at", "v_at", "out_at", "lse_at", "index")
+# per batch item: tickets before it, blocks per kv head, lengths, q_start - k_start, byte offsets; which item (-1: rows without
+# a query), its list of pages
+ITEM = ("first", "blocks", "q_len", "k_len", "start", "q_at", "k_at", "v_at", "out_at", "lse_at", "index", "pages")
 # what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
 COUNTS = ("full", "mixed", "panel_keys")
 

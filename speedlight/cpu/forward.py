@@ -9,8 +9,7 @@ Arguments are one struct of 64-bit words (fields.py).
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ..planning import BLOCK, SPAN, TILE
@@ -29,6 +28,7 @@ from .microkernels import (
     softmax_tile,
     value_tile,
 )
+from .places import PLACES, locate
 from .region import Work, entry, region
 from .vector import F32, F64, I1, I16, I32, I64, PTR, Function, Module, Value, vec
 from .visibility import extent, visibility
@@ -51,9 +51,10 @@ class _Parts:
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)
-        rows = stage_rows(m, s, "stage_rows")
+        rows = stage_rows(m, s)
         self.stage_keys = stage_lanes(m, s) if s.cached else rows
         self.stage_values = stage_pairs(m, s) if s.dot and not s.cached else rows
+        self.locate = locate(m, s.piece)
         self.store = store_panel(m, s, self.log)
 
 
@@ -86,55 +87,62 @@ def pack_queries(module: Module, s: Shape) -> Any:
     return k.finish()
 
 
-def stage_rows(module: Module, s: Shape, name: str) -> Any:
-    """tile[count, units] from rows of any stride and narrower type."""
-    k = module.function(name, {"tile": PTR, "source": PTR, "row": I64, "column": I64, "count": I64, "length": I64, "units": I64})
+_STAGE = {"tile": PTR, "places": PTR, "row": I64, "column": I64, "count": I64, "length": I64, "units": I64}
+
+
+def stage_rows(module: Module, s: Shape) -> Any:
+    """tile[count, units] from rows of any stride and narrower type. Of a cache in the dot class, rows are pairs of values."""
+    k = module.function("stage_rows", _STAGE)
     p = k.p
-    whole = p["length"] // (2 * s.lanes if s.dot else s.lanes) * s.lanes
-    end = k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    whole = p["length"] // (2 * s.lanes if s.dot and not s.cached else s.lanes) * s.lanes
+    end = whole if s.cached else k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    together = s.piece // 2 if s.cached and s.dot else s.piece
     with k.range(0, p["count"]) as j:
-        source = k.at(p["source"], j * p["row"])
+        source = k.load(PTR, p["places"], j // together * 8)
+        source = k.at(source, j % together * p["row"] + s.header) if s.cached else source
         target = k.at(p["tile"], j * p["units"] * s.number_bytes)
         with k.range(0, end, s.lanes) as t:
-            k.store(load_units(k, s, source, t), target, t * s.number_bytes)
+            k.store(load_units(k, s, source, t, stored=True), target, t * s.number_bytes)
         with k.range(end, p["units"]) as t:
-            k.store(load_unit(k, s, source, t, p["column"], p["length"]), target, t * s.number_bytes)
+            if s.cached and s.dot:
+                k.store(k.load(I32, source, t * 4), target, t * 4)
+            else:
+                column = k.i64(s.stored_bytes) if s.cached else p["column"]
+                k.store(load_unit(k, s, source, t, column, p["length"], stored=True), target, t * s.number_bytes)
     return k.finish()
 
 
 def stage_lanes(module: Module, s: Shape) -> Any:
     """tile[count, units] from a cache's blocks: unit after unit, of each the BLOCK keys."""
-    params = {"tile": PTR, "source": PTR, "row": I64, "column": I64, "count": I64, "length": I64, "units": I64}
-    k = module.function("stage_lanes", params)
+    k = module.function("stage_lanes", _STAGE)
     p, n = k.p, s.lanes
     row = p["units"] * s.number_bytes
     whole = p["units"] // n * n
-    stored = BLOCK * (4 if s.dot else s.storage_bytes)  # bytes of one unit of a block
+    stored = BLOCK * s.stored_bytes  # bytes of one unit of a block
     with k.range(0, p["count"], BLOCK) as j:
-        block = k.at(p["source"], j * p["row"])
+        block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
         for first in range(0, BLOCK, n):
             target = k.at(p["tile"], (j + first) * row)
             with k.range(0, whole, n) as t:
-                lanes = [load_units(k, s, k.at(block, (t + u) * stored), k.i64(first)) for u in range(n)]
+                lanes = [load_units(k, s, k.at(block, (t + u) * stored), k.i64(first), stored=True) for u in range(n)]
                 for m, x in enumerate(k.transpose(lanes)):
                     k.store(x, target, row * m + t * s.number_bytes)
             with k.range(whole, p["units"]) as t, k.range(0, n) as m:
-                one = load_unit(k, s, k.at(block, t * stored), m + first, k.i64(s.storage_bytes), k.i64(2 * BLOCK))
+                size = k.i64(1 if s.quantised else s.storage_bytes)
+                one = load_unit(k, s, k.at(block, t * stored), m + first, size, k.i64(2 * BLOCK), stored=True)
                 k.store(one, target, row * m + t * s.number_bytes)
     return k.finish()
 
 
 def stage_pairs(module: Module, s: Shape) -> Any:
     """tile[ceil(count / 2), length] of bf16 pairs from neighbouring rows; after an odd end comes a row of zeros."""
-    params = {"tile": PTR, "source": PTR, "row": I64, "column": I64, "count": I64, "length": I64, "units": I64}
-    k = module.function("stage_pairs", params)
+    k = module.function("stage_pairs", _STAGE)
     p = k.p
     whole = p["length"] // s.lanes * s.lanes
     end = k.select(p["column"].equals(2), whole, k.i64(0))
     with k.range(0, p["count"], 2) as j:
         both = j + 1 < p["count"]
-        low = k.at(p["source"], j * p["row"])
-        high = k.select(both, k.at(low, p["row"]), low)
+        low, high = (k.load(PTR, p["places"], x * 8) for x in (j, k.min(j + 1, p["count"] - 1)))
         keep = k.select(both, k.const(0xFFFF0000 - (1 << 32), I32), k.const(0, I32))
         target = k.at(p["tile"], (j >> 1) * p["length"] * 4)
         with k.range(0, end, s.lanes) as t:
@@ -189,7 +197,7 @@ def _task(parts: _Parts) -> Any:
     k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
     task = _Task(k, parts)
     last = task.setup()
-    with task.spans(last) as (span_start, span_end):
+    with task.stretches(k.i64(0), last, task.hidden) as (span_start, span_end):
         with k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
             task.clear(k.at(task.panel(i), task.get("at_span")))
         with k.range(span_start, span_end, TILE) as start:
@@ -222,7 +230,7 @@ class _Task(Work):
         self.parts, self.s = parts, parts.shape
         self.rows = self.panels = k.i64(0)
         self.keys = self.values = self.scratch
-        self.index = self.rows
+        self.index, self.of = self.rows, {}
         self.heads = self.rows, self.rows
         self.ahead = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))
 
@@ -235,7 +243,7 @@ class _Task(Work):
     def setup(self) -> Value:
         """Finds the task's rows, packs its panels; returns how many keys its last row sees."""
         k, s = self.k, self.s
-        of = self.item()
+        self.of = of = self.item()
         local = k.p["number"] - of["first"]
         head, block = local // of["blocks"], local % of["blocks"]
         causal = self.get("causal").differs(0)
@@ -276,29 +284,12 @@ class _Task(Work):
             k.call(self.parts.pack, rows, k.at(at, self.queries), d, self.units(d), self.get("q_column"), self.get("flip"))
         return k.load(I64, self.panel(self.panels - 1), self.high)
 
-    @contextlib.contextmanager
-    def spans(self, last: Value) -> Iterator[tuple[Value, Value]]:
-        """The spans that may be visible. Empty stretches are passed by in steps that double, and halve before what is not."""
-        k = self.k
+    @property
+    def hidden(self) -> Callable[[Value, Value], Value] | None:
+        """Tells whether keys are hidden from all rows."""
         if self.parts.visibility is None:
-            with k.range(0, last, SPAN) as start:
-                yield start, k.min(start + SPAN, last)
-            return
-        at, step = k.variable(k.i64(0)), k.variable(k.i64(SPAN))
-        with k.forever() as leave_if:
-            leave_if(at.get() >= last)
-            start = at.get()
-            end = k.min(start + step.get(), last)
-            with k.either(self.class_of(k.i64(0), self.panels, start, end).equals(0)) as (hidden, maybe):
-                with hidden:
-                    at.set(end)
-                    step.set(step.get() << 1)
-                with maybe, k.either(step.get() > SPAN) as (far, near):
-                    with far:
-                        step.set(step.get() >> 1)
-                    with near:
-                        yield start, end
-                        at.set(end)
+            return None
+        return lambda low, high: self.class_of(self.k.i64(0), self.panels, low, high).equals(0)
 
     def clear(self, state: Value) -> None:
         """(-inf, 0, 0): a state that has seen nothing."""
@@ -327,16 +318,29 @@ class _Task(Work):
         k_row, v_row = self.get("k_row"), self.get("v_row")
         keys, values = k.at(self.keys, start * k_row), k.at(self.values, start * v_row)
         units, number = self.units(d), s.number_bytes
-        staged = k.at(self.scratch, self.get("at_keys"))
+        k_staged, v_staged = (k.at(self.scratch, self.get(n)) for n in ("at_keys", "at_values"))
         stage_k, stage_v = self.get("stage_k").differs(0), self.get("stage_v").differs(0)
+        k_places = k.at(self.scratch, self.get("at_places"))
+        v_places = k.at(k_places, PLACES * 8)
         with k.when(stage_k):
-            k.call(parts.stage_keys, staged, keys, k_row, self.get("k_column"), count, d, units)
-        keys, k_row = k.select(stage_k, staged, keys), k.select(stage_k, units * number, k_row)
-        staged = k.at(self.scratch, self.get("at_values"))
-        with k.when(stage_v):
-            k.call(parts.stage_values, staged, values, v_row, self.get("v_column"), count, value_dim, value_dim)
+            self.locate(k_places, "k", self.keys, start, count)
+            k.call(parts.stage_keys, k_staged, k_places, k_row, self.get("k_column"), count, d, units)
+        staging = k.variable(stage_v)
+        if s.cached:  # values that lie block after block are read there
+            regular = self.locate(v_places, "v", self.values, start, count)
+            values = k.at(k.load(PTR, v_places), s.header)
+            staging.set(stage_v | regular.equals(0))
         steps_row = v_row << 1 if s.dot else v_row  # from one pair of a cache to the next
-        values, v_row = k.select(stage_v, staged, values), k.select(stage_v, value_dim * number, steps_row)
+        with k.when(staging.get()):
+            if not s.cached:
+                self.locate(v_places, "v", self.values, start, count)
+            many, row = (self.units(count), steps_row) if s.cached and s.dot else (count, v_row)
+            row = k.i64(0) + value_dim if s.quantised else row
+            k.call(parts.stage_values, v_staged, v_places, row, self.get("v_column"), many, value_dim, value_dim)
+        if s.quantised:
+            self.stage_scales(k_places, v_places, count)
+        keys, k_row = k.select(stage_k, k_staged, keys), k.select(stage_k, units * number, k_row)
+        values, v_row = k.select(staging.get(), v_staged, values), k.select(staging.get(), value_dim * number, steps_row)
         with k.range(0, self.panels) as i:
             at = self.panel(i)
             high = k.min(k.load(I64, at, self.high) - start, count)
@@ -344,20 +348,26 @@ class _Task(Work):
                 if parts.visibility is None:
                     self.panel_tile(i, start, count, k.i64(0), high, high, keys, k_row, values, v_row)
                 else:
-                    first, end, clear = self.extent_of(i, start, high)
+                    seen = self.class_of(i, i + 1, start, start + high)
+                    first, end, clear = self.extent_of(parts.extent, seen, self.index, self.heads, self.box(i, i + 1), start, high)
                     with k.when(first < end):
                         self.panel_tile(i, start, count, first, end, clear, keys, k_row, values, v_row)
 
-    def extent_of(self, i: Value, start: Value, high: Value) -> tuple[Value, Value, Value]:
-        """Which keys of a tile a panel may see at all, from and to, and up to where all its lanes do."""
+    def locate(self, places: Value, name: str, base: Value, start: Value, count: Value) -> Value:
+        """The addresses of a tile's keys or values; whether they are at one distance."""
         k = self.k
-        seen = self.class_of(i, i + 1, start, start + high)
-        packed = k.variable(k.select(seen.equals(0), k.i64(0), high << 8 | high << 16))
-        box = self.box(i, i + 1)
-        with k.when(seen.equals(1)):
-            packed.set(k.call(self.parts.extent, k.p["a"], self.index, *self.heads, *box, start + self.get("k_start"), high))
-        word = packed.get()
-        return word & 255, (word >> 8) & 255, word >> 16
+        row = self.get(f"{name}_row")
+        return k.call(
+            self.parts.locate, k.p["a"], places, k.pointer(self.of["pages"]), base, self.get(f"{name}_page"), row, start, start + count
+        )  # fmt: skip
+
+    def stage_scales(self, k_places: Value, v_places: Value, count: Value) -> None:
+        """A tile's scales, side by side: of keys, then of values."""
+        k = self.k
+        for n, places in enumerate((k_places, v_places)):
+            to = k.at(self.scratch, self.get("at_scales") + n * (TILE * 4))
+            with k.range(0, count, BLOCK) as j:
+                k.store(k.load(vec(F32, BLOCK), k.load(PTR, places, j // BLOCK * 8)), to, j * 4)
 
     def panel_tile(
         self, i: Value, start: Value, count: Value, first: Value, end: Value, clear: Value,
@@ -381,14 +391,15 @@ class _Task(Work):
         state = k.at(at, self.get("at_span"))
         if parts.aim is not None:
             k.call(parts.aim, k.p["a"], self.ahead, k.at(at, self.get("at_rows") + s.panel * 24), start + self.get("k_start"), self.index)
-        k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check, self.ahead)
+        scales = [k.at(self.scratch, self.get("at_scales") + n * (TILE * 4) + first * 4) for n in (0, 1)] if s.quantised else []
+        k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check, self.ahead, *scales[:1])
         limits = k.at(at, self.get("at_limits"))
         if parts.expression is not None:
             lanes = k.at(at, self.get("at_rows") + s.panel * 24)
             place = (start + self.get("k_start"), start, high, self.index, clear, self.ahead)
             with k.when(k.const(1, I1) if s.program.score is not None else clear < high):
                 k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *place)
-        full = k.call(parts.softmax, self.scratch, check, state, limits, start, full, high, self.scale())
+        full = k.call(parts.softmax, self.scratch, check, state, limits, start, full, high, self.scale(), *scales[1:])
         steps = self.units(high)
         full = self.units(full)
         acc = k.at(state, 2 * s.row_bytes)
@@ -410,8 +421,7 @@ class _Task(Work):
         k = self.k
         if self.parts.visibility is None:
             return k.i64(2)
-        offset = self.get("k_start")
-        return k.call(self.parts.visibility, k.p["a"], self.index, *self.heads, *self.box(first, end), low + offset, high - 1 + offset)
+        return self.seen_of(self.parts.visibility, self.index, self.heads, self.box(first, end), low, high)
 
     def count(self, full: Value, high: Value) -> None:
         """In a counting run: what was computed, for plan() to agree with."""

@@ -1,4 +1,4 @@
-"""From an expression's tree to vector code: a lane is a query, keys come one after another.
+"""From an expression's tree to vector code: a lane is a query and keys come one after another, or a lane is a key.
 
 What does not depend on the key is computed before the loop over keys; what is the same for all lanes is scalar.
 """
@@ -302,6 +302,39 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         if program.score is not None:
             for n, variable in enumerate((top, total, least)):
                 k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)
+    return k.finish()
+
+
+def expression_row(module: Any, s: Shape, program: Program) -> Any:
+    """scores[key] = score(scale · S), and -inf (which means hidden) where the mask says so, of one row. A lane is a key.
+
+    `first` is the position of the first key; the mask hides nothing below `clear`. The row sees keys below `limit`.
+    """
+    names = ("first", "count", "limit", "clear", "batch", "head", "position")
+    k = module.function("expression_row", {"a": PTR, "scores": PTR} | dict.fromkeys(names, I64))
+    p, n = k.p, s.lanes
+    numbers, tables, wrong = (k.load(PTR, p["a"], field_at(x)) for x in ("numbers", "tables", "wrong"))
+    scale = k.load(I64, p["a"], field_at("scale"))
+    scale = k.splat(scale.bits(F64) if s.wide else k.trunc(scale, I32).bits(F32), n)
+    lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
+    env = {"b": lowering.integer(p["batch"]), "i": lowering.integer(p["position"]), "h": lowering.integer(p["head"])}
+    for root in (program.score, program.mask):
+        if root is not None:
+            lowering.before_keys(root, env)
+    risky = _some(k, lowering, [condition for condition, _ in lowering.wrong.values()])
+    with k.range(k.i64(0) if program.score is not None else p["clear"] & -n, p["count"], n) as j:
+        lanes = k.splat(j, n) + k.iota(n)
+        x = k.load(s.vector, p["scores"], j * s.number_bytes)
+        now = env | {"j": lowering.integer(k.splat(p["first"], n) + lanes)}
+        values, seen = dict(lowering.values), lanes < k.splat(p["limit"], n)
+        if program.score is not None:
+            now["s"] = x * scale
+            x = lowering.vector(lowering.value(program.score, now, values))
+        if program.mask is not None:
+            visible = lowering.vector(lowering.value(program.mask, now, values)) | (lanes < k.splat(p["clear"], n))
+            x, seen = k.select(visible, x, k.const(float("-inf"), s.vector)), seen & visible
+        _note_wrong(k, s, program, lowering, wrong, lambda: seen, risky, [], j)
+        k.store(x, p["scores"], j * s.number_bytes)
     return k.finish()
 
 

@@ -19,9 +19,9 @@ from llvmlite import ir
 
 from ..arrays import STORAGE_BYTES
 from ..machine import Isa
-from ..planning import TILE, lanes_of, register_rows, uses_dot
+from ..planning import BLOCK, TILE, lanes_of, register_rows, uses_dot
 from . import functions
-from .vector import BF16, F16, F32, F64, I16, I32, I64, PTR, Function, Module, Value, vec
+from .vector import BF16, F16, F32, F64, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 
 # Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
 # down and exponents are clamped at 0, so that the largest weight is exactly 1 for any finite score.
@@ -47,12 +47,33 @@ class Shape:
     storage: str  # type in memory: f32, f64, f16, bf16
     vectors: int  # query vectors of a panel; 0 for the decode kernel, whose lanes are keys
     program: Any = None  # the mask and score, a lower.Program
-    cached: bool = False  # keys and values lie as a KVCache keeps them: keys in lane order, values of the dot class in pairs
+    cached: bool = False  # keys and values lie as a cache keeps them: keys in lane order, values of the dot class in pairs
+    quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
 
     @property
     def dot(self) -> bool:
         """bf16 products by the dot instruction, over pairs."""
-        return uses_dot(self.isa, self.storage)
+        return uses_dot(self.isa, self.storage) and not self.quantised
+
+    @property
+    def stored(self) -> str:
+        """Type of keys and values in memory."""
+        return "int8" if self.quantised else self.storage
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of one unit of a key in memory; where the dot class keeps values in pairs, of one of those."""
+        return 1 if self.quantised else 4 if self.dot else self.storage_bytes
+
+    @property
+    def header(self) -> int:
+        """Bytes of scales ahead of a block's elements."""
+        return 4 * BLOCK if self.quantised else 0
+
+    @property
+    def piece(self) -> int:
+        """Tokens that lie side by side in a tile of keys or values: one by one in rows, or a cache's block."""
+        return BLOCK if self.cached else 1
 
     @property
     def wide(self) -> bool:
@@ -163,10 +184,8 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     check holds every lane's largest score, the sum (finite only if all scores are), and the smallest.
     Row groups past the end repeat the last key: what they write lies past n_keys.
     """
-    k = module.function(
-        "score_tile",
-        {"scores": PTR, "q_panel": PTR, "keys": PTR, "key_row": I64, "n_keys": I64, "units": I64, "check": PTR, "ahead": PTR},
-    )
+    params = {"scores": PTR, "q_panel": PTR, "keys": PTR, "key_row": I64, "n_keys": I64, "units": I64, "check": PTR, "ahead": PTR}
+    k = module.function("score_tile", params | _scales(s))
     p = k.p
     unit = s.number_bytes
     for v in range(s.vectors):
@@ -196,12 +215,19 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
         out = k.at(p["scores"], j * s.row_bytes)
         for v in range(s.vectors):
             x = [total[m][v].get() for m in range(s.rows)]
+            if s.quantised:
+                x = [each * k.splat(k.load(F32, p["scales"], k.min(j + m, last) * 4), s.lanes) for m, each in enumerate(x)]
             for m in range(s.rows):
                 k.store(x[m], out, m * s.row_bytes + s.lane_offset(v))
             for i, combine in enumerate((k.max, lambda a, b: a + b, k.min)):
                 place = k.at(p["check"], i * s.row_bytes + s.lane_offset(v))
                 k.store(tree(x, combine, k.load(s.vector, place)), place)
     return k.finish()
+
+
+def _scales(s: Shape) -> dict[str, ir.Type]:
+    """The parameter of a quantised tile's scales, one f32 for each key."""
+    return {"scales": PTR} if s.quantised else {}
 
 
 def q_type(s: Shape) -> ir.VectorType:
@@ -223,11 +249,8 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     finite, the maximum is below LARGE and no weight underflows, keys below `full` take the fast loop; all others
     take the careful one, which stands anything. There the weight of a hidden key is -0, which no visible key can have.
     """
-    k = module.function(
-        "softmax_tile",
-        {"scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "full": I64, "n_keys": I64, "c": s.number},
-        I64,
-    )
+    params = {"scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "full": I64, "n_keys": I64, "c": s.number}
+    k = module.function("softmax_tile", params | _scales(s), I64)
     p = k.p
     c = k.splat(p["c"], s.lanes)
     old = [k.load(s.vector, p["state"], s.lane_offset(v)) for v in range(s.vectors)]
@@ -321,7 +344,10 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
                 total[v].set(multiply_add(k, s, k.const(0x3F803F80, s.ivector), pair, total[v].get()))
                 continue
             for i in range(keys):
-                k.store(weights[i][v], p["scores"], (j + i) * s.row_bytes + s.lane_offset(v))
+                weight = (
+                    rescaled(k, s, weights[i][v], k.splat(k.load(F32, p["scales"], (j + i) * 4), s.lanes)) if s.quantised else weights[i][v]
+                )
+                k.store(weight, p["scores"], (j + i) * s.row_bytes + s.lane_offset(v))
                 total[v].set(total[v].get() + weights[i][v])
 
     with k.range(0, start, 2) as j:
@@ -343,6 +369,11 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
         k.store(alpha, p["check"], s.lane_offset(v))
         sign = k.const(-(1 << (63 if s.wide else 31)), s.ivector)
         k.store(total[v].get().bits(s.ivector) & sign, p["check"], s.row_bytes + s.lane_offset(v))
+
+
+def rescaled(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
+    """What a quantised value is multiplied by: weight · scale. The -0 of a hidden key stays, whatever its scale is."""
+    return k.select(weight.bits(s.ivector) < 0, weight, k.abs(weight * scale))
 
 
 def bf16_pair(k: Function, s: Shape, low: Value, high: Value) -> Value:
@@ -481,10 +512,12 @@ def merged(k: Function, x1: Value, x2: Value, a1: Value, a2: Value, keep: Value,
     return k.select(keep, x1, k.select(copy, x2, both))
 
 
-def load_units(k: Function, s: Shape, row: Value, t: Value) -> Value:
-    """`lanes` units from a row with unit stride, as the micro-kernels want them."""
+def load_units(k: Function, s: Shape, row: Value, t: Value, *, stored: bool = False) -> Value:
+    """`lanes` units from a row with unit stride, as the micro-kernels want them; of keys or values that are `stored`, or of q."""
     if s.dot:
         return k.load(s.ivector, row, t * 4)
+    if stored and s.quantised:
+        return k.to_float(Value(k, k.b.sext(k.load(vec(I8, s.lanes), row, t).x, s.ivector)), s.vector)
     at = t * s.storage_bytes
     if s.storage == "f16":
         return k.extend(k.load(vec(F16, s.lanes), row, at), s.vector)
@@ -493,8 +526,10 @@ def load_units(k: Function, s: Shape, row: Value, t: Value) -> Value:
     return k.load(s.vector, row, at)
 
 
-def load_unit(k: Function, s: Shape, row: Value, t: Value, column: Value, count: Value) -> Value:
+def load_unit(k: Function, s: Shape, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False) -> Value:
     """One unit from a row of any stride; the missing half of an odd last pair is 0."""
+    if stored and s.quantised:
+        return k.to_float(Value(k, k.b.sext(k.load(I8, row, t * column).x, I32)), F32)
     if s.dot:
         second = t * 2 + 1
         low = k.zext(k.load(I16, row, t * 2 * column), I32)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..machine import Isa
+from ..planning import SPAN
 from .fields import ITEM, field
 from .vector import I32, I64, PTR, VOID, Function, Module, Value
+
+_Pair = tuple[Value, Value]
 
 
 class Work:
@@ -17,6 +22,46 @@ class Work:
 
     def get(self, name: str) -> Value:
         return self.k.load(I64, self.k.p["a"], field(name), align=8)
+
+    @contextlib.contextmanager
+    def stretches(self, first: Value, last: Value, hidden: Callable[[Value, Value], Value] | None) -> Iterator[tuple[Value, Value]]:
+        """The spans of keys [first, last) that may be visible. Where all are hidden, steps double, and halve before what is not."""
+        k = self.k
+        if hidden is None:
+            with k.range(first, last, SPAN) as start:
+                yield start, k.min(start + SPAN, last)
+            return
+        at, step = k.variable(first), k.variable(k.i64(SPAN))
+        with k.forever() as leave_if:
+            leave_if(at.get() >= last)
+            start = at.get()
+            end = k.min(start + step.get(), last)
+            with k.either(hidden(start, end)) as (skip, maybe):
+                with skip:
+                    at.set(end)
+                    step.set(step.get() << 1)
+                with maybe, k.either(step.get() > SPAN) as (far, near):
+                    with far:
+                        step.set(step.get() >> 1)
+                    with near:
+                        yield start, end
+                        at.set(end)
+
+    def seen_of(self, visibility: Any, index: Value, heads: _Pair, box: _Pair, low: Value, high: Value) -> Value:
+        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) a box of heads and positions."""
+        offset = self.get("k_start")
+        return self.k.call(visibility, self.k.p["a"], index, *heads, *box, low + offset, high - 1 + offset)
+
+    def extent_of(
+        self, extent: Any, seen: Value, index: Value, heads: _Pair, box: _Pair, start: Value, count: Value
+    ) -> tuple[Value, Value, Value]:
+        """Which of `count` keys may be seen at all, from and to, and up to where by all; `seen` as seen_of says of them."""
+        k = self.k
+        packed = k.variable(k.select(seen.equals(0), k.i64(0), count << 8 | count << 16))
+        with k.when(seen.equals(1)):
+            packed.set(k.call(extent, k.p["a"], index, *heads, *box, start + self.get("k_start"), count))
+        word = packed.get()
+        return word & 255, (word >> 8) & 255, word >> 16
 
     def item(self) -> dict[str, Value]:
         """The words of the last batch item whose first ticket is not above ours, by bisection."""

@@ -209,6 +209,10 @@ class Function:
     def i64(self, value: int) -> Value:
         return self.const(value, I64)
 
+    def iota(self, lanes: int) -> Value:
+        """0, 1, 2, …"""
+        return Value(self, ir.Constant(vec(I64, lanes), list(range(lanes))))
+
     def call(self, f: Any, *args: Value) -> Value:
         return Value(self, self.b.call(f, [a.x for a in args]))
 

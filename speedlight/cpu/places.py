@@ -1,0 +1,51 @@
+"""Where the keys and values of a tile lie: side by side in an array, or page by page. A kernel reads addresses from a list.
+
+A page of a sequence is `page_size` tokens, at base + number · page_bytes. An item's numbers of pages are a list; from
+entry `page_fixed` on it is a ring of `page_ring` entries. An array without pages is one page that never ends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..planning import PLACES
+from .fields import field
+from .vector import I64, PTR, Module, Value
+
+_AT_ONCE = 8  # addresses of one store
+
+
+def locate(module: Module, tokens: int) -> Any:
+    """places[i] = address of token start + i · tokens, for all below `end`. Returns 1 if one step leads from each to the next.
+
+    start and page_size are multiples of `tokens`, which lie side by side.
+    """
+    params = {"a": PTR, "places": PTR, "pages": PTR, "base": PTR, "page_bytes": I64, "row": I64, "start": I64, "end": I64}
+    k = module.function(f"locate_{tokens}", params, I64)
+    p = k.p
+    size, fixed, ring = (k.load(I64, p["a"], field(f"page_{n}")) for n in ("size", "fixed", "ring"))
+    base = Value(k, k.b.ptrtoint(p["base"].x, I64))
+    step = p["row"] * tokens
+    steps = k.iota(_AT_ONCE) * k.splat(step, _AT_ONCE)
+    at, regular, expected = k.variable(p["start"]), k.variable(k.i64(1)), k.variable(k.i64(0))
+    with k.forever() as leave_if:
+        here = at.get()
+        leave_if(here >= p["end"])
+        page = here // size
+        inside = here - page * size
+        slot = k.variable(page)
+        with k.when(page >= fixed):
+            slot.set(fixed + (page - fixed) % ring)
+        address = base + k.load(I64, p["pages"], slot.get() * 8) * p["page_bytes"] + inside * p["row"]
+        run = k.min(p["end"] - here, size - inside)
+        follows = here.equals(p["start"]) | address.equals(expected.get())
+        regular.set(k.select(follows, regular.get(), k.i64(0)))
+        expected.set(address + run * p["row"])
+        first = (here - p["start"]) // tokens
+        with k.range(0, (run + (tokens - 1)) // tokens, _AT_ONCE) as i:
+            k.store(k.splat(address + i * step, _AT_ONCE) + steps, p["places"], (first + i) * 8)
+        at.set(here + run)
+    return k.finish(regular.get())
+
+
+__all__ = ["PLACES", "locate"]
