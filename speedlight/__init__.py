@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
-    from .api import attention, merge, plan
+    from .api import attention, attention_paged, merge, plan
     from .caches import KVCache
     from .cpu.workers import get_threads, set_threads
     from .errors import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         FileError,
         UnsupportedError,
     )
+    from .pages import PagePool, Sequence
     from .patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
     from .planning import Plan
     from .tracing import (
@@ -54,10 +55,13 @@ ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
 
 _HOMES = {
     "attention": "api",
+    "attention_paged": "api",
     "merge": "api",
     "plan": "api",
     "Plan": "planning",
     "KVCache": "caches",
+    "PagePool": "pages",
+    "Sequence": "pages",
     "CacheBusy": "errors",
     "CacheFull": "errors",
     "set_threads": "cpu.workers",
@@ -108,13 +112,16 @@ __all__ = [
     "ExpressionError",
     "FileError",
     "KVCache",
+    "PagePool",
     "Plan",
+    "Sequence",
     "Table",
     "UnsupportedError",
     "__version__",
     "abs",
     "alibi",
     "attention",
+    "attention_paged",
     "cast",
     "causal",
     "dilated",

@@ -1,7 +1,8 @@
-"""The public calls: attention() and plan()."""
+"""The public calls: attention(), attention_paged(), merge() and plan()."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from typing import Any
 
@@ -10,8 +11,8 @@ import numpy as np
 from . import arrays, engine
 from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
-from .planning import Plan
-from .problem import LAYOUTS, from_arrays, from_sizes
+from .planning import Pages, Plan
+from .problem import LAYOUTS, from_arrays, from_cache, from_sizes, packed_lengths, page_lists
 from .tracing import kept
 
 _prepared: dict[Any, engine.Prepared] = {}
@@ -119,6 +120,91 @@ def attention(
     if out is None:
         result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
     return (result, lse) if return_lse else result
+
+
+def attention_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    k_lengths: Any,
+    *,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    sink_logits: Any = None,
+    scale: float | None = None,
+    layout: str = "bhld",
+    cu_seqlens_q: Any = None,
+    return_lse: bool = False,
+    out: Any = None,
+) -> Any:
+    """attention() over keys and values in pages of any size, as serving engines keep them.
+
+    Args:
+        q: (batch, q_heads, q_len, head_dim), or as `layout` says. The last query of a sequence is at its last key.
+        k_pages: (pages, page_size, kv_heads, head_dim), of q's dtype and kind. Any strides: pages that have heads first
+            come as k_pages.swapaxes(1, 2).
+        v_pages: (pages, page_size, kv_heads, value_dim).
+        block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be anything.
+        k_lengths: keys of each sequence.
+        causal, mask, score, sink_logits, scale, layout, return_lse, out: as for attention().
+        cu_seqlens_q: for "lhd", offsets of the sequences in q. Default one query for each.
+
+    Returns:
+        As attention() does, and the same bits.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came; of the block table, every entry that is used is checked.
+
+    >>> import numpy as np, speedlight as sl
+    >>> q, pages = np.ones((2, 4, 1, 8), np.float32), np.ones((5, 3, 2, 8), np.float32)
+    >>> sl.attention_paged(q, pages, pages, [[4, 0], [2, -1]], [5, 3]).shape
+    (2, 4, 1, 8)
+    """
+    if layout not in LAYOUTS:
+        raise ArgumentError(f"layout: expected 'bhld', 'blhd' or 'lhd'; got {layout!r}.")
+    if not isinstance(return_lse, bool):
+        raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+    a, k, v = (arrays.describe(x, name) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
+    if len(k.shape) != 4 or min(k.shape[1:]) < 1:
+        raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
+    if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
+        raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
+    for x in (k, v):
+        if x.dtype != a.dtype:
+            raise ArgumentTypeError(f"{x.name}: expected dtype {a.dtype}, as q has; got {x.dtype}. Convert one of them.")
+        if (x.kind == "torch") != (a.kind == "torch"):
+            raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {a.kind}.")
+    pages, page_size, kv_heads, head_dim = k.shape
+    lists, lengths = page_lists(block_table, k_lengths, pages, page_size)
+    rows, first = None, None
+    if layout == "lhd":
+        cu = range(len(lengths) + 1) if cu_seqlens_q is None else cu_seqlens_q
+        rows = packed_lengths(cu, a.shape[0] if a.shape else 0, len(lengths))
+        first = tuple(itertools.accumulate(rows, initial=0))[:-1]
+    elif cu_seqlens_q is not None:
+        raise ArgumentError(f"cu_seqlens_q: expected None for layout={layout!r}; packed sequences take layout='lhd'.")
+    problem = from_cache(
+        a, dtype=a.dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=v.shape[3], k_lengths=lengths, causal=causal, scale=scale,
+        layout=layout, q_lengths=rows, mask=mask, score=score, sink_logits=sink_logits,
+    )  # fmt: skip
+    shape = (*a.shape[:-1], problem.value_dim)
+    if out is None:
+        result, target = arrays.empty_like(a, shape, problem.dtype)
+    else:
+        result, target = out, arrays.describe(out, "out")
+        arrays.check_out(target, shape, problem.dtype, (a, k, v))
+    places = Pages(
+        False, page_size, k.strides[2], k.strides[0], k.strides[1], v.strides[2], v.strides[0], v.strides[1], k.strides[3], v.strides[3]
+    )  # fmt: skip
+    each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
+    prepared = engine.prepare_pages(problem, layout, a, places, each, target.strides, first, engine.threads_now(), current_isa())
+    lse, lse_array = _lse(a, layout) if return_lse else (None, None)
+    prepared.run(a.address, k.address, v.address, target.address, lse_array.address if lse_array else 0)
+    if out is None:
+        result = arrays.like_input(a, result)
+    return (result, arrays.like_input(a, lse)) if lse_array else result
 
 
 def _lse(q: arrays.Array, layout: str) -> tuple[Any, arrays.Array]:

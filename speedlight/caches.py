@@ -589,10 +589,7 @@ class KVCache:
 
     def _again(self, step: engine.Prepared, layer: int, q: np.ndarray, totals: list[int], return_lse: bool) -> Any:
         n_new = q.shape[2]
-        items = step.items_type.from_buffer_copy(step.items_bytes)
-        for item, n in enumerate(totals):
-            items[item * step.item_words + 3] = n
-            items[item * step.item_words + 4] = n - n_new
+        items = step.items_for(totals)
         out = np.empty((*q.shape[:-1], self.value_dim), q.dtype)
         lse = np.empty(q.shape[:-1], np.float64 if self.dtype == "float64" else np.float32) if return_lse else None
         threads = 1 if sum(totals) * self.token_bytes * max(1, n_new // 8) < _INLINE_BYTES else 0

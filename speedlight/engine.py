@@ -32,6 +32,9 @@ def _modules() -> Any:
     return compile, fields, microkernels, workers, lower, lookups
 
 
+_K_LEN, _START, _PAGES = 3, 4, 11  # words of an item
+
+
 class Prepared:
     """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
 
@@ -51,6 +54,7 @@ class Prepared:
         template = np.zeros(len(fields.FIELDS), np.int64)
         for name, value in words.items():
             template[fields.FIELDS.index(name)] = value
+        assert [fields.ITEM.index(n) for n in ("k_len", "start", "pages")] == [_K_LEN, _START, _PAGES]
         self.template = template.tobytes()
         self.at = {name: i for i, name in enumerate(fields.FIELDS)}
         pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
@@ -65,6 +69,15 @@ class Prepared:
         self.reach: list[tuple[int, int]] = []  # of q, k, v, out: first and last byte, from the address
         self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
         self.scratch_size = how.scratch_stride * self.threads + self.groups * how.partial_bytes
+
+    def items_for(self, k_lengths: list[int], lists: list[int] | None = None) -> Any:
+        """Its table of items for other lengths of keys, of no more spans, and lists of pages. The last query is at the last key."""
+        items = self.items_type.from_buffer_copy(self.items_bytes)
+        for at, n, rows in zip(range(0, len(items), self.item_words), k_lengths, self.problem.q_lengths, strict=True):
+            items[at + _K_LEN], items[at + _START] = n, n - rows
+        if lists is not None:
+            items[_PAGES :: self.item_words] = lists
+        return items
 
     def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0) -> None:
         """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if given."""
@@ -278,7 +291,7 @@ def _items(
     """The kernel's table of batch items: tickets, lengths, positions, byte offsets."""
     batch, number = problem.batch, 8 if problem.storage == "f64" else 4
     table = np.zeros((batch, 12), np.int64)
-    table[:, 10] = np.arange(batch)
+    table[:, 10] = np.arange(batch) if problem.items is None else problem.items
     q_lengths = np.array(problem.q_lengths, np.int64)
     blocks = np.minimum(q_lengths, 1) * how.parts if how.parts else -(-q_lengths * problem.group // how.block_rows)
     tickets = blocks * problem.kv_heads

@@ -20,7 +20,7 @@ _TASK_FLOPS = 800_000_000
 
 BLOCK = 16  # keys of a block of a KVCache: one after another for each element
 
-_DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
+DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
 
 # Side by side, two workers' scratches cost 2 to 4 % (measured; prefetchers run past the end of one into the other)
 _APART = (1 << 20) + 512
@@ -138,7 +138,7 @@ def _decodes(problem: Problem, isa: Isa, strided: bool) -> bool:
     if strided or problem.rows is not None:
         return False
     most = max(problem.q_lengths, default=0) * problem.group
-    return 0 < most <= _DECODE_ROWS and problem.value_dim >= lanes_of(isa, problem.storage)
+    return 0 < most <= DECODE_ROWS and problem.value_dim >= lanes_of(isa, problem.storage)
 
 
 def _decode_schedule(problem: Problem, isa: Isa, threads: int) -> Schedule:

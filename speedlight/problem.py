@@ -43,6 +43,7 @@ class Problem:
     sinks: tuple[float, ...] | None = None  # one logit per query head
     rows: int | None = None  # of out per item, where q_lengths leave some of them without a query
     quantised: bool = False  # keys and values are int8 with a scale per token and head
+    items: tuple[int, ...] | None = None  # what a mask calls the items, where not 0, 1, …
 
     @property
     def batch(self) -> int:
@@ -61,7 +62,8 @@ class Problem:
         ends = [(start, start + n - 1) for start, n in zip(self.q_starts, self.q_lengths, strict=True) if n]
         rows = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0, 0)
         last = self.k_start + max(max(self.k_lengths, default=0), 1) - 1
-        return {"b": (0, max(self.batch, 1) - 1), "h": (0, max(self.q_heads, 1) - 1), "i": rows, "j": (self.k_start, last)}
+        items = max(self.items) if self.items else max(self.batch, 1) - 1
+        return {"b": (0, items), "h": (0, max(self.q_heads, 1) - 1), "i": rows, "j": (self.k_start, last)}
 
 
 def from_sizes(
@@ -141,12 +143,12 @@ def from_arrays(
 
 def from_cache(
     q: Array, *, dtype: str, kv_heads: int, head_dim: int, value_dim: int, k_lengths: tuple[int, ...], causal: Any, scale: Any,
-    layout: str = "bhld", cu_seqlens_q: tuple[int, ...] | None = None, q_lengths: Any = None, mask: Any = None, score: Any = None,
-    sink_logits: Any = None, hiding: Expression | None = None,
+    layout: str = "bhld", q_lengths: Any = None, mask: Any = None, score: Any = None, sink_logits: Any = None,
+    hiding: Expression | None = None, items: tuple[int, ...] | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of queries over a cache's keys and values, which are known to be right. The last query is the last key's.
 
-    `hiding` is a mask of the cache itself, joined to the caller's.
+    `hiding` is a mask of the cache itself, joined to the caller's. Packed queries ("lhd") have q_lengths that are right, too.
     """
     dims = len(layout)
     if len(q.shape) != dims:
@@ -162,15 +164,14 @@ def from_cache(
         raise ArgumentTypeError(f"q: expected dtype {dtype}, as the cache has; got {q.dtype}. Convert it first.")
     rows: int | None = None
     if layout == "lhd":
-        cu_q = cu_seqlens_q or (0, q_len)
-        q_lens = tuple(b - a for a, b in itertools.pairwise(cu_q))
+        q_lens = tuple(q_lengths)
     else:
         if q.shape[0] != len(k_lengths):
             raise ArgumentError(f"q: expected batch {len(k_lengths)}, as the cache has; got {q.shape[0]} (shape {q.shape}).")
         q_lens = _lengths("q_lengths", q_lengths, q.shape[0], q_len)
         rows = None if q_lengths is None else q_len
     problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lens, k_lengths, causal, None, 0, scale)
-    problem = replace(problem, sinks=_sinks(sink_logits, q_heads), rows=rows, quantised=dtype == "int8")
+    problem = replace(problem, sinks=_sinks(sink_logits, q_heads), rows=rows, quantised=dtype == "int8", items=items)
     square = (q_len, max(k_lengths, default=0))
     if hiding is not None:
         mask = hiding if mask is None else hiding & _mask(mask, problem, layout == "lhd", square)
@@ -342,6 +343,29 @@ def _list(name: str, x: Any) -> list[Any]:
     if not isinstance(values, list):
         raise ArgumentTypeError(f"{name}: expected a sequence of ints; got {type(x).__name__}.")
     return values
+
+
+def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]:
+    """Lengths of packed queries, of a known number of sequences."""
+    offsets = _offsets("cu_seqlens_q", cu_seqlens_q, total)
+    if len(offsets) != batch + 1:
+        raise ArgumentError(f"cu_seqlens_q: expected {batch + 1} entries, one more than sequences; got {len(offsets)}.")
+    return tuple(b - a for a, b in itertools.pairwise(offsets))
+
+
+def page_lists(block_table: Any, k_lengths: Any, pages: int, page_size: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """A block table that may say anything, copied, then checked as far as it is used; and the lengths."""
+    table = np.array(block_table.tolist() if hasattr(block_table, "tolist") else block_table)
+    if table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
+        raise ArgumentTypeError(f"block_table: expected ints of shape (batch, most pages); got {table.dtype} of shape {table.shape}.")
+    numbers = np.ascontiguousarray(table, np.int64)
+    lengths = _lengths("k_lengths", k_lengths, len(table), table.shape[1] * page_size)
+    for item, n in enumerate(lengths):
+        used = numbers[item, : -(-n // page_size)]
+        if used.size and (used.min() < 0 or used.max() >= pages):
+            at = int(np.argmax((used < 0) | (used >= pages)))
+            raise ArgumentError(f"block_table: expected pages from 0 to {pages - 1}; got {used[at]} at [{item}, {at}].")
+    return numbers, lengths
 
 
 def _offsets(name: str, x: Any, total: int) -> tuple[int, ...]:

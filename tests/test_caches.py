@@ -60,7 +60,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
         options |= {"sink_logits": rng.standard_normal(kv_heads * group)} if case % 5 == 0 else {}
         results = []
         for rows, threads in ((0, 1), (64, 1), (64, 2)):
-            monkeypatch.setattr(planning, "_DECODE_ROWS", rows)
+            monkeypatch.setattr(planning, "DECODE_ROWS", rows)
             api._prepared.clear()
             sl.set_threads(threads)
             results.append(sl.attention(q, k, v, **options))

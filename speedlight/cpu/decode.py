@@ -11,6 +11,7 @@ value ends, and may overlap the one before.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..planning import BLOCK, SPAN, TILE
@@ -39,7 +40,8 @@ _TOGETHER = 32  # steps of keys whose values are used for all rows while the fir
 _AHEAD = 2  # groups of keys that are fetched ahead, of rows
 _FAR = 16384  # bytes that are fetched ahead, of a cache: some microseconds of reading
 _MOST_AHEAD = 24  # blocks, where they are small
-_VALUE_TILES = {True: ((4, 4), (2, 8), (1, 8)), False: ((2, 4), (1, 4))}  # rows and slots whose sums are in registers
+_VALUE_TILES = {True: ((2, 8), (1, 8)), False: ((2, 4), (1, 4))}  # rows and slots whose sums are in registers
+_SCORE_TILES = {True: ((8, 1), (4, 2), (1, 4)), False: ((4, 1), (1, 1))}  # rows and blocks of a cache, likewise
 _ONES = 0x3F803F80  # a pair of bf16 ones
 
 
@@ -59,7 +61,8 @@ class _Parts:
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.hiding else None
         self.extent = extent(m, self.visibility) if self.visibility else None
-        self.values = {rows: value_rows(m, s, rows, together) for rows, together in _VALUE_TILES[s.isa.registers >= 32]}
+        tiles = _VALUE_TILES[s.isa.registers >= 32]
+        self.values = {rows: [value_rows(m, s, rows, together, fetch=x) for x in (True, False)] for rows, together in tiles}
         self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)
         self.store = store_row(m, s, self.log)
 
@@ -100,12 +103,12 @@ def score_rows(module: Module, s: Shape) -> Any:
     """
     k = module.function("score_rows", _SCORE_PARAMS)
     p, n = k.p, s.lanes
-    places, aheads, column = k.buffer(I64, n), k.buffer(I64, n), k.buffer(s.unit, n)
+    places, column = k.buffer(I64, n), k.buffer(s.unit, n)
     whole = p["head_dim"] // (2 * n if s.dot else n) * n
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
     width = n * (4 if s.dot else s.storage_bytes)
     dense = p["key_row"].equals(p["head_dim"] * s.storage_bytes)
-    unit_step = k.select(dense, k.i64(width), k.i64(width // n))
+    lane_step, unit_step = k.select(dense, k.i64(width), p["key_row"]), k.select(dense, k.i64(width), k.i64(width // n))
     zero = k.const(0.0, s.vector)
 
     def each_row(j: Value, t: Value, columns: list[Value]) -> None:
@@ -118,16 +121,15 @@ def score_rows(module: Module, s: Shape) -> Any:
             k.store(total, place)
 
     with k.range(0, p["count"], n) as j:
-        ahead = k.load(I64, p["places"], (j + n * _AHEAD) * 8)
+        ahead = k.load(PTR, p["places"], (j + n * _AHEAD) * 8)
         for m in range(n):
             k.store(k.load(I64, p["places"], k.min(j + m, p["count"] - 1) * 8), places, 8 * m)
-            k.store(k.select(dense, ahead + width * m, k.load(I64, p["places"], (j + (n * _AHEAD + m)) * 8)), aheads, 8 * m)
         with k.range(0, p["rows"]) as r:
             k.store(zero, p["scores"], r * _score_row(s) + j * s.number_bytes)
         with k.range(0, whole, n) as t:
             rows = []
             for m in range(n):
-                k.prefetch(k.at(k.load(PTR, aheads, 8 * m), t * unit_step))
+                k.prefetch(k.at(ahead, t * unit_step + lane_step * m))
                 rows.append(load_units(k, s, k.load(PTR, places, 8 * m), t))
             each_row(j, t, k.transpose(rows))
         with k.range(whole, p["units"]) as t:
@@ -145,38 +147,40 @@ def score_lanes(module: Module, s: Shape) -> Any:
     vectors, unit_bytes = max(1, BLOCK // n), BLOCK * s.stored_bytes
     far = _blocks_ahead(k, p["key_row"])
 
-    def rows_of(first: Value, count: int, j: Value) -> None:
-        """`count` rows and one block: as many independent chains as there are sums."""
+    last = (p["count"] - 1) // BLOCK
+
+    def rows_of(first: Value, count: int, j: Value, together: int) -> None:
+        """`count` rows and some blocks: as many independent chains as there are sums. A block past the end repeats the last one."""
         queries = [k.at(p["queries"], (first + r) * p["units"] * s.number_bytes) for r in range(count)]
-        block, ahead = (k.at(k.load(PTR, p["places"], x * 8), s.header) for x in (j // BLOCK, j // BLOCK + far))
-        totals = [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors)] for _ in range(count)]
+        numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
+        blocks, aheads = ([k.at(k.load(PTR, p["places"], (x + y) * 8), s.header) for x in numbers] for y in (0, far))
+        places = [(block, i * n) for block in blocks for i in range(vectors)]
+        totals = [[k.variable(k.const(0.0, s.vector)) for _ in places] for _ in range(count)]
 
         def unit(t: Value) -> None:
-            here = k.at(block, t * unit_bytes)
-            keys = [load_units(k, s, here, k.i64(i * n), stored=True) for i in range(vectors)]
-            for line in range(0, unit_bytes, 64):
-                k.prefetch(k.at(ahead, t * unit_bytes + line))
+            keys = [load_units(k, s, k.at(block, t * unit_bytes), k.i64(lane), stored=True) for block, lane in places]
+            for ahead in aheads:
+                for line in range(0, unit_bytes, 64):
+                    k.prefetch(k.at(ahead, t * unit_bytes + line))
             for r in range(count):
                 query = k.splat(k.load(s.unit, queries[r], t * s.number_bytes), n)
                 for total, x in zip(totals[r], keys, strict=True):
                     total.set(multiply_add(k, s, query, x, total.get()))
 
-        unrolled(k, 0, p["units"], unit, by=64 // unit_bytes if unit_bytes < 32 else 2)
+        unrolled(k, 0, p["units"], unit, by=2)
         for r in range(count):
-            for i, total in enumerate(totals[r]):
+            for i, (total, (block, lane)) in enumerate(zip(totals[r], places, strict=True)):
                 x = total.get()
                 if s.quantised:
-                    x = x * k.load(s.vector, block, i * n * 4 - s.header)
+                    x = x * k.load(s.vector, block, lane * 4 - s.header)
                 k.store(x, p["scores"], (first + r) * _score_row(s) + (j + i * n) * s.number_bytes)
 
-    most = 8 if s.isa.registers >= 32 and vectors <= 2 else 4
-    with k.range(0, p["count"], BLOCK) as j:
-        start = k.i64(0)
-        for rows in (most, most // 2, 1) if most > 4 else (4, 1):
-            end = start + (p["rows"] - start) // rows * rows
-            with k.range(start, end, rows) as r:
-                rows_of(r, rows, j)
-            start = end
+    start = k.i64(0)
+    for rows, together in _SCORE_TILES[s.isa.registers >= 32 and vectors == 1]:
+        end = start + (p["rows"] - start) // rows * rows
+        with k.range(start, end, rows) as r, k.range(0, p["count"], BLOCK * together) as j:
+            rows_of(r, rows, j, together)
+        start = end
     return k.finish()
 
 
@@ -273,6 +277,7 @@ def rescale(module: Module, s: Shape) -> Any:
 
 _VALUE_PARAMS = {
     "sums": PTR, "sum_row": I64, "weights": PTR, "places": PTR, "value_row": I64, "first": I64, "end": I64, "value_dim": I64, "slots": I64,
+    "regular": I64,
 }  # fmt: skip
 
 
@@ -294,12 +299,12 @@ def _step_row(k: Function, s: Shape) -> Value:
     return k.p["value_dim"] if s.quantised else k.p["value_row"] << 1 if s.dot else k.p["value_row"]
 
 
-def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
+def value_rows(module: Module, s: Shape, rows: int, together: int, *, fetch: bool) -> Any:
     """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a key, or a pair.
 
-    `rows` rows and `together` slots at a time, so that a vector of values is read (and widened) once for all these rows.
+    `rows` rows and `together` slots at a time. The first rows to read a tile `fetch` what comes after it.
     """
-    k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
+    k = module.function(f"value_rows_{rows}{'_ahead' * fetch}", _VALUE_PARAMS)
     p = k.p
     size, step_row = _steps_together(s), _step_row(k, s)
     with k.range(0, p["slots"], together) as slot:
@@ -307,7 +312,7 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
         columns = [k.min(x * s.lanes, p["value_dim"] - s.lanes) for x in slots]
         sums = [[r * p["sum_row"] + x * _slot_bytes(s) for x in slots] for r in map(k.i64, range(rows))]
         totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
-        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))]
+        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))] if fetch else []
 
         def step(j: Value, row: Value, after: Value, columns: list[Value] = columns, totals: list[list[Any]] = totals) -> None:
             vectors = [_value(k, s, row, after, c) for c in columns]
@@ -327,13 +332,20 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
                     step(j + i, row, row)
         else:
             keys = 2 if s.dot else 1
-            with k.range(p["first"], p["end"]) as j:
-                row, after = (k.load(PTR, p["places"], (j * keys + x) * 8) for x in (0, keys - 1))
+
+            def one(j: Value, row_of: Callable[[Value], Value]) -> None:
                 for n in range(keys):
-                    ahead = k.load(PTR, p["places"], (j * keys + 16 * keys + n) * 8)
+                    ahead = row_of(j * keys + (16 * keys + n))
                     for column in lines:
                         k.prefetch(k.at(ahead, column * s.storage_bytes))
-                step(j, row, after)
+                step(j, row_of(j * keys), row_of(j * keys + (keys - 1)))
+
+            base = k.load(PTR, p["places"])
+            with k.either(p["regular"].differs(0)) as (by_stride, by_list):  # a load less for each row
+                with by_stride, k.range(p["first"], p["end"]) as j:
+                    one(j, lambda x: k.at(base, x * p["value_row"]))
+                with by_list, k.range(p["first"], p["end"]) as j:
+                    one(j, lambda x: k.load(PTR, p["places"], x * 8))
         for r in range(rows):
             for total, x in zip(totals[r], sums[r], strict=True):
                 k.store(total.get(), p["sums"], x)
@@ -530,19 +542,19 @@ class _Task(Work):
         with k.range(0, self.rows) as r:
             k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
 
-    def locate(self, places: Value, name: str, base: Value, start: Value, count: Value) -> None:
-        """The addresses of a tile's keys or values, and of what is fetched ahead of it."""
+    def locate(self, places: Value, name: str, base: Value, start: Value, count: Value) -> Value:
+        """The addresses of a tile's keys or values, and of what is fetched ahead of it; whether they are at one distance."""
         k = self.k
         end = k.min(start + count + (_MOST_AHEAD * BLOCK if self.s.cached else 2 * BLOCK), self.of["k_len"])
         pages, page_bytes, row = k.pointer(self.of["pages"]), self.get(f"{name}_page"), self.get(f"{name}_row")
-        k.call(self.parts.locate, k.p["a"], places, pages, base, page_bytes, row, start, end)
+        return k.call(self.parts.locate, k.p["a"], places, pages, base, page_bytes, row, start, end)
 
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
         k, s, parts = self.k, self.s, self.parts
         k_row, v_row, d = self.get("k_row"), self.get("v_row"), self.get("head_dim")
         self.locate(self.k_places, "k", self.keys, start, count)
-        self.locate(self.v_places, "v", self.values, start, count)
+        regular = self.locate(self.v_places, "v", self.values, start, count)
         k.call(parts.score, self.scratch, self.queries, self.k_places, k_row, count, self.units, self.rows, d)
         joint = k.variable(count)  # keys that every row sees
         word = self.get("c")
@@ -577,27 +589,30 @@ class _Task(Work):
         with k.range(0, together, _TOGETHER) as first:
             end = k.min(first + _TOGETHER, together)
             done = k.i64(0)
-            for rows, function in parts.values.items():
+            for rows, (ahead, plain) in parts.values.items():
                 until = done + (self.rows - done) // rows * rows
-                with k.range(done, until, rows) as r:
-                    k.call(function, *self.value_arguments(r, v_row, first, end))
+                with k.range(done, until, rows) as r, k.either(r.equals(0)) as (once, again):
+                    with once:
+                        k.call(ahead, *self.value_arguments(r, v_row, first, end, regular))
+                    with again:
+                        k.call(plain, *self.value_arguments(r, v_row, first, end, regular))
                 done = until
         with k.range(0, self.rows) as r:
             limit = k.load(I64, self.limits, r * 8)
             end = (limit + 1) >> 1 if s.dot else limit
             with k.when(together < end):
-                k.call(parts.careful, *self.value_arguments(r, v_row, together, end), count - 1)
+                k.call(parts.careful, *self.value_arguments(r, v_row, together, end, regular), count - 1)
             alpha = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes)
             with k.range(0, self.slots) as slot:
                 place = k.at(self.span, r * self.state_row + (slot + 1) * _slot_bytes(s))
                 x = k.load(s.vector, self.tile_sum, (r * self.slots + slot) * _slot_bytes(s))
                 k.store(k.fma(k.load(s.vector, place), alpha, x), place)
 
-    def value_arguments(self, r: Value, v_row: Value, first: Value, end: Value) -> tuple[Value, ...]:
+    def value_arguments(self, r: Value, v_row: Value, first: Value, end: Value, regular: Value) -> tuple[Value, ...]:
         k, s = self.k, self.s
         row = self.slots * _slot_bytes(s)
         sums, weights = k.at(self.tile_sum, r * row), k.at(self.scratch, r * _score_row(s))
-        return sums, row, weights, self.v_places, v_row, first, end, self.value_dim, self.slots
+        return sums, row, weights, self.v_places, v_row, first, end, self.value_dim, self.slots, regular
 
     def finish(self) -> None:
         """A sink joins last; then the rows are written."""
