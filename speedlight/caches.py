@@ -224,6 +224,12 @@ class KVCache:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
+            rows = getattr(q, "shape", (0, 0, 0))[2:3]
+            for item, n in enumerate(self._lengths[layer] if self._ring and rows else ()):
+                if self._lost(layer, item, n - rows[0] + 1):
+                    raise ArgumentError(
+                        f"q: expected fewer queries; of sequence {item} the window has forgotten what {rows[0]} of them see."
+                    )
             return self._run(layer, q, self._lengths[layer], None, False, options, return_lse, out)
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         self._same_count(k, v)
@@ -237,13 +243,13 @@ class KVCache:
                 return self._pieces(layer, q, k, v, counts, options, return_lse, out)
             self._write(layer, k, v, counts)
             result = self._run(layer, q, totals, None if new_lengths is None else counts, True, options, return_lse, out)
-            self._set_layer(layer, totals)
             if new_lengths is out is None and type(q) is np.ndarray and q.size and min(totals):
                 step = self._step(q, totals, True, options)
                 if step is not None:
                     if len(self._known_steps) >= _STEPS:
                         self._known_steps.clear()
                     self._known_steps[_form(q, k, v, mask, score, scale, totals)] = step
+            self._set_layer(layer, totals)
         return result
 
     def _known(self, layer: int, q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any, return_lse: Any) -> Any:
@@ -277,14 +283,18 @@ class KVCache:
             least = min(x[item] for x in self._lengths)
             if not 0 <= n <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
-            if self.window is not None and n > self._fixed:
-                forgotten = max(x[item] for x in self._written) - self._ring  # tokens before this one are
-                if max(n - self.window + 1, self._fixed) < forgotten:
-                    raise ArgumentError(
-                        f"length: expected 0 to {self._fixed}, or at least {forgotten + self.window - 1}: of sequence {item} the window "
-                        f"has forgotten what came before; got {n}. clear() it, or make a cache of a longer window."
-                    )
+            if any(self._lost(layer, item, int(n)) for layer in range(self.layers)):
+                raise ArgumentError(
+                    f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what token {n} would "
+                    "see. clear() it, or make a cache of a longer window."
+                )
         self._set_lengths([int(n) for n in wanted])
+
+    def _lost(self, layer: int, item: int, position: int) -> bool:
+        """Whether a ring has written over what a token at `position` sees."""
+        if not self._ring or position <= self._fixed:
+            return False
+        return max(position - (self.window or 1) + 1, self._fixed) < self._written[layer][item] - self._ring
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""

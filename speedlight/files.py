@@ -15,7 +15,8 @@ import numpy as np
 from .arrays import numpy_dtype
 from .errors import FileError
 
-_SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I32": "int32", "I64": "int64"}
+_SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I32": "int32",
+                "I64": "int64"}  # fmt: skip
 
 
 def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:

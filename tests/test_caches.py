@@ -15,8 +15,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from problems import DTYPES, numpy_dtype, qkv
+from tolerance import assert_within
 
 import speedlight as sl
+from speedlight.blocks import quantise
+
+OPTIONS = [{}, {"sink_logits": [0.5, -1, 2, 0]}, {"mask": sl.window(200, 0) | sl.prefix(3)}, {"score": sl.softcap(2.0)}]
 
 
 def made(dtype, d=16, dv=16, **sizes):
@@ -27,9 +31,7 @@ def made(dtype, d=16, dv=16, **sizes):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)])
-@pytest.mark.parametrize(
-    "options", [{}, {"sink_logits": [0.5, -1, 2, 0]}, {"mask": sl.window(200, 0) | sl.prefix(3)}, {"score": sl.softcap(2.0)}]
-)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_any_chunks_have_the_bits_of_one_call(isa, rng, dtype, d, dv, options):
     q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
     want, lse = sl.attention(q, k, v, causal=True, return_lse=True, **options)
@@ -58,6 +60,13 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
                 x[rng.random(x.shape) < 0.5 / length] = rng.choice([np.nan, np.inf, -np.inf, 0.0, -0.0])
         options = {"causal": bool(case % 2), "scale": [None, -0.3, 0.0][int(rng.integers(3))], "return_lse": True}
         options |= {"sink_logits": rng.standard_normal(kv_heads * group)} if case % 5 == 0 else {}
+        slopes = rng.random(kv_heads * group)
+        options |= [
+            {},
+            {"mask": sl.window(int(rng.integers(1, 1500)), 0) | sl.prefix(int(rng.integers(40)))},
+            {"score": [sl.softcap(3.0), sl.alibi(slopes)]},
+            {"mask": rng.random((batch, 1, n, length)) < 0.7, "score": sl.alibi(slopes)},
+        ][case % 4]
         results = []
         for rows, threads in ((0, 1), (64, 1), (64, 2)):
             monkeypatch.setattr(planning, "DECODE_ROWS", rows)
@@ -288,11 +297,15 @@ def test_merge(rng):
 class Machine(RuleBasedStateMachine):
     """Any order of calls, against arrays that are simply concatenated."""
 
+    options: dict = {"capacity": 150}  # noqa: RUF012
+    mask = None
+
     def __init__(self) -> None:
         super().__init__()
         self.rng = np.random.default_rng(0)
         self.dtype = "float32"
-        self.cache = sl.KVCache(layers=2, batch=2, kv_heads=2, head_dim=16, value_dim=17, capacity=150)
+        self.most = self.options["capacity"]
+        self.cache = sl.KVCache(layers=2, batch=2, kv_heads=2, head_dim=16, value_dim=17, **self.options)
         self.model = [[(np.zeros((2, 0, 16), np.float32), np.zeros((2, 0, 17), np.float32)) for _ in range(2)] for _ in range(2)]
 
     def chunk(self, n: int) -> list[np.ndarray]:
@@ -300,15 +313,15 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         layer=st.integers(0, 1),
-        n=st.integers(0, 40),
-        counts=st.none() | st.tuples(st.integers(0, 40), st.integers(0, 40)),
+        n=st.integers(0, 40) | st.integers(250, 300),
+        counts=st.none() | st.tuples(st.integers(0, 300), st.integers(0, 300)),
         attend=st.booleans(),
     )
     def grow(self, layer, n, counts, attend):
         q, k, v = self.chunk(n)
         counts = None if counts is None else [min(c, n) for c in counts]
         each = counts or [n, n]
-        fits = all(self.model[layer][b][0].shape[1] + c <= 150 for b, c in enumerate(each))
+        fits = all(self.model[layer][b][0].shape[1] + c <= self.most for b, c in enumerate(each))
         try:
             out = self.cache.attend(layer, q, k, v, new_lengths=counts) if attend else self.cache.append(layer, k, v, new_lengths=counts)
         except sl.CacheFull:
@@ -317,16 +330,30 @@ class Machine(RuleBasedStateMachine):
         assert fits
         for b, c in enumerate(each):
             keys, values = self.model[layer][b]
-            keys, values = np.concatenate([keys, k[b, :, :c]], axis=1), np.concatenate([values, v[b, :, :c]], axis=1)
+            keys, values = (np.concatenate([x, self.kept(new[b, :, :c])], axis=1) for x, new in ((keys, k), (values, v)))
             self.model[layer][b] = keys, values
             if attend:
-                want = sl.attention(q[b : b + 1, :, :c], keys[None], values[None], causal=True)
+                want = self.attention(q[b : b + 1, :, :c], keys[None], values[None])
                 assert out[b : b + 1, :, :c].tobytes() == want.tobytes()
+
+    def kept(self, x):
+        """What a cache has of new tokens."""
+        return x
+
+    def attention(self, q, k, v):
+        return sl.attention(q, k, v, causal=True, mask=self.mask)
+
+    def shown(self, x):
+        """What keys() and values() give of all the tokens."""
+        return x
 
     @rule(share=st.floats(0, 1))
     def truncate(self, share):
         lengths = [int(share * min(self.model[layer][b][0].shape[1] for layer in range(2))) for b in range(2)]
         self.cache.truncate(lengths)
+        self.forget(lengths)
+
+    def forget(self, lengths):
         for layer in range(2):
             for b, n in enumerate(lengths):
                 self.model[layer][b] = tuple(x[:, :n] for x in self.model[layer][b])
@@ -353,13 +380,169 @@ class Machine(RuleBasedStateMachine):
             assert self.cache.lengths(layer) == tuple(self.model[layer][b][0].shape[1] for b in range(2))
             for stored, which in ((self.cache.keys(layer), 0), (self.cache.values(layer), 1)):
                 for b in range(2):
-                    want = self.model[layer][b][which]
+                    want = self.shown(self.model[layer][b][which])
                     n = want.shape[1]
                     assert stored[b, :, :n].tobytes() == want.tobytes() and not stored[b, :, n:].any()
 
 
-Machine.TestCase.settings = settings(max_examples=300 if FULL else 25, stateful_step_count=50 if FULL else 20, deadline=None)
-TestMachine = Machine.TestCase
+class QuantisedMachine(Machine):
+    options = {"capacity": 400, "dtype": "int8"}  # noqa: RUF012
+
+    def kept(self, x):
+        codes, scales = quantise(x)
+        return codes * scales
+
+    def attention(self, q, k, v):
+        """Tokens that were quantised stay what they are when they are quantised again: here all at once."""
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, value_dim=17, capacity=max(1, k.shape[2]), dtype="int8")
+        n = q.shape[2]
+        cache.append(0, k[:, :, : k.shape[2] - n], v[:, :, : v.shape[2] - n])
+        return cache.attend(0, q, k[:, :, k.shape[2] - n :], v[:, :, v.shape[2] - n :])
+
+
+class WindowedMachine(Machine):
+    options = {"capacity": 3000, "window": 60, "keep_first": 20}  # noqa: RUF012
+    mask = sl.window(59, 0) | sl.prefix(20)
+
+    def shown(self, x):
+        n = x.shape[1]
+        return np.concatenate([x[:, : min(20, n)], x[:, max(20, n - 59) :]], axis=1)
+
+    @rule(back=st.integers(0, 100))
+    def truncate(self, back):
+        lengths = [max(0, min(self.model[layer][b][0].shape[1] for layer in range(2)) - back) for b in range(2)]
+        longest = [max(self.model[layer][b][0].shape[1] for layer in range(2)) for b in range(2)]
+        try:
+            self.cache.truncate(lengths)
+        except sl.ArgumentError as error:
+            assert "forgotten" in str(error) and any(
+                a - n > 200 or self.cut[b] for b, (a, n) in enumerate(zip(longest, lengths, strict=True))
+            )
+            return
+        self.cut = [True, True]
+        self.forget(lengths)
+
+    cut = (False, False)  # a truncated ring may have less than it seems
+
+
+for machine in (Machine, QuantisedMachine, WindowedMachine):
+    machine.TestCase.settings = settings(max_examples=300 if FULL else 25, stateful_step_count=50 if FULL else 20, deadline=None)
+TestMachine, TestQuantisedMachine, TestWindowedMachine = Machine.TestCase, QuantisedMachine.TestCase, WindowedMachine.TestCase
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_int8_against_the_oracle_and_in_any_chunks(isa, rng, dtype, d, dv, options):
+    """Codes and scales are numbers like any others: the result is inside float32's bound of them, and the output's rounding."""
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
+    stored = [codes.astype(np.float64) * scales for codes, scales in map(quantise, (k, v))]
+    want, want_lse = sl.reference.attention(q.astype(np.float64), *stored, causal=True, return_lse=True, **options)
+    bounds = sl.reference.error_bound(q.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, **options)
+    step = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    whole = made("int8", d, dv).attend(0, q, k, v, return_lse=True, **options)
+    assert whole[0].dtype == q.dtype
+    assert_within(whole[0], want, bounds.out + step * np.abs(want) + 2.0**-24)
+    assert_within(whole[1], want_lse, bounds.lse)
+    for chunks in ([1, 1, 126, 1, 3, 700, 1, 16, 200, 251], [1299, 1]):
+        cache, at = made("int8", d, dv), 0
+        for n in chunks:
+            here = slice(at, at + n)
+            out, lse = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
+            assert out.tobytes() == whole[0][:, :, here].tobytes() and lse.tobytes() == whole[1][:, :, here].tobytes(), f"{n} at {at}"
+            at += n
+
+
+def test_int8_rows_that_no_scale_fits(isa, rng):
+    """Zeros, tiny and huge numbers are kept as well as can be; NaN and infinity make NaN of exactly the rows that see them."""
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 40, 40, 16, 16)
+    k[0, 0, 3], v[0, 1, 4], k[0, 1, 5], v[0, 0, 6] = 0, 0, 1e-42, 3e38
+    cache = made("int8")
+    assert np.isfinite(cache.attend(0, q, k, v)).all()
+    for which, value in ((0, np.nan), (0, np.inf), (1, np.nan), (1, -np.inf)):
+        bad = [k.copy(), v.copy()]
+        bad[which][0, 1, 20, 7] = value
+        for chunks in ([40], [1] * 40):
+            cache, at, outs = made("int8"), 0, []
+            for n in chunks:
+                outs.append(cache.attend(0, *(x[:, :, at : at + n] for x in (q, *bad))))
+                at += n
+            out = np.concatenate(outs, axis=2)
+            nan = np.isnan(out).all(axis=-1)
+            assert nan[0, 2:, 20:].all() and not nan[0, :2].any() and not nan[0, :, :20].any()
+            assert (np.isnan(out).any(axis=-1) == nan).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_a_window_is_the_mask_in_constant_memory(isa, rng, dtype):
+    window, keep, n = 300, 20, 3000
+    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, n, n, 24, 24)
+    whole = made(dtype, 24, 24, batch=2, capacity=n)
+    want, lse = whole.attend(0, q, k, v, mask=sl.window(window - 1, 0) | sl.prefix(keep), return_lse=True)
+    alibi = sl.alibi([0.1, 0.2, 0.3, 0.4])
+    for chunks, options in (([n], {}), ([1] * 5 + [100, 700, 1, 1, 3] + [200] * 11, {}), ([256, 257, 1, 2486], {"score": alibi})):
+        cache, at = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=24, dtype=dtype, window=window, keep_first=keep), 0
+        room = cache._keys[0].memory.nbytes
+        if options:
+            whole.clear()
+            want, lse = whole.attend(0, q, k, v, mask=sl.window(window - 1, 0) | sl.prefix(keep), return_lse=True, **options)
+        for m in chunks:
+            here = slice(at, min(n, at + m))
+            out, some = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
+            assert out.tobytes() == want[:, :, here].tobytes() and some.tobytes() == lse[:, :, here].tobytes(), f"{m} tokens at {at}"
+            at += m
+        assert cache.used_bytes <= 2 * (128 + 640) * cache.token_bytes and room == 2 * 2 * (128 + 640) * cache._keys[0].row
+        assert cache.keys(0).shape[2] == keep + window - 1 and cache.copy().keys(0).tobytes() == cache.keys(0).tobytes()
+    with pytest.raises(sl.ArgumentError, match="length: expected one whose window is still there"):
+        cache.truncate(2000)
+    cache.truncate(2990)
+    new = [x[:, :, :1] for x in (q, k, v)]
+    whole.truncate(2990)
+    got, expected = (c.attend(0, *new, **o) for c, o in ((cache, {}), (whole, {"mask": sl.window(window - 1, 0) | sl.prefix(keep)})))
+    assert got.tobytes() == expected.tobytes()
+    cache.truncate(15)
+    assert cache.lengths(0) == (15, 15)
+
+
+def test_a_failing_long_chunk_leaves_a_windowed_cache_as_it_was(rng):
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 900, 900, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=100)
+    cache.attend(0, q, k, v)
+    before = [x.memory.tobytes() for x in (cache._keys[0], cache._values[0])]
+    ids = sl.table(np.zeros(1500, np.int64), "ids")  # too short for the last piece
+    with pytest.raises(sl.Error, match="ids"):
+        cache.attend(0, q, k, v, mask=lambda b, h, i, j: ids[i] == 0)
+    assert [x.memory.tobytes() for x in (cache._keys[0], cache._values[0])] == before and cache.lengths(0) == (900,)
+    with pytest.raises(sl.ArgumentError, match="q: expected fewer queries"):
+        cache.attend(0, q)
+    assert np.isfinite(cache.attend(0, q[:, :, :50])).all()
+
+
+@pytest.mark.parametrize("kind", [{"dtype": "int8"}, {"window": 70, "keep_first": 5, "capacity": None}])
+def test_other_kinds_are_saved_too(rng, tmp_path, kind):
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 400, 400, 16, 20)
+    cache = made(**({"dtype": "float32"} | kind), d=16, dv=20, batch=2)
+    cache.append(0, k, v, new_lengths=[400, 7])
+    cache.save(tmp_path / "c.safetensors")
+    again = sl.KVCache.load(tmp_path / "c.safetensors")
+    assert repr(again) == repr(cache) and again.keys(0).tobytes() == cache.keys(0).tobytes()
+    new = [x[:, :, :1] for x in (q, k, v)]
+    assert again.attend(0, *new).tobytes() == cache.attend(0, *new).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"capacity": None}, "capacity: expected the most tokens"),
+        ({"keep_first": 3}, "keep_first: expected 0 without a window"),
+        ({"window": 0}, "window: expected a size from 1"),
+        ({"window": 10, "keep_first": -1}, "keep_first: expected a size from 0"),
+        ({"window": 2.5}, "window: expected an int"),
+    ],
+)
+def test_wrong_windows(sizes, message):
+    with pytest.raises(sl.Error, match=message):
+        made("float32", **sizes)
 
 
 def test_numpy_dtypes_are_understood():

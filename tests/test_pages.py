@@ -1,0 +1,420 @@
+"""Pools of pages and raw pages: the bits of contiguous keys, whatever the pages; accounts that always add up."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import numpy as np
+import pytest
+from conftest import FULL
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from problems import DTYPES, numpy_dtype
+
+import speedlight as sl
+from speedlight import blocks, caches, engine
+from speedlight import pages as pages_module
+
+KINDS = (*DTYPES, "int8")
+OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
+
+
+def made(dtype="float32", d=16, dv=17, **sizes):
+    return sl.PagePool(
+        **({"layers": 1, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": d, "value_dim": dv, "dtype": dtype} | sizes)
+    )
+
+
+def packed(rng, dtype, total, d=16, dv=17):
+    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    return [rng.standard_normal((total, heads, dim)).astype(kind) for heads, dim in ((4, d), (2, d), (2, dv))]
+
+
+def alone(dtype, d, dv, chunks, **options):
+    """What a cache of one sequence says to the last chunk."""
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=d, value_dim=dv, capacity=5000, dtype=dtype)
+    for q, k, v in chunks:
+        out, lse = cache.attend(0, *(x.swapaxes(0, 1)[None] for x in (q, k, v)), return_lse=True, **options)
+    return out[0].swapaxes(0, 1), lse[0]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("page_size", [16, 48])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_pool_has_the_bits_of_a_cache(isa, rng, dtype, page_size, options):
+    """Chunks of any lengths of several sequences in one call, over pages in any order."""
+    d, dv = [(16, 17), (33, 40)][page_size == 48]
+    pool = made(dtype, d, dv, pages=150, page_size=page_size)
+    rng.shuffle(pool._free)
+    sequences, chunks = [pool.sequence() for _ in range(3)], [[], [], []]
+    for counts in ([300, 7, 1], [1, 1, 1], [5, 1, 200], [1, 0, 1], [700, 2, 130], [1, 1, 1]):
+        q, k, v = packed(rng, dtype, sum(counts), d, dv)
+        out, lse = pool.attend(0, sequences, q, k, v, new_lengths=counts, return_lse=True, **options)
+        at = 0
+        for sequence, before, n in zip(sequences, chunks, counts, strict=True):
+            here = slice(at, at + n)
+            before.append((q[here], k[here], v[here]))
+            want, want_lse = alone(dtype, d, dv, before, **options)
+            assert out[here].tobytes() == want.tobytes() and lse[:, here].tobytes() == want_lse.tobytes(), f"{n} of {sequence}"
+            at += n
+    q, _, _ = packed(rng, dtype, 3, d, dv)
+    assert np.isfinite(pool.attend(0, sequences, q, **options).astype(np.float32)).all()  # without appending
+
+
+def test_a_mask_knows_a_sequence_by_its_place(rng):
+    pool = made()
+    sequences = [pool.sequence() for _ in range(3)]
+    q, k, v = packed(rng, "float32", 60)
+    ids = sl.table(np.array([5, 9, 40]), "ends")
+    out = pool.attend(0, sequences, q, k, v, new_lengths=[1, 50, 9], mask=lambda b, h, i, j: j < ids[b])
+    want = alone("float32", 16, 17, [(q[1:51], k[1:51], v[1:51])], mask=lambda b, h, i, j: j < 9)[0]
+    assert out[1:51].tobytes() == want.tobytes()
+
+
+def test_forks_share_until_one_writes(rng):
+    pool = made(layers=2, pages=6)
+    a = pool.sequence()
+    q, k, v = packed(rng, "float32", 40)
+    for layer in (0, 1):
+        pool.append(layer, [a], k, v)
+    b = a.fork()
+    assert a.pages == b.pages and pool.free_pages == 3 and pool.used_bytes == 3 * pool.page_bytes
+    pool.attend(0, [b], q[:1], k[:1], v[:1])
+    assert a.pages[:2] == b.pages[:2] and a.pages[2] != b.pages[2] and pool.free_pages == 2
+    assert a.keys(1).tobytes() == b.keys(1).tobytes() == k.swapaxes(0, 1).tobytes()  # the copy has all layers
+    assert a.length(0) == 40 and b.length(0) == 41 and b.length(1) == 40
+    a.free()
+    assert pool.free_pages == 3 and "freed" in repr(a)
+    with pytest.raises(sl.ArgumentError, match="this sequence was freed"):
+        pool.attend(0, [a], q[:1])
+    c = pool.sequence()  # has the place of the freed one; the old handle still means nothing
+    with pytest.raises(sl.ArgumentError, match="this sequence was freed"):
+        a.length()
+    assert c.length() == 0
+
+
+def test_the_last_page_can_be_used_and_one_more_is_refused(rng):
+    pool = made(pages=4)
+    a, b = pool.sequence(), pool.sequence()
+    q, k, v = packed(rng, "float32", 49)
+    pool.append(0, [a, b], k[:48], v[:48], new_lengths=[31, 17])
+    with pytest.raises(sl.CacheFull, match="layer 0: 1 pages are needed, 0 of 4 are free") as caught:
+        pool.attend(0, [a, b], q[:17], k[:17], v[:17], new_lengths=[2, 15])
+    assert (caught.value.needed, caught.value.free) == (1, 0)
+    assert (a.length(), b.length()) == (31, 17) and a.keys(0).tobytes() == k[:31].swapaxes(0, 1).tobytes()
+    pool.attend(0, [a, b], q[:16], k[:16], v[:16], new_lengths=[1, 15])
+    assert (a.length(), b.length(), pool.free_pages) == (32, 32, 0)
+    twins = made(pages=2)
+    first = twins.sequence()
+    twins.append(0, [first], k[:8], v[:8])
+    twins.attend(0, [first, first.fork()], q[:2], k[:2], v[:2])  # one of two takes the free page, the other keeps the shared one
+    assert twins.free_pages == 0
+
+
+CALLS = [
+    (lambda p, s, q, k, v: p.attend(1, [s], q, k, v), "layer: expected 0 to 0; got 1"),
+    (lambda p, s, q, k, v: p.attend(0, [s, s], q, k, v, new_lengths=[2, 1]), "sequences: expected each sequence once"),
+    (lambda p, s, q, k, v: p.attend(0, [3], q, k, v), "sequences: expected sequences of this pool"),
+    (lambda p, s, q, k, v: p.attend(0, [made().sequence()], q, k, v), "sequences: expected sequences of this pool; got one of another"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q, k), "v: expected k and v together"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q[:2], k, v), "k: expected 2 tokens"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q, k, v[:2]), "v: expected 3 tokens"),
+    (
+        lambda p, s, q, k, v: p.attend(0, [s], q, k, v, new_lengths=[4]),
+        "new_lengths: expected 1 ints, one per sequence, that add up to the 3",
+    ),
+    (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, new_lengths=[3.0]), "new_lengths: expected 1 ints"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q, k.astype(np.float64), v), "k: expected dtype float32, as the cache has; got float64"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q.astype(np.float16), k, v), "q: expected dtype float32, as the cache has; got float16"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q[:, :3], k, v), "kv heads that divides"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q[:, :, :3], k, v), "q: expected head_dim 16"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q, k[:, :1], v), r"k: expected shape \(total new, 2, 16\)"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, mask=np.ones((1, 1, 3, 3), bool)), "expected a function or pattern for layout='lhd'"),
+    (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, out=np.zeros((1, 4, 17), np.float32)), "out: expected shape"),
+    (lambda p, s, q, k, v: s.truncate(6), "length: expected 0 to 5"),
+    (lambda p, s, q, k, v: made(page_size=20), "page_size: expected a multiple of 16; got 20"),
+    (lambda p, s, q, k, v: made(pages=0), "pages: expected a size from 1"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), CALLS)
+def test_every_failing_call_leaves_the_pool_as_it_was(rng, call, message):
+    pool = made()
+    sequence = pool.sequence()
+    q, k, v = packed(rng, "float32", 5)
+    pool.append(0, [sequence], k, v)
+    before = sequence.keys(0).tobytes(), sequence.values(0).tobytes(), sequence.pages, pool.free_pages
+    with pytest.raises(sl.Error, match=message):
+        call(pool, sequence, *(x[:3] for x in (q, k, v)))
+    assert (sequence.keys(0).tobytes(), sequence.values(0).tobytes(), sequence.pages, pool.free_pages) == before
+    pool.attend(0, [sequence], q, k, v)
+
+
+def test_one_writer_of_a_sequence_at_a_time(rng):
+    pool = made()
+    a, b = pool.sequence(), pool.sequence()
+    q, k, v = packed(rng, "float32", 5)
+    with pool._writing([a._state]):
+        with pytest.raises(sl.CacheBusy, match="another thread is writing"):
+            pool.append(0, [b, a], k, v, new_lengths=[2, 3])
+        pool.append(0, [b], k, v)
+    assert (a.length(), b.length()) == (0, 5)
+    wrong = []
+
+    def work(n: int) -> None:
+        """Sequences of their own, in one pool."""
+        for _ in range(20):
+            mine = pool.sequence()
+            pool.attend(0, [mine], *(x.repeat(n, 0) for x in (q, k, v)))
+            wrong.extend([1] if mine.keys(0).tobytes() != k.repeat(n, 0).swapaxes(0, 1).tobytes() else [])
+            mine.free()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (1, 3, 9)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong and pool.free_pages == 59
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of calls, against arrays that are simply concatenated; pages are always either free or held as often as counted."""
+
+    dtype = "float32"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+        self.pool = made(self.dtype, layers=2, pages=14)
+        self.model: list[tuple[sl.Sequence, list]] = []  # handle, of each layer chunks of (q, k, v)
+
+    @rule()
+    def new(self):
+        if len(self.model) < 5:
+            self.model.append((self.pool.sequence(), [[], []]))
+
+    @precondition(lambda self: self.model)
+    @rule(which=st.integers(0, 4))
+    def fork(self, which):
+        if len(self.model) < 5:
+            sequence, chunks = self.model[which % len(self.model)]
+            self.model.append((sequence.fork(), [list(x) for x in chunks]))
+
+    @precondition(lambda self: self.model)
+    @rule(which=st.integers(0, 4))
+    def free(self, which):
+        sequence, _ = self.model.pop(which % len(self.model))
+        sequence.free()
+
+    @precondition(lambda self: self.model)
+    @rule(which=st.integers(0, 4), share=st.floats(0, 1))
+    def truncate(self, which, share):
+        sequence, chunks = self.model[which % len(self.model)]
+        n = int(share * min(sequence.length(0), sequence.length(1)))
+        sequence.truncate(n)
+        for layer in (0, 1):
+            whole = [np.concatenate(x)[:n] for x in zip(*chunks[layer], strict=True)] if chunks[layer] else []
+            chunks[layer] = [tuple(whole)] if n else []
+
+    @precondition(lambda self: self.model)
+    @rule(layer=st.integers(0, 1), counts=st.lists(st.integers(0, 40), min_size=5, max_size=5), attend=st.booleans())
+    def grow(self, layer, counts, attend):
+        counts = counts[: len(self.model)]
+        q, k, v = packed(self.rng, self.dtype, sum(counts))
+        sequences = [s for s, _ in self.model]
+        free = self.pool.free_pages
+        try:
+            if attend:
+                out = self.pool.attend(layer, sequences, q, k, v, new_lengths=counts)
+            else:
+                self.pool.append(layer, sequences, k, v, new_lengths=counts)
+        except sl.CacheFull as error:
+            assert error.needed > error.free == free == self.pool.free_pages
+            return
+        at = 0
+        for (_, chunks), n in zip(self.model, counts, strict=True):
+            here = slice(at, at + n)
+            if n:
+                chunks[layer].append((q[here], k[here], v[here]))
+                if attend:
+                    assert out[here].tobytes() == alone(self.dtype, 16, 17, chunks[layer])[0].tobytes()
+            at += n
+
+    @invariant()
+    def accounts_add_up(self):
+        held = Counter(page for sequence, _ in self.model for page in sequence.pages)
+        assert sorted([*held, *self.pool._free]) == list(range(14)) and self.pool.used_bytes == len(held) * self.pool.page_bytes
+        assert [self.pool._uses[page] for page in range(14)] == [held[page] for page in range(14)]
+
+    @invariant()
+    def holds_what_it_was_given(self):
+        for sequence, chunks in self.model:
+            assert len(sequence.pages) == -(-max(sequence.length(0), sequence.length(1)) // 16) or chunks == [[], []]
+            for layer in (0, 1):
+                for which, stored in ((1, sequence.keys(layer)), (2, sequence.values(layer))):
+                    tokens = np.concatenate([c[which] for c in chunks[layer]]) if chunks[layer] else stored.swapaxes(0, 1)[:0]
+                    if self.dtype == "int8":
+                        codes, scales = blocks.quantise(tokens)
+                        tokens = codes * scales
+                    assert stored.swapaxes(0, 1).tobytes() == tokens.tobytes()
+
+
+class QuantisedPoolMachine(PoolMachine):
+    dtype = "int8"
+
+
+for machine in (PoolMachine, QuantisedPoolMachine):
+    machine.TestCase.settings = settings(max_examples=300 if FULL else 20, stateful_step_count=50 if FULL else 20, deadline=None)
+TestPoolMachine, TestQuantisedPoolMachine = PoolMachine.TestCase, QuantisedPoolMachine.TestCase
+
+
+# --- no memory
+
+
+class _Failing:
+    """NumPy, whose n-th allocation fails."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __getattr__(self, name):
+        found = getattr(np, name)
+        if name not in ("empty", "zeros", "array", "arange", "concatenate", "where", "rint", "clip", "full", "ones"):
+            return found
+
+        def function(*args, **options):
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("no memory (in a test)")
+            return found(*args, **options)
+
+        return function
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("kind", ["cache", "ring", "pool"])
+def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
+    """The n-th, for every n: a MemoryError each time, nothing changed, and the next call is right."""
+    d = 16
+    q, k, v = packed(rng, dtype, 340, d, d)
+    if kind == "pool":
+        pool = made(dtype, d, d)
+        first = pool.sequence()
+        pool.append(0, [first], k[:24], v[:24])
+        owner = first.fork()
+
+        def call(n):
+            return pool.attend(0, [owner], q[:n], k[:n], v[:n])
+
+        def state():
+            return owner.keys(0).tobytes(), owner.values(0).tobytes(), owner.pages, pool.free_pages, tuple(pool._uses)
+    else:
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=d, dtype=dtype, **({"window": 40} if kind == "ring" else {"capacity": 900}))
+        cache.append(0, *(x[None, :24].swapaxes(1, 2) for x in (k, v)))
+
+        def call(n):
+            return cache.attend(0, *(x[None, :n].swapaxes(1, 2) for x in (q, k, v)))
+
+        def state():
+            return cache.keys(0).tobytes(), cache.values(0).tobytes(), cache.lengths(0)
+
+    for n in (1, 340):
+        before, failures = state(), 0
+        for at in range(1, 400):
+            with monkeypatch.context() as patch:
+                failing = _Failing(at)
+                for module in (blocks, caches, engine, pages_module):
+                    patch.setattr(module, "np", failing)
+                (pool if kind == "pool" else cache)._steps.clear()
+                try:
+                    out = call(n)
+                except MemoryError:
+                    failures += 1
+                else:
+                    break
+            assert state() == before, f"allocation {at}"
+        assert failures > 2 and failing.left > 0 and state() != before
+        assert np.isfinite(out.astype(np.float32)).all()
+
+
+# --- raw pages
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("page_size", [1, 3, 16, 33, 256])
+def test_raw_pages_have_the_bits_of_contiguous_keys(isa, rng, dtype, page_size):
+    lengths, count = [300, 0, 1025], 1400 // page_size + 6
+    kind = numpy_dtype(dtype)
+    order = rng.permutation(count)
+    need = [-(-n // page_size) for n in lengths]
+    table = np.full((3, max(need) + 1), -7, np.int32)
+    for item, n in enumerate(need):
+        table[item, :n], order = order[:n], order[n:]
+    for d, dv, heads_first in ((16, 16, False), (33, 40, True)):
+        shapes = [(count, page_size, 2, x) for x in (d, dv)]
+        k, v = (
+            (
+                rng.standard_normal((s[0], s[2], s[1], s[3])).astype(kind).swapaxes(1, 2)
+                if heads_first
+                else rng.standard_normal(s).astype(kind)
+            )
+            for s in shapes
+        )
+        for n, options in ((1, {}), (3, {"causal": True}), (40, {"causal": True}), (2, {"mask": sl.window(70, 0)})):
+            q = rng.standard_normal((3, 4, n, d)).astype(kind)
+            out, lse = sl.attention_paged(q, k, v, table, lengths, return_lse=True, **options)
+            for item, length in enumerate(lengths):
+                flat = [x[table[item, : need[item]]].reshape(-1, 2, x.shape[3])[:length].swapaxes(0, 1)[None] for x in (k, v)]
+                want, want_lse = sl.attention(q[item : item + 1], *flat, return_lse=True, **options)
+                assert out[item].tobytes() == want.tobytes() and lse[item].tobytes() == want_lse.tobytes(), f"{length} keys, {n} queries"
+    q = rng.standard_normal((5, 4, d)).astype(kind)
+    out = sl.attention_paged(q, k, v, table, lengths, layout="lhd", cu_seqlens_q=[0, 2, 2, 5], causal=True)
+    padded = np.stack([np.concatenate([q[:2], q[:1]]), q[:3], q[2:]]).swapaxes(1, 2)
+    want = sl.attention_paged(padded[2:], k, v, table[2:], lengths[2:], causal=True)
+    assert out[2:].tobytes() == want[0].swapaxes(0, 1).tobytes()
+
+
+def test_raw_pages_of_torch(rng):
+    torch = pytest.importorskip("torch")
+    q, pages = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16), torch.randn(9, 16, 2, 16, dtype=torch.bfloat16)
+    table, lengths = torch.tensor([[0, 5], [2, 1]], dtype=torch.int32), torch.tensor([20, 32])
+    out = sl.attention_paged(q, pages, pages, table, lengths)
+    keys = pages[table.long()].reshape(2, 32, 2, 16).transpose(1, 2)
+    assert torch.equal(out[1:], sl.attention(q[1:], keys[1:], keys[1:]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_table": [[0, 9], [1, 2]]}, r"block_table: expected pages from 0 to 4; got 9 at \[0, 1\]"),
+        ({"block_table": [[0, -1], [1, 2]]}, r"block_table: expected pages from 0 to 4; got -1 at \[0, 1\]"),
+        ({"block_table": [[0, 2**63], [1, 2]]}, "block_table: expected"),
+        ({"block_table": [[0.0, 1.0], [1, 2]]}, "block_table: expected ints"),
+        ({"block_table": [0, 1]}, "block_table: expected ints of shape"),
+        ({"block_table": [[0, 1]]}, "k_lengths: expected 1 lengths"),
+        ({"k_lengths": [5, 9]}, "k_lengths: expected lengths from 0 to 8"),
+        ({"k_lengths": [5, -1]}, "k_lengths: expected lengths from 0"),
+        ({"k_pages": np.ones((5, 4, 8), np.float32)}, "k_pages: expected shape"),
+        ({"v_pages": np.ones((4, 4, 2, 8), np.float32)}, "v_pages: expected shape"),
+        ({"v_pages": np.ones((5, 4, 2, 8), np.float64)}, "v_pages: expected dtype float32"),
+        ({"q": np.ones((2, 4, 1, 9), np.float32)}, "q: expected head_dim 8"),
+        ({"q": np.ones((1, 4, 1, 8), np.float32)}, "q: expected batch 2"),
+        ({"q": np.ones((2, 3, 1, 8), np.float32)}, "kv heads that divides"),
+        ({"layout": "lhb"}, "layout: expected"),
+        ({"cu_seqlens_q": [0, 1, 2]}, "cu_seqlens_q: expected None"),
+        ({"q": np.ones((3, 4, 8), np.float32), "layout": "lhd"}, "cu_seqlens_q: expected offsets from 0 to the total length 3"),
+        ({"q": np.ones((3, 4, 8), np.float32), "layout": "lhd", "cu_seqlens_q": [0, 3]}, "cu_seqlens_q: expected 3 entries"),
+    ],
+)
+def test_wrong_raw_pages(change, message):
+    pages = np.ones((5, 4, 2, 8), np.float32)
+    arguments = {
+        "q": np.ones((2, 4, 1, 8), np.float32),
+        "k_pages": pages,
+        "v_pages": pages,
+        "block_table": [[0, 1], [2, 3]],
+        "k_lengths": [5, 8],
+    }
+    sl.attention_paged(**arguments)
+    with pytest.raises(sl.Error, match=message):
+        sl.attention_paged(**(arguments | change))
