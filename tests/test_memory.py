@@ -96,35 +96,82 @@ def test_guard_pages_of_tables(isa, guarded, dtype):
         sl.attention(q, k, v, q_start=0, mask=lambda b, h, i, j, of=of: of[i] == of[j])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_guard_pages_of_caches(isa, guarded, dtype, monkeypatch):
+def ending_memory(guarded):
+    """Instead of pages of our own: memory that ends where a guard begins."""
+    memory = iter(guarded)
+
+    def pages(size: int) -> ctypes.Array:
+        g = next(memory)
+        g.unlock()
+        ctypes.memset(g.base, 0, g.size)
+        return (ctypes.c_char * size).from_address(g.base + g.size - size)
+
+    return pages
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+@pytest.mark.parametrize("window", [False, True])
+def test_guard_pages_of_caches(isa, guarded, dtype, window, monkeypatch):
     """A cache that ends where memory ends, at every length."""
     rng = np.random.default_rng(9)
-    kind = numpy_dtype(dtype)
-    for _ in range(200 if FULL else 20):
+    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    for _ in range(200 if FULL else 12):
         d, dv, capacity = int(rng.integers(1, 131)), int(rng.integers(1, 131)), int(rng.integers(1, 300))
-        memory = iter(guarded)
-
-        def pages(size: int, memory=memory) -> ctypes.Array:
-            g = next(memory)
-            g.unlock()
-            ctypes.memset(g.base, 0, g.size)
-            return (ctypes.c_char * size).from_address(g.base + g.size - size)
-
+        ring = {"window": int(rng.integers(1, 100)), "keep_first": int(rng.integers(40))} if window else {}
         with monkeypatch.context() as patched:
-            patched.setattr(arrays, "pages", pages)
-            cache = sl.KVCache(layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=capacity, dtype=dtype)
-        while cache.length(0) < capacity:
-            n = min(capacity - cache.length(0), int(rng.choice([1, 1, 2, 16, 40])))
+            patched.setattr(arrays, "pages", ending_memory(guarded))
+            cache = sl.KVCache(layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=capacity + 700 * window, dtype=dtype, **ring)
+        while cache.length(0) < cache.capacity:
+            n = min(cache.capacity - cache.length(0), int(rng.choice([1, 1, 2, 16, 40, 260])))
             q, k, v = (rng.standard_normal((1, h, n, x)).astype(kind) for h, x in ((2, d), (1, d), (1, dv)))
             assert np.isfinite(cache.attend(0, q, k, v).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+def test_guard_pages_of_pools(isa, guarded, dtype, monkeypatch):
+    """The last page of a pool ends where memory ends, and is anywhere in a sequence."""
+    rng = np.random.default_rng(10)
+    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    for _ in range(200 if FULL else 20):
+        d, dv, size = int(rng.integers(1, 131)), int(rng.integers(1, 131)), 16 * int(rng.integers(1, 5))
+        with monkeypatch.context() as patched:
+            patched.setattr(arrays, "pages", ending_memory(guarded))
+            pool = sl.PagePool(layers=1, pages=6, page_size=size, kv_heads=1, head_dim=d, value_dim=dv, dtype=dtype)
+        rng.shuffle(pool._free)
+        sequences = [pool.sequence(), pool.sequence()]
+        while pool.free_pages > 1:
+            counts = [int(rng.integers(0, 1 + size // int(rng.integers(1, 9)))) for _ in sequences]
+            q, k, v = (rng.standard_normal((sum(counts), h, x)).astype(kind) for h, x in ((2, d), (1, d), (1, dv)))
+            assert np.isfinite(pool.attend(0, sequences, q, k, v, new_lengths=counts).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_guard_pages_of_raw_pages(isa, guarded, dtype):
+    """Arrays of pages between guards; pages of any size, in any order, sealed."""
+    rng = np.random.default_rng(11)
+    kind = numpy_dtype(dtype)
+    for _ in range(1500 if FULL else 100):
+        d, dv, size, count = (int(rng.integers(1, n)) for n in (131, 131, 34, 40))
+        side, length, n = str(rng.choice(["over", "under"])), int(rng.integers(0, count * size + 1)), int(rng.choice([1, 2, 30]))
+        for g in guarded:
+            g.unlock()
+        k, v = (g.array((count, size, 1, x), kind, side) for g, x in zip(guarded, (d, dv), strict=False))
+        for x, g in ((k, guarded[0]), (v, guarded[1])):
+            x[...] = rng.standard_normal(x.shape, dtype=np.float32).astype(kind)
+            g.seal()
+        q = rng.standard_normal((1, 2, n, d)).astype(kind)
+        table = rng.permutation(count)[None]
+        out = sl.attention_paged(q, k, v, table, [length], causal=True)
+        assert np.isfinite(out.astype(np.float32)).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [77, 3])
 def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
     q, k, v = (rng.standard_normal((1, 2, n, 33)).astype(numpy_dtype(dtype)) for n in (q_len, 77, 77))
-    results = set()
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=33, capacity=77, dtype="int8" if dtype == "float32" else dtype)
+    cache.append(0, k, v)
+    results, stored = set(), set()
     for fill in (0x00, 0xFF, 0x7F):
 
         def take(size: int, fill: int = fill) -> ctypes.Array:
@@ -135,7 +182,8 @@ def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
         monkeypatch.setattr(engine, "_take_scratch", take)
         monkeypatch.setattr(engine, "_give_scratch", lambda scratch: None)
         results.add(sl.attention(q, k, v, causal=True, q_start=20).tobytes())
-    assert len(results) == 1
+        stored.add(cache.attend(0, q).tobytes())
+    assert len(results) == len(stored) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
