@@ -11,7 +11,7 @@ import numpy as np
 from . import arrays, engine
 from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
-from .planning import Pages, Plan
+from .planning import SLACK, Pages, Plan
 from .problem import LAYOUTS, from_arrays, from_cache, from_sizes, packed_lengths, page_lists
 from .tracing import kept
 
@@ -177,7 +177,7 @@ def attention_paged(
         if (x.kind == "torch") != (a.kind == "torch"):
             raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {a.kind}.")
     pages, page_size, kv_heads, head_dim = k.shape
-    lists, lengths = page_lists(block_table, k_lengths, pages, page_size)
+    lists, lengths = page_lists(block_table, k_lengths, pages, page_size, SLACK)
     rows, first = None, None
     if layout == "lhd":
         cu = range(len(lengths) + 1) if cu_seqlens_q is None else cu_seqlens_q

@@ -20,12 +20,17 @@ from .planning import BLOCK, uses_dot
 class Store:
     """Keys or values as they are given: a block of keys is [element][16 keys], a block of values is 16 rows."""
 
-    def __init__(self, shape: tuple[int, ...], dim: int, dtype: str, *, keys: bool) -> None:
+    def __init__(self, dim: int, dtype: str, *, keys: bool) -> None:
         self.dim, self.dtype, self.is_keys = dim, dtype, keys
-        self.kind = arrays.numpy_dtype("int8" if dtype == "int8" else dtype)
+        self.kind = arrays.numpy_dtype(dtype)
         self.row = self.row_bytes()  # of a token: a block's bytes over 16
-        self.memory = room((*shape, BLOCK * self.row))
-        self.address = self.memory.ctypes.data
+        self.planes: list[np.ndarray] = []
+
+    def use(self, whole: np.ndarray, first: int = 0) -> None:
+        """Takes its memory: of each block of `whole`, (…, block, bytes), those from `first` on."""
+        self.whole, self.first = whole, first
+        self.memory = whole[..., first : first + BLOCK * self.row]
+        self.address = whole.ctypes.data + first
         self.planes = self.views()
 
     def row_bytes(self) -> int:
@@ -38,7 +43,7 @@ class Store:
         """Part of each block as an array of this type."""
         inner = [kind.itemsize * math.prod(tail[i + 1 :]) for i in range(len(tail))]
         strides = (*self.memory.strides[:-1], *inner)
-        return np.ndarray((*self.memory.shape[:-1], *tail), kind, self.memory, offset, strides)
+        return np.ndarray((*self.memory.shape[:-1], *tail), kind, self.whole, self.first + offset, strides)
 
     def split(self, x: np.ndarray) -> list[np.ndarray]:
         """Tokens (…, dim) as the planes take them."""
@@ -58,9 +63,8 @@ class Store:
             else:
                 _scatter(plane[where], self.memory.ndim - 1, at, part)
 
-    def put_each(self, page: np.ndarray, token: np.ndarray, x: np.ndarray) -> None:
-        """Tokens x (n, heads, dim), each to a page (page, heads, block, …) and a place in it."""
-        block, lane = token >> 4, token & 15
+    def put_each(self, page: np.ndarray, block: np.ndarray, lane: np.ndarray, x: np.ndarray) -> None:
+        """Tokens x (n, heads, dim), each to a place of its own in (page, heads, block, …)."""
         for plane, part in zip(self.planes, self.split(x), strict=True):
             tail = plane.shape[self.memory.ndim - 1 :]
             if len(tail) == 2:
@@ -179,10 +183,17 @@ def room(shape: tuple[int, ...]) -> np.ndarray:
 
 
 def make_stores(
-    layers: int, shape: tuple[int, ...], dtype: str, head_dim: int, value_dim: int, isa: Any
+    layers: int, shape: tuple[int, ...], dtype: str, head_dim: int, value_dim: int, isa: Any, *, together: bool
 ) -> tuple[list[Store], list[Store]]:
-    """Keys and values of every layer; shape: all but what is in a block."""
+    """Keys and values of every layer; shape: all but what is in a block. `together`: a block's values follow its keys."""
     kind = Coded if dtype == "int8" else Pairs if dtype == "bfloat16" and uses_dot(isa, "bf16") else Store
-    sizes = ((head_dim, True), (value_dim, False))
-    k, v = ([kind(shape, dim, dtype, keys=keys) for _ in range(layers)] for dim, keys in sizes)
+    k, v = ([kind(dim, dtype, keys=keys) for _ in range(layers)] for dim, keys in ((head_dim, True), (value_dim, False)))
+    for keys, values in zip(k, v, strict=True):
+        if together:
+            whole = room((*shape, BLOCK * (keys.row + values.row)))
+            keys.use(whole)
+            values.use(whole, BLOCK * keys.row)
+        else:
+            for x in (keys, values):
+                x.use(room((*shape, BLOCK * x.row)))
     return k, v

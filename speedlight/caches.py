@@ -18,7 +18,7 @@ from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
 from .patterns import prefix
 from .patterns import window as window_mask
-from .planning import BLOCK, Pages
+from .planning import BLOCK, ENDLESS, SLACK, Pages
 from .problem import SPAN, TILE, from_cache
 from .tracing import kept
 
@@ -91,7 +91,7 @@ class KVCache:
             self._fixed, self._ring = (-(-n // TILE) * TILE for n in (self.keep_first, self.window + _PIECE))
             tokens = self._fixed + self._ring
         shape = (self.batch, self.kv_heads, -(-tokens // BLOCK))
-        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa)
+        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=False)
         self._pages, self._list = self._layout()
         self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
         self._lengths = [[0] * self.batch for _ in range(self.layers)]
@@ -103,13 +103,13 @@ class KVCache:
     def _layout(self) -> tuple[Pages, np.ndarray]:
         """How kernels find a token, and the list of pages of every sequence."""
         k, v = self._keys[0], self._values[0]
-        page = TILE if self._ring else 1 << 62
+        page = TILE if self._ring else ENDLESS
         ring = {"fixed": self._fixed // TILE, "ring": self._ring // TILE} if self._ring else {}
         pages = Pages(
             True, page, k.memory.strides[1], TILE * k.row, k.row, v.memory.strides[1], TILE * v.row, v.row,
             k_item=k.memory.strides[0], v_item=v.memory.strides[0], **ring,
         )  # fmt: skip
-        return pages, np.arange((self._fixed + self._ring) // TILE + 1, dtype=np.int64)
+        return pages, np.arange((self._fixed + self._ring) // TILE + SLACK, dtype=np.int64)
 
     def __repr__(self) -> str:
         sizes = ["layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity"]

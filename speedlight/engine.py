@@ -210,7 +210,7 @@ def prepare_pages(
     return Prepared(problem, how, words, items, cached=pages.lanes)
 
 
-_NO_PAGES = np.zeros(1, np.int64)  # the list of an array without pages: one that never ends
+_NO_PAGES = np.zeros(1 + planning.SLACK, np.int64)  # the list of an array without pages: one that never ends
 
 
 def arguments(
@@ -230,7 +230,7 @@ def arguments(
     words = _words(problem, how, isa, layout, q, out_strides, items)
     for name, strides in (("k", k.strides), ("v", v.strides)):
         words |= {f"{name}_{part}": _axis(strides, layout, i) for part, i in _PARTS}
-    return how, words | {"page_size": 1 << 62, "page_fixed": 1 << 62, "page_ring": 1}, items
+    return how, words | {"page_size": planning.ENDLESS, "page_fixed": planning.ENDLESS, "page_ring": 1}, items
 
 
 _PARTS = (("head", -3), ("row", -2), ("column", -1))

@@ -17,7 +17,7 @@ from .blocks import make_stores
 from .caches import cache_dtype, check_sizes, check_tokens
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull
 from .machine import current_isa
-from .planning import BLOCK, DECODE_ROWS, Pages
+from .planning import BLOCK, DECODE_ROWS, SLACK, Pages
 from .problem import SPAN, from_cache
 from .tracing import kept
 
@@ -25,7 +25,10 @@ _STEPS = 64  # prepared steps kept
 
 
 class _State:
-    """What the pool knows of a sequence. Entries of `table` past `count` are nobody's: an append writes there first."""
+    """What the pool knows of a sequence: `count` pages. Kernels read `table`, a number for each block of 16 tokens; what is
+
+    past those of `count` pages is nobody's: an append writes there first.
+    """
 
     __slots__ = ("count", "generation", "lengths", "lock", "table")
 
@@ -34,7 +37,7 @@ class _State:
         self.reset(layers)
 
     def reset(self, layers: int) -> None:
-        self.table, self.count, self.lengths = np.zeros(8, np.int64), 0, [0] * layers
+        self.table, self.count, self.lengths = np.zeros(SLACK, np.int64), 0, [0] * layers
 
 
 class Sequence:
@@ -57,8 +60,7 @@ class Sequence:
     @property
     def pages(self) -> tuple[int, ...]:
         """The pages it holds, in order."""
-        state = self.pool._state(self)
-        return tuple(state.table[: state.count].tolist())
+        return tuple(self.pool._pages_of(self.pool._state(self)))
 
     def fork(self) -> Sequence:
         """Another sequence of the same tokens. Pages are shared until one of the two writes to them."""
@@ -113,11 +115,14 @@ class PagePool:
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = map(int, sizes.values())
         self.dtype, self._isa = cache_dtype(dtype), current_isa()
         shape = (self.pages, self.kv_heads, self.page_size // BLOCK)
-        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa)
+        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=True)
         self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
         k, v = self._keys[0], self._values[0]
-        heads_and_pages = [(x.memory.strides[1], x.memory.strides[0], x.row) for x in (k, v)]
-        self._pages = Pages(True, self.page_size, *heads_and_pages[0], *heads_and_pages[1])
+        # to the kernels a page is a block; blocks are numbered through heads, so that one number times a block's bytes leads there
+        head, block = k.memory.strides[1:3]
+        self._pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
+        self._blocks = self.page_size // BLOCK
+        self._apart = self.kv_heads * self._blocks  # numbers from one page to the next
         self._free = list(range(self.pages - 1, -1, -1))
         self._uses = [0] * self.pages
         self._states: list[_State] = []  # of sequences that were freed
@@ -172,7 +177,7 @@ class PagePool:
             old = self._state(sequence)
             new = self._states.pop() if self._states else _State(self.layers)
             new.table, new.count, new.lengths = old.table.copy(), old.count, list(old.lengths)
-            for page in new.table[: new.count].tolist():
+            for page in self._pages_of(new):
                 self._uses[page] += 1
             return Sequence(self, new)
 
@@ -185,16 +190,23 @@ class PagePool:
         with self._writing([state]), self._lock:
             state.lengths = [int(length)] * self.layers
             still = -(-int(length) // self.page_size)
-            self._return(state.table[still : state.count].tolist())
+            self._return(self._pages_of(state)[still:])
             state.count = still
 
     def _free_sequence(self, sequence: Sequence) -> None:
         state = self._state(sequence)
         with self._writing([state]), self._lock:
-            self._return(state.table[: state.count].tolist())
+            self._return(self._pages_of(state))
             state.generation += 1
             state.reset(self.layers)
             self._states.append(state)
+
+    def _pages_of(self, state: _State) -> list[int]:
+        return (state.table[: state.count * self._blocks : self._blocks] // self._apart).tolist()
+
+    def _set_page(self, table: np.ndarray, at: int, page: int) -> None:
+        first = page * self._apart
+        table[at * self._blocks : (at + 1) * self._blocks] = range(first, first + self._blocks)
 
     def _return(self, pages: list[int]) -> None:
         for page in pages:
@@ -205,8 +217,8 @@ class PagePool:
     def _tokens(self, sequence: Sequence, layer: int, stores: list[Any]) -> np.ndarray:
         state, layer = self._state(sequence), self._layer(layer)
         n = state.lengths[layer]
-        used = state.table[: -(-n // self.page_size)]
-        each = stores[layer].get(used, self.page_size)  # (pages, heads, page_size, dim)
+        used = self._pages_of(state)[: -(-n // self.page_size)]
+        each = stores[layer].get(np.array(used, np.int64), self.page_size)  # (pages, heads, page_size, dim)
         return each.swapaxes(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].copy()
 
     # --- append and attend
@@ -324,17 +336,18 @@ class PagePool:
             tables, replaced = [], []
             for state, n in zip(states, fresh, strict=True):
                 mine = [at for owner, at in copies if owner is state]
-                table = state.table
-                if mine or state.count + n > len(table):
-                    table = np.zeros(max(len(table), 2 * (state.count + n)), np.int64)
-                    table[: state.count] = state.table[: state.count]
+                table, used = state.table, state.count * self._blocks
+                if mine or used + n * self._blocks + SLACK > len(table):
+                    table = np.zeros(max(len(table), 2 * (used + n * self._blocks) + SLACK), np.int64)
+                    table[:used] = state.table[:used]
                 for at in mine:
-                    old, new = int(table[at]), next(left)
+                    old, new = int(table[at * self._blocks]) // self._apart, next(left)
                     for store in (*self._keys, *self._values):
                         store.memory[new] = store.memory[old]
                     replaced.append(old)
-                    table[at] = new
-                table[state.count : state.count + n] = list(itertools.islice(left, n))
+                    self._set_page(table, at, new)
+                for at in range(state.count, state.count + n):
+                    self._set_page(table, at, next(left))
                 tables.append(table)
             yield tables
         except BaseException:
@@ -356,7 +369,7 @@ class PagePool:
         for state, total in zip(states, totals, strict=True):
             start = state.lengths[layer]
             for at in range(start // self.page_size, min(state.count, -(-total // self.page_size))):
-                page = int(state.table[at])
+                page = int(state.table[at * self._blocks]) // self._apart
                 if self._uses[page] - left[page] > 1 or away.get(page, 0) > start:
                     left[page] += 1
                     away[page] = max(away.get(page, 0), start)
@@ -366,16 +379,16 @@ class PagePool:
     def _write(self, layer: int, states: list[_State], tables: list[np.ndarray], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         starts = [s.lengths[layer] for s in states]
         if max(counts, default=0) <= 1:
-            positions = np.array([s for s, n in zip(starts, counts, strict=True) if n], np.int64)
-            pages = np.array([t[s // self.page_size] for t, s, n in zip(tables, starts, counts, strict=True) if n], np.int64)
+            used = [(t[s >> 4], s) for t, s, n in zip(tables, starts, counts, strict=True) if n]
+            numbers, positions = (np.array(x, np.int64) for x in zip(*used, strict=True)) if used else ((), ())
         else:
             each = [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
             positions = np.concatenate(each)
-            pages = np.concatenate([t[x // self.page_size] for t, x in zip(tables, each, strict=True)])
+            numbers = np.concatenate([t[x >> 4] for t, x in zip(tables, each, strict=True)])
         if len(positions):
-            inside = positions % self.page_size
-            self._keys[layer].put_each(pages, inside, k)
-            self._values[layer].put_each(pages, inside, v)
+            places = numbers // self._apart, numbers % self._apart, positions & 15
+            self._keys[layer].put_each(*places, k)
+            self._values[layer].put_each(*places, v)
 
     def _run(
         self, layer: int, q: arrays.Array, counts: list[int], totals: list[int], tables: list[np.ndarray], causal: bool,

@@ -43,9 +43,15 @@ def dots(problem: Problem, isa: Isa) -> bool:
     return uses_dot(isa, problem.storage) and not problem.quantised
 
 
+ENDLESS = 1 << 62  # tokens or pages: there is no end
+
+
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """Keys and values that are read page by page: distances in bytes. Each item has a list of pages of its own."""
+    """Keys and values that are read page by page: distances in bytes.
+
+    Each item has a list of pages of its own, with SLACK numbers past the last: they are read, not used.
+    """
 
     lanes: bool  # in the blocks of a cache, else row by row
     size: int  # tokens of a page
@@ -59,10 +65,11 @@ class Pages:
     v_column: int = 0
     k_item: int = 0
     v_item: int = 0
-    fixed: int = 1 << 62  # entries of a list before those that are a ring
+    fixed: int = ENDLESS  # entries of a list before those that are a ring
     ring: int = 1
 
 
+SLACK = 8
 PLACES = 192  # addresses of a tile's keys, and of what is fetched ahead of it, and what one store may write past them
 
 

@@ -353,12 +353,13 @@ def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]
     return tuple(b - a for a, b in itertools.pairwise(offsets))
 
 
-def page_lists(block_table: Any, k_lengths: Any, pages: int, page_size: int) -> tuple[np.ndarray, tuple[int, ...]]:
-    """A block table that may say anything, copied, then checked as far as it is used; and the lengths."""
+def page_lists(block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int) -> tuple[np.ndarray, tuple[int, ...]]:
+    """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the lengths."""
     table = np.array(block_table.tolist() if hasattr(block_table, "tolist") else block_table)
     if table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
         raise ArgumentTypeError(f"block_table: expected ints of shape (batch, most pages); got {table.dtype} of shape {table.shape}.")
-    numbers = np.ascontiguousarray(table, np.int64)
+    numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
+    numbers[:, : table.shape[1]] = table
     lengths = _lengths("k_lengths", k_lengths, len(table), table.shape[1] * page_size)
     for item, n in enumerate(lengths):
         used = numbers[item, : -(-n // page_size)]

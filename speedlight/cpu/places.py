@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..planning import PLACES
+from ..planning import ENDLESS, PLACES
 from .fields import field
-from .vector import I64, PTR, Module, Value
+from .vector import I64, PTR, Module, Value, vec
 
 _AT_ONCE = 8  # addresses of one store
 
@@ -28,23 +28,34 @@ def locate(module: Module, tokens: int) -> Any:
     step = p["row"] * tokens
     steps = k.iota(_AT_ONCE) * k.splat(step, _AT_ONCE)
     at, regular, expected = k.variable(p["start"]), k.variable(k.i64(1)), k.variable(k.i64(0))
-    with k.forever() as leave_if:
-        here = at.get()
-        leave_if(here >= p["end"])
-        page = here // size
-        inside = here - page * size
-        slot = k.variable(page)
-        with k.when(page >= fixed):
-            slot.set(fixed + (page - fixed) % ring)
-        address = base + k.load(I64, p["pages"], slot.get() * 8) * p["page_bytes"] + inside * p["row"]
-        run = k.min(p["end"] - here, size - inside)
-        follows = here.equals(p["start"]) | address.equals(expected.get())
-        regular.set(k.select(follows, regular.get(), k.i64(0)))
-        expected.set(address + run * p["row"])
-        first = (here - p["start"]) // tokens
-        with k.range(0, (run + (tokens - 1)) // tokens, _AT_ONCE) as i:
-            k.store(k.splat(address + i * step, _AT_ONCE) + steps, p["places"], (first + i) * 8)
-        at.set(here + run)
+    with k.either(size.equals(tokens) & fixed.equals(ENDLESS)) as (each, runs):
+        with each:  # a number of its own for each entry; up to _AT_ONCE - 1 numbers past the last are read
+            count = (p["end"] - p["start"] + (tokens - 1)) // tokens
+            numbers = k.at(p["pages"], p["start"] // tokens * 8)
+            first = base + k.load(I64, numbers) * p["page_bytes"]
+            with k.range(0, count, _AT_ONCE) as i:
+                address = k.splat(base, _AT_ONCE) + k.load(vec(I64, _AT_ONCE), numbers, i * 8) * k.splat(p["page_bytes"], _AT_ONCE)
+                k.store(address, p["places"], i * 8)
+                follows = address.equals(k.splat(first + i * step, _AT_ONCE) + steps)
+                past = k.iota(_AT_ONCE) >= k.splat(count - i, _AT_ONCE)
+                regular.set(k.select(k.all(follows | past), regular.get(), k.i64(0)))
+        with runs, k.forever() as leave_if:
+            here = at.get()
+            leave_if(here >= p["end"])
+            page = here // size
+            inside = here - page * size
+            slot = k.variable(page)
+            with k.when(page >= fixed):
+                slot.set(fixed + (page - fixed) % ring)
+            address = base + k.load(I64, p["pages"], slot.get() * 8) * p["page_bytes"] + inside * p["row"]
+            run = k.min(p["end"] - here, size - inside)
+            follows = here.equals(p["start"]) | address.equals(expected.get())
+            regular.set(k.select(follows, regular.get(), k.i64(0)))
+            expected.set(address + run * p["row"])
+            first = (here - p["start"]) // tokens
+            with k.range(0, (run + (tokens - 1)) // tokens, _AT_ONCE) as i:
+                k.store(k.splat(address + i * step, _AT_ONCE) + steps, p["places"], (first + i) * 8)
+            at.set(here + run)
     return k.finish(regular.get())
 
 
