@@ -201,7 +201,8 @@ def prepare_pages(
     """
     size = DTYPES[problem.dtype][1]
     strided = [not pages.lanes and x != size for x in (pages.k_column, pages.v_column)]
-    how = planning.schedule(problem, isa, threads, *strided, pages=pages)
+    adjoin = pages.k_head < pages.k_page if pages.lanes and pages.size == planning.BLOCK else pages.k_head < pages.k_row
+    how = planning.schedule(problem, isa, threads, *strided, pages=pages, heads_adjoin=adjoin)
     index = np.arange(problem.batch, dtype=np.int64)
     items = _items(problem, how, layout, q, out_strides, q_first, index * pages.k_item, index * pages.v_item, np.array(lists, np.int64))
     words = _words(problem, how, isa, layout, q, out_strides, items)
@@ -219,7 +220,8 @@ def arguments(
 ) -> tuple[planning.Schedule, dict[str, int], np.ndarray]:  # fmt: skip
     """The schedule, the kernel's words by name, and its table of items; for any vector unit, this machine's or not."""
     size = DTYPES[problem.dtype][1]
-    how = planning.schedule(problem, isa, threads, *(_axis(x.strides, layout, -1) != size for x in (k, v)))
+    adjoin = 0 < _axis(k.strides, layout, -3) < _axis(k.strides, layout, -2)
+    how = planning.schedule(problem, isa, threads, *(_axis(x.strides, layout, -1) != size for x in (k, v)), heads_adjoin=adjoin)
     if cu_q is not None and cu_k is not None:
         first, strides = np.array(cu_k[:-1], np.int64), [_axis(x.strides, layout, -2) for x in (k, v)]
     else:
@@ -266,6 +268,7 @@ def _words(
         "stage_v": int(how.stage_values),
         "panel_bytes": how.panel_bytes,
         "width": how.width,
+        "heads": how.heads,
         "partial_bytes": how.partial_bytes,
         **dict(how.offsets),
     }
@@ -294,7 +297,7 @@ def _items(
     table[:, 10] = np.arange(batch) if problem.items is None else problem.items
     q_lengths = np.array(problem.q_lengths, np.int64)
     blocks = np.minimum(q_lengths, 1) * how.parts if how.parts else -(-q_lengths * problem.group // how.block_rows)
-    tickets = blocks * problem.kv_heads
+    tickets = blocks * (problem.kv_heads // how.heads)
     table[:, 0] = np.cumsum(tickets) - tickets
     table[:, 1], table[:, 2], table[:, 3] = blocks, q_lengths, problem.k_lengths
     table[:, 4] = np.array(problem.q_starts, np.int64) - problem.k_start

@@ -380,7 +380,7 @@ class PagePool:
         starts = [s.lengths[layer] for s in states]
         if max(counts, default=0) <= 1:
             used = [(t[s >> 4], s) for t, s, n in zip(tables, starts, counts, strict=True) if n]
-            numbers, positions = (np.array(x, np.int64) for x in zip(*used, strict=True)) if used else ((), ())
+            numbers, positions = np.array(used, np.int64).reshape(-1, 2).T
         else:
             each = [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
             positions = np.concatenate(each)

@@ -20,6 +20,7 @@ _TASK_FLOPS = 800_000_000
 
 BLOCK = 16  # keys of a block of a KVCache: one after another for each element
 
+_TASK_ROWS = 128  # of all heads of a decode task: their states stay in the second-level cache
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
 
 # Side by side, two workers' scratches cost 2 to 4 % (measured; prefetchers run past the end of one into the other)
@@ -90,7 +91,8 @@ class Schedule:
     panel_bytes: int
     scratch_bytes: int  # of one worker
     parts: int = 0  # of the spans of one kv head, for the decode kernel; 0 for the forward kernel
-    partial_bytes: int = 0  # what the parts of one kv head leave for the last of them
+    partial_bytes: int = 0  # what the parts of one task's kv heads leave for the last of them
+    heads: int = 1  # kv heads of one task
 
     @property
     def panel(self) -> int:
@@ -108,11 +110,15 @@ class Schedule:
 
 
 def schedule(
-    problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False, *, pages: Pages | None = None
-) -> Schedule:
-    """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads allow."""
+    problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False, *, pages: Pages | None = None,
+    heads_adjoin: bool = False,
+) -> Schedule:  # fmt: skip
+    """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads allow.
+
+    `heads_adjoin`: a token's heads lie side by side, and tokens apart.
+    """
     if _decodes(problem, isa, strided_keys or strided_values):
-        return _decode_schedule(problem, isa, threads)
+        return _decode_schedule(problem, isa, threads, heads_adjoin)
     storage = problem.storage
     lanes = lanes_of(isa, storage)
     rows = [n * problem.group for n in problem.q_lengths]
@@ -148,34 +154,45 @@ def _decodes(problem: Problem, isa: Isa, strided: bool) -> bool:
     return 0 < most <= DECODE_ROWS and problem.value_dim >= lanes_of(isa, problem.storage)
 
 
-def _decode_schedule(problem: Problem, isa: Isa, threads: int) -> Schedule:
-    """One task for each kv head, or several that share its spans where heads are few."""
+def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: bool) -> Schedule:
+    """One task for each kv head, or several that share its spans where heads are few.
+
+    Where heads adjoin, a task takes several of them through each tile: memory is then read in longer pieces (a page of
+    virtual memory holds all heads of a token, so that one head alone would need as many of them as there are tokens).
+    """
     storage, lanes = problem.storage, lanes_of(isa, problem.storage)
     number, dot = 8 if storage == "f64" else 4, dots(problem, isa)
     rows = max(problem.q_lengths) * problem.group
     heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
     spans = -(-max(problem.k_lengths, default=0) // SPAN)
-    parts = max(1, min(spans, -(-4 * threads // max(1, heads)))) if heads < 4 * threads and threads > 1 else 1
+    together = 1
+    if heads_adjoin:
+        items = max(1, heads // max(1, problem.kv_heads))
+        enough = 4 * threads if threads > 1 else 1  # tasks
+        fits = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n * rows <= _TASK_ROWS]
+        together = max((n for n in fits if items * (problem.kv_heads // n) * max(1, spans) >= enough), default=1)
+    tasks = heads // together
+    parts = max(1, min(spans, -(-4 * threads // max(1, tasks)))) if tasks < 4 * threads and threads > 1 else 1
     slots = -(-problem.value_dim // lanes)
     units = (problem.head_dim + 1) // 2 if dot else problem.head_dim
     state = rows * (slots + 1) * lanes * number
     at_keys = _up(TILE * rows * number, 64)  # of queries
-    at_values = _up(at_keys + rows * units * number, 64)  # of a tile's sums
+    at_values = _up(at_keys + together * rows * units * number, 64)  # of a tile's sums
     at_span = _up(at_values + rows * slots * lanes * number, 64)
-    at_total = at_span + state
-    at_rows = at_total + state
+    at_total = at_span + together * state
+    at_rows = at_total + together * state
     at_places = _up(at_rows + rows * 24, 64)
     names = {"at_keys": at_keys, "at_values": at_values, "at_span": at_span, "at_total": at_total, "at_rows": at_rows}
     names["at_places"] = at_places
-    used = max(1, min(threads, heads * parts))
-    partial = spans * state if parts > 1 else 0
+    used = max(1, min(threads, tasks * parts))
+    partial = spans * together * state if parts > 1 else 0
     return Schedule(
         isa,
         storage,
         0,
         rows,
         used,
-        heads * parts,
+        tasks * parts,
         False,
         False,
         slots,
@@ -184,6 +201,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int) -> Schedule:
         _up(at_places + 2 * PLACES * 8, 4096),
         parts,
         partial,
+        together,
     )
 
 

@@ -11,7 +11,8 @@ value ends, and may overlap the one before.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..planning import BLOCK, SPAN, TILE
@@ -156,6 +157,8 @@ def score_lanes(module: Module, s: Shape) -> Any:
         blocks, aheads = ([k.at(k.load(PTR, p["places"], (x + y) * 8), s.header) for x in numbers] for y in (0, far))
         places = [(block, i * n) for block in blocks for i in range(vectors)]
         totals = [[k.variable(k.const(0.0, s.vector)) for _ in places] for _ in range(count)]
+        for ahead in aheads if s.quantised else ():
+            k.prefetch(k.at(ahead, -s.header))
 
         def unit(t: Value) -> None:
             keys = [load_units(k, s, k.at(block, t * unit_bytes), k.i64(lane), stored=True) for block, lane in places]
@@ -325,6 +328,8 @@ def value_rows(module: Module, s: Shape, rows: int, together: int, *, fetch: boo
             far = _blocks_ahead(k, p["value_row"])
             with k.range(p["first"], p["end"], size) as j:
                 block, ahead = (k.at(k.load(PTR, p["places"], x * 8), s.header) for x in (j // size, j // size + far))
+                if fetch and s.quantised:
+                    k.prefetch(k.at(ahead, -s.header))
                 with k.range(0, k.min(p["end"] - j, k.i64(size))) as i:
                     row = k.at(block, i * step_row)
                     for column in lines:
@@ -334,8 +339,8 @@ def value_rows(module: Module, s: Shape, rows: int, together: int, *, fetch: boo
             keys = 2 if s.dot else 1
 
             def one(j: Value, row_of: Callable[[Value], Value]) -> None:
-                for n in range(keys):
-                    ahead = row_of(j * keys + (16 * keys + n))
+                for n in range(keys if lines else 0):
+                    ahead = k.load(PTR, p["places"], (j * keys + (16 * keys + n)) * 8)
                     for column in lines:
                         k.prefetch(k.at(ahead, column * s.storage_bytes))
                 step(j, row_of(j * keys), row_of(j * keys + (keys - 1)))
@@ -437,14 +442,14 @@ def _task(module: Module, s: Shape, parts: _Parts) -> Any:
 
 
 class _Task(Work):
-    """All rows of one kv head of one item, over a share of its spans."""
+    """All rows of some kv heads of one item, over a share of its spans."""
 
     def __init__(self, k: Function, s: Shape, parts: _Parts) -> None:
         super().__init__(k)
         self.s, self.parts = s, parts
         self.of = self.item()
         local = k.p["number"] - self.of["first"]
-        self.head, self.part = local // self.of["blocks"], local % self.of["blocks"]
+        self.first_head, self.part = local // self.of["blocks"] * self.get("heads"), local % self.of["blocks"]
         self.group = self.get("group")
         self.rows = self.of["q_len"] * self.group
         self.slots, self.value_dim = self.get("width"), self.get("value_dim")
@@ -458,10 +463,26 @@ class _Task(Work):
         numbers = k.at(self.scratch, self.get("at_rows"))
         most = self.get("panels") * 8  # bytes of one number of every row
         self.alpha, self.sums, self.limits = (k.at(numbers, most * i) for i in range(3))
+        self.all_rows = self.rows * self.get("heads")
+        self.take(k.i64(0))
+        self.box = self.position(k.i64(0)), self.position(self.rows - 1)
+
+    def take(self, h: Value) -> None:
+        """Turns to the h-th head of the task."""
+        k = self.k
+        self.h, self.head, self.state_at = h, self.first_head + h, h * self.rows * self.state_row
         self.keys = k.at(k.pointer(self.get("k")), self.of["k_at"] + self.head * self.get("k_head"))
         self.values = k.at(k.pointer(self.get("v")), self.of["v_at"] + self.head * self.get("v_head"))
         self.heads = self.head * self.group, (self.head + 1) * self.group - 1
-        self.box = self.position(k.i64(0)), self.position(self.rows - 1)
+        self.head_queries = k.at(self.queries, h * self.rows * self.units * self.s.number_bytes)
+        self.head_span, self.head_total = k.at(self.span, self.state_at), k.at(self.total, self.state_at)
+
+    @contextlib.contextmanager
+    def each_head(self) -> Iterator[None]:
+        """For all heads of the task, one after another."""
+        with self.k.range(0, self.get("heads")) as h:
+            self.take(h)
+            yield
 
     def position(self, r: Value) -> Value:
         """Of a row's query."""
@@ -480,8 +501,8 @@ class _Task(Work):
 
     def run(self) -> None:
         k, s, parts = self.k, self.s, self.parts
-        with k.range(0, self.rows) as r:
-            query = k.at(self.queries, r * self.units * s.number_bytes)
+        with self.each_head(), k.range(0, self.rows) as r:
+            query = k.at(self.head_queries, r * self.units * s.number_bytes)
             k.call(parts.pack, query, self.place("q", r), self.get("head_dim"), self.units, self.get("q_column"), self.get("flip"))
         self.clear(self.total)
         last = k.select(self.rows > 0, self.limit(self.rows - 1), k.i64(0))
@@ -491,31 +512,32 @@ class _Task(Work):
         shared = k.pointer(self.get("partials") + k.p["number"] // self.of["blocks"] * self.get("partial_bytes"))
         hidden = None
         if parts.visibility is not None:
-            hidden = lambda low, high: self.class_of(low, high).equals(0)  # noqa: E731
+            every = self.first_head * self.group, (self.first_head + self.get("heads")) * self.group - 1
+            hidden = lambda low, high: self.class_of(low, high, every).equals(0)  # noqa: E731
             with k.when(alone ^ 1), k.range(first, end) as span:  # spans that are passed by have seen nothing
-                self.clear(k.at(shared, span * self.rows * self.state_row))
+                self.clear(k.at(shared, span * self.all_rows * self.state_row))
         with self.stretches(first * SPAN, k.min(end * SPAN, last), hidden) as (start, stop):
             self.clear(self.span)
-            with k.range(start, stop, TILE) as tile:
+            with k.range(start, stop, TILE) as tile, self.each_head():
                 self.trimmed_tile(tile, k.min(last - tile, k.i64(TILE)))
             with k.either(alone) as (merge, leave):
                 with merge:
                     self.merge(self.span)
-                with leave, k.range(0, self.rows * self.state_row, 8) as byte:
-                    target = k.at(shared, start // SPAN * self.rows * self.state_row)
+                with leave, k.range(0, self.all_rows * self.state_row, 8) as byte:
+                    target = k.at(shared, start // SPAN * self.all_rows * self.state_row)
                     k.store(k.load(I64, self.span, byte), target, byte)
         finished = k.variable(alone)
         with k.when(alone ^ 1):  # the last of the head's tasks merges all of its spans, in order
             counter = k.pointer(self.get("arrived") + k.p["number"] // self.of["blocks"] * 8)
             finished.set((k.fetch_add(counter, 0, 1) + 1).equals(self.of["blocks"]))
             with k.when(finished.get()), k.range(0, spans) as span:
-                self.merge(k.at(shared, span * self.rows * self.state_row))
-        with k.when(finished.get()):
+                self.merge(k.at(shared, span * self.all_rows * self.state_row))
+        with k.when(finished.get()), self.each_head():
             self.finish()
 
-    def class_of(self, low: Value, high: Value) -> Value:
-        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) the rows."""
-        return self.seen_of(self.parts.visibility, self.of["index"], self.heads, self.box, low, high)
+    def class_of(self, low: Value, high: Value, heads: tuple[Value, Value]) -> Value:
+        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) the rows of some heads."""
+        return self.seen_of(self.parts.visibility, self.of["index"], heads, self.box, low, high)
 
     def trimmed_tile(self, start: Value, count: Value) -> None:
         """What a mask shows of a tile."""
@@ -523,39 +545,52 @@ class _Task(Work):
         if self.parts.visibility is None:
             self.tile(start, count, count)
             return
-        seen = self.class_of(start, start + count)
+        seen = self.class_of(start, start + count, self.heads)
         first, end, clear = self.extent_of(self.parts.extent, seen, self.of["index"], self.heads, self.box, start, count)
         with k.when(first < end):
             self.tile(start + first, end - first, clear - first)
 
     def clear(self, states: Value) -> None:
-        """(-inf, 0, 0) for every row."""
+        """(-inf, 0, 0) for every row of every head."""
         k, s = self.k, self.s
-        with k.range(0, self.rows) as r:
+        with k.range(0, self.all_rows) as r:
             at = k.at(states, r * self.state_row)
             with k.range(0, self.slots + 1) as slot:
                 k.store(k.const(0.0, s.vector), at, slot * _slot_bytes(s))
             k.store(k.const(float("-inf"), s.number), at)
 
     def merge(self, states: Value) -> None:
+        """What a span has seen, into the totals of all heads."""
         k = self.k
-        with k.range(0, self.rows) as r:
+        with k.range(0, self.all_rows) as r:
             k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
 
-    def locate(self, places: Value, name: str, base: Value, start: Value, count: Value) -> Value:
-        """The addresses of a tile's keys or values, and of what is fetched ahead of it; whether they are at one distance."""
-        k = self.k
-        end = k.min(start + count + (_MOST_AHEAD * BLOCK if self.s.cached else 2 * BLOCK), self.of["k_len"])
-        pages, page_bytes, row = k.pointer(self.of["pages"]), self.get(f"{name}_page"), self.get(f"{name}_row")
-        return k.call(self.parts.locate, k.p["a"], places, pages, base, page_bytes, row, start, end)
+    def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
+        """The addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to be fetched ahead.
+
+        What comes next is the tile of the task's next head, or its first head's next tile.
+        """
+        k, parts = self.k, self.parts
+        base = self.keys if name == "k" else self.values
+        head, row = self.get(f"{name}_head"), self.get(f"{name}_row")
+        more = (self.h + 1) < self.get("heads")
+        next_base = k.at(base, k.select(more, head, -(self.h * head)))
+        next_start = k.select(more, start, start + TILE)
+        ahead = _MOST_AHEAD * BLOCK if self.s.cached else 2 * BLOCK
+        next_end = k.min(next_start + ahead, self.of["k_len"])
+        pages, page_bytes, piece = k.pointer(self.of["pages"]), self.get(f"{name}_page"), self.s.piece
+        regular = k.call(parts.locate, k.p["a"], places, pages, base, page_bytes, row, start, start + count)
+        past = k.at(places, (count + (piece - 1)) // piece * 8)
+        k.call(parts.locate, k.p["a"], past, pages, next_base, page_bytes, row, next_start, next_end)
+        return regular
 
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
         k, s, parts = self.k, self.s, self.parts
         k_row, v_row, d = self.get("k_row"), self.get("v_row"), self.get("head_dim")
-        self.locate(self.k_places, "k", self.keys, start, count)
-        regular = self.locate(self.v_places, "v", self.values, start, count)
-        k.call(parts.score, self.scratch, self.queries, self.k_places, k_row, count, self.units, self.rows, d)
+        self.locate(self.k_places, "k", start, count)
+        regular = self.locate(self.v_places, "v", start, count)
+        k.call(parts.score, self.scratch, self.head_queries, self.k_places, k_row, count, self.units, self.rows, d)
         joint = k.variable(count)  # keys that every row sees
         word = self.get("c")
         c = word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32)
@@ -563,7 +598,7 @@ class _Task(Work):
         with k.range(0, self.rows) as r:
             limit = k.max(k.min(self.limit(r) - start, count), k.i64(0))
             k.store(limit, self.limits, r * 8)
-            row, state = k.at(self.scratch, r * _score_row(s)), k.at(self.span, r * self.state_row)
+            row, state = k.at(self.scratch, r * _score_row(s)), k.at(self.head_span, r * self.state_row)
             if parts.expression is not None:
                 q_head = self.head * self.group + r % self.group
                 place = (start + self.get("k_start"), count, limit, clear, self.of["index"], q_head, self.position(r))
@@ -582,7 +617,7 @@ class _Task(Work):
             begin = k.splat((total.bits(s.integer) & sign).bits(s.number), s.lanes)
             with k.range(0, self.slots) as slot:
                 k.store(begin, self.tile_sum, r * self.slots * _slot_bytes(s) + slot * _slot_bytes(s))
-            at = k.at(self.span, r * self.state_row)
+            at = k.at(self.head_span, r * self.state_row)
             alpha, running_sum = k.load(s.number, self.alpha, r * 8), k.load(s.number, at, s.number_bytes)
             k.store(k.fma(running_sum, alpha, total), at, s.number_bytes)
         together = joint.get() >> 1 if s.dot else joint.get()
@@ -604,7 +639,7 @@ class _Task(Work):
                 k.call(parts.careful, *self.value_arguments(r, v_row, together, end, regular), count - 1)
             alpha = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes)
             with k.range(0, self.slots) as slot:
-                place = k.at(self.span, r * self.state_row + (slot + 1) * _slot_bytes(s))
+                place = k.at(self.head_span, r * self.state_row + (slot + 1) * _slot_bytes(s))
                 x = k.load(s.vector, self.tile_sum, (r * self.slots + slot) * _slot_bytes(s))
                 k.store(k.fma(k.load(s.vector, place), alpha, x), place)
 
@@ -618,7 +653,7 @@ class _Task(Work):
         """A sink joins last; then the rows are written."""
         k, s = self.k, self.s
         with k.range(0, self.rows) as r:
-            state = k.at(self.total, r * self.state_row)
+            state = k.at(self.head_total, r * self.state_row)
             with k.when(self.get("sinks").differs(0) & (self.of["index"] >= 0)):
                 with k.range(0, self.slots + 1) as slot:
                     k.store(k.const(0.0, s.vector), self.span, slot * _slot_bytes(s))

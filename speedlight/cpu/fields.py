@@ -12,7 +12,7 @@ FIELDS = (
     "at_check", "at_partial", "at_keys", "at_values", "at_panels", "panel_bytes", "at_total", "at_span", "at_limits", "at_rows", "width",
     "scale", "k_start", "numbers", "tables", "wrong", "sinks",
     "partials", "partial_bytes", "arrived",
-    "page_size", "page_fixed", "page_ring", "k_page", "v_page", "at_places", "at_scales",
+    "page_size", "page_fixed", "page_ring", "k_page", "v_page", "at_places", "at_scales", "heads",
 )  # fmt: skip
 # per batch item: tickets before it, blocks per kv head, lengths, q_start - k_start, byte offsets; which item (-1: rows without
 # a query), its list of pages

@@ -29,7 +29,7 @@ def locate(module: Module, tokens: int) -> Any:
     steps = k.iota(_AT_ONCE) * k.splat(step, _AT_ONCE)
     at, regular, expected = k.variable(p["start"]), k.variable(k.i64(1)), k.variable(k.i64(0))
     with k.either(size.equals(tokens) & fixed.equals(ENDLESS)) as (each, runs):
-        with each:  # a number of its own for each entry; up to _AT_ONCE - 1 numbers past the last are read
+        with each, k.when(p["start"] < p["end"]):  # a number of its own for each entry; up to _AT_ONCE - 1 numbers past the last are read
             count = (p["end"] - p["start"] + (tokens - 1)) // tokens
             numbers = k.at(p["pages"], p["start"] // tokens * 8)
             first = base + k.load(I64, numbers) * p["page_bytes"]
