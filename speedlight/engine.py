@@ -201,7 +201,7 @@ def prepare_pages(
     """
     size = DTYPES[problem.dtype][1]
     strided = [not pages.lanes and x != size for x in (pages.k_column, pages.v_column)]
-    adjoin = pages.k_head < pages.k_page if pages.lanes and pages.size == planning.BLOCK else pages.k_head < pages.k_row
+    adjoin = not pages.lanes and 0 < pages.k_head < pages.k_row
     how = planning.schedule(problem, isa, threads, *strided, pages=pages, heads_adjoin=adjoin)
     index = np.arange(problem.batch, dtype=np.int64)
     items = _items(problem, how, layout, q, out_strides, q_first, index * pages.k_item, index * pages.v_item, np.array(lists, np.int64))

@@ -41,8 +41,7 @@ _TOGETHER = 32  # steps of keys whose values are used for all rows while the fir
 _AHEAD = 2  # groups of keys that are fetched ahead, of rows
 _FAR = 16384  # bytes that are fetched ahead, of a cache: some microseconds of reading
 _MOST_AHEAD = 24  # blocks, where they are small
-_VALUE_TILES = {True: ((2, 8), (1, 8)), False: ((2, 4), (1, 4))}  # rows and slots whose sums are in registers
-_SCORE_TILES = {True: ((8, 1), (4, 2), (1, 4)), False: ((4, 1), (1, 1))}  # rows and blocks of a cache, likewise
+_SCORE_ROWS = {True: (8, 4, 1), False: (4, 1)}  # rows that share a block of a cache; their sums are in registers
 _ONES = 0x3F803F80  # a pair of bf16 ones
 
 
@@ -62,8 +61,7 @@ class _Parts:
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.hiding else None
         self.extent = extent(m, self.visibility) if self.visibility else None
-        tiles = _VALUE_TILES[s.isa.registers >= 32]
-        self.values = {rows: [value_rows(m, s, rows, together, fetch=x) for x in (True, False)] for rows, together in tiles}
+        self.values = [(rows, least, value_rows(m, s, rows, together)) for rows, together, least in _value_tiles(s)]
         self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)
         self.store = store_row(m, s, self.log)
 
@@ -148,23 +146,19 @@ def score_lanes(module: Module, s: Shape) -> Any:
     vectors, unit_bytes = max(1, BLOCK // n), BLOCK * s.stored_bytes
     far = _blocks_ahead(k, p["key_row"])
 
-    last = (p["count"] - 1) // BLOCK
-
-    def rows_of(first: Value, count: int, j: Value, together: int) -> None:
-        """`count` rows and some blocks: as many independent chains as there are sums. A block past the end repeats the last one."""
+    def rows_of(first: Value, count: int, j: Value) -> None:
+        """`count` rows and one block: two blocks at once would be two streams from memory (4 to 9 % slower, measured)."""
         queries = [k.at(p["queries"], (first + r) * p["units"] * s.number_bytes) for r in range(count)]
-        numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
-        blocks, aheads = ([k.at(k.load(PTR, p["places"], (x + y) * 8), s.header) for x in numbers] for y in (0, far))
-        places = [(block, i * n) for block in blocks for i in range(vectors)]
-        totals = [[k.variable(k.const(0.0, s.vector)) for _ in places] for _ in range(count)]
-        for ahead in aheads if s.quantised else ():
+        block, ahead = (k.at(k.load(PTR, p["places"], x * 8), s.header) for x in (j // BLOCK, j // BLOCK + far))
+        totals = [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors)] for _ in range(count)]
+        if s.quantised:
             k.prefetch(k.at(ahead, -s.header))
 
         def unit(t: Value) -> None:
-            keys = [load_units(k, s, k.at(block, t * unit_bytes), k.i64(lane), stored=True) for block, lane in places]
-            for ahead in aheads:
-                for line in range(0, unit_bytes, 64):
-                    k.prefetch(k.at(ahead, t * unit_bytes + line))
+            here = k.at(block, t * unit_bytes)
+            keys = [load_units(k, s, here, k.i64(i * n), stored=True) for i in range(vectors)]
+            for line in range(0, unit_bytes, 64):
+                k.prefetch(k.at(ahead, t * unit_bytes + line))
             for r in range(count):
                 query = k.splat(k.load(s.unit, queries[r], t * s.number_bytes), n)
                 for total, x in zip(totals[r], keys, strict=True):
@@ -172,18 +166,19 @@ def score_lanes(module: Module, s: Shape) -> Any:
 
         unrolled(k, 0, p["units"], unit, by=2)
         for r in range(count):
-            for i, (total, (block, lane)) in enumerate(zip(totals[r], places, strict=True)):
+            for i, total in enumerate(totals[r]):
                 x = total.get()
                 if s.quantised:
-                    x = x * k.load(s.vector, block, lane * 4 - s.header)
+                    x = x * k.load(s.vector, block, i * n * 4 - s.header)
                 k.store(x, p["scores"], (first + r) * _score_row(s) + (j + i * n) * s.number_bytes)
 
-    start = k.i64(0)
-    for rows, together in _SCORE_TILES[s.isa.registers >= 32 and vectors == 1]:
-        end = start + (p["rows"] - start) // rows * rows
-        with k.range(start, end, rows) as r, k.range(0, p["count"], BLOCK * together) as j:
-            rows_of(r, rows, j, together)
-        start = end
+    with k.range(0, p["count"], BLOCK) as j:
+        start = k.i64(0)
+        for rows in _SCORE_ROWS[s.isa.registers >= 32 and vectors == 1]:
+            end = start + (p["rows"] - start) // rows * rows
+            with k.range(start, end, rows) as r:
+                rows_of(r, rows, j)
+            start = end
     return k.finish()
 
 
@@ -302,12 +297,24 @@ def _step_row(k: Function, s: Shape) -> Value:
     return k.p["value_dim"] if s.quantised else k.p["value_row"] << 1 if s.dot else k.p["value_row"]
 
 
-def value_rows(module: Module, s: Shape, rows: int, together: int, *, fetch: bool) -> Any:
+def _value_tiles(s: Shape) -> list[tuple[int, int, int]]:
+    """Rows and slots whose sums are in registers, and from how many rows on.
+
+    Memory is read best in whole rows of values. But where a vector of them is used by many rows, or is int8 that must be
+    widened, it is read once for four.
+    """
+    if s.isa.registers < 32:
+        return [(2, 4, 2), (1, 4, 1)]
+    return [(4, 4, 4 if s.quantised else 8), (2, 8, 2), (1, 8, 1)]
+
+
+def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
     """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a key, or a pair.
 
-    `rows` rows and `together` slots at a time. The first rows to read a tile `fetch` what comes after it.
+    `rows` rows and `together` slots at a time. Each pass fetches what comes after: what one asks for may be dropped, and
+    once was measured to be too little.
     """
-    k = module.function(f"value_rows_{rows}{'_ahead' * fetch}", _VALUE_PARAMS)
+    k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
     p = k.p
     size, step_row = _steps_together(s), _step_row(k, s)
     with k.range(0, p["slots"], together) as slot:
@@ -315,7 +322,7 @@ def value_rows(module: Module, s: Shape, rows: int, together: int, *, fetch: boo
         columns = [k.min(x * s.lanes, p["value_dim"] - s.lanes) for x in slots]
         sums = [[r * p["sum_row"] + x * _slot_bytes(s) for x in slots] for r in map(k.i64, range(rows))]
         totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
-        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))] if fetch else []
+        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))]
 
         def step(j: Value, row: Value, after: Value, columns: list[Value] = columns, totals: list[list[Any]] = totals) -> None:
             vectors = [_value(k, s, row, after, c) for c in columns]
@@ -328,7 +335,7 @@ def value_rows(module: Module, s: Shape, rows: int, together: int, *, fetch: boo
             far = _blocks_ahead(k, p["value_row"])
             with k.range(p["first"], p["end"], size) as j:
                 block, ahead = (k.at(k.load(PTR, p["places"], x * 8), s.header) for x in (j // size, j // size + far))
-                if fetch and s.quantised:
+                if s.quantised:
                     k.prefetch(k.at(ahead, -s.header))
                 with k.range(0, k.min(p["end"] - j, k.i64(size))) as i:
                     row = k.at(block, i * step_row)
@@ -339,8 +346,8 @@ def value_rows(module: Module, s: Shape, rows: int, together: int, *, fetch: boo
             keys = 2 if s.dot else 1
 
             def one(j: Value, row_of: Callable[[Value], Value]) -> None:
-                for n in range(keys if lines else 0):
-                    ahead = k.load(PTR, p["places"], (j * keys + (16 * keys + n)) * 8)
+                for n in range(keys):
+                    ahead = row_of(j * keys + (16 * keys + n))
                     for column in lines:
                         k.prefetch(k.at(ahead, column * s.storage_bytes))
                 step(j, row_of(j * keys), row_of(j * keys + (keys - 1)))
@@ -582,7 +589,7 @@ class _Task(Work):
         regular = k.call(parts.locate, k.p["a"], places, pages, base, page_bytes, row, start, start + count)
         past = k.at(places, (count + (piece - 1)) // piece * 8)
         k.call(parts.locate, k.p["a"], past, pages, next_base, page_bytes, row, next_start, next_end)
-        return regular
+        return k.select(self.get("heads").equals(1), regular, k.i64(0))  # else what comes next is elsewhere
 
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
@@ -624,14 +631,11 @@ class _Task(Work):
         with k.range(0, together, _TOGETHER) as first:
             end = k.min(first + _TOGETHER, together)
             done = k.i64(0)
-            for rows, (ahead, plain) in parts.values.items():
-                until = done + (self.rows - done) // rows * rows
-                with k.range(done, until, rows) as r, k.either(r.equals(0)) as (once, again):
-                    with once:
-                        k.call(ahead, *self.value_arguments(r, v_row, first, end, regular))
-                    with again:
-                        k.call(plain, *self.value_arguments(r, v_row, first, end, regular))
-                done = until
+            for rows, least, function in parts.values:
+                many = k.select(self.rows >= least, (self.rows - done) // rows * rows, k.i64(0))
+                with k.range(done, done + many, rows) as r:
+                    k.call(function, *self.value_arguments(r, v_row, first, end, regular))
+                done = done + many
         with k.range(0, self.rows) as r:
             limit = k.load(I64, self.limits, r * 8)
             end = (limit + 1) >> 1 if s.dot else limit
