@@ -43,16 +43,22 @@ def table(path: Path) -> str:
     if decode:
         lines += [
             "",
-            "One token against n cached keys: `KVCache`, and `attention()` over the caller's own arrays, as a share of a plain read",
-            "(`torch.sum`) of as many bytes in the same turn.",
+            "One token of each sequence against n cached keys, as a share of a plain read (`torch.sum`) of as many bytes in the same turn:",
+            "`KVCache`; `attention()` over the caller's own arrays; and `PagePool` (pages of 16 in random order) relative to `KVCache`.",
+            "PyTorch: SDPA with enable_gqa, and in brackets with a group's heads as rows, which is faster; OpenVINO likewise by rows.",
             "",
-            "| problem | ms | GB/s | of a plain read | own arrays | PyTorch |",
-            "|---|---|---|---|---|---|",
+            "| problem | tokens/s | GB/s | of a plain read | own arrays | pages | PyTorch | ONNX Runtime | OpenVINO |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
     for row in decode:
-        ms, name = row["seconds"]["cache"][2] * 1e3, row["name"].removesuffix(" one token")
-        shares = f"{row['share_of_read']:.0%} | {row['share_of_read_arrays']:.0%}"
-        lines.append(f"| {name} | {ms:.3f} | {row['gbytes']:.0f} | {shares} | {row['torch']:.1f} x |")
+        own = "–" if row["share_of_read_arrays"] is None else f"{row['share_of_read_arrays']:.0%}"
+        peers = {name: f"{x:.1f} x" for name, x in row["peers"].items()}
+        torch = f"{peers['torch']} ({peers['torch by rows']})" if "torch by rows" in peers else peers.get("torch", "–")
+        cells = (
+            row["name"].removesuffix(" one token"), f"{row['tokens']:,.0f}", f"{row['gbytes']:.0f}", f"{row['share_of_read']:.0%}", own,
+            f"{row['pages']:.2f} x", torch, peers.get("onnxruntime", "–"), peers.get("openvino", "–"),
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -3,8 +3,8 @@
     python examples/generate.py --prompt "Once upon a time" --tokens 200 --chunk 16
 
 The weights are drawn from a seed, not trained, so the text means nothing; what it shows is the loop of an inference
-engine. Whatever the chunks, threads and calls, the text stays the same, because the attention has the same bits and every
-other row is computed alone.
+engine. Whatever the chunks, threads and calls, in one piece of memory or in pages (--paged), the text stays the same,
+because the attention has the same bits and every other row is computed alone.
 """
 
 from __future__ import annotations
@@ -23,11 +23,29 @@ LETTERS = " etaoinshrdlucmfwypvbgkqjxz.,'\nTAISHWMBCE-;!?"  # the vocabulary: on
 LAYERS, DIM, HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 4, 256, 8, 2, 32, 688
 
 
+class Paged:
+    """One sequence of a pool, with the methods of a KVCache that are used here."""
+
+    def __init__(self, pool: sl.PagePool) -> None:
+        self.pool, self.sequence = pool, pool.sequence()
+
+    def length(self, layer: int) -> int:
+        return self.sequence.length(layer)
+
+    def attend(self, layer: int, *new: np.ndarray) -> np.ndarray:
+        """Pools take packed tokens: (tokens, heads, dim)."""
+        out = self.pool.attend(layer, [self.sequence], *(x[0].swapaxes(0, 1) for x in new))
+        return out.swapaxes(0, 1)[None]
+
+
 class Model:
     """RMSNorm, rotary positions, grouped heads, SwiGLU."""
 
     def __init__(self, seed: int = 0, dtype: str = "float32") -> None:
-        self.dtype, self.stored = dtype, np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)  # of the cache
+        self.dtype, self.stored = (
+            dtype,
+            np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else "float32" if dtype == "int8" else dtype),
+        )  # of what the cache takes
         rng = np.random.default_rng(seed)
         self.embedding, self.output = (rng.standard_normal((len(LETTERS), DIM), dtype=np.float32) for _ in range(2))
         shapes = {
@@ -38,7 +56,7 @@ class Model:
         self.layers = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
         self.frequencies = 10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
 
-    def forward(self, tokens: np.ndarray, cache: sl.KVCache) -> np.ndarray:
+    def forward(self, tokens: np.ndarray, cache: sl.KVCache | Paged) -> np.ndarray:
         """Appends the tokens to the cache; returns the logits after each of them."""
         first = cache.length(0)
         angles = (first + np.arange(len(tokens)))[:, None] * self.frequencies
@@ -75,10 +93,12 @@ def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
     return np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
 
 
-def generate(model: Model, prompt: str, count: int, chunk: int, seed: int = 0) -> Iterator[str]:
+def generate(model: Model, prompt: str, count: int, chunk: int, seed: int = 0, paged: bool = False) -> Iterator[str]:
     """The prompt's continuation, character by character."""
     tokens = np.array([LETTERS.index(c) for c in prompt])
-    cache = sl.KVCache(layers=LAYERS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, capacity=len(tokens) + count, dtype=model.dtype)
+    sizes = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": model.dtype}
+    room = len(tokens) + count
+    cache = Paged(sl.PagePool(pages=-(-room // 16), page_size=16, **sizes)) if paged else sl.KVCache(capacity=room, **sizes)
     logits = np.zeros((1, len(LETTERS)))
     for start in range(0, len(tokens), chunk):
         logits = model.forward(tokens[start : start + chunk], cache)
@@ -95,7 +115,8 @@ def main() -> None:
     parser.add_argument("--prompt", default="The attention of a stranger ")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--chunk", type=int, default=16, help="tokens of the prompt in one call")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "float16", "bfloat16"], help="of the cache")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "float16", "bfloat16", "int8"], help="of the cache")
+    parser.add_argument("--paged", action="store_true", help="keep keys and values in pages")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     unknown = sorted(set(options.prompt) - set(LETTERS))
@@ -105,7 +126,7 @@ def main() -> None:
     model = Model(options.seed, options.dtype)
     print(options.prompt, end="", flush=True)
     start, seen = time.perf_counter(), 0.0
-    for n, letter in enumerate(generate(model, options.prompt, options.tokens, options.chunk, options.seed)):
+    for n, letter in enumerate(generate(model, options.prompt, options.tokens, options.chunk, options.seed, options.paged)):
         seen = time.perf_counter() if n == 0 else seen
         print(letter, end="", flush=True)
     seconds = time.perf_counter() - seen

@@ -331,19 +331,28 @@ def _unused_rows(problem: Problem, how: planning.Schedule, table: np.ndarray, ro
     return rest
 
 
+def kernel_shape(
+    problem: Problem, threads: int, isa: Isa, *, strided_keys: bool = False, strided_values: bool = False
+) -> tuple[planning.Schedule, Any]:
+    """How a problem runs, and the Shape of its kernel; for any vector unit, this machine's or not."""
+    from .cpu import lookups, lower
+    from .cpu.microkernels import Shape
+
+    how = planning.schedule(problem, isa, threads, strided_keys, strided_values)
+    return how, Shape(isa, how.storage, how.vectors, _program(problem, lower, lookups)[0])
+
+
 def make_plan(
     problem: Problem, threads: int, isa: Isa | None = None, *, strided_keys: bool = False, strided_values: bool = False, exact: bool = False
 ) -> Any:
     """The plan of a problem on this machine, with its measured roofs."""
-    from .cpu import lookups, lower, roof
+    from .cpu import roof
     from .cpu.compile import symbol_of
-    from .cpu.microkernels import Shape
 
     isa = isa or current_isa()
-    how = planning.schedule(problem, isa, threads, strided_keys, strided_values)
-    symbol = symbol_of(Shape(isa, how.storage, how.vectors, _program(problem, lower, lookups)[0]))
+    how, shape = kernel_shape(problem, threads, isa, strided_keys=strided_keys, strided_values=strided_values)
     peak = roof.peak_flops(isa, problem.storage, how.threads)
-    return planning.count(problem, how, symbol, peak, roof.bandwidth(how.threads), exact=exact)
+    return planning.count(problem, how, symbol_of(shape), peak, roof.bandwidth(how.threads), exact=exact)
 
 
 @functools.lru_cache(maxsize=1)

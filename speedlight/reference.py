@@ -74,6 +74,27 @@ def error_bound(q: Any, k: Any, v: Any, *, dot: bool = False, **options: Any) ->
     return Bounds(case.outward(out), lse)
 
 
+def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
+    """softmax(scale · QKᵀ) itself, (batch, q_heads, q_len, k_len) in float64; for a few rows, since it is as large as it is.
+
+    Options as for `attention`, with layout "bhld" or "blhd". A row that sees nothing is 0.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> sl.reference.weights(x, x, causal=True)[0, 0].tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    case = _Case(q, k, k, options)
+    out = np.zeros((*case.q.shape[:3], case.k.shape[2]))
+    with np.errstate(all="ignore"):
+        for place in case.heads():
+            score = np.where(place.visible, place.scores(), -np.inf)
+            p = np.exp(score - np.maximum(score.max(axis=1, keepdims=True, initial=-np.inf), -1e300))
+            total = p.sum(axis=1, keepdims=True)
+            out[place.at][:, : score.shape[1]] = p / np.where(total == 0, 1, total)
+    return out
+
+
 class _Case:
     """Arrays as (batch, heads, length, dim) float64 views of one problem, or as one item when packed."""
 

@@ -550,16 +550,16 @@ def test_numpy_dtypes_are_understood():
         assert made(numpy_dtype(name)).dtype == name
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_the_example_says_the_same_whatever_the_chunks_and_threads(dtype):
     path = Path(__file__).parent.parent / "examples" / "generate.py"
     spec = importlib.util.spec_from_file_location("generate", path)
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
     model, texts = generate.Model(3, dtype), set()
-    for chunk, threads in ((1, 1), (5, 2), (16, 1), (100, 2)):
+    for chunk, threads, paged in ((1, 1, False), (5, 2, True), (16, 1, True), (100, 2, False)):
         sl.set_threads(threads)
-        texts.add("".join(generate.generate(model, "The attention of a stranger, in turn", 30, chunk)))
+        texts.add("".join(generate.generate(model, "The attention of a stranger, in turn", 30, chunk, paged=paged)))
     (text,) = texts
     assert len(text) == 30 and len(set(text)) > 5
 

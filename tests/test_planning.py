@@ -120,3 +120,19 @@ def test_schedule_fits_the_cache():
     problem = sl.plan(q_heads=8, q_len=4096, head_dim=64).problem
     how = planning.schedule(problem, current_isa(), 2)
     assert how.scratch_bytes < 1 << 20 and how.panels >= 1
+
+
+def test_the_plain_read_reads_every_byte():
+    """The sum of what was read is the sum of the memory: a roof that skips lines would be too high."""
+    import ctypes
+
+    from speedlight.cpu import roof
+    from speedlight.cpu.fields import FIELDS, LIMIT
+    from speedlight.cpu.workers import run_region
+
+    memory = np.random.default_rng(0).integers(0, 1 << 40, 4 * 65536 // 8)
+    words = (ctypes.c_int64 * (len(FIELDS) + 128))()
+    words[LIMIT], words[FIELDS.index("q")] = 4, memory.ctypes.data
+    run_region(roof._kernels(current_isa(), "f32")[1], words, 1)
+    sums = np.frombuffer(words, np.int64)[roof.OPERANDS // 8 :]
+    assert sums.sum() == memory.sum() and np.count_nonzero(sums) == 8 * current_isa().vector_bytes // 8

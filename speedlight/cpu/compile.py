@@ -175,6 +175,24 @@ def cache_path(shape: Shape) -> Path | None:
     return directory and directory / f"{symbol_of(shape)}_{_digest(shape)}.o"
 
 
+def kept_kernels() -> dict[Path, int]:
+    """The object files that are kept, and their bytes."""
+    directory = cache_directory()
+    if directory is None or not directory.is_dir() or directory.is_symlink():
+        return {}
+    return {path: path.stat().st_size for path in sorted(directory.glob("*.o")) if path.is_file() and not path.is_symlink()}
+
+
+def clear_kernels() -> int:
+    """Deletes them; returns how many there were."""
+    gone = 0
+    for path in kept_kernels():
+        with contextlib.suppress(OSError):
+            path.unlink()
+            gone += 1
+    return gone
+
+
 def _warn(what: str, error: object) -> None:
     global _warned
     if not _warned:

@@ -47,8 +47,8 @@ def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
         with k.range(ticket * 65536, (ticket + 1) * 65536, isa.vector_bytes * 8) as at:
             for i, total in enumerate(sums):
                 total.set(total.get() + k.load(wide, base, at + i * isa.vector_bytes))
-    for total in sums:
-        k.store(total.get(), a, field("q_head"))
+    for i, total in enumerate(sums):  # each to a place of its own: else LLVM drops all but the last, and their loads
+        k.store(total.get(), a, OPERANDS + isa.vector_bytes * i)
     k.fetch_add(a, field("left"), 1)
     k.finish()
     code = compile_ir(s, str(module), _host_triple(s))
@@ -79,12 +79,12 @@ def peak_flops(isa: Isa, storage: str, threads: int) -> float:
 
 
 @functools.lru_cache(maxsize=8)
-def bandwidth(threads: int) -> float:
-    """Bytes per second of reading 64 MiB in sequence, best of a few."""
+def bandwidth(threads: int, size: int = _READ) -> float:
+    """Bytes per second of reading so many in sequence, best of a few. Those that fit a cache come from there."""
     from ..machine import current_isa
 
     _, kernel = _kernels(current_isa(), "f32")
-    memory = (ctypes.c_char * (_READ + 64))()
+    memory = (ctypes.c_char * (size + 64))()
     ctypes.memset(memory, 1, len(memory))
-    best = min(_timed(kernel, _READ // 65536, threads, ctypes.addressof(memory)) for _ in range(4))
-    return _READ / best
+    best = min(_timed(kernel, size // 65536, threads, ctypes.addressof(memory)) for _ in range(4))
+    return size / best

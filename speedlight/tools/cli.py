@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -16,16 +15,18 @@ from ..errors import ArgumentError, Error
 from ..files import read_arrays, write_arrays
 from ..machine import current_isa
 from ..planning import uses_dot
-from .formula import read_formula
-from .pictures import check_path, tile_map
+from .formula import read_formula, read_formulas
+from .pictures import check_path, draw_weights, tile_map
 
 try:
     import typer
     from rich.console import Console
     from rich.progress import Progress
-    from rich.table import Table
 except ImportError as error:  # pragma: no cover
     raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: pip install 'speedlight[cli]'") from None
+
+from .inspecting import info, show
+from .reports import print_json, print_rows
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Exact attention at the speed of the machine."
@@ -73,7 +74,7 @@ def attend(
     options: dict[str, Any] = {"causal": "top-left" if top_left else causal, "scale": scale, "layout": layout}
     if layout == "lhd":
         options |= {n: found[n] for n in ("cu_seqlens_q", "cu_seqlens_k") if n in found}
-    options |= {"mask": mask and read_formula("--mask", mask, "bhij"), "score": score and read_formula("--score", score, "sbhij")}
+    options |= read_formulas(mask, score)
     plan = sl.plan(*arrays, **options)
     out, lse, seconds = _attend(arrays, options, plan, quiet=as_json)
     if output is not None:
@@ -88,7 +89,7 @@ def attend(
     if check:
         report["check"] = _check(arrays, options, out, lse)
     if as_json:
-        print(json.dumps(report | {"plan": dict(plan.rows())}, ensure_ascii=False))
+        print_json(report | {"plan": dict(plan.rows())})
     else:
         _print(report, plan)
     if check and not report["check"]["passed"]:
@@ -97,35 +98,84 @@ def attend(
 
 @app.command()
 def view(
-    mask: Annotated[str, typer.Option(help="The mask: 'causal() & window(1024, 0)', or in b, h, i, j: '(i >= j) & (i - j < 100)'.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The picture: .png, .svg or .pdf.")],
-    length: Annotated[int, typer.Option(help="Queries, and keys unless --keys says otherwise.")] = 8192,
-    keys: Annotated[int | None, typer.Option(help="Keys. The last query is at the last key.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 1,
-    kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values; default as many.")] = None,
-    head: Annotated[int, typer.Option(help="The query head to draw.")] = 0,
-    head_dim: Annotated[int, typer.Option(help="Elements of a query; tiles depend on it a little.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, float64, float16 or bfloat16.")] = "float32",
+    files: Annotated[list[Path] | None, typer.Argument(help="A file with q and k, to draw weights; without one, --mask is drawn.")] = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="The picture: .png, .svg or .pdf.")] = Path("view.png"),
+    mask: Annotated[
+        str | None, typer.Option(help="The mask: 'causal() & window(1024, 0)', or in b, h, i, j: '(i >= j) & (i - j < 100)'.")
+    ] = None,
+    causal: Annotated[bool, typer.Option("--causal", help="Of a file: hide keys after the query.")] = False,
+    head: Annotated[list[int] | None, typer.Option(help="Which query head to draw; of a file, may be given several times.")] = None,
+    item: Annotated[int, typer.Option(help="Of a file: which batch item.")] = 0,
+    span: Annotated[str | None, typer.Option(help="Of a file: positions first:end to draw, such as 0:40.")] = None,
+    labels: Annotated[Path | None, typer.Option(help="Of a file: a text file with a token on each line.")] = None,
+    q: Annotated[str, typer.Option(help="Of a file: name of the queries.")] = "q",
+    k: Annotated[str, typer.Option(help="Of a file: name of the keys.")] = "k",
+    length: Annotated[int, typer.Option(help="Of a mask: queries, and keys unless --keys says otherwise.")] = 8192,
+    keys: Annotated[int | None, typer.Option(help="Of a mask: keys. The last query is at the last key.")] = None,
+    heads: Annotated[int, typer.Option(help="Of a mask: query heads.")] = 1,
+    kv_heads: Annotated[int | None, typer.Option(help="Of a mask: heads of keys and values; default as many.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Of a mask: elements of a query; tiles depend on it a little.")] = 64,
+    dtype: Annotated[str, typer.Option(help="Of a mask: float32, float64, float16 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Draws which tiles a mask computes whole, computes under the mask, and skips, and prints the plan."""
+    """Draws the attention weights of a file's heads; or, without a file, which tiles a mask computes whole, under the mask, and skips."""
     check_path(output)
-    what = read_formula("--mask", mask, "bhij")
-    sizes = {"q_heads": heads, "kv_heads": kv_heads, "q_len": length, "k_len": keys, "head_dim": head_dim, "dtype": dtype}
-    plan = sl.plan(**sizes, mask=what)
-    if not 0 <= head < heads:
-        raise ArgumentError(f"--head: expected 0 to {heads - 1}; got {head}.")
-    tile_map(plan, head, mask, output)
-    report = {"output": str(output), "plan": dict(plan.rows())}
+    what = None if mask is None else read_formula("--mask", mask, "bhij")
+    if files:
+        found = read_arrays(files)
+        for option, name in (("--q", q), ("--k", k)):
+            if name not in found:
+                raise ArgumentError(f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}.")
+        report: dict[str, Any] = draw_weights(found[q], found[k], head or [0], item, span, labels, {"causal": causal, "mask": what}, output)
+    else:
+        if what is None or mask is None:
+            raise ArgumentError("--mask: expected a mask to draw, or a file with q and k.")
+        (one, *more) = head or [0]
+        if more or not 0 <= one < heads:
+            raise ArgumentError(f"--head: expected one from 0 to {heads - 1}; got {', '.join(map(str, head or []))}.")
+        drawn = sl.plan(q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, dtype=dtype, mask=what)
+        tile_map(drawn, one, mask, output)
+        report = {"plan": dict(drawn.rows())}
     if as_json:
-        print(json.dumps(report, ensure_ascii=False))
+        print_json({"output": str(output)} | report)
         return
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
-    for name, text in (("written", str(output)), *plan.rows()):
-        table.add_row(name, text)
-    Console().print(table)
+    print_rows([("written", str(output)), *report.get("plan", report).items()])
+
+
+@app.command()
+def plan(
+    length: Annotated[int, typer.Option(help="Queries of a sequence.")],
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values; default as many.")] = None,
+    keys: Annotated[int | None, typer.Option(help="Keys; default as many as queries. The last query is at the last key.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements of a query and a key.")] = 64,
+    value_dim: Annotated[int | None, typer.Option(help="Elements of a value; default --head-dim.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, float64, float16 or bfloat16.")] = "float32",
+    causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query.")] = False,
+    mask: Annotated[str | None, typer.Option(help="Which keys are seen, as for attend.")] = None,
+    score: Annotated[str | None, typer.Option(help="What becomes of a score, as for attend.")] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Count visible pairs where only counting tells.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the time it cannot beat. Runs nothing."""
+    found = sl.plan(
+        batch=batch, q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
+        causal=causal, exact=exact, **read_formulas(mask, score),
+    )  # fmt: skip
+    if as_json:
+        figures = {n: getattr(found, n) for n in _FIGURES}
+        print_json(figures | {"memory_ratio": found.memory_ratio, "seconds_at_least": found.seconds_at_least, "text": dict(found.rows())})
+        return
+    print_rows(found.rows())
+
+
+_FIGURES = (
+    "engine", "isa", "kernel", "threads", "visible_pairs", "flops", "tile_flops", "tiles_full", "tiles_mixed", "tiles_skipped",
+    "bytes_read", "bytes_written", "workspace_bytes", "materialised_bytes", "peak_flops", "bandwidth",
+)  # fmt: skip
+app.command()(info)
+app.command()(show)
 
 
 def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan, quiet: bool) -> tuple[np.ndarray, np.ndarray, float]:
@@ -173,22 +223,17 @@ def _check(arrays: list[np.ndarray], options: dict[str, Any], out: np.ndarray, l
 
 
 def _print(report: dict[str, Any], plan: sl.Plan) -> None:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column(overflow="fold")
     out = report["out"]
     rate = "" if report["gflops"] is None else f" ({report['gflops']:.3g} GFLOP/s)"
-    table.add_row("result", f"out {tuple(out['shape'])} {out['dtype']}, in {report['seconds'] * 1e3:.3g} ms{rate}")
+    rows = [("result", f"out {tuple(out['shape'])} {out['dtype']}, in {report['seconds'] * 1e3:.3g} ms{rate}")]
     if report["output"]:
-        table.add_row("written", report["output"])
+        rows.append(("written", report["output"]))
     if "check" in report:
         c = report["check"]
         word = "[green]passed[/]" if c["passed"] else "[red]FAILED[/]"
         error = f"largest error {c['largest_error']:.2g}, {c['share_of_bound']:.0%} of its bound"
-        table.add_row("check", f"{word}: {c['elements']:,} elements against float64, {error}")
-    for name, text in plan.rows():
-        table.add_row(name, text)
-    Console().print(table)
+        rows.append(("check", f"{word}: {c['elements']:,} elements against float64, {error}"))
+    print_rows([*rows, *plan.rows()])
 
 
 def main() -> None:

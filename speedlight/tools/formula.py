@@ -59,6 +59,14 @@ def read_formula(option: str, text: str, symbols: str) -> Any:
     return sl.expression(lambda b, h, i, j: value(b=b, h=h, i=i, j=j, **patterns), "mask")
 
 
+def read_formulas(mask: str | None, score: str | None) -> dict[str, Any]:
+    """The options mask= and score= of --mask and --score."""
+    return {
+        "mask": None if mask is None else read_formula("--mask", mask, "bhij"),
+        "score": None if score is None else read_formula("--score", score, "sbhij"),
+    }
+
+
 def _inlined(pattern: Any) -> Any:
     """A pattern whose mask is a condition among symbols."""
     return lambda *numbers: Symbol(pattern(*numbers).root)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
+import numpy as np
+
+from .. import reference
+from ..errors import ArgumentError, FileError
 from ..planning import Plan
 from ..tiles import Rows, grid
 
@@ -63,3 +66,98 @@ def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, title=shown, title_fontsize=9, fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+_PIXELS = 700  # cells of a picture to a side; more tokens share one
+_ROWS = 128  # whose weights are in memory at a time
+_FAINTEST = 1e-3
+
+
+def draw_weights(
+    q: np.ndarray, k: np.ndarray, heads: list[int], item: int, span: str | None, labels: Path | None, options: dict[str, Any], path: Path
+) -> dict[str, Any]:
+    """A panel of attention weights for each head: queries downwards, keys to the right."""
+    if q.ndim != 4 or k.ndim != 4:
+        raise ArgumentError(f"--q: expected arrays of shape (batch, heads, length, head_dim); got {q.shape} and {k.shape}.")
+    for name, chosen, most in (("--item", [item], q.shape[0]), ("--head", heads, q.shape[1])):
+        if any(not 0 <= x < most for x in chosen):
+            raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
+    rows, keys = (_span(span, x.shape[2]) for x in (q, k))
+    tokens = _labels(labels, k.shape[2])
+    plt = _pyplot()
+    from matplotlib.colors import LogNorm
+
+    across = min(len(heads), 3)
+    down = -(-len(heads) // across)
+    side = 5.6 if len(heads) == 1 else 4.2
+    figure, axes = plt.subplots(down, across, figsize=(side * across + 0.9, side * down + 0.4), layout="constrained", squeeze=False)
+    drawn, largest = None, {}
+    for place, head in zip(axes.flat, heads, strict=False):
+        cells = _cells(q, k, item, head, options, rows, keys)
+        largest[f"head {head}"] = f"largest weight {cells.max(initial=0.0):.3g}"
+        extent = (keys[0] - 0.5, keys[1] - 0.5, rows[1] - 0.5, rows[0] - 0.5)
+        faint = np.maximum(cells, _FAINTEST)  # one scale for all heads
+        drawn = place.imshow(faint, cmap="cividis", norm=LogNorm(_FAINTEST, 1.0), interpolation="nearest", aspect="auto", extent=extent)
+        place.set_title(f"head {head}", fontsize=10)
+        if tokens is not None:
+            _name_ticks(place.xaxis, keys, tokens, 90)
+            _name_ticks(place.yaxis, rows, tokens[k.shape[2] - q.shape[2] :], 0)
+    for place in list(axes.flat)[len(heads) :]:
+        place.set_visible(False)
+    for place in axes[-1]:
+        place.set_xlabel("key")
+    for place in axes[:, 0]:
+        place.set_ylabel("query")
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.8, pad=0.01)
+    bar.set_label("attention weight")
+    bar.set_ticks([1e-3, 1e-2, 1e-1, 1.0], labels=["≤ 0.001", "0.01", "0.1", "1"])
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+    return {"weights": f"item {item}, queries {rows[0]} to {rows[1] - 1}, keys {keys[0]} to {keys[1] - 1}"} | largest
+
+
+def _name_ticks(axis: Any, span: tuple[int, int], tokens: list[str], rotation: int) -> None:
+    """Tokens instead of numbers; every few, where there are many."""
+    at = list(range(*span, max(1, -(-(span[1] - span[0]) // 42))))
+    axis.set_ticks(at, [tokens[i] for i in at], fontsize=6 if len(at) > 24 else 8)
+    axis.set_tick_params(rotation=rotation)
+
+
+def _cells(
+    q: np.ndarray, k: np.ndarray, item: int, head: int, options: dict[str, Any], rows: tuple[int, int], keys: tuple[int, int]
+) -> np.ndarray:
+    """The weights of some rows and keys of a head, computed by rows; where tokens share a cell, the largest."""
+    kv_head = head // (q.shape[1] // max(1, k.shape[1]))
+    one = k[item : item + 1, kv_head : kv_head + 1]
+    tall, wide = (max(1, -(-(end - first) // _PIXELS)) for first, end in (rows, keys))
+    bands, step = [], max(1, _ROWS // tall) * tall
+    for start in range(*rows, step):
+        some = q[item : item + 1, head : head + 1, start : min(start + step, rows[1])]
+        w = reference.weights(some, one, q_start=start + k.shape[2] - q.shape[2], **options)[0, 0][:, slice(*keys)]
+        w = np.pad(w, ((0, -w.shape[0] % tall), (0, -w.shape[1] % wide)))
+        bands.append(w.reshape(w.shape[0] // tall, tall, w.shape[1] // wide, wide).max(axis=(1, 3)))
+    return np.concatenate(bands)
+
+
+def _span(text: str | None, length: int) -> tuple[int, int]:
+    if text is None:
+        return 0, length
+    try:
+        first, end = (int(x) for x in text.split(":"))
+    except ValueError:
+        raise ArgumentError(f"--span: expected first:end, such as 0:40; got {text!r}.") from None
+    if not 0 <= first < min(end, length):
+        raise ArgumentError(f"--span: expected positions from 0 to {length}, the first below the second; got {text!r}.")
+    return first, min(end, length)
+
+
+def _labels(path: Path | None, length: int) -> list[str] | None:
+    if path is None:
+        return None
+    try:
+        tokens = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"--labels: {path}: {getattr(error, 'strerror', None) or error}.") from None
+    if len(tokens) != length:
+        raise ArgumentError(f"--labels: expected {length} lines, one for each key; got {len(tokens)} in {path}.")
+    return [t.replace("$", r"\$") for t in tokens]

@@ -1,0 +1,164 @@
+"""Commands that look at the machine and at kernels: info, show."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import speedlight as sl
+
+from .. import engine, machine
+from ..errors import ArgumentError, FileError
+from ..planning import dots
+from .formula import read_formulas
+from .reports import print_json, print_rows, size_text
+
+_READ = 512 << 20  # bytes of a plain read: more than any cache holds
+
+
+def info(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete the kernels that were kept.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """This machine: vector unit, threads, measured peaks and bandwidth, and the kernels that are kept."""
+    from ..cpu import compile, roof, workers
+
+    isa, threads = machine.current_isa(), sl.get_threads()
+    kept = compile.kept_kernels()
+    removed = compile.clear_kernels() if clear else None
+    peaks = {name: roof.peak_flops(isa, storage, threads) for name, storage in (("float32", "f32"), ("float64", "f64"))}
+    if isa.bf16_dot:
+        peaks["bfloat16"] = roof.peak_flops(isa, "bf16", threads)
+    read = roof.bandwidth(threads, _READ)
+    directory = compile.cache_directory()
+    report = {
+        "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(), "vector_unit": isa.name,
+        "vector_units": [x.name for x in machine.host_isas()], "threads": threads, "thread_runtime": workers.runtime(),
+        "peak_flops": peaks, "read_bytes_per_second": read,
+        "kernels": {"directory": str(directory) if directory else None, "count": len(kept), "bytes": sum(kept.values())},
+        "removed": removed,
+    }  # fmt: skip
+    if as_json:
+        print_json(report)
+        return
+    others = ", ".join(f"{x.name}" for x in machine.host_isas() if x is not isa)
+    where = (
+        "not kept (SPEEDLIGHT_CACHE=0, or no home directory)"
+        if directory is None
+        else f"{len(kept)}, {size_text(sum(kept.values()))}, in {directory}"
+    )
+    rows = [
+        ("speedlight", f"{sl.__version__}, arithmetic {sl.ARITHMETIC}, engine cpu"),
+        ("cpu", machine.cpu_name()),
+        (
+            "vector unit",
+            f"{isa.name}: {isa.registers} registers of {8 * isa.vector_bytes} bits" + (f"; also here: {others}" if others else ""),
+        ),
+        ("threads", f"{threads}, {workers.runtime()}"),
+        ("peak", ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items()) + f", {threads} threads, measured"),
+        ("plain read", f"{read / 1e9:,.1f} GB/s, measured"),
+        ("kernels", where),
+    ]
+    print_rows(rows if removed is None else [*rows, ("removed", f"{removed} kernels")])
+
+
+def show(
+    length: Annotated[int, typer.Option(help="Queries.")] = 4096,
+    keys: Annotated[int | None, typer.Option(help="Keys; default as many. With --length 1: decoding.")] = None,
+    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
+    kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values; default as many.")] = None,
+    head_dim: Annotated[int, typer.Option(help="Elements of a query.")] = 64,
+    dtype: Annotated[str, typer.Option(help="float32, float64, float16 or bfloat16.")] = "float32",
+    causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query.")] = False,
+    mask: Annotated[str | None, typer.Option(help="A mask, as for attend.")] = None,
+    score: Annotated[str | None, typer.Option(help="A score, as for attend.")] = None,
+    isa: Annotated[
+        str | None, typer.Option(help=f"A vector unit, this machine's or not: {', '.join(x.name for x in machine.ISAS)}.")
+    ] = None,
+    ir: Annotated[bool, typer.Option("--ir", help="Print the LLVM IR.")] = False,
+    assembly: Annotated[bool, typer.Option("--asm", help="Print the assembly.")] = False,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the IR or assembly instead.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """The kernel that a call would run: its name, size and registers; its IR or its assembly."""
+    from ..cpu import compile
+
+    if ir and assembly:
+        raise ArgumentError("--asm: expected either --ir or --asm; got both.")
+    if output is not None and not (ir or assembly):
+        raise ArgumentError("--output: expected --ir or --asm beside it.")
+    if output is not None and not output.parent.is_dir():
+        raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
+    unit = machine.current_isa() if isa is None else machine.isa_named(isa)
+    problem = sl.plan(
+        q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, dtype=dtype, causal=causal,
+        **read_formulas(mask, score),
+    ).problem  # fmt: skip
+    how, shape = engine.kernel_shape(problem, sl.get_threads(), unit)
+    text = compile.emit(shape)
+    code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
+    functions = _functions(listing)
+    report: dict[str, Any] = {
+        "kernel": compile.symbol_of(shape), "vector_unit": unit.name, "runs_here": unit in machine.host_isas(),
+        "arithmetic": "pairs of bfloat16" if dots(problem, unit) else "multiply-adds", "lanes": shape.lanes,
+        "tile": f"{shape.rows} x {shape.vectors} vectors" if shape.vectors else "lanes are keys", "panels": how.panels,
+        "object_bytes": len(code), "instructions": sum(n for n, _ in functions.values()),
+        "registers": _registers(listing, unit),
+        "functions": {name: {"instructions": n, "spills": spills} for name, (n, spills) in functions.items()},
+    }  # fmt: skip
+    if ir or assembly:
+        body = text if ir else listing
+        if output is None:
+            sys.stdout.write(body)
+            return
+        try:
+            output.write_text(body)
+        except OSError as error:
+            raise FileError(f"--output: {output}: {error.strerror or error}.") from error
+        report["output"] = str(output)
+    if as_json:
+        print_json(report)
+        return
+    rows = [
+        ("kernel", report["kernel"]),
+        ("vector unit", unit.name + ("" if report["runs_here"] else ", not of this machine")),
+        ("lanes", f"{shape.lanes}, {report['arithmetic']}; register tile {report['tile']}; {how.panels} panels share a tile of keys"),
+        (
+            "object",
+            f"{len(code):,} bytes, {report['instructions']:,} instructions, {report['registers']} of {unit.registers} vector registers",
+        ),
+    ]
+    rows += [
+        (f"  {name}", f"{n:,} instructions" + (f", {spills} vector spills" if spills else "")) for name, (n, spills) in functions.items()
+    ]
+    print_rows([*rows, ("written", report["output"])] if "output" in report else rows)
+
+
+_X86 = re.compile(r"%([xyz])mm(\d+)")
+_ARM = re.compile(r"\b[vqds](\d+)\b")
+
+
+def _registers(listing: str, unit: machine.Isa) -> int:
+    """Vector registers that the code names."""
+    pattern = _X86 if unit.arch == "x86_64" else _ARM
+    return len({m[-1] if isinstance(m, tuple) else m for m in pattern.findall(listing)})
+
+
+def _functions(listing: str) -> dict[str, tuple[int, int]]:
+    """Of each function in an assembly listing: instructions, and vector registers stored to the stack."""
+    found: dict[str, tuple[int, int]] = {}
+    name = None
+    for line in listing.splitlines():
+        label = re.match(r"([A-Za-z_]\w*):", line)
+        if label and not label[1].startswith("L"):
+            name = label[1]
+            found[name] = 0, 0
+        elif name and line.startswith("\t") and not line.startswith("\t."):
+            count, spills = found[name]
+            spill = "-byte Spill" in line and ("mm" in line or re.search(r"\bq\d", line) is not None)
+            found[name] = count + 1, spills + spill
+    return {name: x for name, x in found.items() if x[0]}
