@@ -3,13 +3,13 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all bench check-arm clean
+.PHONY: demo test test-all bench readme check-arm clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.cli: pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[cli]'
+	$(VENV)/bin/pip install -q -c constraints.txt -e '.[cli,plot]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
@@ -22,6 +22,8 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 demo: $(VENV)/.cli
 	$(VENV)/bin/speedlight attend examples/minilm-layer3.safetensors --check -o /tmp/speedlight-demo.safetensors
+	$(VENV)/bin/speedlight view examples/minilm-layer3.safetensors --head 0 --head 3 --head 7 --span 0:42 \
+		--labels examples/minilm-tokens.txt -o /tmp/speedlight-demo.png
 
 test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
@@ -34,6 +36,10 @@ test-all: $(VENV)/.test
 
 bench: $(VENV)/.bench
 	$(RUN) benchmarks/run.py
+
+# the README's tables and picture, from the rows of benchmarks/results
+readme: $(VENV)/.cli
+	$(RUN) benchmarks/table.py
 
 # kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
 check-arm: $(VENV)/.test

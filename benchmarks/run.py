@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,9 @@ import speedlight as sl
 from speedlight import machine
 from speedlight.cpu import roof
 from speedlight.planning import uses_dot
+from speedlight.tools.measuring import Call, check, measure, openvino, peers, quantiles, tensors, without_grad
 
 HERE = Path(__file__).parent
-Call = Callable[[], Any]
 # dtype, heads, length, head_dim, causal
 PREFILL = [("float32", 8, n, d, c) for n in (128, 256, 512, 1024, 2048, 4096) for d in (64, 128) for c in (False, True)]
 PREFILL += [("bfloat16", 8, n, d, c) for n in (128, 512, 1024, 4096) for d in (64, 128) for c in (False, True)]
@@ -62,16 +61,13 @@ def main() -> None:
     save(rows, arguments.only)
 
 
-def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(0)
-    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
-    return [rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3)]
-
-
 def prefill(turns: int) -> Any:
     for dtype, heads, n, d, causal in PREFILL:
         arrays = tensors(dtype, heads, n, d)
-        calls = {"speedlight": lambda a=arrays, c=causal: sl.attention(*a, causal=c)} | peers(dtype, arrays, causal)
+        others, missing = peers(dtype, arrays, causal, ("torch", "onnxruntime", "openvino"))
+        for name, why in missing.items():
+            print(f"  ({name}: {why})")
+        calls = {"speedlight": lambda a=arrays, c=causal: sl.attention(*a, causal=c)} | others
         if isinstance(refused := check(arrays, calls["speedlight"](), causal), str):
             yield {"name": "refused", "why": refused}
             continue
@@ -158,7 +154,7 @@ def masks(turns: int) -> Any:
             yield {"name": "refused", "why": f"{name}: outside the bound"}
             continue
         start = time.perf_counter()
-        calls |= _flex(arrays, *flex)
+        calls |= flex(arrays, *flex)
         built = time.perf_counter() - start
         dense: Any = torch_bias if name == "dense bias" else None
         if flex[0] is not None:
@@ -186,7 +182,7 @@ def _dense_torch(arrays: list[np.ndarray], mask: Any) -> Call:
 
     q, k, v = (torch.from_numpy(x) for x in arrays)
     call = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)  # noqa: E731
-    return lambda: _without_grad(call)
+    return lambda: without_grad(call)
 
 
 # dtype, batch, q_heads, kv_heads, keys, head_dim
@@ -295,7 +291,7 @@ def _torch_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Call:
     import torch
 
     call = functools.partial(torch.nn.functional.scaled_dot_product_attention, *_tensors(q, k, v), enable_gqa=True)
-    return lambda: _without_grad(call)
+    return lambda: without_grad(call)
 
 
 def _by_rows(q: np.ndarray, k: np.ndarray) -> np.ndarray:
@@ -308,14 +304,14 @@ def _torch_rows(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Call:
     import torch
 
     call = functools.partial(torch.nn.functional.scaled_dot_product_attention, *_tensors(_by_rows(q, k), k, v))
-    return lambda: _without_grad(call)
+    return lambda: without_grad(call)
 
 
 def _openvino_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Call | None:
     name = q.dtype.name
     if name == "float16":
         return None
-    return _openvino(name, [_by_rows(q, k), k, v], False)
+    return openvino(name, [_by_rows(q, k), k, v], False)
 
 
 def _onnxruntime_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Call | None:
@@ -356,141 +352,6 @@ def _onnxruntime_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Call | N
     if np.abs(got - sl.attention(q, k, v).astype(np.float64)).max() > 0.01:
         raise ValueError("another result than ours")
     return lambda: session.run_with_iobinding(binding)
-
-
-def _flex(arrays: list[np.ndarray], mask: Any, score: Any) -> dict[str, Call]:
-    """Compiled FlexAttention, warm; nothing where it is not there or cannot be compiled."""
-    try:
-        import torch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        torch._dynamo.reset()
-        torch.set_num_threads(sl.get_threads())
-        q, k, v = (torch.from_numpy(x) for x in arrays)
-        n = q.shape[2]
-        block = create_block_mask(mask, None, None, n, n, device="cpu") if mask else None
-        run = torch.compile(flex_attention)
-        call = lambda: run(q, k, v, block_mask=block, score_mod=score)  # noqa: E731
-        with torch.no_grad():
-            call()
-        return {"flex": lambda: _without_grad(call)}
-    except Exception as error:
-        print(f"  (FlexAttention: {type(error).__name__}: {str(error)[:100]})")
-        return {}
-
-
-def _without_grad(call: Call) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return call()
-
-
-def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool) -> str | None:
-    """One head against the oracle, every element inside its bound."""
-    one = [x[:, :1, -256:] if i == 0 else x[:, :1] for i, x in enumerate(arrays)]
-    want = sl.reference.attention(*one, causal=causal)
-    dot = uses_dot(machine.current_isa(), "bf16") and arrays[0].dtype.name == "bfloat16"
-    bound = sl.reference.error_bound(*one, causal=causal, dot=dot).out
-    right = np.abs(out[:, :1, -256:].astype(np.float64) - want) <= bound
-    return None if right.all() else f"{(~right).sum()} elements outside the bound"
-
-
-def measure(calls: dict[str, Call], turns: int, peak: Callable[[], float]) -> tuple[dict[str, list[float]], list[float]]:
-    """A B A B: every call in every turn, repeated until a sample lasts 20 ms."""
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
-        repeats[name] = max(1, min(400, round(0.02 / (time.perf_counter() - start))))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    peaks = []
-    for _ in range(turns):
-        peaks.append(peak())
-        for name, call in calls.items():
-            settle()
-            call()
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                call()
-            times[name].append((time.perf_counter() - start) / repeats[name])
-    return times, peaks
-
-
-def settle(seconds: float = 0.03) -> None:
-    """The threads of the library before spin for a while. Asleep we might wake on the core of a thread of our own: stay awake."""
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
-
-
-def quantiles(times: list[float]) -> list[float]:
-    """Least, quartiles, most."""
-    return [float(x) for x in np.quantile(times, (0, 0.25, 0.5, 0.75, 1))]
-
-
-def peers(dtype: str, arrays: list[np.ndarray], causal: bool) -> dict[str, Call]:
-    """Every installed peer that can do this, with its inputs already in its own form."""
-    found: dict[str, Call] = {}
-    for name, make in (("torch", _torch), ("onnxruntime", _onnxruntime), ("openvino", _openvino)):
-        try:
-            call = make(dtype, arrays, causal)
-            if call is not None:
-                call()
-                found[name] = call
-        except ImportError:
-            print(f"  ({name} is not installed)")
-        except Exception as error:
-            print(f"  ({name} failed: {type(error).__name__}: {str(error)[:100]})")
-    return found
-
-
-def _torch(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
-    import torch
-
-    torch.set_num_threads(sl.get_threads())
-    kind = getattr(torch, dtype)
-    q, k, v = (torch.from_numpy(x.astype(np.float64)).to(kind) for x in arrays)
-
-    def call() -> Any:
-        with torch.no_grad():
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-    return call
-
-
-def _onnxruntime(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | None:
-    if dtype != "float32":
-        return None
-    import onnxruntime as ort
-    from onnx import TensorProto, helper
-
-    _, heads, n, d = arrays[0].shape
-    feeds = {x: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).reshape(1, n, heads * d) for x, a in zip("qkv", arrays, strict=True)}
-    node = helper.make_node("MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads, unidirectional=int(causal))
-    infos = [helper.make_tensor_value_info(x, TensorProto.FLOAT, a.shape) for x, a in feeds.items()]
-    graph = helper.make_graph([node], "g", infos, [helper.make_tensor_value_info("o", TensorProto.FLOAT, None)])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = sl.get_threads()
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return lambda: session.run(None, feeds)
-
-
-def _openvino(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | None:
-    """Inputs in float32 with a precision hint: that is how OpenVINO runs bf16."""
-    if dtype not in ("float32", "bfloat16"):
-        return None
-    import openvino as ov
-    from openvino import opset13 as op
-
-    inputs = [x.astype(np.float32) for x in arrays]
-    parameters = [op.parameter(list(x.shape), np.float32) for x in inputs]
-    model = ov.Model([op.scaled_dot_product_attention(*parameters, causal=causal)], parameters)
-    hints = {"INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype], "INFERENCE_NUM_THREADS": sl.get_threads()}
-    request = ov.Core().compile_model(model, "CPU", hints).create_infer_request()
-    return lambda: request.infer(inputs, share_inputs=True)
 
 
 _FIRST = (
@@ -577,8 +438,10 @@ def describe(row: dict[str, Any]) -> str:
         text += f"  flex x{row['flex']:.2f}, built in {row['flex_seconds_to_build']:.1f} s" if row["flex"] else ""
         text += f"  torch with a dense mask x{row['torch']:.2f}" if row["torch"] else ""
     if "share_of_read" in row:
-        text += f"  cache {row['share_of_read']:.1%} of a plain read ({row['gbytes']:.1f} GB/s), arrays {row['share_of_read_arrays']:.1%}"
-        text += f"  torch x{row['torch']:.2f}"
+        own = row["share_of_read_arrays"]
+        text += f"  cache {row['share_of_read']:.1%} of a plain read ({row['gbytes']:.1f} GB/s)"
+        text += "" if own is None else f", arrays {own:.1%}"
+        text += f", pages x{row['pages']:.2f}" + "".join(f"  {x} x{r:.2f}" for x, r in row["peers"].items())
     if "of_sum" in row:
         text += f"  {row['of_sum']:.2f} of the sum"
     if "bytes" in row:

@@ -140,3 +140,114 @@ def test_a_header_that_promises_too_much_allocates_nothing(tmp_path):
     np.save(path, np.array([{}], dtype=object), allow_pickle=True)
     with pytest.raises(FileError, match="Python objects"):
         read_arrays([path])
+
+
+def test_plan(tmp_path):
+    words = ["--length", 8192, "--heads", 32, "--kv-heads", 8, "--head-dim", 128, "--causal"]
+    done = speedlight("plan", *words)
+    assert done.returncode == 0 and "visible" in done.stdout and "x the workspace" in done.stdout, done.stderr
+    report = json.loads(speedlight("plan", *words, "--json").stdout)
+    assert report["visible_pairs"] == 32 * 8192 * 8193 // 2 and report["memory_ratio"] > 1000
+    masked = json.loads(speedlight("plan", "--length", 500, "--mask", "(i * j) % 7 == 0", "--exact", "--json").stdout)
+    i, j = np.arange(500)[:, None], np.arange(500)[None]
+    assert masked["visible_pairs"] == 8 * int(((i * j) % 7 == 0).sum())
+
+
+def test_info_and_clear(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "kernels"))
+    x = tmp_path / "x.npz"
+    np.savez(x, **{n: np.ones((1, 1, 4, 8), np.float32) for n in "qkv"})
+    assert speedlight("attend", x).returncode == 0
+    (tmp_path / "kernels" / "mine.txt").write_text("not a kernel")
+    report = json.loads(speedlight("info", "--clear", "--json").stdout)
+    assert report["kernels"]["count"] == report["removed"] == 1 and report["peak_flops"]["float32"] > 1e9
+    assert [p.name for p in (tmp_path / "kernels").iterdir()] == ["mine.txt"]
+    done = speedlight("info")
+    assert done.returncode == 0 and "vector unit" in done.stdout and "GB/s" in done.stdout
+
+
+@pytest.mark.parametrize("isa", ["avx512bf16", "avx2", "neon"])
+def test_show(isa, tmp_path):
+    report = json.loads(speedlight("show", "--isa", isa, "--dtype", "bfloat16", "--mask", "window(100, 0)", "--json").stdout)
+    assert report["vector_unit"] == isa and isa in report["kernel"] and "score_tile" in report["functions"]
+    assert 8 <= report["registers"] <= 32 and report["instructions"] == sum(f["instructions"] for f in report["functions"].values())
+    assert speedlight("show", "--isa", isa, "--length", 1, "--keys", 500, "--ir").stdout.startswith("; ModuleID")
+    done = speedlight("show", "--isa", isa, "--asm", "-o", tmp_path / "k.s")
+    assert done.returncode == 0 and "forward_f32" in (tmp_path / "k.s").read_text()
+
+
+def test_view_of_weights(tmp_path):
+    pytest.importorskip("matplotlib")
+    words = ["view", EXAMPLE, "--head", 0, "--head", 3, "--labels", EXAMPLE.parent / "minilm-tokens.txt", "--span", "0:42"]
+    done = speedlight(*words, "-o", tmp_path / "w.png")
+    assert done.returncode == 0 and (tmp_path / "w.png").stat().st_size > 20_000, done.stderr
+    assert "largest weight 0.829" in done.stdout
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 3000, 8), dtype=np.float32)
+    np.savez(tmp_path / "long.npz", q=q, k=k)  # more tokens than the picture has cells
+    report = json.loads(speedlight("view", tmp_path / "long.npz", "--causal", "-o", tmp_path / "l.png", "--json").stdout)
+    assert report["head 0"] == "largest weight 1"
+
+
+def test_weights_are_those_of_attention(rng):
+    q, k, v = qkv(rng, "float64", 2, 4, 2, 9, 30, 8, 8)
+    options = {"causal": True, "mask": sl.window(7, 0), "score": sl.softcap(2.0)}
+    weights = sl.reference.weights(q, k, **options)
+    np.testing.assert_allclose(weights @ v.repeat(2, axis=1), sl.reference.attention(q, k, v, **options), atol=1e-14)
+    assert not sl.reference.weights(q, k, mask=lambda b, h, i, j: j < 0).any()
+
+
+def test_bench(tmp_path):
+    words = ["bench", "--length", 64, "--head-dim", 16, "--turns", 2, "--dtype", "float32"]
+    done = speedlight(*words, "--peer", "torch", "-o", tmp_path / "r.json", "--plot", tmp_path / "r.png")
+    assert done.returncode == 0 and "float32 H8 N64 d16 causal" in done.stdout, done.stderr
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert len(report["rows"]) == 2 and all(r["gflops"] > 0 and len(r["ratios"]["torch"]) == 5 for r in report["rows"])
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+    missing = json.loads(speedlight(*words, "--peer", "jax", "--json").stdout)
+    assert "jax" in missing["missing"] or "jax" in missing["rows"][0]["ratios"]
+
+
+def test_bench_refuses_wrong_results(monkeypatch, capsys):
+    from speedlight.tools import bench
+
+    monkeypatch.setattr(bench, "check", lambda *_: "3 elements outside the bound")
+    (row,) = bench._measured([("float32", 1, 16, 16, False)], [], 1, {})
+    assert row["refused"] == "3 elements outside the bound" and "gflops" not in row
+
+
+def test_a_peer_with_another_result_is_no_peer(monkeypatch):
+    from speedlight.tools import bench, measuring
+
+    monkeypatch.setitem(measuring.PEERS, "torch", lambda dtype, arrays, causal: lambda: arrays[0] * 2)
+    (row,) = bench._measured([("float32", 1, 16, 16, False)], ["torch"], 1, {})
+    assert not row["ratios"] and "another result than ours" in row["notes"]["torch"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["plan", "--length", "-1"], "q_len: expected a size"),
+        (["plan", "--length", "5", "--dtype", "int3"], "dtype: expected"),
+        (["plan", "--length", "5", "--mask", "foo()"], "--mask: expected one of the names"),
+        (["show", "--isa", "sse2"], "expected one of avx512bf16"),
+        (["show", "--ir", "--asm"], "--asm: expected either"),
+        (["show", "-o", "x.s"], "--output: expected --ir or --asm"),
+        (["view", EXAMPLE, "--head", "12", "-o", "x.png"], "--head: expected 0 to 11; got 12"),
+        (["view", EXAMPLE, "--item", "1", "-o", "x.png"], "--item: expected 0 to 0"),
+        (["view", EXAMPLE, "--span", "40:3", "-o", "x.png"], "--span: expected positions"),
+        (["view", EXAMPLE, "--span", "all", "-o", "x.png"], "--span: expected first:end"),
+        (["view", EXAMPLE, "--labels", EXAMPLE, "-o", "x.png"], "--labels:"),
+        (["view", "-o", "x.png"], "--mask: expected a mask to draw"),
+        (["view", EXAMPLE, "-o", "x.bmp"], "--output: expected a name that ends in .png"),
+        (["bench", "--dtype", "int8"], "--dtype: expected some of"),
+        (["bench", "--length", "0"], "--length: expected sizes from 1"),
+        (["bench", "--mask", "half"], "--mask: expected full, causal or both"),
+        (["bench", "--peer", "numpy"], "--peer: expected some of"),
+        (["bench", "-o", "/no/such/x.json"], "--output: expected a name"),
+        (["bench", "--base", "no-such-commit"], "--base: expected a commit"),
+    ],
+)
+def test_bad_words_of_the_other_commands(words, says):
+    done = speedlight(*words)
+    assert done.returncode == 2 and says in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stdout == ""

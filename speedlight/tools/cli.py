@@ -25,6 +25,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: pip install 'speedlight[cli]'") from None
 
+from .bench import bench
 from .inspecting import info, show
 from .reports import print_json, print_rows
 
@@ -132,7 +133,7 @@ def view(
             raise ArgumentError("--mask: expected a mask to draw, or a file with q and k.")
         (one, *more) = head or [0]
         if more or not 0 <= one < heads:
-            raise ArgumentError(f"--head: expected one from 0 to {heads - 1}; got {', '.join(map(str, head or []))}.")
+            raise ArgumentError(f"--head: expected 0 to {heads - 1}; got {', '.join(map(str, head or []))}.")
         drawn = sl.plan(q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, dtype=dtype, mask=what)
         tile_map(drawn, one, mask, output)
         report = {"plan": dict(drawn.rows())}
@@ -174,6 +175,7 @@ _FIGURES = (
     "engine", "isa", "kernel", "threads", "visible_pairs", "flops", "tile_flops", "tiles_full", "tiles_mixed", "tiles_skipped",
     "bytes_read", "bytes_written", "workspace_bytes", "materialised_bytes", "peak_flops", "bandwidth",
 )  # fmt: skip
+app.command()(bench)
 app.command()(info)
 app.command()(show)
 

@@ -27,12 +27,12 @@ def _pyplot() -> Any:
     return plt
 
 
-def check_path(path: Path) -> None:
+def check_path(path: Path, option: str = "--output") -> None:
     """Before any work: a suffix that can be drawn, in a directory that exists."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ArgumentError(f"--output: expected a name that ends in {', '.join(SUFFIXES)}; got {path.name!r}.")
+        raise ArgumentError(f"{option}: expected a name that ends in {', '.join(SUFFIXES)}; got {path.name!r}.")
     if not path.parent.is_dir():
-        raise ArgumentError(f"--output: expected a directory that exists; got {path.parent}.")
+        raise ArgumentError(f"{option}: expected a directory that exists; got {path.parent}.")
 
 
 def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
@@ -161,3 +161,35 @@ def _labels(path: Path | None, length: int) -> list[str] | None:
     if len(tokens) != length:
         raise ArgumentError(f"--labels: expected {length} lines, one for each key; got {len(tokens)} in {path}.")
     return [t.replace("$", r"\$") for t in tokens]
+
+
+_SERIES = {"float32": ("#0072b2", "o"), "float16": ("#009e73", "s"), "bfloat16": ("#d55e00", "^"), "float64": ("#cc79a7", "D")}
+
+
+def roofline(report: dict[str, Any], path: Path) -> None:
+    """GFLOP/s over FLOPs per byte that must be moved, under the measured roofs; filled: ours, hollow: the best peer."""
+    plt = _pyplot()
+    rows = [r for r in report["rows"] if "gflops" in r]
+    figure, axes = plt.subplots(figsize=(8.0, 5.6), layout="constrained")
+    places = [r["flops"] / r["bytes"] for r in rows] or [1.0]
+    x = np.geomspace(min(places) / 2, max(places) * 2, 200)
+    for dtype in dict.fromkeys(r["dtype"] for r in rows):
+        colour, marker = _SERIES[dtype]
+        mine = [r for r in rows if r["dtype"] == dtype]
+        peak = float(np.median([r["peak"] for r in mine]))
+        axes.plot(x, np.minimum(peak, x * mine[0]["read_bandwidth"] / 1e9), color=colour, linewidth=1.2)
+        axes.annotate(f"{dtype}: {peak:,.0f} GFLOP/s", (x[-1], peak), color=colour, ha="right", va="bottom", fontsize=8)
+        at = [r["flops"] / r["bytes"] for r in mine]
+        axes.plot(at, [r["gflops"] for r in mine], marker, color=colour, markersize=5, label=f"speedlight, {dtype}")
+        best = [(a, r["gflops"] / min(t[2] for t in r["ratios"].values())) for a, r in zip(at, mine, strict=True) if r["ratios"]]
+        if best:
+            axes.plot(*zip(*best, strict=True), marker, markerfacecolor="none", color=colour, markersize=5, label=f"best peer, {dtype}")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOPs per byte of Q, K, V and the result")
+    axes.set_ylabel("GFLOP/s of visible work")
+    axes.set_title(f"{report['machine']}, {report['threads']} threads, {report['isa']}; roofs measured in the same run", fontsize=10)
+    axes.grid(alpha=0.25, which="both")
+    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

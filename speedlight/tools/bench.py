@@ -1,0 +1,257 @@
+"""`speedlight bench`: this machine's figures, beside every installed peer, or beside another version of ourselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import speedlight as sl
+
+from .. import machine
+from ..errors import ArgumentError, FileError
+from ..planning import uses_dot
+from .measuring import PEERS, as_numpy, check, measure, peers, quantiles, tensors
+from .pictures import check_path, roofline
+from .reports import print_json
+
+_TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def bench(
+    dtype: Annotated[list[str] | None, typer.Option(help="May be given several times. Default float32, float16 and bfloat16.")] = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="May be given several times. Default 64 and 128.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="May be given several times. Default 128, 512, 2048 and 8192.")] = None,
+    mask: Annotated[str, typer.Option(help="full, causal or both.")] = "both",
+    heads: Annotated[int, typer.Option(help="Heads.")] = 8,
+    peer: Annotated[
+        list[str] | None, typer.Option(help=f"Which peers, of {', '.join(PEERS)}, or none. Default all that are installed.")
+    ] = None,
+    turns: Annotated[int, typer.Option(help="Samples of each, in turn.")] = 5,
+    base: Annotated[str | None, typer.Option(help="A commit of this clone to compare with, instead of peers.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the rows.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="A picture of the roofline: .png, .svg or .pdf.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+) -> None:
+    """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused."""
+    shapes = _shapes(dtype, head_dim, length, mask, heads)
+    names = list(PEERS) if peer is None else [] if peer == ["none"] else peer
+    if unknown := [x for x in names if x not in PEERS]:
+        raise ArgumentError(f"--peer: expected some of {', '.join(PEERS)}, or none; got {unknown[0]!r}.")
+    if turns < 1:
+        raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
+    if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
+        raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
+    if plot is not None:
+        check_path(plot, "--plot")
+        if base is not None:
+            raise ArgumentError("--plot: expected no --base beside it.")
+    rows, missing = [], {}
+    source = _against(base, shapes, turns) if base is not None else _measured(shapes, names, turns, missing)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        task = progress.add_task("shapes", total=len(shapes))
+        for row in source:
+            rows.append(row)
+            progress.advance(task)
+    report = _about() | {"base": base, "missing": missing, "rows": rows}
+    if output is not None:
+        try:
+            output.write_text(json.dumps(report, indent=1) + "\n")
+        except OSError as error:
+            raise FileError(f"--output: {output}: {error.strerror or error}.") from error
+    if plot is not None:
+        roofline(report, plot)
+    if as_json:
+        print_json(report)
+    else:
+        _print(report, output, plot)
+    if any("refused" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _shapes(dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, mask: str, heads: int) -> list[tuple[Any, ...]]:
+    if mask not in ("full", "causal", "both"):
+        raise ArgumentError(f"--mask: expected full, causal or both; got {mask!r}.")
+    for name, values in (("--head-dim", dims or []), ("--length", lengths or []), ("--heads", [heads])):
+        if any(not 1 <= x <= 1 << 20 for x in values):
+            raise ArgumentError(f"{name}: expected sizes from 1 to 1,048,576; got {', '.join(map(str, values))}.")
+    for name in dtypes or []:
+        if name not in _TOLERANCE:
+            raise ArgumentError(f"--dtype: expected some of {', '.join(_TOLERANCE)}; got {name!r}.")
+    causal = {"full": (False,), "causal": (True,), "both": (False, True)}[mask]
+    return [
+        (t, heads, n, d, c) for t in dtypes or _DTYPES for d in dims or (64, 128) for n in lengths or (128, 512, 2048, 8192) for c in causal
+    ]
+
+
+def _name(dtype: str, heads: int, n: int, d: int, causal: bool) -> str:
+    return f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}"
+
+
+def _measured(shapes: list[tuple[Any, ...]], names: list[str], turns: int, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
+    from ..cpu import roof
+
+    isa, threads = machine.current_isa(), sl.get_threads()
+    read = roof.bandwidth(threads, 512 << 20)
+    for shape in shapes:
+        dtype, _, _, _, causal = shape
+        arrays = tensors(*shape[:4])
+        ours = lambda a=arrays, c=causal: sl.attention(*a, causal=c)  # noqa: E731
+        got, row = ours(), {"name": _name(*shape), "dtype": dtype, "length": shape[2], "head_dim": shape[3], "causal": causal}
+        if refused := check(arrays, got, causal):
+            yield row | {"refused": refused}
+            continue
+        others, without = peers(dtype, arrays, causal, [x for x in names if not missing.get(x, "").startswith("not installed")])
+        missing |= {x: why for x, why in without.items() if why.startswith("not installed")}
+        notes = {x: why for x, why in without.items() if x not in missing}
+        for name in list(others):
+            off = np.abs(as_numpy(others[name]()) - got.astype(np.float64)).max()
+            if not off <= _TOLERANCE[dtype]:
+                notes[name] = f"another result than ours, by {off:.2g}"
+                del others[name]
+        kind = "f64" if dtype == "float64" else "bf16" if dtype == "bfloat16" and uses_dot(isa, "bf16") else "f32"
+        times, peaks = measure({"speedlight": ours} | others, turns, lambda k=kind: roof.peak_flops.__wrapped__(isa, k, threads))
+        plan = sl.plan(*arrays, causal=causal)
+        flops = plan.flops or 0
+        seconds, peak = statistics.median(times["speedlight"]), statistics.median(peaks)
+        # turn by turn, so that what slows both down does not count
+        turn_ratios = {x: [a / b for a, b in zip(t, times["speedlight"], strict=True)] for x, t in times.items() if x != "speedlight"}
+        yield row | {
+            "kernel": plan.kernel, "flops": flops, "bytes": plan.bytes_read + plan.bytes_written, "gflops": flops / seconds / 1e9,
+            "peak": peak / 1e9, "share_of_peak": flops / seconds / peak, "read_bandwidth": read,
+            "seconds": {x: quantiles(t) for x, t in times.items()}, "notes": notes,
+            "ratios": {x: quantiles(t) for x, t in turn_ratios.items()},
+        }  # fmt: skip
+
+
+_WORKER = """
+import json, sys, time
+import ml_dtypes, numpy as np, speedlight as sl
+for line in sys.stdin:
+    dtype, heads, n, d, causal, settle = json.loads(line)
+    rng = np.random.default_rng(0)
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    q, k, v = (rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3))
+    call = lambda: sl.attention(q, k, v, causal=causal)
+    out = call(); start = time.perf_counter(); call()
+    repeats = max(1, min(400, round(0.05 / (time.perf_counter() - start))))
+    end = time.perf_counter() + settle
+    while time.perf_counter() < end: call()
+    start = time.perf_counter()
+    for _ in range(repeats): call()
+    seconds, size = (time.perf_counter() - start) / repeats, float(np.abs(out.astype(np.float64)).sum())
+    print(json.dumps([seconds, size, hash(out.tobytes())]), flush=True)
+"""
+
+
+def _against(base: str, shapes: list[tuple[Any, ...]], turns: int) -> Iterator[dict[str, Any]]:
+    """This tree and a commit of it, a process each, in turn."""
+    here = Path(sl.__file__).parent.parent
+    run = lambda *words: subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)  # noqa: E731
+    found = run("rev-parse", "--verify", f"{base}^{{commit}}")
+    if found.returncode:
+        raise ArgumentError(f"--base: expected a commit of the clone in {here}; got {base!r} ({found.stderr.strip().splitlines()[-1:]}).")
+    with tempfile.TemporaryDirectory() as directory:
+        archive = subprocess.run(["git", "archive", found.stdout.strip(), "speedlight"], cwd=here, capture_output=True)
+        subprocess.run(["tar", "-x", "-C", directory], input=archive.stdout, check=True)
+        workers = {}
+        try:
+            for name, tree in (("speedlight", here), ("base", Path(directory))):
+                env = os.environ | {"PYTHONPATH": str(tree), "PYTHONHASHSEED": "0"}
+                pipe = subprocess.PIPE
+                workers[name] = subprocess.Popen(
+                    [sys.executable, "-c", _WORKER], stdin=pipe, stdout=pipe, text=True, env=env, cwd=directory
+                )
+            for shape in shapes:
+                times: dict[str, list[float]] = {name: [] for name in workers}
+                results: dict[str, list[Any]] = {}
+                for _ in range(turns):
+                    for name, worker in workers.items():
+                        seconds, *results[name] = _ask(worker, [*shape, 0.03])
+                        times[name].append(seconds)
+                ratio = [b / a for a, b in zip(times["speedlight"], times["base"], strict=True)]
+                row = {"name": _name(*shape), "seconds": {x: quantiles(t) for x, t in times.items()}, "ratios": {"base": quantiles(ratio)}}
+                one, other = (results[x][0] for x in ("speedlight", "base"))
+                if not abs(one - other) <= 1e-2 * abs(other):
+                    row = {"name": _name(*shape), "refused": "the two have different results"}
+                yield row | {"same_bits": results["speedlight"][1] == results["base"][1]}
+        finally:
+            for worker in workers.values():
+                worker.kill()
+                worker.wait()
+
+
+def _ask(worker: Any, question: list[Any]) -> list[Any]:
+    worker.stdin.write(json.dumps(question) + "\n")
+    worker.stdin.flush()
+    answer = worker.stdout.readline()
+    if not answer:
+        raise ArgumentError("--base: that version could not run attention(q, k, v, causal=…) here; see the lines above.")
+    return json.loads(answer)
+
+
+def _about() -> dict[str, Any]:
+    versions = {"python": platform.python_version(), "speedlight": sl.__version__}
+    for package in ("numpy", "llvmlite", "torch", "onnxruntime", "openvino", "jax"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "machine": machine.cpu_name(), "threads": sl.get_threads(), "isa": machine.current_isa().name, "versions": versions,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }  # fmt: skip
+
+
+def _print(report: dict[str, Any], output: Path | None, plot: Path | None) -> None:
+    console = Console()
+    rows, base = report["rows"], report["base"]
+    names = sorted({x for row in rows for x in row.get("ratios", {})}, key=lambda x: [*PEERS, "base"].index(x))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("problem", "ms") if base else ("problem", "ms", "GFLOP/s", "of peak"):
+        table.add_column(title, justify="left" if title == "problem" else "right", no_wrap=True)
+    spreads = console.width >= 70 + 19 * len(names)
+    for name in names:
+        table.add_column(f"{name}, x" if not spreads else f"{name} (quartiles), x", justify="right", no_wrap=True)
+    for row in rows:
+        if "refused" in row:
+            table.add_row(row["name"], "[red]refused[/]")
+            continue
+        cells = [row["name"], f"{row['seconds']['speedlight'][2] * 1e3:.3g}"]
+        cells += [] if base else [f"{row['gflops']:.0f}", f"{row['share_of_peak']:.0%}"]
+        for name in names:
+            spread = row["ratios"].get(name)
+            around = f" ({spread[1]:.2f}–{spread[3]:.2f})" if spread and spreads else ""
+            cells.append(f"{spread[2]:.2f}{around}" if spread else "–")
+        table.add_row(*cells)
+    console.print(table)
+    console.print("x: its time over ours, median of turns; above 1 means that speedlight is faster.", style="dim")
+    for row in rows:
+        if "refused" in row:
+            console.print(f"[red]{row['name']}: refused: {row['refused']}[/]")
+    for name, why in report["missing"].items():
+        console.print(f"{name}: {why}", style="dim")
+    for why in sorted({f"{name}: {text}" for row in rows for name, text in row.get("notes", {}).items()}):
+        console.print(why, style="dim")
+    if base:
+        same = sum(row.get("same_bits", False) for row in rows)
+        console.print(f"The same bits in {same} of {len(rows)} problems.", style="dim")
+    for path in (output, plot):
+        if path is not None:
+            console.print(f"written {path}")
