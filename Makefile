@@ -29,7 +29,7 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -n auto -m "not slow"
 
 test-all: $(VENV)/.test
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest

@@ -1,4 +1,4 @@
-"""Writes the README's table from the rows of one machine: python benchmarks/table.py benchmarks/results/<machine>.json"""
+"""Writes the README's tables from the rows of one machine: python benchmarks/table.py [benchmarks/results/<machine>.json]"""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def table(path: Path) -> str:
 
 
 def main() -> None:
+    newest = max((Path(__file__).parent / "results").glob("*.json"), key=lambda x: x.stat().st_mtime)
     text = README.read_text()
     before, rest = text.split(START)
-    README.write_text(before + START + table(Path(sys.argv[1])) + END + rest.split(END)[1])
+    README.write_text(before + START + table(Path(sys.argv[1]) if len(sys.argv) > 1 else newest) + END + rest.split(END)[1])
 
 
 if __name__ == "__main__":
