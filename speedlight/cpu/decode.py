@@ -41,7 +41,6 @@ _TOGETHER = 32  # steps of keys whose values are used for all rows while the fir
 _AHEAD = 2  # groups of keys that are fetched ahead, of rows
 _FAR = 16384  # bytes that are fetched ahead, of a cache: some microseconds of reading
 _MOST_AHEAD = 24  # blocks, where they are small
-_SCORE_ROWS = {True: (8, 4, 1), False: (4, 1)}  # rows that share a block of a cache; their sums are in registers
 _ONES = 0x3F803F80  # a pair of bf16 ones
 
 
@@ -146,19 +145,23 @@ def score_lanes(module: Module, s: Shape) -> Any:
     vectors, unit_bytes = max(1, BLOCK // n), BLOCK * s.stored_bytes
     far = _blocks_ahead(k, p["key_row"])
 
-    def rows_of(first: Value, count: int, j: Value) -> None:
-        """`count` rows and one block: two blocks at once would be two streams from memory (4 to 9 % slower, measured)."""
+    last = (p["count"] - 1) // BLOCK
+
+    def rows_of(first: Value, count: int, j: Value, together: int) -> None:
+        """`count` rows and some blocks: as many independent chains as there are sums. A block past the end repeats the last one."""
         queries = [k.at(p["queries"], (first + r) * p["units"] * s.number_bytes) for r in range(count)]
-        block, ahead = (k.at(k.load(PTR, p["places"], x * 8), s.header) for x in (j // BLOCK, j // BLOCK + far))
-        totals = [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors)] for _ in range(count)]
-        if s.quantised:
+        numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
+        blocks, aheads = ([k.at(k.load(PTR, p["places"], (x + y) * 8), s.header) for x in numbers] for y in (0, far))
+        places = [(block, i * n) for block in blocks for i in range(vectors)]
+        totals = [[k.variable(k.const(0.0, s.vector)) for _ in places] for _ in range(count)]
+        for ahead in aheads if s.quantised else ():
             k.prefetch(k.at(ahead, -s.header))
 
         def unit(t: Value) -> None:
-            here = k.at(block, t * unit_bytes)
-            keys = [load_units(k, s, here, k.i64(i * n), stored=True) for i in range(vectors)]
-            for line in range(0, unit_bytes, 64):
-                k.prefetch(k.at(ahead, t * unit_bytes + line))
+            keys = [load_units(k, s, k.at(block, t * unit_bytes), k.i64(lane), stored=True) for block, lane in places]
+            for ahead in aheads:
+                for line in range(0, unit_bytes, 64):
+                    k.prefetch(k.at(ahead, t * unit_bytes + line))
             for r in range(count):
                 query = k.splat(k.load(s.unit, queries[r], t * s.number_bytes), n)
                 for total, x in zip(totals[r], keys, strict=True):
@@ -166,20 +169,33 @@ def score_lanes(module: Module, s: Shape) -> Any:
 
         unrolled(k, 0, p["units"], unit, by=2)
         for r in range(count):
-            for i, total in enumerate(totals[r]):
+            for i, (total, (block, lane)) in enumerate(zip(totals[r], places, strict=True)):
                 x = total.get()
                 if s.quantised:
-                    x = x * k.load(s.vector, block, i * n * 4 - s.header)
+                    x = x * k.load(s.vector, block, lane * 4 - s.header)
                 k.store(x, p["scores"], (first + r) * _score_row(s) + (j + i * n) * s.number_bytes)
 
-    with k.range(0, p["count"], BLOCK) as j:
+    tiles = _score_tiles(s)
+    most = max(together for _, together in tiles)
+    with k.range(0, p["count"], BLOCK * most) as group:
         start = k.i64(0)
-        for rows in _SCORE_ROWS[s.isa.registers >= 32 and vectors == 1]:
+        for rows, together in tiles:
             end = start + (p["rows"] - start) // rows * rows
-            with k.range(start, end, rows) as r:
-                rows_of(r, rows, j)
+            with k.range(start, end, rows) as r, k.range(group, k.min(group + BLOCK * most, p["count"]), BLOCK * together) as j:
+                rows_of(r, rows, j, together)
             start = end
     return k.finish()
+
+
+def _score_tiles(s: Shape) -> list[tuple[int, int]]:
+    """Rows and blocks of a cache whose sums are in registers.
+
+    Blocks at once are streams from memory at once, which is 4 to 9 % slower where memory is what limits (measured). But a
+    few chains wait for each other, and of int8, which takes less from memory than it takes to compute, that is what limits.
+    """
+    if s.isa.registers < 32 or s.lanes < BLOCK:
+        return [(4, 1), (1, 1)]
+    return [(8, 1), (4, 2), (1, 4)] if s.quantised else [(8, 1), (4, 1), (1, 1)]
 
 
 def _blocks_ahead(k: Function, row: Value) -> Value:
