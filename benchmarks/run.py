@@ -62,6 +62,7 @@ def main() -> None:
 
 
 def prefill(turns: int) -> Any:
+    read = roof.bandwidth(sl.get_threads(), 512 << 20)
     for dtype, heads, n, d, causal in PREFILL:
         arrays = tensors(dtype, heads, n, d)
         others, missing = peers(dtype, arrays, causal, ("torch", "onnxruntime", "openvino"))
@@ -79,7 +80,8 @@ def prefill(turns: int) -> Any:
         best = min((x for x in times if x != "speedlight"), key=lambda x: statistics.median(times[x]), default=None)
         yield {
             "name": f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}",
-            "dtype": dtype, "heads": heads, "length": n, "head_dim": d, "causal": causal, "kernel": plan.kernel, "flops": plan.flops,
+            "dtype": dtype, "heads": heads, "length": n, "head_dim": d, "causal": causal, "kernel": plan.kernel,
+            "flops": plan.flops, "bytes_moved": plan.bytes_read + plan.bytes_written, "read_bandwidth": read,
             "seconds": {x: quantiles(t) for x, t in times.items()},
             "gflops": plan.flops / ours / 1e9, "peak": statistics.median(peaks) / 1e9,
             "share_of_peak": plan.flops / ours / statistics.median(peaks),

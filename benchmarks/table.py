@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+from speedlight.tools.pictures import roofline
+
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- rows: begin -->\n", "<!-- rows: end -->\n"
 
@@ -66,7 +68,12 @@ def main() -> None:
     newest = max((Path(__file__).parent / "results").glob("*.json"), key=lambda x: x.stat().st_mtime)
     text = README.read_text()
     before, rest = text.split(START)
-    README.write_text(before + START + table(Path(sys.argv[1]) if len(sys.argv) > 1 else newest) + END + rest.split(END)[1])
+    path = Path(sys.argv[1]) if len(sys.argv) > 1 else newest
+    README.write_text(before + START + table(path) + END + rest.split(END)[1])
+    data = json.loads(path.read_text())
+    rows = [row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row]
+    if rows:
+        roofline(data | {"threads": data["cores"], "rows": rows}, README.parent / "docs" / "roofline.png")
 
 
 if __name__ == "__main__":

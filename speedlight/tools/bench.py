@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from ..errors import ArgumentError, FileError
 from ..planning import uses_dot
 from .measuring import PEERS, as_numpy, check, measure, peers, quantiles, tensors
 from .pictures import check_path, roofline
-from .reports import print_json
+from .reports import console, print_json
 
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -133,7 +134,7 @@ def _measured(shapes: list[tuple[Any, ...]], names: list[str], turns: int, missi
         # turn by turn, so that what slows both down does not count
         turn_ratios = {x: [a / b for a, b in zip(t, times["speedlight"], strict=True)] for x, t in times.items() if x != "speedlight"}
         yield row | {
-            "kernel": plan.kernel, "flops": flops, "bytes": plan.bytes_read + plan.bytes_written, "gflops": flops / seconds / 1e9,
+            "kernel": plan.kernel, "flops": flops, "bytes_moved": plan.bytes_read + plan.bytes_written, "gflops": flops / seconds / 1e9,
             "peak": peak / 1e9, "share_of_peak": flops / seconds / peak, "read_bandwidth": read,
             "seconds": {x: quantiles(t) for x, t in times.items()}, "notes": notes,
             "ratios": {x: quantiles(t) for x, t in turn_ratios.items()},
@@ -220,38 +221,39 @@ def _about() -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any], output: Path | None, plot: Path | None) -> None:
-    console = Console()
+    screen = console()
     rows, base = report["rows"], report["base"]
     names = sorted({x for row in rows for x in row.get("ratios", {})}, key=lambda x: [*PEERS, "base"].index(x))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("problem", "ms") if base else ("problem", "ms", "GFLOP/s", "of peak"):
+    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    spreads = screen.width >= 70 + 19 * len(names)
+    for title in ("problem", "ms") if base else ("problem", "ms", "GFLOP/s", "of peak" if spreads else "peak"):
         table.add_column(title, justify="left" if title == "problem" else "right", no_wrap=True)
-    spreads = console.width >= 70 + 19 * len(names)
     for name in names:
-        table.add_column(f"{name}, x" if not spreads else f"{name} (quartiles), x", justify="right", no_wrap=True)
+        table.add_column(f"{name} (quartiles)" if spreads else name, justify="right", no_wrap=True)
     for row in rows:
         if "refused" in row:
             table.add_row(row["name"], "[red]refused[/]")
             continue
-        cells = [row["name"], f"{row['seconds']['speedlight'][2] * 1e3:.3g}"]
+        cells = [row["name"] if spreads else re.sub(r" H\d+", "", row["name"]), f"{row['seconds']['speedlight'][2] * 1e3:.3g}"]
         cells += [] if base else [f"{row['gflops']:.0f}", f"{row['share_of_peak']:.0%}"]
         for name in names:
             spread = row["ratios"].get(name)
             around = f" ({spread[1]:.2f}–{spread[3]:.2f})" if spread and spreads else ""
             cells.append(f"{spread[2]:.2f}{around}" if spread else "–")
         table.add_row(*cells)
-    console.print(table)
-    console.print("x: its time over ours, median of turns; above 1 means that speedlight is faster.", style="dim")
+    screen.print(table)
+    if names:
+        screen.print("Of a peer: its time over ours, median of turns; above 1 means that speedlight is faster.", style="dim")
     for row in rows:
         if "refused" in row:
-            console.print(f"[red]{row['name']}: refused: {row['refused']}[/]")
+            screen.print(f"[red]{row['name']}: refused: {row['refused']}[/]")
     for name, why in report["missing"].items():
-        console.print(f"{name}: {why}", style="dim")
+        screen.print(f"{name}: {why}", style="dim")
     for why in sorted({f"{name}: {text}" for row in rows for name, text in row.get("notes", {}).items()}):
-        console.print(why, style="dim")
+        screen.print(why, style="dim")
     if base:
         same = sum(row.get("same_bits", False) for row in rows)
-        console.print(f"The same bits in {same} of {len(rows)} problems.", style="dim")
+        screen.print(f"The same bits in {same} of {len(rows)} problems.", style="dim")
     for path in (output, plot):
         if path is not None:
-            console.print(f"written {path}")
+            screen.print(f"written {path}")

@@ -245,9 +245,11 @@ def main() -> None:
     except Error as error:
         print(f"speedlight: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("speedlight: interrupted; nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+    except (KeyboardInterrupt, SystemExit) as end:
+        if isinstance(end, KeyboardInterrupt) or end.code == 130:  # Typer makes the one of the other
+            print("speedlight: interrupted; nothing was written.", file=sys.stderr)
+            raise SystemExit(130) from None
+        raise
 
 
 if __name__ == "__main__":

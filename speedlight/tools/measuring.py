@@ -72,7 +72,7 @@ def peers(dtype: str, arrays: list[np.ndarray], causal: bool, names: Iterable[st
     """Every installed peer that can do this, with its inputs already in its own form; and why the others cannot."""
     found: dict[str, Call] = {}
     missing: dict[str, str] = {}
-    for name in names or PEERS:
+    for name in PEERS if names is None else names:
         try:
             call = PEERS[name](dtype, arrays, causal)
             if call is None:

@@ -171,15 +171,15 @@ def roofline(report: dict[str, Any], path: Path) -> None:
     plt = _pyplot()
     rows = [r for r in report["rows"] if "gflops" in r]
     figure, axes = plt.subplots(figsize=(8.0, 5.6), layout="constrained")
-    places = [r["flops"] / r["bytes"] for r in rows] or [1.0]
-    x = np.geomspace(min(places) / 2, max(places) * 2, 200)
+    places = [r["flops"] / r["bytes_moved"] for r in rows] or [1.0]
+    x, tops = np.geomspace(min(places) / 2, max(places) * 2, 200), []
     for dtype in dict.fromkeys(r["dtype"] for r in rows):
         colour, marker = _SERIES[dtype]
         mine = [r for r in rows if r["dtype"] == dtype]
         peak = float(np.median([r["peak"] for r in mine]))
         axes.plot(x, np.minimum(peak, x * mine[0]["read_bandwidth"] / 1e9), color=colour, linewidth=1.2)
-        axes.annotate(f"{dtype}: {peak:,.0f} GFLOP/s", (x[-1], peak), color=colour, ha="right", va="bottom", fontsize=8)
-        at = [r["flops"] / r["bytes"] for r in mine]
+        tops.append((peak, dtype, colour))
+        at = [r["flops"] / r["bytes_moved"] for r in mine]
         axes.plot(at, [r["gflops"] for r in mine], marker, color=colour, markersize=5, label=f"speedlight, {dtype}")
         best = [(a, r["gflops"] / min(t[2] for t in r["ratios"].values())) for a, r in zip(at, mine, strict=True) if r["ratios"]]
         if best:
@@ -190,6 +190,10 @@ def roofline(report: dict[str, Any], path: Path) -> None:
     axes.set_ylabel("GFLOP/s of visible work")
     axes.set_title(f"{report['machine']}, {report['threads']} threads, {report['isa']}; roofs measured in the same run", fontsize=10)
     axes.grid(alpha=0.25, which="both")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    for n, (peak, dtype, colour) in enumerate(sorted(tops)):
+        near = n > 0 and peak < 1.08 * sorted(tops)[n - 1][0]  # then its name stands above, the other's below its line
+        below = n + 1 < len(tops) and sorted(tops)[n + 1][0] < 1.08 * peak and not near
+        axes.annotate(f"{dtype}: {peak:,.0f}", (x[-1], peak), color=colour, ha="right", va="top" if below else "bottom", fontsize=8)
+    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=max(1, len(tops)))
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+
+def console() -> Console:
+    """Of the terminal's width; into a pipe or a file nothing is cut."""
+    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=200)
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
@@ -17,7 +24,7 @@ def print_rows(rows: Iterable[tuple[str, str]]) -> None:
     table.add_column(overflow="fold")
     for name, text in rows:
         table.add_row(name, text)
-    Console().print(table)
+    console().print(table)
 
 
 def print_json(report: Any) -> None:
