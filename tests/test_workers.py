@@ -170,3 +170,19 @@ def test_environment_variables_are_checked():
 def test_set_threads_counts():
     sl.set_threads(3)
     assert workers.get_threads() == 3
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_measuring_can_be_interrupted(threads):
+    """The roofs' kernels count who is inside, as regions do: an interrupted caller waits for them, not for ever."""
+    code = (
+        "import speedlight as sl; from speedlight import machine; from speedlight.cpu import roof, workers\n"
+        "workers._openmp = lambda _: None\n"
+        "def wait(self, helpers): raise KeyboardInterrupt\n"
+        "workers.Pool.wait = wait\n"
+        "for call in (lambda n: roof.peak_flops(machine.current_isa(), 'f32', n), roof.bandwidth):\n"
+        f"    try: call({threads})\n"
+        "    except KeyboardInterrupt: print('interrupted')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\ninterrupted\n", done.stderr
