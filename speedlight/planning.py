@@ -20,6 +20,7 @@ _TASK_FLOPS = 800_000_000
 
 BLOCK = 16  # keys of a block of a KVCache: one after another for each element
 
+_PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
 _TASK_ROWS = 128  # of all heads of a decode task: their states stay in the second-level cache
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
 
@@ -175,6 +176,8 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     parts = max(1, min(spans, -(-4 * threads // max(1, tasks)))) if tasks < 4 * threads and threads > 1 else 1
     slots = -(-problem.value_dim // lanes)
     units = (problem.head_dim + 1) // 2 if dot else problem.head_dim
+    if tasks * spans * together * rows * (slots + 1) * lanes * number > _PARTIALS:
+        parts = 1  # a window over a sequence without end: what its spans leave must not grow with it
     state = rows * (slots + 1) * lanes * number
     at_keys = _up(TILE * rows * number, 64)  # of queries
     at_values = _up(at_keys + together * rows * units * number, 64)  # of a tile's sums

@@ -355,7 +355,10 @@ def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]
 
 def page_lists(block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int) -> tuple[np.ndarray, tuple[int, ...]]:
     """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the lengths."""
-    table = np.array(block_table.tolist() if hasattr(block_table, "tolist") else block_table)
+    try:
+        table = np.array(block_table.numpy() if hasattr(block_table, "numpy") else block_table)  # PyTorch's has that
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(block_table).__name__} ({error}).") from None
     if table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
         raise ArgumentTypeError(f"block_table: expected ints of shape (batch, most pages); got {table.dtype} of shape {table.shape}.")
     numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)

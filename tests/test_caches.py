@@ -518,6 +518,24 @@ def test_a_failing_long_chunk_leaves_a_windowed_cache_as_it_was(rng):
     assert np.isfinite(cache.attend(0, q[:, :, :50])).all()
 
 
+def test_a_window_stays_small_however_long_the_sequence(rng):
+    """One head, whose spans several tasks would share: what they leave for each other does not grow with what was forgotten."""
+    from speedlight import engine
+
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=100)
+    q, k, v = qkv(rng, "float32", 1, 4, 1, 300, 300, 16, 16)
+    cache.attend(0, q, k, v)
+    cache._lengths[0], cache._written[0] = [1 << 33], [1 << 33]
+    taken = []
+    real = engine._take_scratch
+    engine._take_scratch = lambda size: taken.append(size) or real(size)
+    try:
+        out = cache.attend(0, *(x[:, :, :1] for x in (q, k, v)))
+    finally:
+        engine._take_scratch = real
+    assert np.isfinite(out).all() and max(taken) < 80 << 20
+
+
 @pytest.mark.parametrize("kind", [{"dtype": "int8"}, {"window": 70, "keep_first": 5, "capacity": None}])
 def test_other_kinds_are_saved_too(rng, tmp_path, kind):
     q, k, v = qkv(rng, "float32", 2, 4, 2, 400, 400, 16, 20)

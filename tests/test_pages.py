@@ -391,6 +391,7 @@ def test_raw_pages_of_torch(rng):
         ({"block_table": [[0, 2**63], [1, 2]]}, "block_table: expected"),
         ({"block_table": [[0.0, 1.0], [1, 2]]}, "block_table: expected ints"),
         ({"block_table": [0, 1]}, "block_table: expected ints of shape"),
+        ({"block_table": [[0, 1], [2]]}, "block_table: expected an array of ints"),
         ({"block_table": [[0, 1]]}, "k_lengths: expected 1 lengths"),
         ({"k_lengths": [5, 9]}, "k_lengths: expected lengths from 0 to 8"),
         ({"k_lengths": [5, -1]}, "k_lengths: expected lengths from 0"),
