@@ -589,3 +589,13 @@ def test_the_example_as_a_person_runs_it():
     assert done.returncode == 0 and done.stdout.startswith("a stranger") and "tokens/s" in done.stderr
     wrong = subprocess.run([*run, "Zürich"], capture_output=True, text=True, timeout=120)
     assert wrong.returncode == 2 and "--prompt: no token for" in wrong.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_quantising_is_as_near_as_a_scale_allows(rng, dtype):
+    x = (rng.standard_normal((3, 4, 50, 33)) * 10.0 ** rng.integers(-3, 4, (3, 4, 50, 1))).astype(numpy_dtype(dtype))
+    codes, scales = quantise(x)
+    assert codes.dtype == np.int8 and scales.dtype == np.float32 and (np.abs(codes).max(axis=-1) == 127).all()
+    assert (scales == np.abs(x.astype(np.float32)).max(axis=-1, keepdims=True) / np.float32(127)).all()
+    error = np.abs(codes * scales.astype(np.float64) - x.astype(np.float64))
+    assert (error <= 0.5001 * scales).all()
