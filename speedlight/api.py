@@ -104,11 +104,7 @@ def attention(
         sink_logits=sink_logits, q_lengths=q_lengths, k_lengths=k_lengths,
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
-    if out is None:
-        result, target = arrays.empty_like(a, shape, problem.dtype)
-    else:
-        result, target = out, arrays.describe(out, "out")
-        arrays.check_out(target, shape, problem.dtype, (a, b, c))
+    result, target = arrays.out_for(a, shape, out, (a, b, c))
     prepared = engine.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, options[5], options[6])
     prepared.reach = [(low - x.address, high - x.address) for x in (a, b, c, target) for low, high in (x.extent(),)]
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
@@ -190,11 +186,7 @@ def attention_paged(
         layout=layout, q_lengths=rows, mask=mask, score=score, sink_logits=sink_logits,
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
-    if out is None:
-        result, target = arrays.empty_like(a, shape, problem.dtype)
-    else:
-        result, target = out, arrays.describe(out, "out")
-        arrays.check_out(target, shape, problem.dtype, (a, k, v))
+    result, target = arrays.out_for(a, shape, out, (a, k, v))
     places = Pages(
         False, page_size, k.strides[2], k.strides[0], k.strides[1], v.strides[2], v.strides[0], v.strides[1], k.strides[3], v.strides[3]
     )  # fmt: skip

@@ -153,6 +153,15 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: str) -> tuple[Any, Array
     return new, _from_numpy(new, "out", "numpy", new)
 
 
+def out_for(q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...]) -> tuple[Any, Array]:
+    """What a call with these queries writes to, a new array or the caller's own, and where that lies."""
+    if out is None:
+        return empty_like(q, shape, q.dtype)
+    target = describe(out, "out")
+    check_out(target, shape, q.dtype, inputs)
+    return out, target
+
+
 def like_input(x: Array, result: Any) -> Any:
     """A NumPy result as the library of `x` would hold it, by DLPack where that library can."""
     if x.kind != "dlpack":

@@ -547,11 +547,7 @@ class KVCache:
     def _results(self, q: arrays.Array, return_lse: bool, out: Any) -> tuple[Any, arrays.Array, Any, arrays.Array | None]:
         """What a call writes to, and where that lies: out, and the log-sum-exp."""
         shape = (*q.shape[:-1], self.value_dim)
-        if out is None:
-            result, target = arrays.empty_like(q, shape, q.dtype)
-        else:
-            result, target = out, arrays.describe(out, "out")
-            arrays.check_out(target, shape, q.dtype, (q,))
+        result, target = arrays.out_for(q, shape, out, (q,))
         lse, where = arrays.empty_like(q, shape[:-1], "float64" if q.dtype == "float64" else "float32") if return_lse else (None, None)
         return result, target, lse, where
 

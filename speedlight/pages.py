@@ -395,11 +395,7 @@ class PagePool:
         options: dict[str, Any], return_lse: bool, out: Any,
     ) -> Any:  # fmt: skip
         shape = (*q.shape[:-1], self.value_dim)
-        if out is None:
-            result, target = arrays.empty_like(q, shape, q.dtype)
-        else:
-            result, target = out, arrays.describe(out, "out")
-            arrays.check_out(target, shape, q.dtype, (q,))
+        result, target = arrays.out_for(q, shape, out, (q,))
         number = "float64" if q.dtype == "float64" else "float32"
         lse, where = arrays.empty_like(q, (q.shape[1], q.shape[0]), number) if return_lse else (None, None)
         first = list(itertools.accumulate(counts, initial=0))
