@@ -422,10 +422,10 @@ class KVCache:
     # --- inside
 
     def _layer(self, layer: Any) -> int:
-        return _index("layer", layer, self.layers)
+        return check_index("layer", layer, self.layers)
 
     def _item(self, item: Any) -> int:
-        return _index("batch index", item, self.batch)
+        return check_index("batch index", item, self.batch)
 
     def _new(self, x: Any, name: str, dim: int) -> np.ndarray:
         if type(x) is not np.ndarray:
@@ -612,7 +612,8 @@ def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any, score: Any, sc
     return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, spans, engine.threads_now()
 
 
-def _index(name: str, x: Any, count: int) -> int:
+def check_index(name: str, x: Any, count: int) -> int:
+    """One of `count` places, by name."""
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
     if not 0 <= x < count:

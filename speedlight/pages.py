@@ -14,7 +14,7 @@ import numpy as np
 
 from . import arrays, engine
 from .blocks import make_stores
-from .caches import cache_dtype, check_sizes, check_tokens
+from .caches import cache_dtype, check_index, check_sizes, check_tokens
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull
 from .machine import current_isa
 from .planning import BLOCK, DECODE_ROWS, SLACK, Pages
@@ -166,11 +166,7 @@ class PagePool:
         return sequence._state
 
     def _layer(self, layer: Any) -> int:
-        if isinstance(layer, bool) or not isinstance(layer, (int, np.integer)):
-            raise ArgumentTypeError(f"layer: expected an int; got {type(layer).__name__}.")
-        if not 0 <= layer < self.layers:
-            raise ArgumentError(f"layer: expected 0 to {self.layers - 1}; got {layer}.")
-        return int(layer)
+        return check_index("layer", layer, self.layers)
 
     def _fork(self, sequence: Sequence) -> Sequence:
         with self._writing([self._state(sequence)]), self._lock:

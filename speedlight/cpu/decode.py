@@ -144,7 +144,6 @@ def score_lanes(module: Module, s: Shape) -> Any:
     p, n = k.p, s.lanes
     vectors, unit_bytes = max(1, BLOCK // n), BLOCK * s.stored_bytes
     far = _blocks_ahead(k, p["key_row"])
-
     last = (p["count"] - 1) // BLOCK
 
     def rows_of(first: Value, count: int, j: Value, together: int) -> None:
