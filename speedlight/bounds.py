@@ -72,6 +72,8 @@ class Exact:
     def _box(self, node: Node, index: list[tuple[int, int]]) -> Any:
         """The entries of a small box; the table where it is large; None where an index may be out of range."""
         array = node.value.array
+        if node.value.tensor is not None:
+            return None  # nobody waits for a GPU to tell
         if any(a < 0 or b >= n for (a, b), n in zip(index, array.shape, strict=True)):
             return None
         if math.prod(b - a + 1 for a, b in index) > SCAN:
@@ -171,6 +173,8 @@ class _Anywhere(Exact):
     """Bounds that hold for any index: entries are drawn into range, so a table's own ends bound them."""
 
     def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any] | None:
+        if node.value.tensor is not None:
+            return (False, True) if node.kind == "bool" else None
         return node.value.ends() if node.value.array.size else (0, 0)
 
 

@@ -269,7 +269,7 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
         raise ArgumentError(
             f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got {table.array.shape}."
         )
-    table.array = table.array.reshape(shape) if table.array.flags.c_contiguous else table.array[(None,) * (4 - table.array.ndim)]
+    table.reshaped(shape)
     return table
 
 

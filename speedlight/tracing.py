@@ -44,10 +44,15 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_ends", "array", "kind", "name")
+    __slots__ = ("_ends", "array", "copies", "kind", "name", "tensor")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
-        if type(array).__module__.split(".")[0] == "torch":
+        self.tensor: Any = None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
+        self.copies: dict[str, Any] = {}  # by device
+        if type(array).__module__.split(".")[0] == "torch" and array.device.type != "cpu" and not copy:
+            self.tensor = array.detach()
+            array = np.broadcast_to(np.zeros((), _torch_dtype(array)), tuple(array.shape))
+        elif type(array).__module__.split(".")[0] == "torch":
             array = array.detach().cpu()
             array = array.float().numpy() if str(array.dtype) == "torch.bfloat16" else array.numpy()
         array = np.asarray(array)
@@ -65,6 +70,38 @@ class Table:
             array.flags.writeable = False
         self.array, self.name = array, name
         self._ends: Any = None
+
+    def reshaped(self, shape: tuple[int, ...]) -> None:
+        """Takes another shape with leading ones."""
+        self.array = self.array.reshape(shape) if self.array.flags.c_contiguous else self.array[(None,) * (len(shape) - self.array.ndim)]
+        if self.tensor is not None:
+            self.tensor = self.tensor[(None,) * (len(shape) - self.tensor.ndim)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype_name(self) -> str:
+        """Of the entries as they lie in memory."""
+        return self.array.dtype.name if self.tensor is None else str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def last_is_one(self) -> bool:
+        """Whether entries of the last dimension follow each other."""
+        if self.tensor is not None:
+            return self.tensor.stride()[-1] == 1
+        return self.array.strides[-1] == self.array.itemsize
+
+    def known_ends(self) -> tuple[int, int] | None:
+        """Least and greatest entry of integers that stay what they are."""
+        if self.kind not in ("bool", "int") or not self.array.size or self.tensor is not None or self.array.flags.writeable:
+            return None
+        return self.ends()
+
+    def host(self) -> np.ndarray:
+        """The entries, wherever they lie."""
+        return self.array if self.tensor is None else np.asarray(self.tensor.cpu())
 
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
@@ -86,11 +123,17 @@ class Table:
         if self.array.dtype == bool:
             return 0, 1
         if self._ends is None or self.array.flags.writeable:
-            self._ends = int(self.array.min()), int(self.array.max())
+            array = self.host()
+            self._ends = int(array.min()), int(array.max())
         return self._ends
 
     def __repr__(self) -> str:
         return f"table({self.name}, {self.array.dtype.name}{list(self.array.shape)})"
+
+
+def _torch_dtype(x: Any) -> Any:
+    name = str(x.dtype).removeprefix("torch.")
+    return np.float32 if name == "bfloat16" else np.dtype(name)
 
 
 def _table_kind(dtype: np.dtype) -> str | None:
@@ -442,7 +485,7 @@ class Expression:
         return f"{self.role}\n" + "\n".join(lines)
 
     def _identity(self) -> tuple[Any, ...]:
-        return self.key, tuple(n.value for n in self.numbers), tuple(id(t.array) for t in self.tables)
+        return self.key, tuple(n.value for n in self.numbers), tuple(id(t.array if t.tensor is None else t.tensor) for t in self.tables)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expression) and self._identity() == other._identity()

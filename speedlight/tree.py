@@ -119,7 +119,7 @@ def evaluate(root: Node, env: dict[str, Any], float_type: Any = np.float64, seen
 
 
 def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
-    array = node.value.array
+    array = node.value.host()
     inside = [np.clip(x, 0, max(n - 1, 0)) for x, n in zip(index, array.shape, strict=True)]
     for at, (x, y, n) in enumerate(zip(index, inside, array.shape, strict=True)):
         x, wrong = np.broadcast_arrays(x, (np.asarray(x != y) | (n == 0)) & seen)

@@ -1,0 +1,364 @@
+"""From an expression's tree to Triton source: three small functions that the kernel calls.
+
+    known(b, h, i, ints, floats)                what no key changes: numbers, tables, values of rows
+    apply(x, b, h, i, j, inside, …)             the score, then -inf where hidden
+    bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, …)      bounds.py's walk over many tiles at once
+
+The text depends on the structure alone: numbers, addresses, shapes and strides are read from memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..bounds import hides, visible
+from ..problem import Problem
+from ..tree import FUNCTIONS, Node, order
+
+TABLE_WORDS = 11  # address, 4 sizes, 4 strides in elements, least and greatest entry
+_ANYTHING = 1 << 58
+_POINTERS = {
+    "bool": "tl.int8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64", "uint8": "tl.uint8",
+    "uint16": "tl.uint16", "uint32": "tl.uint32", "uint64": "tl.uint64", "float16": "tl.float16", "bfloat16": "tl.bfloat16",
+    "float32": "tl.float32", "float64": "tl.float64",
+}  # fmt: skip
+_INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
+    "xor": "^", "shl": "<<", "shr": ">>",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """A mask and a score as a kernel sees them: equal if the text is."""
+
+    key: str
+    mask: Node | None = field(compare=False, repr=False, default=None)
+    score: Node | None = field(compare=False, repr=False, default=None)
+    narrow: bool = False  # every integer fits 32 bits
+    checked: tuple[bool, ...] = ()  # of every (lookup, dimension): it may be out of range, and is looked at
+
+    @property
+    def hiding(self) -> bool:
+        """Whether tiles may be hidden: by the mask, or by a score that can be -inf."""
+        return self.mask is not None or (self.score is not None and self.score.op == "where")
+
+    @functools.cached_property
+    def nodes(self) -> list[Node]:
+        return list({id(n): n for root in (self.mask, self.score) if root is not None for n in order(root)}.values())
+
+    @functools.cached_property
+    def numbers(self) -> dict[int, int]:
+        """Slot of every number."""
+        return {id(n): at for at, n in enumerate(n for n in self.nodes if n.op == "number")}
+
+    @functools.cached_property
+    def tables(self) -> list[Any]:
+        return list(dict.fromkeys(n.value for n in self.nodes if n.op == "table"))
+
+    @functools.cached_property
+    def lookups(self) -> list[tuple[Node, int]]:
+        return [(n, d) for n in self.nodes if n.op == "table" for d in range(len(n.args))]
+
+    def table_at(self, node: Node) -> int:
+        """First word of the node's table, behind the numbers."""
+        return len(self.numbers) + TABLE_WORDS * self.tables.index(node.value)
+
+    def words(self, addresses: list[int], strides: list[tuple[int, ...]]) -> np.ndarray:
+        """What the kernel reads: numbers, then tables at these addresses."""
+        out = np.zeros(len(self.numbers) + TABLE_WORDS * len(self.tables) + 1, np.int64)
+        for node in self.nodes:
+            if node.op == "number":
+                value = np.float64(node.value).view(np.int64) if node.is_float else int(node.value)
+                out[self.numbers[id(node)]] = value
+        for n, table in enumerate(self.tables):
+            row = out[len(self.numbers) + TABLE_WORDS * n :]
+            row[0], row[1 : 1 + len(table.shape)], row[5 : 5 + len(table.shape)] = addresses[n], table.shape, strides[n]
+            row[9], row[10] = table.known_ends() or (-_ANYTHING, _ANYTHING)
+        return out
+
+
+class _Text:
+    """Lines of one function, and the names of what they compute. `before` holds what is computed once."""
+
+    def __init__(self, program: Program, before: _Text | None = None) -> None:
+        self.program, self.before, self.lines = program, before, list[str]()
+        self.names: dict[Any, str] = {}
+        self.known: dict[str, str] = {}
+
+    def let(self, value: str) -> str:
+        name = f"{'t' if self.before else 'k'}{len(self.lines)}"
+        self.lines.append(f"{name} = {value}")
+        return name
+
+    def constant(self, value: str) -> str:
+        """The same wherever it is computed: once."""
+        text = self.before or self
+        if value not in text.known:
+            text.known[value] = text.let(value)
+        return text.known[value]
+
+    def type_of(self, kind: str) -> str:
+        return {"bool": "tl.int1", "int": "tl.int32" if self.program.narrow else "tl.int64", "float": "tl.float32", "double": "tl.float64"}[
+            kind
+        ]
+
+    def value(self, root: Node) -> str:
+        for node in order(root):
+            if id(node) in self.names:
+                continue
+            if self.before and not node.uses & {"j", "s"}:
+                self.before.value(node)
+                self.names.update(self.before.names)
+            else:
+                self.names[id(node)] = self.let(self.emit(node, [self.names[id(a)] for a in node.args]))
+        return self.names[id(root)]
+
+    def number(self, node: Node) -> str:
+        at = self.program.numbers[id(node)]
+        if node.is_float:
+            return self.constant(f"tl.load(floats + {at}).to({self.type_of(node.kind)})")
+        if node.kind == "int":
+            return self.constant(f"tl.load(ints + {at}).to({self.type_of(node.kind)})")
+        return self.constant(f"tl.load(ints + {at}) != 0")
+
+    def emit(self, node: Node, args: list[str]) -> str:
+        op, kind = node.op, node.kind
+        if op == "symbol":
+            return node.value if node.value == "s" else f"{node.value}.to({self.type_of('int')})"
+        if op == "number":
+            return self.number(node)
+        if op in _INFIX:
+            return f"{args[0]} {_INFIX[op]} {args[1]}"
+        if op in FUNCTIONS:
+            return f"{op}({args[0]})"
+        match op:
+            case "table":
+                return self.look_up(node, args)
+            case "div":
+                return f"divided({args[0]}, {args[1]})"
+            case "floordiv" | "mod":
+                name = "float_" if node.is_float else "int_"
+                return f"{name}{op}({args[0]}, {args[1]})"
+            case "neg":
+                return f"-{args[0]}"
+            case "not":
+                return f"{args[0]} ^ True"
+            case "abs" | "floor":
+                return f"tl.{op}({args[0]})"
+            case "min" | "max":
+                nan = ", propagate_nan=tl.PropagateNan.ALL" if node.is_float else ""
+                return f"tl.{op}imum({args[0]}, {args[1]}{nan})"
+            case "where":
+                return f"tl.where({', '.join(args)})"
+            case "cast" if kind == "int" and node.args[0].is_float:
+                return f"whole({args[0]}).to({self.type_of(kind)})"
+            case "cast":
+                return f"{args[0]}.to({self.type_of(kind)})"
+        raise AssertionError(op)
+
+    def look_up(self, node: Node, index: list[str]) -> str:
+        """The entry at the index, drawn into range; whether it had to be drawn is remembered."""
+        at, array = self.program.table_at(node), node.value
+        offset = ""
+        for d, x in enumerate(index):
+            last = self.constant(f"tl.load(ints + {at + 1 + d}).to({self.type_of('int')}) - 1")
+            inside = self.let(f"tl.minimum(tl.maximum({x}, 0), {last})")
+            self.names[id(node), d] = self.let(f"{inside} != {x}")
+            stride = "1" if d + 1 == len(index) and array.last_is_one else self.constant(f"tl.load(ints + {at + 5 + d})")
+            offset += f"{' + ' if offset else ''}{inside}.to(tl.int64) * {stride}"
+        pointer = self.constant(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[array.dtype_name]}))")
+        entry = f"tl.load({pointer} + ({offset}))"
+        return f"{entry} != 0" if node.kind == "bool" else f"{entry}.to({self.type_of(node.kind)})"
+
+
+class _Range:
+    """A name in the text, with the operators that bounds.py uses."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, text: _Text, name: str) -> None:
+        self.text, self.name = text, name
+
+    def _with(self, op: str, other: Any, swap: bool = False) -> _Range:
+        other = other.name if isinstance(other, _Range) else str(other)
+        a, b = (other, self.name) if swap else (self.name, other)
+        return _Range(self.text, self.text.let(f"{a} {op} {b}"))
+
+    def __add__(self, other: Any) -> _Range:
+        return self._with("+", other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> _Range:
+        return self._with("-", other)
+
+    def __rsub__(self, other: Any) -> _Range:
+        return self._with("-", other, swap=True)
+
+    def __mul__(self, other: Any) -> _Range:
+        return self._with("*", other)
+
+    def __neg__(self) -> _Range:
+        return _Range(self.text, self.text.let(f"-{self.name}"))
+
+    def __and__(self, other: Any) -> _Range:
+        return self._with("&", other)
+
+    def __or__(self, other: Any) -> _Range:
+        return self._with("|", other)
+
+    def __lt__(self, other: Any) -> _Range:
+        return self._with("<", other)
+
+    def __le__(self, other: Any) -> _Range:
+        return self._with("<=", other)
+
+    def __gt__(self, other: Any) -> _Range:
+        return self._with(">", other)
+
+    def __ge__(self, other: Any) -> _Range:
+        return self._with(">=", other)
+
+
+class _Ranges:
+    """bounds.py's arithmetic, written as Triton source: scalars for a block of rows, vectors for many tiles."""
+
+    def __init__(self, text: _Text) -> None:
+        self.text = text
+        self.box = {x: (_Range(text, f"{x}_low"), _Range(text, f"{x}_high")) for x in "hij"} | {"b": (_Range(text, "b"),) * 2}
+
+    def _call(self, function: str, *args: Any) -> _Range:
+        return _Range(self.text, self.text.let(f"{function}({', '.join(str(getattr(x, 'name', x)) for x in args)})"))
+
+    def minimum(self, a: Any, b: Any) -> _Range:
+        return self._call("tl.minimum", a, b)
+
+    def maximum(self, a: Any, b: Any) -> _Range:
+        return self._call("tl.maximum", a, b)
+
+    def where(self, condition: Any, yes: Any, no: Any) -> _Range:
+        zero = f"tl.zeros_like({condition.name}.to(tl.int64))"
+        yes, no = (f"{zero} + {getattr(x, 'name', x)}" for x in (yes, no))
+        return _Range(self.text, self.text.let(f"tl.where({condition.name}, {yes}, {no})"))
+
+    def invert(self, x: _Range) -> _Range:
+        return _Range(self.text, self.text.let(f"{x.name} ^ True"))
+
+    def truth(self, x: bool) -> _Range:
+        return _Range(self.text, self.text.let(f"h_low {'==' if x else '!='} h_low"))
+
+    def equal(self, a: Any, b: Any) -> _Range:
+        return _Range(self.text, self.text.let(f"{a.name} == {getattr(b, 'name', b)}"))
+
+    def floordiv(self, a: Any, b: Any) -> _Range:
+        return self._call("int_floordiv", a, b)
+
+    def number(self, node: Node) -> _Range:
+        value = f"tl.load(ints + {self.text.program.numbers[id(node)]})"
+        return _Range(self.text, self.text.let(value if node.kind == "int" else f"{value} != 0"))
+
+    def minus_infinity(self, node: Node) -> _Range:
+        return _Range(self.text, self.text.let(f"tl.load(floats + {self.text.program.numbers[id(node)]}) == float('-inf')"))
+
+    def table(self, node: Node, index: list[tuple[_Range, _Range]]) -> tuple[_Range, _Range]:
+        """Least and greatest entry where the box is one short run of a row of the table; else of the whole table."""
+        text, at = self.text, self.text.program.table_at(node)
+        row = ["0", "h_low == h_low"]
+        for d, (low, high) in enumerate(index[:-1]):
+            size = text.let(f"tl.load(ints + {at + 1 + d})")
+            row[0] = text.let(f"{row[0]} + tl.minimum(tl.maximum({low.name}, 0), {size} - 1) * tl.load(ints + {at + 5 + d})")
+            row[1] = text.let(f"{row[1]} & ({low.name} == {high.name}) & ({low.name} >= 0) & ({low.name} < {size})")
+        low, high = (x.name for x in index[-1])
+        pointer = text.let(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[node.value.dtype_name]}))")
+        d = len(index)
+        both = text.let(
+            f"ends({pointer}, {row[0]}, {row[1]}, {low}, {high}, tl.load(ints + {at + d}), tl.load(ints + {at + 4 + d}), "
+            f"tl.load(ints + {at + 9}), tl.load(ints + {at + 10}), WIDTH)"
+        )
+        found = _Range(text, text.let(f"{both}[0]")), _Range(text, text.let(f"{both}[1]"))
+        return (found[0] > 0, found[1] > 0) if node.kind == "bool" else found
+
+    def all_equal(self, node: Node, index: Any, number: Node) -> _Range:
+        return self.truth(False)  # floats are looked at element by element
+
+
+def program_of(problem: Problem, narrow: bool, checked: tuple[bool, ...]) -> Program | None:
+    """The problem's mask and score."""
+    parts = [x for x in (problem.mask, problem.score) if x is not None]
+    if not parts:
+        return None
+    ones = [int(t.last_is_one) for x in parts for t in x.tables]
+    key = "\n".join((*(x.key for x in parts), f"{narrow} {ones} {[int(x) for x in checked]}"))
+    mask, score = (None if x is None else x.root for x in (problem.mask, problem.score))
+    return Program(key, mask, score, narrow, checked)
+
+
+def source(program: Program) -> str:
+    """The three functions."""
+    return "\n".join((_HEAD, _apply(program), _bounds(program)))
+
+
+_HEAD = """from speedlight.gpu.primitives import *
+"""
+
+
+def _apply(program: Program) -> str:
+    before = _Text(program)
+    text = _Text(program, before)
+    if program.score is not None:
+        text.lines.append("s = x * scale")
+        text.lines.append(f"x = {text.value(program.score)} + tl.zeros_like(x)")
+    text.lines.append("shown = inside")
+    text.lines.append("if MASKED:")
+    start = len(text.lines)
+    if program.mask is not None:
+        text.lines.append(f"shown = shown & {text.value(program.mask)}")
+        text.lines.extend(_notes(program, text, program.mask))
+    text.lines.append("x = tl.where(shown, x, float('-inf'))")
+    text.lines[start:] = [f"    {line}" for line in text.lines[start:]]
+    if program.score is not None:
+        text.lines.extend(_notes(program, text, program.score))
+    names = [line.split(" = ")[0] for line in before.lines]
+    body = "\n".join(text.lines)
+    held = [name for name in names if re.search(rf"\b{name}\b", body)]
+    lines = ["@triton.jit", "def known(b, h, i, ints, floats):"]
+    lines.extend(f"    {line}" for line in before.lines)
+    lines.append(f"    return ({', '.join([*held, '0'])},)")
+    lines.append("\n\n@triton.jit")
+    lines.append("def apply(x, b, h, i, j, inside, scale, known, ints, floats, wrong, MASKED: tl.constexpr):")
+    lines.extend(f"    {name} = known[{n}]" for n, name in enumerate(held))
+    lines.extend(f"    {line}" for line in text.lines)
+    lines.append("    return x\n")
+    return "\n".join(lines)
+
+
+def _notes(program: Program, text: _Text, root: Node) -> list[str]:
+    """Writes down indices that are out of range at a key that is shown."""
+    lines = []
+    reached = {id(n) for n in order(root)}
+    for n, ((node, d), checked) in enumerate(zip(program.lookups, program.checked, strict=True)):
+        if checked and id(node) in reached:
+            index = text.names[id(node.args[d])]
+            lines.append(f"note(wrong + {2 * n}, {text.names[id(node), d]}, {index}, shown)")
+    return lines
+
+
+def _bounds(program: Program) -> str:
+    if not program.hiding:
+        return ""
+    text = _Text(program)
+    ops = _Ranges(text)
+    some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True), ops.truth(True))
+    hidden = None if program.score is None else hides(program.score, ops)
+    some = some if hidden is None else some & ops.invert(hidden)
+    lines = ["@triton.jit", "def bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, ints, floats, WIDTH: tl.constexpr):"]
+    lines.extend(f"    {line}" for line in text.lines)
+    lines.append("    none = j_low != j_low  # of the right shape")
+    lines.append(f"    return {some.name} | none, {every.name} | none\n")
+    return "\n".join(lines)

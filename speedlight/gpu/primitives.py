@@ -1,0 +1,207 @@
+"""What all kernels are made of: small functions on blocks, in Triton. They know nothing of sequences, heads or masks.
+
+Names: o_ offsets, p_ pointers. A block of scores is [BM rows, BN keys], in units whose exponential is 2^(x · factor).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def dot(a, b, PRECISION: tl.constexpr):
+    """a @ b in float32; PRECISION is of float32 operands."""
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def online_softmax(x, factor, running_max, running_sum):
+    """2^(x · factor - new max), the new max and sum, and what earlier results are multiplied by. A score of -inf is hidden."""
+    new_max = tl.maximum(running_max, tl.max(x, 1) * factor)
+    least = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing seen yet: exp2(-inf - 0) = 0
+    p = tl.math.exp2(x * factor - least[:, None])
+    alpha = tl.math.exp2(running_max - least)
+    return p, new_max, running_sum * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def unusual(v):
+    """Per value, what a product with any weight makes of it: 1 for +inf, 1024 for -inf, 2^20 for NaN, else 0."""
+    code = tl.where(v == float("inf"), 1.0, 0.0) + tl.where(v == float("-inf"), 1024.0, 0.0)
+    return code + tl.where(v != v, 1048576.0, 0.0)
+
+
+@triton.jit
+def finite(v):
+    """v where it is finite, else 0."""
+    return tl.where(tl.abs(v) < float("inf"), v, 0.0)
+
+
+@triton.jit
+def outcome(codes):
+    """The sum of values that are not finite, from counts as unusual() has them."""
+    positive = tl.where((codes.to(tl.int32) & 1023) > 0, float("inf"), 0.0)
+    negative = tl.where((codes.to(tl.int32) & 1047552) > 0, float("-inf"), 0.0)
+    return positive + negative + tl.where(codes >= 1048576.0, float("nan"), 0.0)
+
+
+# --- bits: a set of up to 32 tiles is an int32
+
+
+@triton.jit
+def lowest(bits):
+    """Place of the lowest bit that is set; 0 where none is."""
+    alone = (bits & -bits).to(tl.uint32, bitcast=True).to(tl.float32)  # a power of two: its exponent says which
+    return tl.maximum((alone.to(tl.int32, bitcast=True) >> 23) - 127, 0)
+
+
+@triton.jit
+def packed(conditions, o_tiles):
+    """A vector of 32 conditions as bits."""
+    return tl.sum(conditions.to(tl.int32) << o_tiles, 0)
+
+
+# --- masks and scores
+
+
+@triton.jit
+def int_floordiv(a, b):
+    """As Python's; 0 where b is."""
+    by = tl.where(b == 0, 1, b)
+    quotient = a // by
+    quotient = quotient - tl.where((a - quotient * by != 0) & ((a ^ by) < 0), 1, 0)
+    return tl.where(b == 0, 0, quotient)
+
+
+@triton.jit
+def int_mod(a, b):
+    return tl.where(b == 0, 0, a - int_floordiv(a, b) * b)
+
+
+@triton.jit
+def divided(a, b):
+    return a / b if a.dtype == tl.float64 else tl.math.div_rn(a + b * 0, b + a * 0)
+
+
+@triton.jit
+def float_floordiv(a, b):
+    return tl.floor(a / b)
+
+
+@triton.jit
+def float_mod(a, b):
+    return a - tl.floor(a / b) * b
+
+
+@triton.jit
+def whole(x):
+    """A float without its fraction, as an integer; NaN becomes 0."""
+    x = tl.where(x == x, x, 0.0).to(tl.float64)
+    return tl.minimum(tl.maximum(x, -4611686018427387904.0), 4611686018427387904.0).to(tl.int64)
+
+
+@triton.jit
+def exp2(x):
+    """+0 where the result would be subnormal."""
+    return tl.where(x < -126.0, 0.0, tl.math.exp2(x)) if x.dtype == tl.float32 else tl.math.exp2(x)
+
+
+@triton.jit
+def exp(x):
+    if x.dtype == tl.float32:
+        y = (tl.math.exp2(_whole_part(x)) * (_expm1(x - _whole_part(x) * 0.693359375 + _whole_part(x) * 2.12194440e-4) + 1.0))
+        y = tl.where(x > 88.72283, float("inf"), tl.where(x < -87.33654, 0.0, y))
+        return tl.where(x != x, x, y)
+    return tl.math.exp(x)
+
+
+@triton.jit
+def _whole_part(x):
+    inside = tl.minimum(tl.maximum(x, -87.33654), 88.72283)
+    return tl.floor(inside * LOG2E + 0.5)
+
+
+@triton.jit
+def _expm1(r):
+    """e^r - 1 for |r| <= 0.35, relatively exact."""
+    q = 1.0 / 40320 * r + 1.0 / 5040
+    q = q * r + 1.0 / 720
+    q = q * r + 1.0 / 120
+    q = q * r + 1.0 / 24
+    q = q * r + 1.0 / 6
+    q = q * r + 0.5
+    return (q * r + 1.0) * r
+
+
+@triton.jit
+def log(x):
+    return tl.math.log(x)
+
+
+@triton.jit
+def log2(x):
+    return tl.math.log2(x)
+
+
+@triton.jit
+def sqrt(x):
+    return tl.math.sqrt_rn(x) if x.dtype == tl.float32 else tl.math.sqrt(x)
+
+
+@triton.jit
+def sigmoid(x):
+    return divided(x * 0 + 1.0, exp(-x) + 1.0)
+
+
+@triton.jit
+def tanh(x):
+    """From e^(-2|x|) - 1, which is relatively exact where it is small."""
+    twice = tl.maximum(tl.abs(x) * -2.0, -40.0)
+    if x.dtype == tl.float32:
+        n = _whole_part(twice)
+        scale = tl.math.exp2(n)
+        below = scale * _expm1(twice - n * 0.693359375 + n * 2.12194440e-4) + (scale - 1.0)
+    else:
+        series = twice * (1.0 + twice * (0.5 + twice * (1.0 / 6 + twice * (1.0 / 24 + twice * (1.0 / 120 + twice / 720)))))
+        below = tl.where(twice > -1e-2, series, tl.math.exp(twice) - 1.0)
+    y = tl.abs(divided(below, below + 2.0))
+    return tl.where(x != x, x, tl.where(x < 0.0, -y, y))
+
+
+@triton.jit
+def note(p_wrong, bad, index, shown):
+    """Notes that an index is out of range at a key that is shown, and one such index."""
+    bad = bad & shown
+    at = tl.zeros_like(bad.to(tl.int32))
+    tl.store(p_wrong + at, at + 1, mask=bad)
+    tl.store(p_wrong + 1 + at, index.to(tl.int64) + at, mask=bad)
+
+
+@triton.jit
+def ends(p_table, row, known, low, high, size, stride, least, most, WIDTH: tl.constexpr):
+    """Least and greatest entry from `low` to `high` of a row of a table, for one such run or for many.
+
+    The whole table's ends where the run is longer than WIDTH or the row is not known; anything, where it may leave the table.
+    """
+    inside = (low >= 0) & (high < size)
+    short = inside & known & (high - low < WIDTH)
+    if len((low + high).shape) == 0:
+        o_run = tl.arange(0, WIDTH)
+        m = (o_run <= high - low) & short
+        entries = tl.load(p_table + row + (low + o_run).to(tl.int64) * stride, mask=m, other=0).to(tl.int64)
+        a = tl.min(tl.where(m, entries, 1 << 60), 0)
+        b = tl.max(tl.where(m, entries, -(1 << 60)), 0)
+    else:
+        first = low + 0 * high
+        o_run = tl.arange(0, WIDTH)[None, :]
+        m = (o_run <= (high - low)[:, None]) & short[:, None]
+        entries = tl.load(p_table + row + (first[:, None] + o_run).to(tl.int64) * stride, mask=m, other=0).to(tl.int64)
+        a = tl.min(tl.where(m, entries, 1 << 60), 1)
+        b = tl.max(tl.where(m, entries, -(1 << 60)), 1)
+    a = tl.where(short, a, tl.where(inside, least, -(1 << 58)))
+    b = tl.where(short, b, tl.where(inside, most, 1 << 58))
+    return a, b

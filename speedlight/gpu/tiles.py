@@ -1,0 +1,82 @@
+"""The table of tiles: rows and keys of a block, warps and stages, by compute capability, dtype and head dim. Nothing else.
+
+Never by length or batch: the order of sums, and so the bits of a row, would change with them. Made by `speedlight tune` on
+the device; rows that say `measured=False` were chosen by what compiles without spills and by published kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One way to compile the attention kernel."""
+
+    rows: int  # of queries
+    keys: int
+    warps: int
+    stages: int
+    described: bool = False  # keys and values come by tensor descriptors (TMA, from capability 9.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the table says of head dims up to `head_dim`."""
+
+    head_dim: int
+    prefill: Tile
+    decode: Tile
+    measured: bool = False
+
+
+# capability: dtype: rows in ascending head dim
+#                          rows keys warps stages
+TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
+    (9, 0): {
+        "16": (
+            Row(64, Tile(128, 128, 8, 3), Tile(16, 64, 4, 3)),
+            Row(128, Tile(128, 128, 8, 2), Tile(16, 64, 4, 3)),
+            Row(256, Tile(128, 64, 8, 2), Tile(16, 64, 4, 2)),
+            Row(512, Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
+        ),
+        "32": (
+            Row(64, Tile(64, 64, 8, 2), Tile(16, 32, 4, 2)),
+            Row(128, Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
+            Row(256, Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
+            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        ),
+    },
+    (8, 0): {
+        "16": (
+            Row(64, Tile(128, 64, 4, 3), Tile(16, 64, 4, 3)),
+            Row(128, Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
+            Row(256, Tile(64, 64, 8, 2), Tile(16, 64, 4, 2)),
+            Row(512, Tile(64, 32, 8, 1), Tile(16, 32, 4, 2)),
+        ),
+        "32": (
+            Row(64, Tile(64, 32, 4, 2), Tile(16, 32, 4, 2)),
+            Row(128, Tile(64, 32, 8, 1), Tile(16, 32, 4, 2)),
+            Row(256, Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
+            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        ),
+    },
+}
+TABLE[10, 0] = TABLE[9, 0]
+TABLE[7, 5] = {
+    kind: (
+        Row(64, Tile(64, 32, 4, 2), Tile(16, 32, 4, 2)),
+        Row(128, Tile(64, 32, 4, 1), Tile(16, 32, 4, 1)),
+        Row(256, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+        Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    )
+    for kind in ("16", "32")
+}
+HEAD_DIMS = 512  # the most
+
+
+def table_row(capability: tuple[int, int], dtype: str, head_dim: int) -> Row:
+    """The row for the larger of head dim and value dim; of the newest capability in the table that the device has."""
+    known = max((c for c in TABLE if c <= capability), default=min(TABLE))
+    rows = TABLE[known]["32" if dtype == "float32" else "16"]
+    return next(r for r in rows if head_dim <= r.head_dim)
