@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, engine
+from . import arrays
+from . import engine as engines
 from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
 from .planning import SLACK, Pages, Plan
 from .problem import LAYOUTS, from_arrays, from_cache, from_sizes, packed_lengths, page_lists
 from .tracing import kept
 
-_prepared: dict[Any, engine.Prepared] = {}
+_prepared: dict[Any, engines.Prepared] = {}
 _MEMO = 512  # prepared calls kept
 
 
@@ -39,12 +40,14 @@ def attention(
     k_lengths: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    engine: str | None = None,
+    precision: str = "ieee",
 ) -> Any:
     """Exact attention, softmax(scale · QKᵀ)V, in memory that does not grow with the square of the length.
 
     Args:
-        q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch CPU
-            tensor, or an object with DLPack or `__array_interface__`. Any strides.
+        q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch
+            tensor, or an object with DLPack or `__array_interface__`; on the CPU or (not float64) on an NVIDIA GPU. Any strides.
         k: (batch, kv_heads, k_len, head_dim), same dtype. kv_heads divides q_heads: query head h reads kv head
             h // (q_heads // kv_heads).
         v: (batch, kv_heads, k_len, value_dim), same dtype.
@@ -69,6 +72,9 @@ def attention(
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
             (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out 0.
         out: where to write the result, in the layout of q.
+        engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
+        precision: of float32 products on a GPU: "ieee", or by tensor cores "tf32x3" (three products for each) or "tf32"
+            (10 bits). The CPU always computes as "ieee".
 
     Returns:
         The output, shaped as q with value_dim last, of q's kind and dtype; with return_lse a pair (out, lse).
@@ -85,10 +91,20 @@ def attention(
     >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
     ((1, 2, 3, 4), (1, 2, 3), 1.0)
     """
+    if precision not in _PRECISIONS:
+        raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {precision!r}.")
+    if engine is not None or arrays.on_gpu(q):
+        place = engines.chosen(engine, arrays.describe(q, "q", gpu=True))
+        if place != "cpu" or engine == "cuda":
+            return _on_gpu(
+                q, k, v, layout, return_lse, out, precision, causal=causal, q_start=q_start, k_start=k_start, scale=scale, window=window,
+                mask=mask, score=score, sink_logits=sink_logits, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                q_lengths=q_lengths, k_lengths=k_lengths,
+            )  # fmt: skip
     lists = None
     if not (window is sink_logits is q_lengths is k_lengths is None):
         lists = tuple(_values(x) for x in (window, sink_logits, q_lengths, k_lengths))
-    options = (causal, q_start, k_start, scale, layout, engine.threads_now(), current_isa(), mask, score, lists)
+    options = (causal, q_start, k_start, scale, layout, engines.threads_now(), current_isa(), mask, score, lists)
     key = None
     if cu_seqlens_q is None and cu_seqlens_k is None and kept(mask) and kept(score) and (lists is None or ... not in lists):
         key = _key((q, k, v) if out is None else (q, k, v, out), options)
@@ -105,7 +121,7 @@ def attention(
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
     result, target = arrays.out_for(a, shape, out, (a, b, c))
-    prepared = engine.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, options[5], options[6])
+    prepared = engines.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, options[5], options[6])
     prepared.reach = [(low - x.address, high - x.address) for x in (a, b, c, target) for low, high in (x.extent(),)]
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     prepared.run(a.address, b.address, c.address, target.address, lse_array.address if lse_array else 0)
@@ -113,6 +129,29 @@ def attention(
         if len(_prepared) >= _MEMO:
             _prepared.clear()
         _prepared[key] = prepared
+    if out is None:
+        result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
+    return (result, lse) if return_lse else result
+
+
+_PRECISIONS = ("ieee", "tf32x3", "tf32")
+
+
+def _on_gpu(q: Any, k: Any, v: Any, layout: Any, return_lse: Any, out: Any, precision: str, **options: Any) -> Any:
+    """attention() on arrays of a GPU: enqueued on PyTorch's current stream, not waited for."""
+    if not isinstance(return_lse, bool):
+        raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+    a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    problem, cu_q, cu_k = from_arrays(a, b, c, layout=layout, **options)
+    launch = engines.gpu()
+    launch.check(problem, a.device, precision)
+    result, target = arrays.out_for(a, (*a.shape[:-1], problem.value_dim), out, (a, b, c))
+    lse, lse_array = _lse(a, layout) if return_lse else (None, None)
+    where = None if lse_array is None else lse_array.tensor
+    launch.run(
+        problem, layout, a.tensor, launch.arrays_of(b.tensor, c.tensor, layout), target.tensor, where, cu_q=cu_q, cu_k=cu_k,
+        precision=precision,
+    )  # fmt: skip
     if out is None:
         result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
     return (result, lse) if return_lse else result
@@ -191,7 +230,7 @@ def attention_paged(
         False, page_size, k.strides[2], k.strides[0], k.strides[1], v.strides[2], v.strides[0], v.strides[1], k.strides[3], v.strides[3]
     )  # fmt: skip
     each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
-    prepared = engine.prepare_pages(problem, layout, a, places, each, target.strides, first, engine.threads_now(), current_isa())
+    prepared = engines.prepare_pages(problem, layout, a, places, each, target.strides, first, engines.threads_now(), current_isa())
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     prepared.run(a.address, k.address, v.address, target.address, lse_array.address if lse_array else 0)
     if out is None:
@@ -242,7 +281,7 @@ def _address(x: Any) -> int:
     return arrays.address_of(x) if type(x) is np.ndarray else x.data_ptr()
 
 
-def _apart(prepared: engine.Prepared, q: Any, k: Any, v: Any, out: Any) -> bool:
+def _apart(prepared: engines.Prepared, q: Any, k: Any, v: Any, out: Any) -> bool:
     """Whether `out` may be written: not read-only, and its bytes lie wholly before or after those of each input."""
     if type(out) is np.ndarray and not out.flags.writeable:
         return False
@@ -251,7 +290,7 @@ def _apart(prepared: engine.Prepared, q: Any, k: Any, v: Any, out: Any) -> bool:
     return all(high <= first or last <= low for low, high in ends[:3])
 
 
-def _again(prepared: engine.Prepared, q: Any, k: Any, v: Any, layout: str, return_lse: bool, out: Any) -> Any:
+def _again(prepared: engines.Prepared, q: Any, k: Any, v: Any, layout: str, return_lse: bool, out: Any) -> Any:
     """A call that was prepared before: only the addresses are new."""
     shape = (*q.shape[:-1], prepared.problem.value_dim)
     lse = None
@@ -374,4 +413,4 @@ def plan(
             batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
             value_dim=value_dim, dtype=dtype, causal=causal, q_start=q_start, k_start=k_start, scale=scale, mask=mask, score=score,
         )  # fmt: skip
-    return engine.make_plan(problem, engine.threads_now(), strided_keys=strided_keys, strided_values=strided_values, exact=exact)
+    return engines.make_plan(problem, engines.threads_now(), strided_keys=strided_keys, strided_values=strided_values, exact=exact)

@@ -1,11 +1,11 @@
-"""Arrays in and out, without copies: NumPy, PyTorch (CPU), DLPack, and the NumPy array interface."""
+"""Arrays in and out, without copies: NumPy, PyTorch, DLPack, and the NumPy array interface; on the CPU or on a GPU."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,11 @@ class Array:
     kind: str  # numpy, torch, dlpack
     writeable: bool
     owner: Any
+    device: str = "cpu"  # or cuda:0, …: then `tensor` is the array as PyTorch has it
+
+    @property
+    def tensor(self) -> Any:
+        return self.owner if self.kind == "torch" else self.owner[1]
 
     def extent(self) -> tuple[int, int]:
         """First byte and one past the last."""
@@ -68,8 +73,25 @@ def _check_dtype(name: str, dtype: str) -> str:
     return dtype
 
 
-def describe(x: Any, name: str) -> Array:
-    """The array behind an argument, wherever it came from. Nothing is copied."""
+def describe(x: Any, name: str, *, gpu: bool = False) -> Array:
+    """The array behind an argument, wherever it came from. Nothing is copied. `gpu`: it may lie on one."""
+    found = _described(x, name)
+    if found.device != "cpu" and not gpu:
+        raise UnsupportedError(f"{name}: expected an array on the CPU; got one on {found.device}. Use {name}.cpu().")
+    return found
+
+
+def on_gpu(x: Any) -> bool:
+    """Whether an argument lies on an NVIDIA GPU."""
+    if isinstance(x, np.ndarray):
+        return False
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        return x.is_cuda
+    return hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == 2
+
+
+def _described(x: Any, name: str) -> Array:
     if isinstance(x, np.ndarray):
         return _from_numpy(x, name, "numpy", x)
     torch = sys.modules.get("torch")
@@ -93,8 +115,8 @@ def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
 
 
 def _from_torch(x: Any, name: str, torch: Any) -> Array:
-    if x.device.type != "cpu":
-        raise UnsupportedError(f"{name}: expected a tensor on the CPU; got one on {x.device}. Use {name}.cpu().")
+    if x.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. Use {name}.cpu().")
     if x.layout != torch.strided:
         raise ArgumentTypeError(f"{name}: expected a strided tensor; got layout {x.layout}. Use {name}.to_dense().")
     if x.requires_grad and torch.is_grad_enabled():
@@ -105,7 +127,7 @@ def _from_torch(x: Any, name: str, torch: Any) -> Array:
         raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")
     dtype = _check_dtype(name, str(x.dtype).removeprefix("torch."))
     size = DTYPES[dtype][1]
-    return Array(name, x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x)
+    return Array(name, x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x, str(x.device))
 
 
 class _DLTensor(ctypes.Structure):
@@ -126,6 +148,8 @@ class _DLTensor(ctypes.Structure):
 def _from_dlpack(x: Any, name: str) -> Array:
     """Reads the capsule itself, because NumPy cannot take bfloat16 from one."""
     device = x.__dlpack_device__()
+    if int(device[0]) == 2:
+        return _from_cuda(x, name)
     if int(device[0]) != 1:
         raise UnsupportedError(f"{name}: expected an array on the CPU; got DLPack device {tuple(map(int, device))}.")
     capsule = x.__dlpack__()
@@ -143,11 +167,24 @@ def _from_dlpack(x: Any, name: str) -> Array:
     return Array(name, (t.data or 0) + t.byte_offset, shape, strides, dtype, "dlpack", False, (x, capsule))
 
 
+def _from_cuda(x: Any, name: str) -> Array:
+    """CuPy's, JAX's … on a GPU: the same memory, as PyTorch sees it."""
+    try:
+        import torch
+    except ImportError:
+        raise UnsupportedError(
+            f"{name}: expected PyTorch beside arrays on a GPU; it is not installed. pip install 'speedlight[gpu]'"
+        ) from None
+    tensor = torch.from_dlpack(x)
+    found = _from_torch(tensor, name, torch)
+    return replace(found, kind="dlpack", owner=(x, tensor), writeable=type(x).__module__.startswith("cupy"))
+
+
 def empty_like(x: Array, shape: tuple[int, ...], dtype: str) -> tuple[Any, Array]:
     """A new array of the kind of `x` (a NumPy one for DLPack), and where it lies."""
-    if x.kind == "torch":
+    if x.kind == "torch" or x.device != "cpu":
         torch = sys.modules["torch"]
-        new = torch.empty(shape, dtype=getattr(torch, dtype))
+        new = torch.empty(shape, dtype=getattr(torch, dtype), device=x.device)
         return new, _from_torch(new, "out", torch)
     new = np.empty(shape, numpy_dtype(dtype))
     return new, _from_numpy(new, "out", "numpy", new)
@@ -157,7 +194,9 @@ def out_for(q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...
     """What a call with these queries writes to, a new array or the caller's own, and where that lies."""
     if out is None:
         return empty_like(q, shape, q.dtype)
-    target = describe(out, "out")
+    target = describe(out, "out", gpu=q.device != "cpu")
+    if target.device != q.device:
+        raise ArgumentError(f"out: expected an array on {q.device}, as q; got one on {target.device}.")
     check_out(target, shape, q.dtype, inputs)
     return out, target
 
@@ -170,7 +209,7 @@ def like_input(x: Array, result: Any) -> Any:
     if namespace is None:
         return result
     library = namespace()
-    if hasattr(library, "from_dlpack") and result.dtype.name != "bfloat16":
+    if hasattr(library, "from_dlpack") and (x.device != "cpu" or result.dtype.name != "bfloat16"):
         return library.from_dlpack(result)
     return library.asarray(result)
 
@@ -195,8 +234,10 @@ def overlap(a: Array, b: Array) -> bool:
     """Whether the two share a byte (or might, where that is too hard to say)."""
     a_low, a_high = a.extent()
     b_low, b_high = b.extent()
-    if a_low >= b_high or b_low >= a_high:
+    if a_low >= b_high or b_low >= a_high or a.device != b.device:
         return False
+    if a.device != "cpu":
+        return True
     try:
         limit: Any = 10_000
         return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=limit))

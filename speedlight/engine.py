@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import os
 import struct
 import threading
 import time
@@ -15,7 +16,7 @@ import numpy as np
 from . import planning
 from .arrays import DTYPES, Array, pages
 from .bounds import largest_integer
-from .errors import ExpressionError
+from .errors import ArgumentError, ExpressionError, UnsupportedError
 from .machine import Isa, current_isa
 from .problem import LAYOUTS, Problem
 from .tree import out_of_range
@@ -340,6 +341,36 @@ def kernel_shape(
 
     how = planning.schedule(problem, isa, threads, strided_keys, strided_values)
     return how, Shape(isa, how.storage, how.vectors, _program(problem, lower, lookups)[0])
+
+
+# --- the other engine
+
+
+def chosen(engine: Any, q: Array) -> str:
+    """ "cpu", or the device whose engine takes the call: that on which q lies, which `engine` may insist on."""
+    if engine not in (None, "cpu", "cuda"):
+        raise ArgumentError(f"engine: expected 'cpu', 'cuda' or None (where q lies); got {engine!r}.")
+    if engine == "cpu" and q.device != "cpu":
+        raise ArgumentError(f"q: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use q.cpu().")
+    if engine == "cuda" and q.device == "cpu" and not (interpreting() and q.kind == "torch"):
+        raise ArgumentError("q: expected a tensor on a GPU for engine='cuda'; got an array on the CPU. Use q.cuda().")
+    return "cpu" if q.device == "cpu" and engine != "cuda" else q.device
+
+
+def interpreting() -> bool:
+    """Whether Triton's kernels run in Python on the CPU, as tests do where there is no GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def gpu() -> Any:
+    """What launches kernels on a GPU."""
+    try:
+        from .gpu import launch
+    except ImportError as error:
+        raise UnsupportedError(
+            f"q: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install 'speedlight[gpu]', or use q.cpu()."
+        ) from None
+    return launch
 
 
 def make_plan(

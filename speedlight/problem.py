@@ -102,6 +102,8 @@ def from_arrays(
             raise ArgumentTypeError(f"{x.name}: expected dtype {q.dtype}, as q has; got {x.dtype}. Convert one of them.")
         if (x.kind == "torch") != (q.kind == "torch"):
             raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}.")
+        if x.device != q.device:
+            raise ArgumentError(f"{x.name}: expected an array on {q.device}, as q; got one on {x.device}. Move one of them.")
     axes = LAYOUTS[layout]
     q_heads, q_len, head_dim = (q.shape[a] for a in axes[-3:])
     kv_heads, k_len, k_dim = (k.shape[a] for a in axes[-3:])

@@ -19,6 +19,9 @@ from .tree import evaluate, rounding_error
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _TINY = {"float64": 2.0**-1075, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
 
+# of float32 products on tensor cores: of S for the scores, and of M for the sum of values
+_COARSE = {"ieee": 0.0, "tf32x3": 2.0**-19, "tf32": 2.0**-9}
+
 
 class Bounds(NamedTuple):
     """Largest allowed |error| of every element of out and of lse."""
@@ -64,13 +67,18 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     return (case.outward(out), lse) if return_lse else case.outward(out)
 
 
-def error_bound(q: Any, k: Any, v: Any, *, dot: bool = False, **options: Any) -> Bounds:
-    """DESIGN section 6: how far a result may be from `attention`, element by element. `dot`: bf16 by dot instruction."""
+def error_bound(q: Any, k: Any, v: Any, *, dot: bool = False, tile: int | None = None, precision: str = "ieee", **options: Any) -> Bounds:
+    """How far a result may be from `attention`, element by element. docs/numerics.md has the formula.
+
+    `dot`: bfloat16 by the dot instruction. `tile`: by the GPU engine, keys of whose blocks these are, at least;
+    `precision` is that of its float32 products.
+    """
     case = _Case(q, k, v, options)
+    case.dot, case.tile, case.precision = dot, tile, precision
     out, lse = case.results()
     with np.errstate(all="ignore"):
         for place in case.heads():
-            place.bound(out, lse, dot)
+            place.bound(out, lse)
     return Bounds(case.outward(out), lse)
 
 
@@ -102,6 +110,8 @@ class _Case:
         described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
         defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
         self.layout = options.get("layout", "bhld")
+        self.dot, self.precision = False, "ieee"
+        self.tile: int | None = None
         self.problem, self.cu_q, self.cu_k = from_arrays(*described, **(defaults | options))
         self.dtype = self.problem.dtype
         axes = LAYOUTS[self.layout]
@@ -130,7 +140,7 @@ class _Head:
 
     def __init__(self, case: _Case, item: int, head: int, at: Any, keys: Any) -> None:
         p: Problem = case.problem
-        self.problem, self.at = p, at
+        self.case, self.problem, self.at = case, p, at
         self.q, self.k, self.v = case.q[at].astype(np.float64), case.k[keys].astype(np.float64), case.v[keys].astype(np.float64)
         i = p.q_starts[item] + np.arange(len(self.q))[:, None]
         j = p.k_start + np.arange(len(self.k))[None, :]
@@ -172,7 +182,7 @@ class _Head:
         if rows:
             out[self.at], lse[self.at] = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
 
-    def bound(self, out: np.ndarray, lse: np.ndarray, dot: bool) -> None:
+    def bound(self, out: np.ndarray, lse: np.ndarray) -> None:
         """Per element: M = Σ p|v| and S = max over visible keys of scale · Σ|q||k|."""
         p, name, d = self.problem, self.problem.dtype, self.problem.head_dim
         if not self.q.size or not (self.k.size or p.sinks):
@@ -195,9 +205,17 @@ class _Head:
         if p.sinks is not None:
             size = np.concatenate([size, np.full((len(self.q), 1), abs(p.sinks[int(self.env["h"])]))], axis=1)
         size = np.where(visible, size, 0).max(axis=1, keepdims=True)
-        relative = u * (TILE / 2 + len(self.k) / SPAN + steps * (4 + size))
+        case = self.case
+        tile, runs = (TILE, SPAN) if case.tile is None else (2 * 64, case.tile)
+        relative = u * (tile / 2 + len(self.k) / runs + steps * (4 + size))
         if name in ("float16", "bfloat16"):
-            relative = relative + (2.0 if dot else 1.6) * ROUNDOFF[name]
+            relative = relative + (2.0 if case.dot or case.tile else 1.6) * ROUNDOFF[name]
+            if name == "float16" and case.tile:
+                normal = 2.0**-25  # weights are float16 there
+        relative = relative + _COARSE[case.precision] * (1 + size)
+        dot = case.dot
         out[self.at] = relative * m + _TINY[name] + normal * (visible.astype(np.float64) @ np.abs(self.v))
         logs = np.abs(np.where(total == 0, 0, score.max(axis=1, keepdims=True) + np.log(total)))
-        lse[self.at] = (max(4, np.sqrt(d)) * u * (4 + size + logs) + (ROUNDOFF["bfloat16"] if dot else 0.0))[:, 0]
+        lse[self.at] = (
+            max(4, np.sqrt(d)) * u * (4 + size + logs) + _COARSE[case.precision] * size + (ROUNDOFF["bfloat16"] if dot else 0.0)
+        )[:, 0]

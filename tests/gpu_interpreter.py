@@ -1,6 +1,7 @@
 """Sets Triton 3.6's interpreter up: kernels run in Python on CPU tensors. Import before Triton.
 
-Three defects of 3.6.0 are mended: run-time loop bounds under NumPy 2.4, products of bfloat16, and its rounding.
+Four defects of 3.6.0 are mended: run-time loop bounds under NumPy 2.4, products of bfloat16, its rounding, and conditions that
+become numbers when a scalar one meets a block.
 """
 
 import os
@@ -50,5 +51,23 @@ def create_dot(self, a, b, d, *rest):
     return _dot(self, a, b, d, *rest)
 
 
+_splat = InterpreterBuilder.create_splat
+
+
+def create_splat(self, kind, x):
+    if x.data.dtype == np.bool_:
+        x = TensorHandle(x.data, tl.int1)
+    return _splat(self, kind, x)
+
+
+_run = interpreter.GridExecutor.__call__
+
+
+def run(self, *args, **kwargs):
+    with np.errstate(all="ignore"):  # as on a GPU
+        return _run(self, *args, **kwargs)
+
+
+interpreter.GridExecutor.__call__ = run
 interpreter._patch_lang_tensor = _patch_lang_tensor
-InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = cast_impl, create_dot
+InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.create_splat = cast_impl, create_dot, create_splat

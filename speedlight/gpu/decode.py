@@ -54,7 +54,7 @@ def combine(
         if sinks is not None:
             running_sum += tl.where(token < q_len, tl.math.exp2(sink - least), 0.0)
         total = tl.where(running_sum == 0.0, 1.0, running_sum)
-        result = tl.math.div_rn(acc, total + acc * 0.0)
+        result = tl.math.div_rn(acc, total + tl.zeros([BLOCK_DV], tl.float32))
         p_out = out + item * o_item + (q_first + token) * o_row + head * o_head + o_dv * o_column
         tl.store(p_out, result.to(out.dtype.element_ty), mask=o_dv < DV)
         if lse is not None:
@@ -122,7 +122,7 @@ def store(
 def coded(x):
     """int8 codes and a scale per row: its largest magnitude over 127. A row with NaN or infinity is NaN."""
     most = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
-    scale = tl.where(most < float("inf"), tl.math.div_rn(most, most * 0.0 + 127.0), float("nan"))
+    scale = tl.where(most < float("inf"), tl.math.div_rn(most, tl.full(most.shape, 127.0, tl.float32)), float("nan"))
     by = tl.where(scale > 0.0, scale, 1.0)
     ratio = tl.math.div_rn(x, tl.broadcast_to(by[:, None], x.shape))
     codes = (ratio + 12582912.0) - 12582912.0  # to the nearest even

@@ -14,6 +14,7 @@ from .primitives import LN2, LOG2E, dot, finite, lowest, online_softmax, outcome
 
 ITEM = tl.constexpr(6)  # words of an item: q_len, k_len, position of its first query, its first row of q and of k, what masks call it
 TILES = tl.constexpr(32)  # that are classified at once
+FLAGGED, AFTERWARDS, AT_ONCE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # values for REPAIR
 PLAIN, FINITE, UNUSUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is made of values
 
 
@@ -53,18 +54,60 @@ def load_rows(base, at, o_d, column, held, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 @triton.jit
 def attend(
-    q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes,
+    q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes, flags,
     q_item, q_head, q_row, q_column, k_item, k_head, k_row, k_column, v_item, v_head, v_row, v_column,
     o_item, o_head, o_row, o_column, l_item, l_head, l_row, s_item, s_head, s_row,
-    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, chunks, factor, scale,
+    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, chunks, blocks,
+    factor, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, HIDDEN: tl.constexpr,
+    PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, REPAIR: tl.constexpr,
     known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, SPLIT: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
-    """Strides are in elements. HIDING: tiles are classified. HIDDEN: a row may not see what another row of its block sees."""
+    """Strides are in elements. HIDING: tiles are classified. REPAIR: who mends what hidden values that are not finite have done."""
+    pointers = (q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes)
+    strides = (
+        (q_item, q_head, q_row, q_column), (k_item, k_head, k_row, k_column), (v_item, v_head, v_row, v_column),
+        (o_item, o_head, o_row, o_column), (l_item, l_head, l_row), (s_item, s_head, s_row),
+    )  # fmt: skip
+    sizes = (q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, chunks)
+    if REPAIR == AFTERWARDS:
+        # a few programs look whether any block wants it: nearly always none does
+        o_flags = tl.arange(0, 1024)
+        some = 0
+        for at in tl.range(0, blocks, 1024):
+            some = tl.maximum(some, tl.max(tl.load(flags + at + o_flags, mask=at + o_flags < blocks, other=0), 0))
+        if some != 0:
+            for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
+                if tl.load(flags + pid) != 0:
+                    block_of_rows(
+                        pid, pointers, strides, sizes, factor, scale, flags, D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN,
+                        PRECISION, HIDING, REPAIR, known, apply, bounds, SPLIT, DESCRIBED,
+                    )  # fmt: skip
+    else:
+        block_of_rows(
+            tl.program_id(0), pointers, strides, sizes, factor, scale, flags, D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN,
+            PRECISION, HIDING, REPAIR, known, apply, bounds, SPLIT, DESCRIBED,
+        )  # fmt: skip
+
+
+@triton.jit
+def block_of_rows(
+    pid, pointers, strides, sizes, factor, scale, flags,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, REPAIR: tl.constexpr,
+    known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, SPLIT: tl.constexpr, DESCRIBED: tl.constexpr,
+):  # fmt: skip
+    """One block: of an item and a head, and with SPLIT of a run of keys."""
+    q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes = pointers
+    q_item, q_head, q_row, q_column = strides[0]
+    k_item, k_head, k_row, k_column = strides[1]
+    v_item, v_head, v_row, v_column = strides[2]
+    o_item, o_head, o_row, o_column = strides[3]
+    l_item, l_head, l_row = strides[4]
+    s_item, s_head, s_row = strides[5]
+    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, chunks = sizes
     PAGED: tl.constexpr = pages is not None
     CODED: tl.constexpr = k_scales is not None
-    pid = tl.program_id(0)
     # blocks of one head follow each other, so that its keys stay in the cache; with causal, the longest first
     split = pid % splits
     block = row_blocks - 1 - pid // splits % row_blocks
@@ -125,8 +168,11 @@ def attend(
             q + item * q_item + heads[:, None] * q_head + q_first * q_row, token * q_row, o_d, q_column, asked, D, BLOCK_D, True
         )
         if SIGN != 1:  # the factor is positive: a negative scale turns q around, 0 makes it 0
-            queries = (queries * SIGN).to(queries.dtype)
+            queries = (queries.to(tl.float32) * SIGN).to(queries.dtype)
         rows = (item, name, heads, position, limit)
+        if DESCRIBED:  # rows past the last and columns past D come as zeros
+            base_k = tl.make_tensor_descriptor(base_k, [k_len.to(tl.int32), D], [k_row, 1], [BN, BLOCK_D])
+            base_v = tl.make_tensor_descriptor(base_v, [k_len.to(tl.int32), DV], [v_row, 1], [BN, BLOCK_DV])
         keys = (base_k, k_row, k_column, base_ks, k_item)
         values = (base_v, v_row, v_column, base_vs, v_item)
         place = (pages, page_size, table_row, page_count, status, s_item, s_row, k_start, end, factor, scale, ints, floats, wrong)
@@ -135,19 +181,23 @@ def attend(
             known_values = known(name, heads[:, None], position[:, None], ints, floats)
         box = (name, head * PACK, head * PACK + PACK - 1, low, high, pid, chunks, classes)
 
+        nothing = tl.full([BM], float("-inf"), tl.float32)
         acc, running_max, running_sum = over_tiles(
-            queries, rows, keys, values, place, known_values, box, first, clear, o_n, o_d, o_dv, PLAIN,
+            queries, rows, keys, values, place, known_values, box, nothing, first, clear, o_n, o_d, o_dv, FINITE if REPAIR == AFTERWARDS else PLAIN,
             D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
         )  # fmt: skip
-        strange = False
-        if HIDDEN:
+        strange = REPAIR == AFTERWARDS
+        if REPAIR == FLAGGED or REPAIR == AT_ONCE:
             # 0 · NaN is NaN: values that are not finite may have reached rows from which they are hidden
             strange = tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) != 0
-            if strange:
+            if REPAIR == FLAGGED:
+                tl.store(flags + pid, strange.to(tl.int32))
+            elif strange:
                 acc, running_max, running_sum = over_tiles(
-                    queries, rows, keys, values, place, known_values, box, first, clear, o_n, o_d, o_dv, FINITE,
+                    queries, rows, keys, values, place, known_values, box, nothing, first, clear, o_n, o_d, o_dv, FINITE,
                     D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
                 )  # fmt: skip
+        final_max = running_max
         acc = tl.where(asked[:, None], acc, 0.0)
         running_sum = tl.where(asked, running_sum, 0.0)
         running_max = tl.where(asked, running_max, float("-inf"))
@@ -174,18 +224,21 @@ def attend(
             if lse is not None:
                 log_sum = tl.where(running_sum == 0.0, float("-inf"), (running_max + tl.math.log2(total)) * LN2)
                 tl.store(lse + item * l_item + heads * l_head + (q_first + token) * l_row, log_sum, mask=token < out_len)
-        if HIDDEN:
+        if REPAIR == AFTERWARDS or REPAIR == AT_ONCE:
             if strange:  # those that are visible come out as what they are
                 codes, _, _ = over_tiles(
-                    queries, rows, keys, values, place, known_values, box, first, clear, o_n, o_d, o_dv, UNUSUAL,
+                    queries, rows, keys, values, place, known_values, box, final_max, first, clear, o_n, o_d, o_dv, UNUSUAL,
                     D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
                 )  # fmt: skip
                 tl.store(p_out, codes.to(p_out.dtype.element_ty), mask=m_out & asked[:, None] & (codes != 0.0))
+    elif REPAIR == FLAGGED:
+        tl.store(flags + pid, 0)
 
 
 @triton.jit
 def over_tiles(
-    queries, rows, keys, values, place, known_values, box, first, clear, o_n, o_d, o_dv, MODE: tl.constexpr,
+    queries, rows, keys, values, place, known_values, box, running_max, first, clear, o_n, o_d, o_dv,
+    MODE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PAGED: tl.constexpr, CODED: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr,
     known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, DESCRIBED: tl.constexpr,
@@ -194,7 +247,6 @@ def over_tiles(
     item, h_low, h_high, low, high, pid, chunks, classes = box
     k_start, end = place[7], place[8]
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
-    running_max = tl.full([BM], float("-inf"), tl.float32)
     running_sum = tl.zeros([BM], tl.float32)
     if HIDING:
         o_tiles = tl.arange(0, TILES)
@@ -257,8 +309,11 @@ def one_tile(
     base_v, v_row, v_column, base_vs, v_item = values
     pages, page_size, table_row, page_count, status, s_item, s_row, k_start, end, factor, scale, ints, floats, wrong = place
     held = n + o_n < end
-    at_k = places(n, o_n, end, pages, page_size, k_item, k_row, item, PAGED, table_row, page_count, status)
-    key_rows = load_rows(base_k, at_k, o_d, k_column, held, D, BLOCK_D, MASKED or PAGED).to(queries.dtype)
+    if DESCRIBED:
+        key_rows = base_k.load([tl.cast(n, tl.int32), 0])
+    else:
+        at_k = places(n, o_n, end, pages, page_size, k_item, k_row, item, PAGED, table_row, page_count, status)
+        key_rows = load_rows(base_k, at_k, o_d, k_column, held, D, BLOCK_D, MASKED or PAGED).to(queries.dtype)
     x = dot(queries, tl.trans(key_rows), PRECISION)
     if CODED:
         at_s = places(n, o_n, end, pages, page_size, s_item, s_row, item, PAGED, table_row, page_count, status)
@@ -266,16 +321,33 @@ def one_tile(
     if apply is not None:
         inside = (n + o_n)[None, :] < limit[:, None]
         x = apply(
-            x, name, heads[:, None], position[:, None], (k_start + n + o_n)[None, :], inside, scale, known_values, ints, floats, wrong, MASKED
+            x,
+            name,
+            heads[:, None],
+            position[:, None],
+            (k_start + n + o_n)[None, :],
+            inside,
+            scale,
+            known_values,
+            ints,
+            floats,
+            wrong,
+            MASKED,
         )
     elif MASKED:
         x = tl.where((n + o_n)[None, :] < limit[:, None], x, float("-inf"))
-    at_v = places(n, o_n, end, pages, page_size, v_item, v_row, item, PAGED, table_row, page_count, status)
-    value_rows = load_rows(base_v, at_v, o_dv, v_column, held, DV, BLOCK_DV, MASKED or PAGED)
+    if DESCRIBED:
+        value_rows = base_v.load([tl.cast(n, tl.int32), 0])
+    else:
+        at_v = places(n, o_n, end, pages, page_size, v_item, v_row, item, PAGED, table_row, page_count, status)
+        value_rows = load_rows(base_v, at_v, o_dv, v_column, held, DV, BLOCK_DV, MASKED or PAGED)
     if CODED:
         value_scale = tl.load(base_vs + at_s, mask=held, other=0.0)
     if MODE == UNUSUAL:
-        seen = tl.where(x != float("-inf"), 1.0, 0.0)
+        # running_max is the last one here; a weight that is 0 makes NaN of an infinity
+        least = tl.where(running_max == float("-inf"), 0.0, running_max)
+        seen = tl.where(tl.math.exp2(x * factor - least[:, None]) == 0.0, 2097152.0, 1.0)
+        seen = tl.where(x == float("-inf"), 0.0, seen)
         strange = value_rows.to(tl.float32)
         if CODED:
             strange = strange * value_scale[:, None]

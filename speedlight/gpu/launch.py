@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import linecache
 import math
 import os
@@ -14,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import triton
-import triton.language as tl
 
 from ..bounds import Exact, _Walk, largest_integer
 from ..errors import ArgumentError, CompileError, ExpressionError, UnsupportedError
@@ -22,12 +20,12 @@ from ..problem import LAYOUTS, Problem
 from ..tree import out_of_range
 from . import lower
 from .decode import combine
-from .forward import ITEM, attend
+from .forward import AFTERWARDS, AT_ONCE, FLAGGED, ITEM, attend
 from .tiles import HEAD_DIMS, Tile, table_row
 
+_FEW = 128  # programs that look whether a block wants mending
 SHORT_ROWS = 64  # query rows of a kv head up to which its keys are read by several programs
-PRECISIONS = {"ieee": "ieee", "tf32": "tf32", "tf32x3": "tf32x3"}
-_DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
+PRECISIONS = ("ieee", "tf32x3", "tf32")  # of float32 products
 
 
 def interpreting() -> bool:
@@ -160,7 +158,9 @@ def _prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple
         floats = words.view(torch.float64)
     if problem.sinks is not None:
         sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
-    alike = firsts is None and problem.items is None and all(len(set(x)) == 1 for x in (problem.q_lengths, problem.k_lengths, problem.q_starts))
+    alike = (
+        firsts is None and problem.items is None and all(len(set(x)) == 1 for x in (problem.q_lengths, problem.k_lengths, problem.q_starts))
+    )
     if not alike:
         batch = problem.batch
         q_first, k_first = firsts if firsts is not None else ((0,) * batch, (0,) * batch)
@@ -189,6 +189,17 @@ def arrays_of(k: torch.Tensor, v: torch.Tensor, layout: str) -> Keys:
     return Keys(k, v, _axes(k, layout), _axes(v, layout))
 
 
+@dataclass(slots=True)
+class Launch:
+    """A kernel, its grid, and all its arguments by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+    warps: int
+    stages: int
+
+
 def run(
     problem: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, *,
     cu_q: tuple[int, ...] | None = None, cu_k: tuple[int, ...] | None = None, precision: str = "ieee", tile: Tile | None = None,
@@ -202,69 +213,80 @@ def run(
     if cu_q is not None:
         firsts = cu_q[:-1], cu_k[:-1] if cu_k is not None else (0,) * problem.batch
     ready = _prepare(problem, device, firsts)
-    p, group = problem, problem.group
-    most_rows = max(p.q_lengths) if p.rows is None else p.rows
-    k_most = keys.most if keys.lengths is not None else max(p.k_lengths)
-    short = most_rows * group <= SHORT_ROWS
-    row = table_row(capability(device), p.dtype, max(p.head_dim, p.value_dim))
-    tile = tile or (row.decode if short else row.prefill)
-    pack = group if short else 1
-    bm = max(tile.rows, _power(most_rows * pack)) if short else tile.rows
-    row_blocks = -(-most_rows * pack // bm)
-    splits = most_splits(k_most) if short else 1
-    causal = p.causal and not _sees_all(p, keys)
-    hiding = ready.program is not None and ready.program.hiding
-    kind = "bfloat16" if p.quantised and p.dtype == "float16" else p.dtype
-    factor, sign = _factor(p)
-    blocks_of_heads = p.q_heads // pack
-    grid = (row_blocks * splits * blocks_of_heads * p.batch,)
-    l_strides = (lse.stride(0), lse.stride(1), lse.stride(2)) if lse is not None and lse.ndim == 3 else (0, *(lse.stride() if lse is not None else (0, 0)))
-    partial = stats = wrong = None
-    if short:
-        count = p.batch * p.kv_heads * splits * row_blocks * bm
-        partial = torch.empty(count * p.value_dim, dtype=torch.float32, device=q.device)
-        stats = torch.empty(count * 2, dtype=torch.float32, device=q.device)
+    wrong = None
     if ready.risky:
         assert ready.program is not None
         wrong = torch.zeros(2 * len(ready.program.lookups), dtype=torch.int64, device=q.device)
-    scales = keys.k_scales.stride() if keys.k_scales is not None else (0, 0, 0)
-    out_rows = p.rows
-    uniform = (p.q_lengths[0], p.k_lengths[0], p.q_starts[0])
-    o = _axes(out, layout)
-    arguments = dict(
-        q=q, k=keys.k, v=keys.v, out=out, lse=lse, sinks=None if short else ready.sinks, items=ready.items, lengths=keys.lengths,
-        pages=keys.pages, k_scales=keys.k_scales, v_scales=keys.v_scales, partial=partial, stats=stats, ints=ready.words,
-        floats=ready.floats, wrong=wrong, status=keys.status, classes=None,
-        **_named("q", _axes(q, layout)), **_named("k", keys.k_strides), **_named("v", keys.v_strides), **_named("o", o),
-        l_item=l_strides[0], l_head=l_strides[1], l_row=l_strides[2], s_item=scales[0], s_head=scales[1], s_row=scales[2],
-        q_len=uniform[0], k_len=uniform[1], q_start=uniform[2], k_start=p.k_start, out_rows=out_rows, kv_heads=p.kv_heads, group=group,
-        row_blocks=row_blocks, splits=splits, page_size=keys.page_size,
-        table_row=keys.pages.stride(0) if keys.pages is not None else 0, page_count=keys.page_count, chunks=0, factor=factor,
-        scale=float(p.scale), D=p.head_dim, DV=p.value_dim, BLOCK_D=max(16, _power(p.head_dim)), BLOCK_DV=max(16, _power(p.value_dim)),
-        BM=bm, BN=tile.keys, PACK=pack, CAUSAL=causal, SIGN=sign, PRECISION=PRECISIONS[precision], HIDING=hiding,
-        HIDDEN=causal or hiding, known=ready.functions.get("known"), apply=ready.functions.get("apply"),
-        bounds=ready.functions.get("bounds"), SPLIT=short, DESCRIBED=False,
-    )  # fmt: skip
-    _launch(attend, grid, arguments, num_warps=tile.warps, num_stages=tile.stages)
-    if short:
-        arguments = dict(
-            partial=partial, stats=stats, out=out, lse=lse, sinks=ready.sinks, items=ready.items, lengths=keys.lengths, **_named("o", o),
-            l_item=l_strides[0], l_head=l_strides[1], l_row=l_strides[2], q_len=uniform[0], k_len=uniform[1], out_rows=out_rows,
-            kv_heads=p.kv_heads, group=group, padded_rows=row_blocks * bm, splits=splits, DV=p.value_dim,
-            BLOCK_DV=max(16, _power(p.value_dim)), PACK=pack,
-        )  # fmt: skip
-        _launch(combine, (most_rows * pack, p.kv_heads, p.batch), arguments, num_warps=4, num_stages=2)
-    del kind
+    for each in launches(problem, layout, q, keys, out, lse, ready, wrong, precision, capability(device), tile):
+        _launch(each)
     if wrong is not None and not capturing():
         _raise_wrong(ready, wrong)
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], arguments: dict[str, Any], **options: int) -> None:
+def launches(
+    p: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, ready: _Prepared,
+    wrong: torch.Tensor | None, precision: str, have: tuple[int, int], tile: Tile | None = None,
+) -> list[Launch]:  # fmt: skip
+    """What the call comes to on a device of this capability: the attention kernel and, for few rows, the merging of its splits."""
+    group = p.group
+    most_rows = max(p.q_lengths) if p.rows is None else p.rows
+    short = most_rows * group <= SHORT_ROWS
+    row = table_row(have, p.dtype, max(p.head_dim, p.value_dim), precision)
+    causal = p.causal and not _sees_all(p, keys)
+    hiding = ready.program is not None and ready.program.hiding
+    if tile is None:
+        paged = keys.pages is not None or keys.k_scales is not None
+        tile = row.decode if short else row.paged if paged else row.masked if causal or ready.program else row.full
+    pack = group if short else 1
+    rows = max(tile.rows, _power(most_rows * pack)) if short else tile.rows
+    row_blocks = -(-most_rows * pack // rows)
+    splits = most_splits(keys.most if keys.lengths is not None else max(p.k_lengths)) if short else 1
+    factor, sign = _factor(p)
+    partial = stats = None
+    if short:
+        count = p.batch * p.kv_heads * splits * row_blocks * rows
+        partial = torch.empty(count * p.value_dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(count * 2, dtype=torch.float32, device=q.device)
+    places = (0, 0, 0) if lse is None else lse.stride() if lse.ndim == 3 else (0, *lse.stride())
+    both: dict[str, Any] = {
+        "out": out, "lse": lse, "items": ready.items, "lengths": keys.lengths, "partial": partial, "stats": stats,
+        **_named("o", _axes(out, layout)), **dict(zip(("l_item", "l_head", "l_row"), places, strict=True)),
+        "q_len": p.q_lengths[0], "k_len": p.k_lengths[0], "out_rows": p.rows, "kv_heads": p.kv_heads, "group": group, "splits": splits,
+        "PACK": pack, "DV": p.value_dim, "BLOCK_DV": max(16, _power(p.value_dim)),
+    }  # fmt: skip
+    scales = (0, 0, 0) if keys.k_scales is None else keys.k_scales.stride()
+    arguments = both | {
+        "q": q, "k": keys.k, "v": keys.v, "sinks": None if short else ready.sinks, "pages": keys.pages, "k_scales": keys.k_scales,
+        "v_scales": keys.v_scales, "ints": ready.words, "floats": ready.floats, "wrong": wrong, "status": keys.status, "classes": None,
+        **_named("q", _axes(q, layout)), **_named("k", keys.k_strides), **_named("v", keys.v_strides),
+        **dict(zip(("s_item", "s_head", "s_row"), scales, strict=True)),
+        "q_start": p.q_starts[0], "k_start": p.k_start, "row_blocks": row_blocks, "page_size": keys.page_size,
+        "table_row": 0 if keys.pages is None else keys.pages.stride(0), "page_count": keys.page_count, "chunks": 0, "factor": factor,
+        "scale": float(p.scale), "D": p.head_dim, "BLOCK_D": max(16, _power(p.head_dim)), "BM": rows, "BN": tile.keys, "CAUSAL": causal,
+        "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(AT_ONCE), "flags": None, "blocks": 0, "SPLIT": short, "DESCRIBED": tile.described and _describable(keys, p),
+        **{n: ready.functions.get(n) for n in ("known", "apply", "bounds")},
+    }  # fmt: skip
+    blocks = row_blocks * splits * (p.q_heads // pack) * p.batch
+    found = [Launch(attend, (blocks,), arguments, tile.warps, tile.stages)]
+    if not short:  # mending in a kernel of its own: it wants more registers
+        flags = torch.empty(blocks, dtype=torch.int32, device=q.device)
+        arguments |= {"REPAIR": int(FLAGGED), "flags": flags, "blocks": blocks}
+        found.append(Launch(attend, (min(blocks, _FEW),), arguments | {"REPAIR": int(AFTERWARDS)}, tile.warps, tile.stages))
+    else:
+        both |= {"sinks": ready.sinks, "padded_rows": row_blocks * rows}
+        found.append(Launch(combine, (most_rows * pack, p.kv_heads, p.batch), both, 4, 2))
+    return found
+
+
+def _launch(each: Launch) -> None:
+    kernel, arguments = each.kernel, each.arguments
+    if arguments.get("DESCRIBED"):
+        triton.set_allocator(_room)
     try:
-        kernel[grid](**arguments, **options)
+        kernel[each.grid](**arguments, num_warps=each.warps, num_stages=each.stages)
     except triton.runtime.errors.OutOfResources as error:
         raise UnsupportedError(
-            f"{kernel.__name__}: this GPU has too little {error.name} for head_dim {arguments.get('D', arguments['DV'])}: "
+            f"{kernel.__name__}: this GPU has too little {error.name} for a head dim of {arguments['DV']}: "
             f"{error.required:,} needed, {error.limit:,} there. Run `speedlight tune` on it."
         ) from error
     except triton.CompilationError as error:
@@ -278,14 +300,23 @@ def capturing() -> bool:
 
 def _raise_wrong(ready: _Prepared, wrong: torch.Tensor) -> None:
     assert ready.program is not None
-    noted = wrong.cpu().tolist()
-    for (flag, index), (node, d) in zip(itertools.batched(noted, 2) if False else _pairs(noted), ready.program.lookups, strict=True):
+    for (flag, index), (node, d) in zip(wrong.cpu().reshape(-1, 2).tolist(), ready.program.lookups, strict=True):
         if flag:
             raise out_of_range(node.value, d, index)
 
 
-def _pairs(x: list[int]) -> list[tuple[int, int]]:
-    return list(zip(x[::2], x[1::2], strict=True))
+def _describable(keys: Keys, p: Problem) -> bool:
+    """Whether tensor descriptors can tell where keys and values lie: rows of adjoining numbers, all on 16 bytes."""
+    if keys.pages is not None or keys.k_scales is not None or max(p.k_lengths) >= 1 << 31:
+        return False
+    size = keys.k.element_size()
+    pairs = (keys.k, keys.k_strides), (keys.v, keys.v_strides)
+    return all(x.data_ptr() % 16 == 0 and s[3] == 1 and s[2] > 0 and all(y * size % 16 == 0 for y in s[:3]) for x, s in pairs)
+
+
+def _room(size: int, alignment: int, stream: Any) -> torch.Tensor:
+    """Memory in which kernels keep their tensor descriptors."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def _named(prefix: str, strides: tuple[int, ...]) -> dict[str, int]:

@@ -148,7 +148,7 @@ class _Text:
             case "neg":
                 return f"-{args[0]}"
             case "not":
-                return f"{args[0]} ^ True"
+                return f"opposite({args[0]})"
             case "abs" | "floor":
                 return f"tl.{op}({args[0]})"
             case "min" | "max":
@@ -248,7 +248,7 @@ class _Ranges:
         return _Range(self.text, self.text.let(f"tl.where({condition.name}, {yes}, {no})"))
 
     def invert(self, x: _Range) -> _Range:
-        return _Range(self.text, self.text.let(f"{x.name} ^ True"))
+        return _Range(self.text, self.text.let(f"opposite({x.name})"))
 
     def truth(self, x: bool) -> _Range:
         return _Range(self.text, self.text.let(f"h_low {'==' if x else '!='} h_low"))

@@ -69,6 +69,11 @@ def packed(conditions, o_tiles):
 
 
 @triton.jit
+def opposite(condition):
+    return condition == (condition != condition)
+
+
+@triton.jit
 def int_floordiv(a, b):
     """As Python's; 0 where b is."""
     by = tl.where(b == 0, 1, b)
@@ -84,7 +89,11 @@ def int_mod(a, b):
 
 @triton.jit
 def divided(a, b):
-    return a / b if a.dtype == tl.float64 else tl.math.div_rn(a + b * 0, b + a * 0)
+    if a.dtype == tl.float64:
+        return a / b
+    else:
+        a, b = tl.broadcast(a, b)
+        return tl.math.div_rn(a, b)
 
 
 @triton.jit
@@ -113,7 +122,7 @@ def exp2(x):
 @triton.jit
 def exp(x):
     if x.dtype == tl.float32:
-        y = (tl.math.exp2(_whole_part(x)) * (_expm1(x - _whole_part(x) * 0.693359375 + _whole_part(x) * 2.12194440e-4) + 1.0))
+        y = tl.math.exp2(_whole_part(x)) * (_expm1(x - _whole_part(x) * 0.693359375 + _whole_part(x) * 2.12194440e-4) + 1.0)
         y = tl.where(x > 88.72283, float("inf"), tl.where(x < -87.33654, 0.0, y))
         return tl.where(x != x, x, y)
     return tl.math.exp(x)
@@ -154,7 +163,7 @@ def sqrt(x):
 
 @triton.jit
 def sigmoid(x):
-    return divided(x * 0 + 1.0, exp(-x) + 1.0)
+    return divided(tl.full(x.shape, 1.0, x.dtype), exp(-x) + 1.0)
 
 
 @triton.jit

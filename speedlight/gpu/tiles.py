@@ -25,58 +25,70 @@ class Row:
     """What the table says of head dims up to `head_dim`."""
 
     head_dim: int
-    prefill: Tile
+    full: Tile  # every query sees every key
+    masked: Tile  # causality, masks, scores
+    paged: Tile  # pages and int8 codes
     decode: Tile
     measured: bool = False
 
 
 # capability: dtype: rows in ascending head dim
-#                          rows keys warps stages
+#             full: rows keys warps stages       masked                         paged                    decode
 TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
     (9, 0): {
         "16": (
-            Row(64, Tile(128, 128, 8, 3), Tile(16, 64, 4, 3)),
-            Row(128, Tile(128, 128, 8, 2), Tile(16, 64, 4, 3)),
-            Row(256, Tile(128, 64, 8, 2), Tile(16, 64, 4, 2)),
-            Row(512, Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
+            Row(64, Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
+            Row(128, Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
+            Row(256, Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True), Tile(64, 32, 8, 2), Tile(16, 64, 4, 2)),
+            Row(512, Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
+        ),
+        "tf32": (
+            Row(64, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
+            Row(128, Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2)),
+            Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
+            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
         ),
         "32": (
-            Row(64, Tile(64, 64, 8, 2), Tile(16, 32, 4, 2)),
-            Row(128, Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
-            Row(256, Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
-            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+            Row(64, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
+            Row(128, Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), Tile(16, 32, 8, 2)),
+            Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
+            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
         ),
     },
     (8, 0): {
         "16": (
-            Row(64, Tile(128, 64, 4, 3), Tile(16, 64, 4, 3)),
-            Row(128, Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
-            Row(256, Tile(64, 64, 8, 2), Tile(16, 64, 4, 2)),
-            Row(512, Tile(64, 32, 8, 1), Tile(16, 32, 4, 2)),
+            Row(64, Tile(128, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(16, 64, 4, 3)),
+            Row(128, Tile(128, 64, 8, 3), Tile(128, 32, 8, 3), Tile(64, 32, 8, 2), Tile(16, 64, 4, 3)),
+            Row(256, Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 4, 2)),
+            Row(512, Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 4, 2)),
         ),
         "32": (
-            Row(64, Tile(64, 32, 4, 2), Tile(16, 32, 4, 2)),
-            Row(128, Tile(64, 32, 8, 1), Tile(16, 32, 4, 2)),
-            Row(256, Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
-            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+            Row(64, Tile(64, 32, 4, 2), Tile(64, 32, 4, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
+            Row(128, Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(64, 32, 8, 1), Tile(16, 32, 4, 2)),
+            Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
+            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
         ),
     },
 }
 TABLE[10, 0] = TABLE[9, 0]
 TABLE[7, 5] = {
-    kind: (
-        Row(64, Tile(64, 32, 4, 2), Tile(16, 32, 4, 2)),
-        Row(128, Tile(64, 32, 4, 1), Tile(16, 32, 4, 1)),
-        Row(256, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
-        Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+    kind: tuple(
+        Row(d, x, x, x, y)
+        for d, x, y in (
+            (64, Tile(64, 32, 4, 2), Tile(16, 32, 4, 2)),
+            (128, Tile(64, 32, 4, 1), Tile(16, 32, 4, 1)),
+            (256, Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
+            (512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        )
     )
     for kind in ("16", "32")
 }
 HEAD_DIMS = 512  # the most
 
 
-def table_row(capability: tuple[int, int], dtype: str, head_dim: int) -> Row:
+def table_row(capability: tuple[int, int], dtype: str, head_dim: int, precision: str = "ieee") -> Row:
     """The row for the larger of head dim and value dim; of the newest capability in the table that the device has."""
-    known = max((c for c in TABLE if c <= capability), default=min(TABLE))
-    rows = TABLE[known]["32" if dtype == "float32" else "16"]
+    known = TABLE[max((c for c in TABLE if c <= capability), default=min(TABLE))]
+    kind = "16" if dtype != "float32" else "32" if precision == "ieee" or "tf32" not in known else "tf32"
+    rows = known[kind]
     return next(r for r in rows if head_dim <= r.head_dim)

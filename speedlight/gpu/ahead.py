@@ -1,0 +1,201 @@
+"""Compiles the kernels of the tile table for GPUs that are not here, and looks at what came out.
+
+No driver is needed: Triton's own ptxas and disassembler are used. `python -m speedlight.gpu.ahead` prints a line per kernel
+and ends with 1 if one of them spills, asks for more shared memory than the device has, or leaves the tensor cores alone.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ..patterns import documents, softcap
+from ..problem import from_cache
+from ..tracing import expression
+from .launch import Keys, Launch, _prepare, arrays_of, launches
+
+# capability: most shared memory of a block, and what its tensor cores' instructions are called
+DEVICES = {
+    (8, 0): (166_912, r"\bHMMA|\bmma\.sync"),
+    (9, 0): (232_448, r"\bHGMMA|\bHMMA"),
+    (10, 0): (232_448, r"tcgen05\.mma|UTC\w*MMA|\bHMMA"),
+}
+_BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+_TYPES = {
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.int8: "i8",
+    torch.float64: "fp64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a kernel came to."""
+
+    name: str
+    registers: int
+    spills: int  # bytes
+    shared: int
+    seconds: float
+    instructions: dict[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    def faults(self, capability: tuple[int, int], tensor_cores: bool) -> list[str]:
+        most, cores = DEVICES[capability]
+        found = []
+        if self.spills:
+            found.append(f"{self.spills} bytes spilled")
+        if self.shared > most:
+            found.append(f"{self.shared:,} bytes of shared memory, {most:,} there")
+        if tensor_cores and not self.instructions.get("tensor"):
+            found.append(f"no tensor core instruction ({cores})")
+        return found + list(self.warnings)
+
+
+def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compiled:
+    """The launch, compiled as it would be on such a device."""
+    signature, constants, attributes = {}, {}, {}
+    for n, parameter in enumerate(each.kernel.params):
+        value = each.arguments[parameter.name]
+        kind = _kind(value) if not parameter.is_constexpr else None
+        if kind is None or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+            continue
+        signature[parameter.name] = kind
+        even = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize)
+        if even:
+            attributes[n,] = [["tt.divisibility", 16]]
+    start = time.perf_counter()
+    target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
+    options = {"num_warps": each.warps, "num_stages": each.stages}
+    built = triton.compile(ASTSource(each.kernel, signature, constants, attributes), target=target, options=options)
+    seconds = time.perf_counter() - start
+    text = _assembled(built.asm["ptx"], capability)
+    used, spilled = (re.findall(pattern, text) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores"))
+    warnings = tuple(line.strip()[:160] for line in text.splitlines() if "wgmma" in line.lower() or "C75" in line)
+    cores = re.compile(DEVICES[capability][1])
+    lines = (built.asm["ptx"] + built.asm["sass"]).splitlines()
+    counts = {"tensor": sum(bool(cores.search(x)) for x in lines), "bulk": sum("UTMALDG" in x or "cp.async.bulk" in x for x in lines)}
+    return Compiled(name, max(map(int, used), default=0), sum(map(int, spilled)), built.metadata.shared, seconds, counts, warnings)
+
+
+def _kind(value: Any) -> str | None:
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, int):
+        return "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
+    return "fp32" if isinstance(value, float) else None
+
+
+def _assembled(ptx: str, capability: tuple[int, int]) -> str:
+    """What ptxas says of registers, spills and serialised products."""
+    suffix = "a" if capability[0] >= 9 else ""
+    tool = _BIN / ("ptxas-blackwell" if capability[0] >= 10 else "ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as f:
+        f.write(ptx)
+        f.flush()
+        name = f"sm_{capability[0]}{capability[1]}{suffix}"
+        done = subprocess.run([tool, "-v", f"--gpu-name={name}", f.name, "-o", "/dev/null"], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool}: {done.stderr}")
+    return done.stderr
+
+
+# --- what is compiled: for each row of the table, prefill and decode, full and causal; masks, scores, pages and int8 at head dim 128
+
+
+def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Names, and arguments for `build`."""
+    for dtype in ("float32",) if quick else ("float16", "bfloat16", "float32"):
+        for d in (64, 128, 256, 512):
+            for q_len in (4096, 1):
+                for causal in (False, True) if q_len > 1 else (False,):
+                    yield f"{dtype} d{d} {'prefill' if q_len > 1 else 'decode'}{' causal' if causal else ''}", {
+                        "dtype": dtype, "d": d, "q_len": q_len, "causal": causal,
+                    }  # fmt: skip
+    ids = documents(torch.arange(4096).numpy() // 512)
+    window = expression(lambda b, h, i, j: (i - j <= 1024) & (j <= i))
+    for q_len in (4096, 1):
+        kind = "prefill" if q_len > 1 else "decode"
+        base: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "q_len": q_len}
+        yield f"bfloat16 d128 {kind} window", base | {"mask": window}
+        yield f"bfloat16 d128 {kind} documents", base | {"mask": ids, "causal": True}
+        yield f"bfloat16 d128 {kind} softcap", base | {"score": softcap(30.0), "causal": True}
+        yield f"bfloat16 d128 {kind} pages", base | {"paged": True, "causal": True}
+        yield f"bfloat16 d128 {kind} int8", base | {"int8": True, "paged": True, "causal": True}
+        yield f"bfloat16 d96 {kind} value_dim 80", base | {"d": 96, "value_dim": 80}
+
+
+def build(
+    capability: tuple[int, int], *, dtype: str, d: int, q_len: int, causal: bool = False, mask: Any = None, score: Any = None,
+    paged: bool = False, int8: bool = False, value_dim: int | None = None, precision: str = "ieee",
+) -> list[Launch]:  # fmt: skip
+    """The launches of 32 query and 8 kv heads over 4,096 keys. The tensors are small: only their types and strides matter."""
+    from .. import arrays
+
+    value_dim = value_dim or d
+    number = getattr(torch, dtype)
+    q, out = (
+        torch.empty_strided((1, 32, q_len, x), (32 * q_len * x, q_len * x, x, 1), dtype=number, device="meta") for x in (d, value_dim)
+    )
+    shape = (256, 16, 8) if paged else (1, 8, 4096)
+    kept = torch.int8 if int8 else number
+    k, v = (torch.empty((*shape, x), dtype=kept, device="meta") for x in (d, value_dim))
+    keys = arrays_of(k, v, "bhld")
+    if paged:
+        keys = Keys(k, v, *((x.stride(0), x.stride(2), x.stride(1), 1) for x in (k, v)))
+        keys.pages, keys.page_size, keys.page_count = torch.zeros((1, 256), dtype=torch.int32), 16, 256
+        keys.lengths, keys.status, keys.most = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 4096
+    if int8:
+        keys.k_scales = keys.v_scales = torch.zeros(shape).permute(0, 2, 1)
+    like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, dtype, "torch", True, None)
+    problem = from_cache(
+        like, dtype="int8" if int8 else dtype, kv_heads=8, head_dim=d, value_dim=value_dim, k_lengths=(4096,), causal=causal, scale=None,
+        mask=mask, score=score,
+    )  # fmt: skip
+    lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
+    return launches(problem, "bhld", q, keys, out, lse, _prepare(problem, "cpu", None), None, precision, capability)
+
+
+def main(arguments: list[str]) -> int:
+    wanted = [tuple(map(int, x.split("."))) for x in arguments if "." in x] or list(DEVICES)
+    only = [x for x in arguments if "." not in x]
+    bad = 0
+    for capability in wanted:
+        for name, options in cases():
+            if only and not any(x in name for x in only):
+                continue
+            for each in build(capability, **options):
+                repairs = each.arguments.get("REPAIR") == 2  # hardly ever runs: it may spill
+                full = f"sm_{capability[0]}{capability[1]} {name} {each.kernel.__name__}"
+                found = compile_for(each, capability, full)  # type: ignore[arg-type]
+                if repairs:
+                    print(f"{full} repair: {found.spills} B spilled, {found.shared:,} B shared", flush=True)
+                    continue
+                cores = each.kernel.__name__ == "attend" and options["dtype"] != "float32"
+                faults = found.faults(capability, cores)  # type: ignore[arg-type]
+                bad += bool(faults)
+                print(
+                    f"{full}: {found.registers} registers, {found.spills} B spilled, {found.shared:,} B shared, "
+                    f"{found.instructions['tensor']} tensor, {found.instructions['bulk']} bulk, {found.seconds:.1f} s {'; '.join(faults)}",
+                    flush=True,
+                )
+    print(f"{bad} with faults")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
