@@ -13,13 +13,13 @@ import numpy as np
 
 from . import arrays, engine
 from .blocks import Store, make_stores
-from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, FileError, UnsupportedError
+from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError
 from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
 from .patterns import prefix
 from .patterns import window as window_mask
 from .planning import BLOCK, ENDLESS, SLACK, Pages
-from .problem import SPAN, TILE, from_cache
+from .problem import SPAN, TILE, cache_dtype, check_index, check_sizes, check_tokens, from_cache, new_counts, new_totals
 from .tracing import kept
 
 _FORMAT, _VERSION = "speedlight key-value cache", 1
@@ -29,7 +29,6 @@ _MOST = 1 << 46
 _SCALES = (type(None), float)
 _ALL = slice(None)
 _PIECE = 256  # tokens that a windowed cache takes at a time
-_FLOATS = ("float32", "float16", "bfloat16")  # of tokens that an int8 cache takes
 
 
 class KVCache:
@@ -49,6 +48,8 @@ class KVCache:
         value_dim: elements of a value. Default head_dim.
         window: a token sees itself and the window - 1 tokens before it, as with sl.window(window - 1, 0); older
             ones are forgotten.
+        device: where it lies. On "cuda" (or "cuda:0", …) keys, values and lengths stay on that GPU, calls take its tensors and
+            only enqueue work, and a step may be captured in a CUDA graph: gpu/resident.py's CudaCache, with the same methods.
         keep_first: … but the first tokens of a sequence stay visible to all (attention sinks), as with sl.prefix(keep_first).
 
     >>> import numpy as np, speedlight as sl
@@ -57,6 +58,11 @@ class KVCache:
     >>> cache.attend(0, x, x, x).shape, cache.length(0)
     ((1, 2, 3, 4), 3)
     """
+
+    def __new__(cls, *, device: Any = "cpu", **sizes: Any) -> Any:
+        if str(device).startswith("cuda"):
+            return engine.resident().CudaCache(device=device, **sizes)
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -70,7 +76,10 @@ class KVCache:
         value_dim: int | None = None,
         window: int | None = None,
         keep_first: int = 0,
+        device: Any = "cpu",
     ) -> None:
+        if device != "cpu":  # __new__ has made something else, unless this is another CPU
+            raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r}.")
         if capacity is None:
             if window is None:
                 raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
@@ -432,7 +441,7 @@ class KVCache:
             x = arrays.describe(x, name).numpy()
         if x.ndim != 4 or x.shape[0] != self.batch or x.shape[1] != self.kv_heads or x.shape[3] != dim:
             raise ArgumentError(f"{name}: expected shape ({self.batch}, {self.kv_heads}, n_new, {dim}); got {x.shape}.")
-        check_tokens(x, name, self.dtype)
+        check_tokens(x.dtype.name, name, self.dtype)
         return x
 
     def _same_count(self, k: np.ndarray, v: np.ndarray) -> None:
@@ -440,31 +449,10 @@ class KVCache:
             raise ArgumentError(f"v: expected {k.shape[2]} tokens, as k has; got {v.shape[2]} (shape {v.shape}).")
 
     def _counts(self, new_lengths: Any, n_new: int) -> list[int]:
-        if new_lengths is None:
-            return [n_new] * self.batch
-        values = new_lengths.tolist() if hasattr(new_lengths, "tolist") else new_lengths
-        if not isinstance(values, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values):
-            raise ArgumentTypeError(f"new_lengths: expected {self.batch} ints, one per sequence; got {new_lengths!r}.")
-        if len(values) != self.batch:
-            raise ArgumentError(f"new_lengths: expected {self.batch} ints, one per sequence; got {len(values)}.")
-        for item, n in enumerate(values):
-            if not 0 <= n <= n_new:
-                raise ArgumentError(f"new_lengths: expected 0 to {n_new}, the tokens in k; got {n} for sequence {item}.")
-        return [int(n) for n in values]
+        return new_counts(new_lengths, self.batch, n_new)
 
     def _totals(self, layer: int, counts: list[int]) -> list[int]:
-        """Lengths after an append that fits."""
-        lengths = self._lengths[layer]
-        for item, n in enumerate(counts):
-            free = self.capacity - lengths[item]
-            if n > free:
-                raise CacheFull(
-                    f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {self.capacity} are free. "
-                    "truncate() it, or make a cache of larger capacity.",
-                    n,
-                    free,
-                )
-        return [a + b for a, b in zip(lengths, counts, strict=True)]
+        return new_totals(layer, self._lengths[layer], counts, self.capacity)
 
     def _write(self, layer: int, k: np.ndarray, v: np.ndarray, counts: list[int]) -> None:
         """Past the lengths, so that nobody sees it yet."""
@@ -612,15 +600,6 @@ def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any, score: Any, sc
     return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, spans, engine.threads_now()
 
 
-def check_index(name: str, x: Any, count: int) -> int:
-    """One of `count` places, by name."""
-    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
-    if not 0 <= x < count:
-        raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {x}.")
-    return int(x)
-
-
 class _Writing:
     """One appender at a time; a second one is told so instead of waiting."""
 
@@ -635,29 +614,3 @@ class _Writing:
 
     def __exit__(self, *_: object) -> None:
         self.lock.release()
-
-
-def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
-    """Sizes of a cache, by name."""
-    for name, x in sizes.items():
-        if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-            raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
-        if not least <= x <= _MOST:
-            raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {x}.")
-
-
-def cache_dtype(dtype: Any) -> str:
-    """The name of a cache's dtype."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
-    if name not in (*arrays.DTYPES, "int8"):
-        raise ArgumentTypeError(f"dtype: expected float32, float64, float16, bfloat16 or int8; got {dtype!r}.")
-    return name
-
-
-def check_tokens(x: np.ndarray, name: str, dtype: str) -> None:
-    """The dtype of new keys or values."""
-    if dtype == "int8":
-        if x.dtype.name not in _FLOATS:
-            raise ArgumentTypeError(f"{name}: expected float32, float16 or bfloat16, which an int8 cache rounds itself; got {x.dtype}.")
-    elif x.dtype.name != dtype:
-        raise ArgumentTypeError(f"{name}: expected dtype {dtype}, as the cache has; got {x.dtype}. Convert it first.")

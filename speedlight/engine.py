@@ -373,6 +373,14 @@ def gpu() -> Any:
     return launch
 
 
+def resident() -> Any:
+    """Caches in a GPU's memory."""
+    gpu()
+    from .gpu import resident
+
+    return resident
+
+
 def make_plan(
     problem: Problem, threads: int, isa: Isa | None = None, *, strided_keys: bool = False, strided_values: bool = False, exact: bool = False
 ) -> Any:

@@ -14,11 +14,10 @@ import numpy as np
 
 from . import arrays, engine
 from .blocks import make_stores
-from .caches import cache_dtype, check_index, check_sizes, check_tokens
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull
 from .machine import current_isa
 from .planning import BLOCK, DECODE_ROWS, SLACK, Pages
-from .problem import SPAN, from_cache
+from .problem import SPAN, cache_dtype, check_index, check_sizes, check_tokens, from_cache
 from .tracing import kept
 
 _STEPS = 64  # prepared steps kept
@@ -278,7 +277,7 @@ class PagePool:
             x = arrays.describe(x, name).numpy()
         if x.ndim != 3 or x.shape[1:] != (self.kv_heads, dim):
             raise ArgumentError(f"{name}: expected shape (total new, {self.kv_heads}, {dim}); got {x.shape}.")
-        check_tokens(x, name, self.dtype)
+        check_tokens(x.dtype.name, name, self.dtype)
         return x
 
     def _counts(self, new_lengths: Any, sequences: int, total: int) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .arrays import DTYPES, Array
-from .errors import ArgumentError, ArgumentTypeError
+from .errors import ArgumentError, ArgumentTypeError, CacheFull
 from .tracing import Expression, Symbol, Table, expression, score_chain, where
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
@@ -386,3 +386,72 @@ def _offsets(name: str, x: Any, total: int) -> tuple[int, ...]:
         if b < a:
             raise ArgumentError(f"{name}: expected offsets that never fall; got {a} then {b} at entry {i + 1}.")
     return values
+
+
+# --- arguments of caches
+
+_FLOATS = ("float32", "float16", "bfloat16")  # of tokens that an int8 cache takes
+
+
+def check_index(name: str, x: Any, count: int) -> int:
+    """One of `count` places, by name."""
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+    if not 0 <= x < count:
+        raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {x}.")
+    return int(x)
+
+
+def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
+    """Sizes of a cache, by name."""
+    for name, x in sizes.items():
+        if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+            raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+        if not least <= x <= _MOST:
+            raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {x}.")
+
+
+def cache_dtype(dtype: Any) -> str:
+    """The name of a cache's dtype."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+    if name not in (*DTYPES, "int8"):
+        raise ArgumentTypeError(f"dtype: expected float32, float64, float16, bfloat16 or int8; got {dtype!r}.")
+    return name
+
+
+def check_tokens(got: str, name: str, dtype: str) -> None:
+    """The dtype of new keys or values."""
+    if dtype == "int8":
+        if got not in _FLOATS:
+            raise ArgumentTypeError(f"{name}: expected float32, float16 or bfloat16, which an int8 cache rounds itself; got {got}.")
+    elif got != dtype:
+        raise ArgumentTypeError(f"{name}: expected dtype {dtype}, as the cache has; got {got}. Convert it first.")
+
+
+def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
+    """New tokens of every sequence of a padded batch."""
+    if new_lengths is None:
+        return [n_new] * batch
+    values = new_lengths.tolist() if hasattr(new_lengths, "tolist") else new_lengths
+    if not isinstance(values, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values):
+        raise ArgumentTypeError(f"new_lengths: expected {batch} ints, one per sequence; got {new_lengths!r}.")
+    if len(values) != batch:
+        raise ArgumentError(f"new_lengths: expected {batch} ints, one per sequence; got {len(values)}.")
+    for item, n in enumerate(values):
+        if not 0 <= n <= n_new:
+            raise ArgumentError(f"new_lengths: expected 0 to {n_new}, the tokens in k; got {n} for sequence {item}.")
+    return [int(n) for n in values]
+
+
+def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int) -> list[int]:
+    """Lengths after an append that fits."""
+    for item, n in enumerate(counts):
+        free = capacity - lengths[item]
+        if n > free:
+            raise CacheFull(
+                f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {capacity} are free. "
+                "truncate() it, or make a cache of larger capacity.",
+                n,
+                free,
+            )
+    return [a + b for a, b in zip(lengths, counts, strict=True)]

@@ -11,7 +11,7 @@ from .primitives import LN2, LOG2E
 GROUP = tl.constexpr(16)  # splits that are merged at once: the order of the sum depends on nothing else
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_len", "k_len", "out_rows", "splits", "padded_rows"])
 def combine(
     partial, stats, out, lse, sinks, items, lengths, o_item, o_head, o_row, o_column, l_item, l_head, l_row,
     q_len, k_len, out_rows, kv_heads, group, padded_rows, splits, DV: tl.constexpr, BLOCK_DV: tl.constexpr, PACK: tl.constexpr,
@@ -62,7 +62,7 @@ def combine(
             tl.store(lse + item * l_item + head * l_head + (q_first + token) * l_row, log_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_new", "capacity", "programs"])
 def store(
     k, v, keys, values, k_scales, v_scales, counts, lengths, arrived, pages, status,
     k_item, k_head, k_row, k_column, v_item, v_head, v_row, v_column, first,

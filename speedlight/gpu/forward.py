@@ -14,7 +14,7 @@ from .primitives import LN2, LOG2E, dot, finite, lowest, online_softmax, outcome
 
 ITEM = tl.constexpr(6)  # words of an item: q_len, k_len, position of its first query, its first row of q and of k, what masks call it
 TILES = tl.constexpr(32)  # that are classified at once
-FLAGGED, AFTERWARDS, AT_ONCE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # values for REPAIR
+FLAGGED, AFTERWARDS = tl.constexpr(1), tl.constexpr(2)  # values for REPAIR
 PLAIN, FINITE, UNUSUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is made of values
 
 
@@ -52,7 +52,11 @@ def load_rows(base, at, o_d, column, held, WIDTH: tl.constexpr, BLOCK: tl.conste
         return tl.load(p)
 
 
-@triton.jit
+# sizes that change from step to step: a kernel is not compiled anew for those that 16 divides
+_SIZES = ["q_len", "k_len", "q_start", "out_rows", "row_blocks", "splits", "page_count", "chunks", "blocks", "factor", "scale"]
+
+
+@triton.jit(do_not_specialize=_SIZES)
 def attend(
     q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes, flags,
     q_item, q_head, q_row, q_column, k_item, k_head, k_row, k_column, v_item, v_head, v_row, v_column,
@@ -72,9 +76,9 @@ def attend(
     sizes = (q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, chunks)
     if REPAIR == AFTERWARDS:
         # a few programs look whether any block wants it: nearly always none does
-        o_flags = tl.arange(0, 1024)
+        o_flags = tl.arange(0, 4096)
         some = 0
-        for at in tl.range(0, blocks, 1024):
+        for at in tl.range(0, blocks, 4096):
             some = tl.maximum(some, tl.max(tl.load(flags + at + o_flags, mask=at + o_flags < blocks, other=0), 0))
         if some != 0:
             for pid in tl.range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -186,17 +190,10 @@ def block_of_rows(
             queries, rows, keys, values, place, known_values, box, nothing, first, clear, o_n, o_d, o_dv, FINITE if REPAIR == AFTERWARDS else PLAIN,
             D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
         )  # fmt: skip
-        strange = REPAIR == AFTERWARDS
-        if REPAIR == FLAGGED or REPAIR == AT_ONCE:
+        if REPAIR == FLAGGED:
             # 0 · NaN is NaN: values that are not finite may have reached rows from which they are hidden
-            strange = tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0) != 0
-            if REPAIR == FLAGGED:
-                tl.store(flags + pid, strange.to(tl.int32))
-            elif strange:
-                acc, running_max, running_sum = over_tiles(
-                    queries, rows, keys, values, place, known_values, box, nothing, first, clear, o_n, o_d, o_dv, FINITE,
-                    D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
-                )  # fmt: skip
+            strange = tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0)
+            tl.store(flags + pid, strange)
         final_max = running_max
         acc = tl.where(asked[:, None], acc, 0.0)
         running_sum = tl.where(asked, running_sum, 0.0)
@@ -224,13 +221,12 @@ def block_of_rows(
             if lse is not None:
                 log_sum = tl.where(running_sum == 0.0, float("-inf"), (running_max + tl.math.log2(total)) * LN2)
                 tl.store(lse + item * l_item + heads * l_head + (q_first + token) * l_row, log_sum, mask=token < out_len)
-        if REPAIR == AFTERWARDS or REPAIR == AT_ONCE:
-            if strange:  # those that are visible come out as what they are
-                codes, _, _ = over_tiles(
-                    queries, rows, keys, values, place, known_values, box, final_max, first, clear, o_n, o_d, o_dv, UNUSUAL,
-                    D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
-                )  # fmt: skip
-                tl.store(p_out, codes.to(p_out.dtype.element_ty), mask=m_out & asked[:, None] & (codes != 0.0))
+        if REPAIR == AFTERWARDS:  # those that are visible come out as what they are
+            codes, _, _ = over_tiles(
+                queries, rows, keys, values, place, known_values, box, final_max, first, clear, o_n, o_d, o_dv, UNUSUAL,
+                D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
+            )  # fmt: skip
+            tl.store(p_out, codes.to(p_out.dtype.element_ty), mask=m_out & asked[:, None] & (codes != 0.0))
     elif REPAIR == FLAGGED:
         tl.store(flags + pid, 0)
 

@@ -20,7 +20,7 @@ from ..problem import LAYOUTS, Problem
 from ..tree import out_of_range
 from . import lower
 from .decode import combine
-from .forward import AFTERWARDS, AT_ONCE, FLAGGED, ITEM, attend
+from .forward import AFTERWARDS, FLAGGED, ITEM, attend
 from .tiles import HEAD_DIMS, Tile, table_row
 
 _FEW = 128  # programs that look whether a block wants mending
@@ -241,6 +241,8 @@ def launches(
     rows = max(tile.rows, _power(most_rows * pack)) if short else tile.rows
     row_blocks = -(-most_rows * pack // rows)
     splits = most_splits(keys.most if keys.lengths is not None else max(p.k_lengths)) if short else 1
+    blocks = row_blocks * splits * (p.q_heads // pack) * p.batch
+    flags = torch.empty(blocks, dtype=torch.int32, device=q.device)
     factor, sign = _factor(p)
     partial = stats = None
     if short:
@@ -263,16 +265,13 @@ def launches(
         "q_start": p.q_starts[0], "k_start": p.k_start, "row_blocks": row_blocks, "page_size": keys.page_size,
         "table_row": 0 if keys.pages is None else keys.pages.stride(0), "page_count": keys.page_count, "chunks": 0, "factor": factor,
         "scale": float(p.scale), "D": p.head_dim, "BLOCK_D": max(16, _power(p.head_dim)), "BM": rows, "BN": tile.keys, "CAUSAL": causal,
-        "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(AT_ONCE), "flags": None, "blocks": 0, "SPLIT": short, "DESCRIBED": tile.described and _describable(keys, p),
+        "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(FLAGGED), "flags": flags, "blocks": blocks, "SPLIT": short, "DESCRIBED": tile.described and _describable(keys, p),
         **{n: ready.functions.get(n) for n in ("known", "apply", "bounds")},
     }  # fmt: skip
-    blocks = row_blocks * splits * (p.q_heads // pack) * p.batch
     found = [Launch(attend, (blocks,), arguments, tile.warps, tile.stages)]
-    if not short:  # mending in a kernel of its own: it wants more registers
-        flags = torch.empty(blocks, dtype=torch.int32, device=q.device)
-        arguments |= {"REPAIR": int(FLAGGED), "flags": flags, "blocks": blocks}
-        found.append(Launch(attend, (min(blocks, _FEW),), arguments | {"REPAIR": int(AFTERWARDS)}, tile.warps, tile.stages))
-    else:
+    # mending in a kernel of its own: it wants more registers
+    found.append(Launch(attend, (min(blocks, _FEW),), arguments | {"REPAIR": int(AFTERWARDS)}, tile.warps, tile.stages))
+    if short:
         both |= {"sinks": ready.sinks, "padded_rows": row_blocks * rows}
         found.append(Launch(combine, (most_rows * pack, p.kv_heads, p.batch), both, 4, 2))
     return found

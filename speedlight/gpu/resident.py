@@ -1,0 +1,320 @@
+"""Key-value caches in a GPU's memory: appended to and read by kernels, without the host waiting for the device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .. import arrays
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError
+from ..problem import Problem, cache_dtype, check_index, check_sizes, check_tokens, from_cache, new_counts, new_totals
+from ..tracing import kept
+from .decode import store
+from .launch import Keys, Launch, _launch, _power, capturing, check, interpreting, run
+
+FULL, LOST_PAGE, LOST_LENGTH = 1, 2, 4  # what kernels note in a status word
+
+
+def device_of(device: Any) -> torch.device:
+    """A GPU by name; in the interpreter, the CPU."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r} ({error}).") from None
+    if found.type != "cuda":
+        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r}.")
+    if interpreting():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UnsupportedError("device: expected a CUDA device; PyTorch sees none here.")
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def cache_type(dtype: str) -> torch.dtype:
+    if dtype == "float64":
+        raise UnsupportedError("dtype: expected float32, float16, bfloat16 or int8 on a GPU; got float64.")
+    return getattr(torch, dtype)
+
+
+def described(x: Any, name: str, device: torch.device) -> arrays.Array:
+    """An argument that must lie where the cache does."""
+    found = arrays.describe(x, name, gpu=True)
+    if torch.device(found.device) != device or (found.kind != "torch" and found.device == "cpu"):
+        raise ArgumentError(f"{name}: expected a tensor on {device}, as the cache is; got one on {found.device}. Move it first.")
+    return found
+
+
+class Rows:
+    """Keys and values of one layer, token by token: (item or page, head, token, element) in any order of memory; int8 with scales."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: str, dims: tuple[int, int], device: torch.device, *, tokens_first: bool) -> None:
+        outer, heads, tokens = shape
+        lies = (outer, tokens, heads) if tokens_first else (outer, heads, tokens)
+
+        def room(*tail: int, kind: torch.dtype) -> torch.Tensor:
+            whole = torch.zeros((*lies, *tail), dtype=kind, device=device)
+            return whole.transpose(1, 2) if tokens_first else whole
+
+        self.k, self.v = (room(d, kind=cache_type(dtype)) for d in dims)
+        self.scales = tuple(room(kind=torch.float32) for _ in dims) if dtype == "int8" else (None, None)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [x for x in (self.k, self.v, *self.scales) if x is not None]
+
+    def keys(self, **more: Any) -> Keys:
+        """As the attention kernel takes them."""
+        return Keys(self.k, self.v, tuple(self.k.stride()), tuple(self.v.stride()), k_scales=self.scales[0], v_scales=self.scales[1], **more)
+
+    def values_of(self, which: int, where: Any) -> torch.Tensor:
+        """A copy of keys (0) or values (1)."""
+        x, scale = (self.k, self.v)[which][where], self.scales[which]
+        return x.clone() if scale is None else x.float() * scale[where][..., None]
+
+    def put(
+        self, k: torch.Tensor, v: torch.Tensor, strides: tuple[tuple[int, ...], tuple[int, ...]], lengths: torch.Tensor, n_new: int,
+        status: torch.Tensor, *, counts: torch.Tensor | None = None, first: torch.Tensor | None = None, arrived: torch.Tensor | None = None,
+        pages: torch.Tensor | None = None, page_size: int = 1, capacity: int,
+    ) -> None:  # fmt: skip
+        """Stores new tokens past the lengths; with `arrived`, then makes those longer. strides: (item, head, row, column) of k and v."""
+        batch, heads = lengths.shape[0], self.k.shape[1]
+        d, dv = self.k.shape[3], self.v.shape[3]
+        scales = self.scales[0].stride() if self.scales[0] is not None else (0, 0, 0)
+        arguments: dict[str, Any] = {
+            "k": k, "v": v, "keys": self.k, "values": self.v, "k_scales": self.scales[0], "v_scales": self.scales[1], "counts": counts,
+            "lengths": lengths, "arrived": arrived, "pages": pages, "status": status, "first": first, "n_new": n_new, "capacity": capacity,
+            "page_size": page_size, "table_row": 0 if pages is None else pages.stride(0), "programs": n_new, "D": d, "DV": dv,
+            "BLOCK_D": max(16, _power(d)), "BLOCK_DV": max(16, _power(dv)), "HEADS": heads, "BLOCK_H": _power(heads),
+        }  # fmt: skip
+        for name, each in (("k", strides[0]), ("v", strides[1])):
+            arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row", "column"), each, strict=True)}
+        for name, each in (("K", self.k.stride()[:3]), ("V", self.v.stride()[:3]), ("S", scales)):
+            arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row"), each, strict=True)}
+        if n_new and batch:
+            _launch(Launch(store, (n_new, batch), arguments, 4, 1))
+
+
+class CudaCache:
+    """What `KVCache(device="cuda")` makes: the same methods, on tensors of a GPU. See KVCache for the arguments.
+
+    Lengths are kept twice: on the device, where kernels read them and make them longer, and on the host, which checks every
+    eager call. Calls only enqueue work. Under a CUDA graph only the device's lengths move, so that a graph of one step can
+    be replayed; synchronize() then brings the host's up to date and raises CacheFull if a step did not fit.
+    """
+
+    def __init__(
+        self, *, layers: int, batch: int = 1, kv_heads: int, head_dim: int, capacity: int | None = None, dtype: Any = "float32",
+        value_dim: int | None = None, window: int | None = None, keep_first: int = 0, device: Any = "cuda",
+    ) -> None:  # fmt: skip
+        if window is not None or keep_first:
+            raise UnsupportedError("window: expected None on a GPU, where it is not built yet. Use attend(mask=sl.window(…)).")
+        if capacity is None:
+            raise ArgumentError("capacity: expected the most tokens of a sequence.")
+        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
+        sizes["value_dim"] = head_dim if value_dim is None else value_dim
+        check_sizes(sizes)
+        self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim = map(int, sizes.values())
+        self.dtype, self.device = cache_dtype(dtype), device_of(device)
+        shape, dims = (self.batch, self.kv_heads, self.capacity), (self.head_dim, self.value_dim)
+        self._rows = [Rows(shape, self.dtype, dims, self.device, tokens_first=False) for _ in range(self.layers)]
+        self._device_lengths = torch.zeros((self.layers, self.batch), dtype=torch.int32, device=self.device)
+        self._arrived = torch.zeros((self.layers, self.batch), dtype=torch.int32, device=self.device)
+        self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._lengths = [[0] * self.batch for _ in range(self.layers)]
+        self._locks = [threading.Lock() for _ in range(self.layers)]
+        self._captured = False  # a graph has seen this cache: only the device knows the lengths
+
+    def __repr__(self) -> str:
+        names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
+        return f"KVCache({', '.join(f'{n}={getattr(self, n)}' for n in names)}, dtype={self.dtype!r}, device='{self.device}')"
+
+    # --- what it holds
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one layer: keys and values of all heads, and their scales."""
+        return sum(x.element_size() * x[0, :, 0].numel() for x in self._rows[0].parts)
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the tokens that are held."""
+        return sum(n for lengths in self._now() for n in lengths) * self.token_bytes
+
+    def lengths(self, layer: int) -> tuple[int, ...]:
+        """Tokens of every sequence. Waits for the device if a graph has seen this cache."""
+        return tuple(self._now()[check_index("layer", layer, self.layers)])
+
+    def length(self, layer: int, item: int = 0) -> int:
+        """Tokens of one sequence."""
+        return self.lengths(layer)[check_index("batch index", item, self.batch)]
+
+    def keys(self, layer: int) -> torch.Tensor:
+        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of int8, codes · scales in float32."""
+        return self._copied(layer, 0)
+
+    def values(self, layer: int) -> torch.Tensor:
+        """A copy: (batch, kv_heads, longest, value_dim); as keys()."""
+        return self._copied(layer, 1)
+
+    def _copied(self, layer: int, which: int) -> torch.Tensor:
+        lengths = self.lengths(layer)
+        out = self._rows[layer].values_of(which, (slice(None), slice(None), slice(max(lengths))))
+        for item, n in enumerate(lengths):
+            out[item, :, n:] = 0
+        return out
+
+    def synchronize(self) -> None:
+        """Waits for the device; takes its lengths over.
+
+        Raises:
+            CacheFull: a replayed step did not fit. It stored nothing, and its output means nothing.
+        """
+        noted = int(self._status.item())
+        self._lengths = self._device_lengths.tolist()
+        if noted:
+            self._status.zero_()
+            layer = max(range(self.layers), key=lambda n: max(self._lengths[n]))
+            free = self.capacity - max(self._lengths[layer])
+            raise CacheFull(f"a step of a CUDA graph found no room: {free} of {self.capacity} tokens are free. truncate() it.", free + 1, free)
+
+    def _now(self) -> list[list[int]]:
+        """The lengths, wherever they are known."""
+        if self._captured and not capturing():
+            self.synchronize()
+        return self._lengths
+
+    # --- growing and shrinking
+
+    def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
+        """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
+        self._step(layer, None, k, v, new_lengths, {}, False, None)
+
+    def attend(
+        self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
+        score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """As KVCache.attend, on tensors of the cache's device."""
+        if not isinstance(return_lse, bool):
+            raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+        if (k is None) != (v is None) or (k is None and new_lengths is not None):
+            name = "k" if k is None and v is not None else "v" if v is None and k is not None else "new_lengths"
+            raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
+        options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
+        return self._step(layer, q, k, v, new_lengths, options, return_lse, out)
+
+    def _step(
+        self, layer: int, q: Any, k: Any, v: Any, new_lengths: Any, options: dict[str, Any], return_lse: bool, out: Any
+    ) -> Any:  # fmt: skip
+        layer = check_index("layer", layer, self.layers)
+        capture = capturing()
+        lengths = self._now()[layer]
+        new = [self._new(x, n, d) for x, n, d in ((k, "k", self.head_dim), (v, "v", self.value_dim)) if x is not None]
+        n_new = new[0].shape[2] if new else 0
+        if new and new[1].shape[2] != n_new:
+            raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {new[1].shape[2]} (shape {new[1].shape}).")
+        counts = new_counts(new_lengths, self.batch, n_new)
+        totals = new_totals(layer, lengths, counts, self.capacity)
+        a = described(q, "q", self.device) if q is not None else None
+        shape = a.shape if a is not None else ()
+        if new and len(shape) == 4 and shape[2] != n_new:
+            raise ArgumentError(f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {tuple(shape)}).")
+        ready = None
+        if a is not None:
+            # a problem is kept and used again, so it speaks of the capacity; arrays as masks want the lengths themselves
+            known = kept(options["mask"]) and kept(options["score"])
+            longest = (self.capacity,) * self.batch if known or capture else tuple(totals)
+            problem = from_cache(
+                a, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=longest,
+                causal=bool(new), q_lengths=None if new_lengths is None else counts, **options,
+            )  # fmt: skip
+            check(problem, str(self.device), "ieee")
+            result, target = arrays.out_for(a, (*a.shape[:-1], self.value_dim), out, (a,))
+            number = "float32"
+            lse, where = arrays.empty_like(a, a.shape[:-1], number) if return_lse else (None, None)
+            most = self.capacity if capture else min(self.capacity, _power(max(totals, default=1)))
+            ready = problem, target, where, most
+        if not self._locks[layer].acquire(blocking=False):
+            raise CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")
+        try:
+            self._captured |= capture
+            if new:
+                self._put(layer, new, counts, n_new, new_lengths is not None)
+            if ready is not None and a is not None:
+                self._run(layer, a, *ready)
+            self._lengths[layer] = totals
+        except BaseException:
+            if new and not capture:
+                self._device_lengths[layer].copy_(torch.tensor(lengths, dtype=torch.int32))
+            raise
+        finally:
+            self._locks[layer].release()
+        if a is None:
+            return None
+        result = arrays.like_input(a, result) if out is None else out
+        return (result, arrays.like_input(a, lse)) if return_lse else result
+
+    def _new(self, x: Any, name: str, dim: int) -> arrays.Array:
+        found = described(x, name, self.device)
+        if len(found.shape) != 4 or (found.shape[0], found.shape[1], found.shape[3]) != (self.batch, self.kv_heads, dim):
+            raise ArgumentError(f"{name}: expected shape ({self.batch}, {self.kv_heads}, n_new, {dim}); got {found.shape}.")
+        check_tokens(found.dtype, name, self.dtype)
+        return found
+
+    def _put(self, layer: int, new: list[arrays.Array], counts: list[int], n_new: int, uneven: bool) -> None:
+        k, v = (x.tensor for x in new)
+        each = torch.tensor(counts, dtype=torch.int32).to(self.device) if uneven else None
+        self._rows[layer].put(
+            k, v, (k.stride(), v.stride()), self._device_lengths[layer], n_new, self._status, counts=each, arrived=self._arrived[layer],
+            capacity=self.capacity,
+        )  # fmt: skip
+
+    def _run(self, layer: int, q: arrays.Array, problem: Problem, out: arrays.Array, lse: arrays.Array | None, most: int) -> None:
+        keys = self._rows[layer].keys(lengths=self._device_lengths[layer], most=most)
+        run(problem, "bhld", q.tensor, keys, out.tensor, None if lse is None else lse.tensor)
+
+    def truncate(self, length: int | Sequence[int]) -> None:
+        """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
+        now = self._now()
+        wanted = [length] * self.batch if isinstance(length, int) else list(length)
+        if len(wanted) != self.batch:
+            raise ArgumentError(f"length: expected one int, or {self.batch} (one per sequence); got {len(wanted)}.")
+        for item, n in enumerate(wanted):
+            if isinstance(n, bool) or not isinstance(n, int):
+                raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
+            least = min(x[item] for x in now)
+            if not 0 <= n <= least:
+                raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
+        self._set([wanted] * self.layers)
+
+    def clear(self) -> None:
+        """Forgets everything; the memory stays reserved."""
+        self._set([[0] * self.batch] * self.layers)
+
+    def _set(self, lengths: list[list[int]]) -> None:
+        self._device_lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
+        self._lengths = [list(x) for x in lengths]
+
+    def copy(self) -> CudaCache:
+        """An independent cache with the same content."""
+        return self.select(range(self.batch))
+
+    def select(self, batch_indices: Sequence[int]) -> CudaCache:
+        """A new cache of these sequences, in this order and as often: for beams."""
+        indices = [check_index("batch index", i, self.batch) for i in batch_indices]
+        if not indices:
+            raise ArgumentError("batch_indices: expected at least one sequence; got none.")
+        names = ("layers", "kv_heads", "head_dim", "value_dim", "capacity", "dtype")
+        device = "cuda" if interpreting() else self.device
+        new = CudaCache(**{n: getattr(self, n) for n in names}, batch=len(indices), device=device)
+        now = self._now()
+        for mine, theirs in zip(self._rows, new._rows, strict=True):
+            for a, b in zip(mine.parts, theirs.parts, strict=True):
+                b.copy_(a[indices])
+        new._set([[x[i] for i in indices] for x in now])
+        return new
+
+    def save(self, path: Any) -> None:
+        raise UnsupportedError("save: expected a cache on the CPU; one on a GPU is not saved yet. Copy keys() and values() to the CPU.")
