@@ -173,17 +173,19 @@ def attention_paged(
     cu_seqlens_q: Any = None,
     return_lse: bool = False,
     out: Any = None,
+    engine: str | None = None,
 ) -> Any:
     """attention() over keys and values in pages of any size, as serving engines keep them.
 
     Args:
         q: (batch, q_heads, q_len, head_dim), or as `layout` says. The last query of a sequence is at its last key.
         k_pages: (pages, page_size, kv_heads, head_dim), of q's dtype and kind. Any strides: pages that have heads first
-            come as k_pages.swapaxes(1, 2).
+            come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
         v_pages: (pages, page_size, kv_heads, value_dim).
         block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be anything.
-        k_lengths: keys of each sequence.
-        causal, mask, score, sink_logits, scale, layout, return_lse, out: as for attention().
+        k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU, which
+            nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize() raises it.
+        causal, mask, score, sink_logits, scale, layout, return_lse, out, engine: as for attention().
         cu_seqlens_q: for "lhd", offsets of the sequences in q. Default one query for each.
 
     Returns:
@@ -201,7 +203,7 @@ def attention_paged(
         raise ArgumentError(f"layout: expected 'bhld', 'blhd' or 'lhd'; got {layout!r}.")
     if not isinstance(return_lse, bool):
         raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
-    a, k, v = (arrays.describe(x, name) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
+    a, k, v = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
     if len(k.shape) != 4 or min(k.shape[1:]) < 1:
         raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
     if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
@@ -211,8 +213,15 @@ def attention_paged(
             raise ArgumentTypeError(f"{x.name}: expected dtype {a.dtype}, as q has; got {x.dtype}. Convert one of them.")
         if (x.kind == "torch") != (a.kind == "torch"):
             raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {a.kind}.")
+        if x.device != a.device:
+            raise ArgumentError(f"{x.name}: expected an array on {a.device}, as q; got one on {x.device}. Move one of them.")
     pages, page_size, kv_heads, head_dim = k.shape
-    lists, lengths = page_lists(block_table, k_lengths, pages, page_size, SLACK)
+    place = engines.chosen(engine, a)
+    lists = tables = lengths_there = None
+    if place != "cpu" or engine == "cuda":
+        tables, lengths_there, lengths = engines.gpu().paged_tables(block_table, k_lengths, pages, page_size, a.device)
+    else:
+        lists, lengths = page_lists(block_table, k_lengths, pages, page_size, SLACK)
     rows, first = None, None
     if layout == "lhd":
         cu = range(len(lengths) + 1) if cu_seqlens_q is None else cu_seqlens_q
@@ -226,6 +235,16 @@ def attention_paged(
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
     result, target = arrays.out_for(a, shape, out, (a, k, v))
+    if lists is None:
+        launch = engines.gpu()
+        launch.check(problem, a.device, "ieee")
+        keys = launch.paged_keys(k.tensor, v.tensor, tables, lengths_there, max(lengths, default=0))
+        lse, lse_array = _lse(a, layout) if return_lse else (None, None)
+        cu_q = None if first is None or rows is None else (*first, sum(rows))
+        launch.run(problem, layout, a.tensor, keys, target.tensor, None if lse_array is None else lse_array.tensor, cu_q=cu_q)
+        if out is None:
+            result = arrays.like_input(a, result)
+        return (result, arrays.like_input(a, lse)) if return_lse else result
     places = Pages(
         False, page_size, k.strides[2], k.strides[0], k.strides[1], v.strides[2], v.strides[0], v.strides[1], k.strides[3], v.strides[3]
     )  # fmt: skip

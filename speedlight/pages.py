@@ -93,6 +93,7 @@ class PagePool:
         head_dim: elements of a key.
         dtype: float32, float64, float16, bfloat16 or int8, as for KVCache.
         value_dim: elements of a value. Default head_dim.
+        device: where the pages lie: "cpu", or "cuda" ("cuda:0", …) for a GPU, whose tensors calls then take and return.
 
     >>> import numpy as np, speedlight as sl
     >>> pool = sl.PagePool(layers=1, pages=8, page_size=16, kv_heads=2, head_dim=4)
@@ -104,8 +105,9 @@ class PagePool:
     """
 
     def __init__(
-        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any = "float32", value_dim: int | None = None
-    ) -> None:
+        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any = "float32", value_dim: int | None = None,
+        device: Any = "cpu",
+    ) -> None:  # fmt: skip
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
         check_sizes(sizes)
@@ -113,13 +115,6 @@ class PagePool:
             raise ArgumentError(f"page_size: expected a multiple of {BLOCK}; got {page_size}.")
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = map(int, sizes.values())
         self.dtype, self._isa = cache_dtype(dtype), current_isa()
-        shape = (self.pages, self.kv_heads, self.page_size // BLOCK)
-        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=True)
-        self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
-        k, v = self._keys[0], self._values[0]
-        # to the kernels a page is a block; blocks are numbered through heads, so that one number times a block's bytes leads there
-        head, block = k.memory.strides[1:3]
-        self._pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self._blocks = self.page_size // BLOCK
         self._apart = self.kv_heads * self._blocks  # numbers from one page to the next
         self._free = list(range(self.pages - 1, -1, -1))
@@ -127,6 +122,20 @@ class PagePool:
         self._states: list[_State] = []  # of sequences that were freed
         self._lock = threading.Lock()  # of the accounts
         self._steps: dict[Any, engine.Prepared] = {}
+        self._cuda: Any = None
+        if device != "cpu":
+            memory = engine.resident().PoolMemory
+            own = {n: getattr(self, n) for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim", "dtype")}
+            self._cuda = memory(**own, device=device)
+            self._keys, self._values = [0] * self.layers, [1] * self.layers  # which of the two, for tokens()
+            return
+        shape = (self.pages, self.kv_heads, self.page_size // BLOCK)
+        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=True)
+        self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
+        k, v = self._keys[0], self._values[0]
+        # to the kernels a page is a block; blocks are numbered through heads, so that one number times a block's bytes leads there
+        head, block = k.memory.strides[1:3]
+        self._pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{n}={getattr(self, n)}" for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim"))
@@ -141,7 +150,8 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page: the keys and values of all layers, and their scales."""
-        return self.layers * self.page_size * self.kv_heads * (self._keys[0].row + self._values[0].row)
+        token = self._cuda.token_bytes if self._cuda else self.kv_heads * (self._keys[0].row + self._values[0].row)
+        return self.layers * self.page_size * token
 
     @property
     def used_bytes(self) -> int:
@@ -213,6 +223,8 @@ class PagePool:
         state, layer = self._state(sequence), self._layer(layer)
         n = state.lengths[layer]
         used = self._pages_of(state)[: -(-n // self.page_size)]
+        if self._cuda:
+            return self._cuda.tokens(layer, stores[layer], used, n)
         each = stores[layer].get(np.array(used, np.int64), self.page_size)  # (pages, heads, page_size, dim)
         return each.swapaxes(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].copy()
 
@@ -222,7 +234,7 @@ class PagePool:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after the other's."""
         layer, states = self._layer(layer), [self._state(x) for x in sequences]
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
-        counts = self._counts(new_lengths, len(states), len(k))
+        counts = self._counts(new_lengths, len(states), k.shape[0])
         self._check_new(k, v, counts)
         with self._writing(states), self._reserved(layer, states, counts) as tables:
             self._write(layer, states, tables, counts, k, v)
@@ -256,7 +268,7 @@ class PagePool:
         if not isinstance(return_lse, bool):
             raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
         options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
-        a = arrays.describe(q, "q")
+        a = self._cuda.described(q, "q") if self._cuda else arrays.describe(q, "q")
         if len(a.shape) != 3:
             raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {a.shape}.")
         counts = self._counts(new_lengths, len(states), a.shape[0])
@@ -272,12 +284,14 @@ class PagePool:
             totals = [s.lengths[layer] + n for s, n in zip(states, counts, strict=True)]
             return self._run(layer, a, counts, totals, tables, True, options, return_lse, out)
 
-    def _new(self, x: Any, name: str, dim: int) -> np.ndarray:
-        if type(x) is not np.ndarray:
+    def _new(self, x: Any, name: str, dim: int) -> Any:
+        if self._cuda:
+            x = self._cuda.described(x, name)
+        elif type(x) is not np.ndarray:
             x = arrays.describe(x, name).numpy()
-        if x.ndim != 3 or x.shape[1:] != (self.kv_heads, dim):
+        if len(x.shape) != 3 or x.shape[1:] != (self.kv_heads, dim):
             raise ArgumentError(f"{name}: expected shape (total new, {self.kv_heads}, {dim}); got {x.shape}.")
-        check_tokens(x.dtype.name, name, self.dtype)
+        check_tokens(str(x.dtype), name, self.dtype)
         return x
 
     def _counts(self, new_lengths: Any, sequences: int, total: int) -> list[int]:
@@ -292,10 +306,10 @@ class PagePool:
             )
         return [int(n) for n in given]
 
-    def _check_new(self, k: np.ndarray, v: np.ndarray, counts: list[int]) -> None:
+    def _check_new(self, k: Any, v: Any, counts: list[int]) -> None:
         for name, x in (("k", k), ("v", v)):
-            if len(x) != sum(counts):
-                raise ArgumentError(f"{name}: expected {sum(counts)} tokens, as q and new_lengths have; got {len(x)}.")
+            if x.shape[0] != sum(counts):
+                raise ArgumentError(f"{name}: expected {sum(counts)} tokens, as q and new_lengths have; got {x.shape[0]}.")
 
     @contextlib.contextmanager
     def _writing(self, states: list[_State]) -> Iterator[None]:
@@ -337,8 +351,7 @@ class PagePool:
                     table[:used] = state.table[:used]
                 for at in mine:
                     old, new = int(table[at * self._blocks]) // self._apart, next(left)
-                    for store in (*self._keys, *self._values):
-                        store.memory[new] = store.memory[old]
+                    self._copy_page(new, old)
                     replaced.append(old)
                     self._set_page(table, at, new)
                 for at in range(state.count, state.count + n):
@@ -371,8 +384,26 @@ class PagePool:
                     found.append((state, at))
         return found
 
-    def _write(self, layer: int, states: list[_State], tables: list[np.ndarray], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
+    def _copy_page(self, new: int, old: int) -> None:
+        if self._cuda:
+            self._cuda.copy_page(new, old)
+            return
+        for store in (*self._keys, *self._values):
+            store.memory[new] = store.memory[old]
+
+    def _page_lists(self, tables: list[np.ndarray], totals: list[int]) -> list[list[int]]:
+        """The pages that hold so many tokens, of each sequence."""
+        return [
+            (t[: -(-n // self.page_size) * self._blocks : self._blocks] // self._apart).tolist()
+            for t, n in zip(tables, totals, strict=True)
+        ]
+
+    def _write(self, layer: int, states: list[_State], tables: list[np.ndarray], counts: list[int], k: Any, v: Any) -> None:
         starts = [s.lengths[layer] for s in states]
+        if self._cuda:
+            totals = [a + b for a, b in zip(starts, counts, strict=True)]
+            self._cuda.write(layer, self._page_lists(tables, totals), starts, counts, k, v)
+            return
         if max(counts, default=0) <= 1:
             used = [(t[s >> 4], s) for t, s, n in zip(tables, starts, counts, strict=True) if n]
             numbers, positions = np.array(used, np.int64).reshape(-1, 2).T
@@ -389,6 +420,8 @@ class PagePool:
         self, layer: int, q: arrays.Array, counts: list[int], totals: list[int], tables: list[np.ndarray], causal: bool,
         options: dict[str, Any], return_lse: bool, out: Any,
     ) -> Any:  # fmt: skip
+        if self._cuda:
+            return self._cuda.run(layer, q, self._page_lists(tables, totals), counts, totals, causal, options, return_lse, out)
         shape = (*q.shape[:-1], self.value_dim)
         result, target = arrays.out_for(q, shape, out, (q,))
         number = "float64" if q.dtype == "float64" else "float32"

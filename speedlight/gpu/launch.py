@@ -7,7 +7,7 @@ import hashlib
 import linecache
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch
 import triton
 
 from ..bounds import Exact, _Walk, largest_integer
-from ..errors import ArgumentError, CompileError, ExpressionError, UnsupportedError
-from ..problem import LAYOUTS, Problem
+from ..errors import ArgumentError, ArgumentTypeError, CompileError, ExpressionError, UnsupportedError
+from ..problem import LAYOUTS, Problem, page_lists
 from ..tree import out_of_range
 from . import lower
 from .decode import combine
@@ -141,6 +141,25 @@ def _table_on(table: Any, device: str) -> torch.Tensor:
 
 
 _prepared: dict[Any, _Prepared] = {}
+_noted: dict[str, torch.Tensor] = {}  # what kernels note on a device, until somebody waits for it
+
+
+def status_of(device: torch.device) -> torch.Tensor:
+    """A word in which kernels note page numbers and lengths that are out of range."""
+    found = _noted.get(str(device))
+    if found is None:
+        found = _noted[str(device)] = torch.zeros(1, dtype=torch.int32, device=device)
+    return found
+
+
+def synchronize() -> None:
+    """Waits for every device that was used, and raises what kernels have noted there."""
+    for device, word in _noted.items():
+        noted = int(word.item())
+        if noted:
+            word.zero_()
+            what = "block_table: a page number" if noted == 2 else "k_lengths: a length"
+            raise ArgumentError(f"{what} that was read on {device} was out of range; what was computed from it means nothing.")
 
 
 def _prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> _Prepared:
@@ -189,6 +208,31 @@ def arrays_of(k: torch.Tensor, v: torch.Tensor, layout: str) -> Keys:
     return Keys(k, v, _axes(k, layout), _axes(v, layout))
 
 
+def paged_tables(
+    block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
+    """The table and the lengths on the device, and lengths for the host: the most there can be, where it does not know them."""
+    there = [isinstance(x, torch.Tensor) and str(x.device) == device and (x.is_cuda or interpreting()) for x in (block_table, k_lengths)]
+    if not all(there):
+        numbers, lengths = page_lists(block_table, k_lengths, pages, page_size, 1)
+        return torch.from_numpy(numbers).to(device), None, lengths
+    for name, x, dims in (("block_table", block_table, 2), ("k_lengths", k_lengths, 1)):
+        if x.ndim != dims or x.dtype not in (torch.int32, torch.int64):
+            raise ArgumentTypeError(f"{name}: expected int32 or int64 of {dims} dimensions; got {x.dtype} of shape {tuple(x.shape)}.")
+    if len(k_lengths) != len(block_table):
+        raise ArgumentError(f"k_lengths: expected {len(block_table)} lengths, one per row of block_table; got {len(k_lengths)}.")
+    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
+    return table, k_lengths.contiguous(), (table.shape[1] * page_size,) * len(table)
+
+
+def paged_keys(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor | None, most: int) -> Keys:
+    """Keys and values in pages (pages, page_size, heads, dim)."""
+    strides = [(x.stride(0), x.stride(2), x.stride(1), x.stride(3)) for x in (k, v)]
+    return Keys(
+        k, v, *strides, pages=table, page_size=k.shape[1], page_count=k.shape[0], lengths=lengths, status=status_of(k.device), most=most
+    )
+
+
 @dataclass(slots=True)
 class Launch:
     """A kernel, its grid, and all its arguments by name."""
@@ -212,6 +256,13 @@ def run(
     firsts = None
     if cu_q is not None:
         firsts = cu_q[:-1], cu_k[:-1] if cu_k is not None else (0,) * problem.batch
+        parts = _alike(problem)
+        if len(parts) > 1:  # how a sequence is computed depends on none that is packed beside it
+            for which in parts:
+                some, places = _part(problem, keys, which)
+                chosen = tuple((*(x[i] for i in which), 0) for x in firsts)
+                run(some, layout, q, places, out, lse, cu_q=chosen[0], cu_k=chosen[1], precision=precision, tile=tile)
+            return
     ready = _prepare(problem, device, firsts)
     wrong = None
     if ready.risky:
@@ -221,6 +272,24 @@ def run(
         _launch(each)
     if wrong is not None and not capturing():
         _raise_wrong(ready, wrong)
+
+
+def _alike(p: Problem) -> list[list[int]]:
+    """Packed sequences by the tiles that they take; those without a query are left out."""
+    classes: dict[int, list[int]] = {}
+    for i, n in enumerate(p.q_lengths):
+        if n:
+            classes.setdefault(min(max(_power(n * p.group), 16), 2 * SHORT_ROWS), []).append(i)
+    return list(classes.values())
+
+
+def _part(p: Problem, keys: Keys, which: list[int]) -> tuple[Problem, Keys]:
+    """Some of the sequences."""
+    names = p.items or tuple(range(p.batch))
+    q_lengths, k_lengths, q_starts, items = (tuple(x[i] for i in which) for x in (p.q_lengths, p.k_lengths, p.q_starts, names))
+    pages, lengths = (None if x is None else x[which] for x in (keys.pages, keys.lengths))
+    problem = replace(p, q_lengths=q_lengths, k_lengths=k_lengths, q_starts=q_starts, items=items)
+    return problem, replace(keys, pages=pages, lengths=lengths)
 
 
 def launches(

@@ -67,7 +67,9 @@ class Rows:
 
     def keys(self, **more: Any) -> Keys:
         """As the attention kernel takes them."""
-        return Keys(self.k, self.v, tuple(self.k.stride()), tuple(self.v.stride()), k_scales=self.scales[0], v_scales=self.scales[1], **more)
+        return Keys(
+            self.k, self.v, tuple(self.k.stride()), tuple(self.v.stride()), k_scales=self.scales[0], v_scales=self.scales[1], **more
+        )
 
     def values_of(self, which: int, where: Any) -> torch.Tensor:
         """A copy of keys (0) or values (1)."""
@@ -178,7 +180,9 @@ class CudaCache:
             self._status.zero_()
             layer = max(range(self.layers), key=lambda n: max(self._lengths[n]))
             free = self.capacity - max(self._lengths[layer])
-            raise CacheFull(f"a step of a CUDA graph found no room: {free} of {self.capacity} tokens are free. truncate() it.", free + 1, free)
+            raise CacheFull(
+                f"a step of a CUDA graph found no room: {free} of {self.capacity} tokens are free. truncate() it.", free + 1, free
+            )
 
     def _now(self) -> list[list[int]]:
         """The lengths, wherever they are known."""
@@ -215,6 +219,8 @@ class CudaCache:
         n_new = new[0].shape[2] if new else 0
         if new and new[1].shape[2] != n_new:
             raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {new[1].shape[2]} (shape {new[1].shape}).")
+        if capture and new_lengths is not None:
+            raise UnsupportedError("new_lengths: expected None while a CUDA graph is captured; a replay could not change them.")
         counts = new_counts(new_lengths, self.batch, n_new)
         totals = new_totals(layer, lengths, counts, self.capacity)
         a = described(q, "q", self.device) if q is not None else None
@@ -318,3 +324,75 @@ class CudaCache:
 
     def save(self, path: Any) -> None:
         raise UnsupportedError("save: expected a cache on the CPU; one on a GPU is not saved yet. Copy keys() and values() to the CPU.")
+
+
+class PoolMemory:
+    """The memory of a `PagePool(device="cuda")`: pages of tokens, per layer. The pool itself keeps the accounts."""
+
+    def __init__(
+        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, device: Any
+    ) -> None:
+        self.device, self.dtype, self.page_size = device_of(device), dtype, page_size
+        self.kv_heads, self.head_dim, self.value_dim = kv_heads, head_dim, value_dim
+        shape, dims = (pages, kv_heads, page_size), (head_dim, value_dim)
+        self.rows = [Rows(shape, dtype, dims, self.device, tokens_first=True) for _ in range(layers)]
+        self.status = torch.zeros(1, dtype=torch.int32, device=self.device)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one layer: keys and values of all heads, and their scales."""
+        return sum(x.element_size() * x[0, :, 0].numel() for x in self.rows[0].parts)
+
+    def described(self, x: Any, name: str) -> arrays.Array:
+        if capturing():
+            raise UnsupportedError("PagePool: a CUDA graph cannot hand out pages. Use attention_paged() with tables of your own there.")
+        return described(x, name, self.device)
+
+    def copy_page(self, new: int, old: int) -> None:
+        for rows in self.rows:
+            for part in rows.parts:
+                part[new].copy_(part[old])
+
+    def tokens(self, layer: int, which: int, pages: list[int], n: int) -> torch.Tensor:
+        """A copy of a sequence's keys (0) or values (1): (kv_heads, n, dim)."""
+        each = self.rows[layer].values_of(which, pages)  # (pages, heads, tokens, dim)
+        return each.transpose(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].clone()
+
+    def _tables(self, pages: list[list[int]]) -> torch.Tensor:
+        most = max(map(len, pages), default=0) or 1
+        return torch.tensor([[*x, *[0] * (most - len(x))] for x in pages], dtype=torch.int32).to(self.device)
+
+    def write(self, layer: int, pages: list[list[int]], starts: list[int], counts: list[int], k: arrays.Array, v: arrays.Array) -> None:
+        """New tokens, one sequence's after the other's, to their pages."""
+        first, total = [], 0
+        for n in counts:
+            first.append(total)
+            total += n
+        three = torch.tensor([starts, counts, first], dtype=torch.int64).to(self.device)
+        strides = tuple((0, x.tensor.stride(1), x.tensor.stride(0), x.tensor.stride(2)) for x in (k, v))
+        self.rows[layer].put(
+            k.tensor, v.tensor, strides, three[0], max(counts, default=0), self.status, counts=three[1], first=three[2],  # type: ignore[arg-type]
+            pages=self._tables(pages), page_size=self.page_size, capacity=1 << 40,
+        )  # fmt: skip
+
+    def run(
+        self, layer: int, q: arrays.Array, pages: list[list[int]], counts: list[int], totals: list[int], causal: bool,
+        options: dict[str, Any], return_lse: bool, out: Any,
+    ) -> Any:  # fmt: skip
+        """Packed queries over their sequences' pages."""
+        problem = from_cache(
+            q, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=tuple(totals),
+            causal=causal, layout="lhd", q_lengths=counts, **options,
+        )  # fmt: skip
+        check(problem, str(self.device), "ieee")
+        result, target = arrays.out_for(q, (*q.shape[:-1], self.value_dim), out, (q,))
+        lse, where = arrays.empty_like(q, (q.shape[1], q.shape[0]), "float32") if return_lse else (None, None)
+        keys = self.rows[layer].keys(
+            pages=self._tables(pages), page_size=self.page_size, page_count=self.rows[layer].k.shape[0], status=self.status
+        )
+        offsets = [0]
+        for n in counts:
+            offsets.append(offsets[-1] + n)
+        run(problem, "lhd", q.tensor, keys, target.tensor, None if where is None else where.tensor, cu_q=tuple(offsets))
+        result = arrays.like_input(q, result) if out is None else out
+        return (result, arrays.like_input(q, lse)) if return_lse else result
