@@ -346,11 +346,17 @@ def merge(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[Any, Any]:
     >>> bool(np.allclose(lse, sl.attention(x, x, x, return_lse=True)[1]))
     True
     """
-    given = [arrays.describe(x, n) for x, n in ((out1, "out1"), (lse1, "lse1"), (out2, "out2"), (lse2, "lse2"))]
+    given = [arrays.describe(x, n, gpu=True) for x, n in ((out1, "out1"), (lse1, "lse1"), (out2, "out2"), (lse2, "lse2"))]
+    shape = given[0].shape
+    for x, name, wanted in zip(given[1:], ("lse1", "out2", "lse2"), (shape[:-1], shape, shape[:-1]), strict=True):
+        if x.shape != wanted or not shape:
+            raise ArgumentError(f"{name}: expected shape {wanted}, to go with out1; got {x.shape}.")
+        if x.device != given[0].device:
+            raise ArgumentError(f"{name}: expected an array on {given[0].device}, as out1; got one on {x.device}. Move one of them.")
+    if given[0].device != "cpu":
+        merged = engines.gpu().merged(*(x.tensor for x in given))
+        return arrays.like_input(given[0], merged[0]), arrays.like_input(given[1], merged[1])
     a, l1, b, l2 = (x.numpy().astype(np.float64) for x in given)
-    for x, name, shape in ((b, "out2", a.shape), (l1, "lse1", a.shape[:-1]), (l2, "lse2", a.shape[:-1])):
-        if x.shape != shape or not a.ndim:
-            raise ArgumentError(f"{name}: expected shape {shape}, to go with out1; got {x.shape}.")
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         top = np.maximum(l1, l2)
         w1, w2 = (np.where(np.isneginf(x), 0.0, np.exp(x - np.where(np.isneginf(top), 0.0, top))) for x in (l1, l2))
@@ -365,6 +371,18 @@ def merge(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[Any, Any]:
         at.numpy()[...] = value
         results.append(arrays.like_input(like, new))
     return results[0], results[1]
+
+
+def synchronize() -> None:
+    """Waits for the GPUs that were used, and raises what kernels have noted: page numbers and lengths that were out of range.
+
+    Does nothing where none was used.
+
+    >>> import speedlight as sl
+    >>> sl.synchronize()
+    """
+    if engines.gpu_used():
+        engines.gpu().synchronize()
 
 
 def plan(

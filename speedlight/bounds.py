@@ -96,7 +96,7 @@ class Exact:
 
 def visible(root: Node, ops: Any) -> tuple[Any, Any]:
     """(something may be visible, all is visible) in ops.box."""
-    walk = _Walk(ops)
+    walk = Walk(ops)
     some, none = terms(root, True), terms(root, False)
     if some is None or none is None:
         low, high = walk.interval(root) or (ops.truth(False), ops.truth(True))
@@ -108,7 +108,7 @@ def hides(score: Node, ops: Any) -> Any:
     """Whether a score of the form where(condition, -inf, …) is -inf all over the box; None if it is of another form."""
     if score.op != "where" or score.args[1].op != "number":
         return None
-    interval = _Walk(ops).interval(score.args[0])
+    interval = Walk(ops).interval(score.args[0])
     return None if interval is None else interval[0] & ops.minus_infinity(score.args[1])
 
 
@@ -180,7 +180,7 @@ class _Anywhere(Exact):
 
 def largest_integer(nodes: list[Node], box: dict[str, tuple[int, int]]) -> int | None:
     """The size that no integer of these nodes exceeds in the box; None where that is unknown."""
-    walk, most = _Walk(_Anywhere(box)), 0
+    walk, most = Walk(_Anywhere(box)), 0
     for node in nodes:
         if node.kind == "int":
             interval = walk.interval(node)
@@ -190,7 +190,7 @@ def largest_integer(nodes: list[Node], box: dict[str, tuple[int, int]]) -> int |
     return most
 
 
-class _Walk:
+class Walk:
     """Intervals of nodes in one box, each computed once."""
 
     def __init__(self, ops: Any) -> None:

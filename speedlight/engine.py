@@ -7,6 +7,7 @@ import functools
 import math
 import os
 import struct
+import sys
 import threading
 import time
 from typing import Any
@@ -371,6 +372,11 @@ def gpu() -> Any:
             f"q: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install 'speedlight[gpu]', or use q.cpu()."
         ) from None
     return launch
+
+
+def gpu_used() -> bool:
+    """Whether anything was launched on one."""
+    return "speedlight.gpu.launch" in sys.modules
 
 
 def resident() -> Any:

@@ -24,6 +24,7 @@ from test_forward import CASES, NAN
 from tolerance import assert_within, plain
 
 import speedlight as sl
+from speedlight.arrays import pages
 from speedlight.gpu import launch
 from speedlight.gpu.tiles import Row, Tile
 
@@ -181,3 +182,209 @@ def test_random_expressions(mask, score, causal, dtype, seed):
     q, k, v = qkv(rng, dtype, 2, 4, 2, q_len, k_len, 8, 8)
     with small_blocks(), np.errstate(all="ignore"):
         check(q, k, v, mask=mask, score=score, causal=causal, q_start=int(rng.integers(0, 99)), zeros_allowed=True)
+
+
+PATTERNS = {
+    "causal": {"mask": sl.causal()},
+    "window": {"mask": sl.window(20, 0)},
+    "prefix": {"mask": sl.causal() | sl.prefix(17)},
+    "documents": {"mask": sl.documents(np.arange(200) // 23) & sl.causal()},
+    "dilated": {"mask": sl.dilated(7) | sl.window(3, 3)},
+    "alibi": {"score": sl.alibi([0.1, 0.2, 0.3, 0.4]), "causal": True},
+    "softcap": {"score": sl.softcap(2.0), "window": (30, 5)},
+    "relative bias": {"score": sl.relative_bias(np.random.default_rng(0).standard_normal((4, 801)).astype(np.float32))},
+}
+
+
+@pytest.mark.parametrize("q_len", [1, 70])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_patterns(rng, name, q_len):
+    with small_blocks():
+        check(*qkv(rng, "bfloat16", 2, 4, 2, q_len, 130, 16, 16), **PATTERNS[name])
+
+
+@pytest.mark.parametrize("q_len", [2, 70])
+def test_dense_arrays(rng, q_len):
+    q, k, v = qkv(rng, "float32", 2, 4, 2, q_len, 90, 16, 16)
+    seen, bias = rng.random((2, 1, q_len, 90)) < 0.5, rng.standard_normal((4, q_len, 90)).astype(np.float32)
+    seen[:, :, :, 32:64] = False
+    bias[:, :, 40:] = -np.inf
+    want = sl.reference.attention(q, k, v, mask=seen, score=bias)
+    bound = sl.reference.error_bound(q, k, v, mask=seen, score=bias, tile=16).out
+    with small_blocks():
+        assert_within(attention(q, k, v, mask=tensor(seen), score=tensor(bias)).cpu(), want, bound)
+        tables = sl.table(seen), sl.table(bias)
+        got = attention(
+            q, k, v, q_start=0, mask=lambda b, h, i, j: tables[0][b, 0 * b, i, j],
+            score=lambda s, b, h, i, j: sl.where(tables[1][h, i, j] == -np.inf, -np.inf, s + tables[1][h, i, j]),
+        )  # fmt: skip
+        assert_within(got.cpu(), want, bound)
+
+
+def tiles_computed(monkeypatch, call):
+    """How many tiles the kernel works on. The interpreter alone can tell."""
+    from speedlight.gpu import forward
+
+    count, real = [0, 0], forward.one_tile
+
+    class Counted:
+        def __call__(self, *args, **kwargs):
+            count[not args[13]] += 1  # MASKED
+            return real(*args, **kwargs)
+
+    monkeypatch.setattr(forward, "one_tile", Counted())
+    call()
+    monkeypatch.undo()
+    return tuple(count)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tiles are counted in the interpreter")
+@pytest.mark.parametrize("name", ["causal", "window", "prefix", "documents", "square", "wide"])
+def test_empty_tiles_are_skipped(rng, monkeypatch, name):
+    """Those that the bounds say, and no others: the host's look and the kernel's own agree."""
+    q, k, v = qkv(rng, "float32", 1, 1, 1, 160, 160, 16, 16)
+    seen = np.zeros((160, 160), bool)
+    seen[:48, 32:64] = seen[100:, 100:] = True
+    square = sl.table(seen)
+    if name == "square":
+        mask = sl.expression(lambda b, h, i, j: square[i, j])
+    else:
+        mask = PATTERNS[name]["mask"] if name in PATTERNS else sl.expression(lambda b, h, i, j: (i // 40) == (j // 40))
+    visible = sl.reference.weights(q, k, mask=mask)[0, 0] > 0
+    blocks = visible.reshape(10, 16, 10, 16).swapaxes(1, 2)
+    some, every = blocks.any(axis=(2, 3)).sum(), blocks.all(axis=(2, 3)).sum()
+    with small_blocks():
+        mixed, full = tiles_computed(monkeypatch, lambda: check(q, k, v, mask=mask))
+        assert (mixed + full, full) == (some, every)
+        if name != "square":
+            monkeypatch.setattr(launch.lower.Program, "opaque", property(lambda self: True))  # the host looks
+            mixed, full = tiles_computed(monkeypatch, lambda: check(q, k, v, mask=mask & (lambda b, h, i, j: j >= -1)))
+            assert (mixed + full, full) == (some, every)
+
+
+# --- layouts, lengths, bits
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_layouts_and_strides(rng, layout):
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 40, 50, 16, 20)
+    want = attention(q, k, v, causal=True).cpu()
+    wide = rng.standard_normal((2, 8, 40, 40)).astype(np.float32)
+    wide[:, ::2, :, 3:35:2] = q
+    views = [tensor(wide)[:, ::2, :, 3:35:2], tensor(k), tensor(v[..., ::-1].copy()).flip(-1)]
+    if layout == "blhd":
+        views = [x.swapaxes(1, 2) for x in views]
+    got = sl.attention(*views, causal=True, layout=layout, engine="cuda").cpu()
+    assert same([got.swapaxes(1, 2) if layout == "blhd" else got], [want])
+    out = torch.full((2, 4, 40, 33), NAN, device=DEVICE)[..., 5:25]
+    assert sl.attention(tensor(q), tensor(k), tensor(v), causal=True, out=out, engine="cuda") is out and same([out], [want])
+
+
+@pytest.mark.parametrize("q_lengths", [[1, 2, 1], [40, 1, 0], [3, 70, 40]])
+def test_packed_is_padded_is_alone(rng, q_lengths):
+    """The same bits for a sequence packed, padded, or by itself."""
+    k_lengths, heads = [33, 300, 40], 4
+    each = [qkv(rng, "bfloat16", 1, heads, 2, a, b, 16, 16) for a, b in zip(q_lengths, k_lengths, strict=True)]
+    with small_blocks(Tile(32, 32, 4, 1)):
+        alone = [attention(*x, causal=True, return_lse=True) for x in each]
+        q, k, v = (np.concatenate([x[i][0].swapaxes(0, 1) for x in each]) for i in range(3))
+        cu_q, cu_k = (np.cumsum([0, *x]) for x in (q_lengths, k_lengths))
+        out, lse = attention(q, k, v, causal=True, layout="lhd", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True)
+        for (a, b), (one, one_lse) in zip(zip(cu_q, cu_q[1:], strict=False), alone, strict=True):
+            assert same([out[a:b].swapaxes(0, 1)[None], lse[None, :, a:b]], [one, one_lse])
+        room = [np.full((3, n, m, 16), 7).astype(numpy_dtype("bfloat16")) for n, m in ((heads, 75), (2, 310), (2, 310))]
+        for i, x in enumerate(each):
+            for whole, part in zip(room, x, strict=True):
+                whole[i, :, : part.shape[2]] = part[0]
+        out, lse = attention(*room, causal=True, q_lengths=q_lengths, k_lengths=k_lengths, return_lse=True)
+        for i, n in enumerate(q_lengths):
+            assert not out[i, :, n:].any() and torch.isneginf(lse[i, :, n:]).all()
+            want = sl.reference.attention(*each[i], causal=True)
+            assert_within(
+                out[i : i + 1, :, :n].cpu(), want, sl.reference.error_bound(*each[i], causal=True, tile=32).out, zeros_allowed=True
+            )
+
+
+@pytest.mark.parametrize("q_len", [1, 3, 40])
+def test_bits_do_not_depend_on_the_batch(rng, q_len):
+    q, k, v = qkv(rng, "float32", 5, 4, 2, q_len, 700, 16, 16)
+    out = attention(q, k, v, causal=True, return_lse=True)
+    for i in (0, 3):
+        alone = attention(q[i : i + 1], k[i : i + 1], v[i : i + 1], causal=True, return_lse=True)
+        assert same([x[i : i + 1] for x in out], alone)
+
+
+def test_memory_outside_out_is_left_alone(rng):
+    q, k, v = qkv(rng, "float32", 1, 2, 1, 37, 50, 17, 19)
+    room = torch.full((1, 2, 60, 40), NAN, device=DEVICE)
+    attention(q, k, v, causal=True, out=room[:, :, 11:48, 7:26])
+    inside = torch.zeros_like(room, dtype=torch.bool)
+    inside[:, :, 11:48, 7:26] = True
+    assert torch.isfinite(room[inside]).all() and torch.isnan(room[~inside]).all()
+
+
+@pytest.mark.parametrize("which", ["k", "out"])
+def test_offsets_past_2_to_the_31(which):
+    """R11: heads so far apart that 32 bits cannot tell where they lie; memory that is never touched takes none."""
+    if DEVICE == "cuda":
+        pytest.skip("a GPU has no sparse memory")
+    room = np.frombuffer(pages((5 << 30) + (1 << 12)), np.float16)
+    far = torch.from_numpy(np.lib.stride_tricks.as_strided(room, (1, 2, 40, 16), (0, 5 << 30, 32, 2)))
+    q, k, v = (torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(n)).half() for n in range(3))
+    want = sl.attention(q, k, v, causal=True, engine="cuda")
+    if which == "k":
+        far.copy_(k)
+        got = sl.attention(q, far, v, causal=True, engine="cuda")
+    else:
+        got = sl.attention(q, k, v, causal=True, engine="cuda", out=far)
+    assert same([got], [want])
+
+
+def test_merge(rng):
+    q, k, v = (tensor(x) for x in qkv(rng, "float32", 1, 2, 1, 40, 60, 16, 16))
+    halves = [launch_run(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 0), (0, 25), (25, 60))]
+    out, lse = launch.merged(*launch.merged(*halves[0], *halves[1]), *halves[2])
+    whole = launch_run(q, k, v)
+    torch.testing.assert_close(out, whole[0])
+    torch.testing.assert_close(lse, whole[1])
+
+
+def launch_run(q, k, v):
+    return sl.attention(q, k, v, return_lse=True, engine="cuda")
+
+
+# --- errors
+
+
+def test_wrong_arguments(rng):
+    q, k, v = (tensor(x) for x in qkv(rng, "float32", 1, 2, 1, 4, 5, 16, 16))
+    for message, error, call in (
+        ("engine: expected", sl.ArgumentError, lambda: sl.attention(q, k, v, engine="gpu")),
+        ("precision: expected", sl.ArgumentError, lambda: sl.attention(q, k, v, precision="half", engine="cuda")),
+        ("q: expected float32, float16 or bfloat16 on a GPU", sl.UnsupportedError, lambda: attention(*(x.cpu().double().numpy() for x in (q, k, v)))),
+        ("q: expected head dims up to 512", sl.UnsupportedError, lambda: attention(*qkv(rng, "float32", 1, 1, 1, 2, 2, 600, 8))),
+        ("k: expected head_dim 16", sl.ArgumentError, lambda: sl.attention(q, k[..., :8], v, engine="cuda")),
+        ("q: expected a tensor on a GPU", sl.ArgumentError, lambda: sl.attention(q.cpu().numpy(), k.cpu().numpy(), v.cpu().numpy(), engine="cuda")),
+        ("return_lse", sl.ArgumentTypeError, lambda: sl.attention(q, k, v, return_lse=1, engine="cuda")),
+    ):  # fmt: skip
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize("q_len", [2, 70])
+def test_index_out_of_range_is_an_error(rng, q_len):
+    q, k, v = qkv(rng, "float32", 1, 2, 1, q_len, 90, 16, 16)
+    ids = sl.table(np.zeros(50, np.int32), "ids")
+    with pytest.raises(sl.ArgumentError, match=r"ids: expected index 1 from 0 to 49 where the key is visible; got \d\d"):
+        attention(q, k, v, mask=lambda b, h, i, j: ids[j] == 0)
+    check(q, k, v, mask=lambda b, h, i, j: (ids[j] == 0) & (j < 50))
+
+
+def test_capabilities(monkeypatch, rng):
+    q, k, v = qkv(rng, "bfloat16", 1, 2, 1, 4, 5, 16, 16)
+    monkeypatch.setattr(launch, "capability", lambda device: (7, 5))
+    with pytest.raises(sl.UnsupportedError, match=r"expected compute capability 8.0 for bfloat16; got 7.5"):
+        attention(q, k, v)
+    monkeypatch.setattr(launch, "capability", lambda device: (7, 0))
+    with pytest.raises(sl.UnsupportedError, match=r"expected compute capability 7.5 or newer; got 7.0"):
+        attention(q, k, v)

@@ -61,7 +61,7 @@ def attend(
     q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes, flags,
     q_item, q_head, q_row, q_column, k_item, k_head, k_row, k_column, v_item, v_head, v_row, v_column,
     o_item, o_head, o_row, o_column, l_item, l_head, l_row, s_item, s_head, s_row,
-    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, chunks, blocks,
+    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, c_item, c_head, chunks, blocks,
     factor, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, REPAIR: tl.constexpr,
@@ -73,7 +73,7 @@ def attend(
         (q_item, q_head, q_row, q_column), (k_item, k_head, k_row, k_column), (v_item, v_head, v_row, v_column),
         (o_item, o_head, o_row, o_column), (l_item, l_head, l_row), (s_item, s_head, s_row),
     )  # fmt: skip
-    sizes = (q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, chunks)
+    sizes = (q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, c_item, c_head, chunks)
     if REPAIR == AFTERWARDS:
         # a few programs look whether any block wants it: nearly always none does
         o_flags = tl.arange(0, 4096)
@@ -109,7 +109,7 @@ def block_of_rows(
     o_item, o_head, o_row, o_column = strides[3]
     l_item, l_head, l_row = strides[4]
     s_item, s_head, s_row = strides[5]
-    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, chunks = sizes
+    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, c_item, c_head, chunks = sizes
     PAGED: tl.constexpr = pages is not None
     CODED: tl.constexpr = k_scales is not None
     # blocks of one head follow each other, so that its keys stay in the cache; with causal, the longest first
@@ -183,7 +183,7 @@ def block_of_rows(
         known_values = (0,)
         if apply is not None:
             known_values = known(name, heads[:, None], position[:, None], ints, floats)
-        box = (name, head * PACK, head * PACK + PACK - 1, low, high, pid, chunks, classes)
+        box = (name, head * PACK, head * PACK + PACK - 1, low, high, (item * c_item + head * c_head + block) * chunks, classes)
 
         nothing = tl.full([BM], float("-inf"), tl.float32)
         acc, running_max, running_sum = over_tiles(
@@ -240,7 +240,7 @@ def over_tiles(
     known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """(acc, running_max, running_sum) of keys from `first` to the end: tiles below `clear` are visible but for the mask."""
-    item, h_low, h_high, low, high, pid, chunks, classes = box
+    item, h_low, h_high, low, high, first_class, classes = box
     k_start, end = place[7], place[8]
     acc = tl.zeros([BM, BLOCK_DV], tl.float32)
     running_sum = tl.zeros([BM], tl.float32)
@@ -256,7 +256,7 @@ def over_tiles(
                 whole = packed(here & some & every & (j < clear), o_tiles)
                 mixed = packed(here & some, o_tiles) ^ whole
             else:
-                p_class = classes + ((pid.to(tl.int64) * chunks) + chunk // (TILES * BN)) * 2
+                p_class = classes + (first_class + chunk // (TILES * BN)) * 2
                 inside = packed(here, o_tiles)
                 sure = packed(here & (j < clear), o_tiles)
                 some_bits, every_bits = tl.load(p_class), tl.load(p_class + 1)

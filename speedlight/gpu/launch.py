@@ -7,20 +7,21 @@ import hashlib
 import linecache
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 
-from ..bounds import Exact, _Walk, largest_integer
+from ..bounds import Exact, Walk, hides, largest_integer, visible
 from ..errors import ArgumentError, ArgumentTypeError, CompileError, ExpressionError, UnsupportedError
 from ..problem import LAYOUTS, Problem, page_lists
+from ..tiles import Many
 from ..tree import out_of_range
 from . import lower
 from .decode import combine
-from .forward import AFTERWARDS, FLAGGED, ITEM, attend
+from .forward import AFTERWARDS, FLAGGED, ITEM, TILES, attend
 from .tiles import HEAD_DIMS, Tile, table_row
 
 _FEW = 128  # programs that look whether a block wants mending
@@ -68,6 +69,7 @@ class _Prepared:
     sinks: torch.Tensor | None
     items: torch.Tensor | None
     risky: bool  # an index may be out of range
+    classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
 
 
 def check(problem: Problem, device: str, precision: Any) -> None:
@@ -109,7 +111,7 @@ def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
     most = largest_integer(roots, problem.box())
     if most is not None and most >= 1 << 62:
         raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
-    walk = _Walk(Exact(problem.box()))
+    walk = Walk(Exact(problem.box()))
     first = lower.program_of(problem, True, ())
     assert first is not None
     checked = []
@@ -328,11 +330,11 @@ def launches(
     scales = (0, 0, 0) if keys.k_scales is None else keys.k_scales.stride()
     arguments = both | {
         "q": q, "k": keys.k, "v": keys.v, "sinks": None if short else ready.sinks, "pages": keys.pages, "k_scales": keys.k_scales,
-        "v_scales": keys.v_scales, "ints": ready.words, "floats": ready.floats, "wrong": wrong, "status": keys.status, "classes": None,
+        "v_scales": keys.v_scales, "ints": ready.words, "floats": ready.floats, "wrong": wrong, "status": keys.status,
         **_named("q", _axes(q, layout)), **_named("k", keys.k_strides), **_named("v", keys.v_strides),
         **dict(zip(("s_item", "s_head", "s_row"), scales, strict=True)),
         "q_start": p.q_starts[0], "k_start": p.k_start, "row_blocks": row_blocks, "page_size": keys.page_size,
-        "table_row": 0 if keys.pages is None else keys.pages.stride(0), "page_count": keys.page_count, "chunks": 0, "factor": factor,
+        "table_row": 0 if keys.pages is None else keys.pages.stride(0), "page_count": keys.page_count, **classes_of(p, ready, rows, tile.keys, pack, q.device, keys, short), "factor": factor,
         "scale": float(p.scale), "D": p.head_dim, "BLOCK_D": max(16, _power(p.head_dim)), "BM": rows, "BN": tile.keys, "CAUSAL": causal,
         "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(FLAGGED), "flags": flags, "blocks": blocks, "SPLIT": short, "DESCRIBED": tile.described and _describable(keys, p),
         **{n: ready.functions.get(n) for n in ("known", "apply", "bounds")},
@@ -371,6 +373,56 @@ def _raise_wrong(ready: _Prepared, wrong: torch.Tensor) -> None:
     for (flag, index), (node, d) in zip(wrong.cpu().reshape(-1, 2).tolist(), ready.program.lookups, strict=True):
         if flag:
             raise out_of_range(node.value, d, index)
+
+
+def classes_of(
+    p: Problem, ready: _Prepared, rows: int, keys: int, pack: int, device: torch.device, where: Keys, short: bool
+) -> dict[str, Any]:  # fmt: skip
+    """The kernel's own look at tiles cannot see into tables of several dimensions: where there are few tiles, the host looks."""
+    found: dict[str, Any] = {"classes": None, "c_item": 0, "c_head": 0, "chunks": 0}
+    if short or where.lengths is not None or ready.program is None or not ready.program.opaque:
+        return found
+    key = rows, keys, pack, str(device)
+    if key not in ready.classes:
+        ready.classes[key] = _classified(p, ready.program, rows, keys, pack, device)
+    return ready.classes[key] or found
+
+
+_CELLS = 1 << 16  # blocks x tiles that the host looks at, at most
+_BITS = int(TILES)
+
+
+def _classified(p: Problem, program: lower.Program, rows: int, keys: int, pack: int, device: torch.device) -> dict[str, Any] | None:
+    """For every block of rows and run of tiles two words: which tiles show something, and which show everything."""
+    uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
+    items, heads = (p.batch if "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1 else 1), p.q_heads // pack
+    heads = heads if "h" in uses else 1
+    most, longest = max(p.q_lengths), max(p.k_lengths)
+    blocks, chunks = -(-most * pack // rows), -(-longest // (keys * _BITS))
+    if not longest or items * heads * blocks * chunks * _BITS > _CELLS:
+        return None
+    words = np.zeros((items, heads, blocks, chunks, 2), np.int64)
+    first = np.arange(blocks)[:, None] * rows // pack
+    j = p.k_start + np.arange(chunks * _BITS)[None, :] * keys
+    for item in range(items):
+        low = p.q_starts[item] + np.minimum(first, max(p.q_lengths[item] - 1, 0))
+        high = p.q_starts[item] + np.minimum(((np.arange(blocks) + 1) * rows - 1)[:, None] // pack, max(p.q_lengths[item] - 1, 0))
+        last = np.minimum(j + keys, p.k_start + max(p.k_lengths)) - 1
+        for head in range(heads):
+            ends = (head * pack, head * pack + pack - 1) if "h" in uses else (0, p.q_heads - 1)
+            name = item if p.items is None else p.items[item]
+            ops = Many({"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))})
+            some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
+            hidden = None if program.score is None else hides(program.score, ops)
+            some = some if hidden is None else some & ~hidden
+            for n, x in enumerate((some, every)):
+                bits = np.broadcast_to(x, (blocks, chunks * _BITS)).reshape(blocks, chunks, _BITS)
+                words[item, head, :, :, n] = (bits.astype(np.int64) << np.arange(_BITS)).sum(axis=-1)
+    signed = words.astype(np.uint32).view(np.int32)
+    return {
+        "classes": torch.from_numpy(signed).to(device), "c_item": heads * blocks if items > 1 else 0,
+        "c_head": blocks if heads > 1 else 0, "chunks": chunks,
+    }  # fmt: skip
 
 
 def _describable(keys: Keys, p: Problem) -> bool:
@@ -413,3 +465,15 @@ def _factor(p: Problem) -> tuple[float, int]:
         return math.log2(math.e), 1
     c = p.scale * math.log2(math.e)
     return (abs(c), 1 if c > 0 else -1) if c else (1.0, 0)
+
+
+def merged(out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two sets of keys, from the attention over each; what saw nothing has no say."""
+    top = torch.maximum(lse1, lse2).double()
+    safe = torch.where(torch.isneginf(top), 0.0, top)
+    weights = [torch.exp(x.double() - safe) for x in (lse1, lse2)]
+    total = weights[0] + weights[1]
+    parts = [torch.where((w == 0)[..., None], 0.0, x.double() * w[..., None]) for x, w in ((out1, weights[0]), (out2, weights[1]))]
+    out = (parts[0] + parts[1]) / torch.where(total == 0, 1.0, total)[..., None]
+    lse = torch.where(total == 0, -torch.inf, safe + torch.log(total))
+    return out.to(out1.dtype), lse.to(lse1.dtype)

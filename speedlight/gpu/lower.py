@@ -61,6 +61,14 @@ class Program:
     def tables(self) -> list[Any]:
         return list(dict.fromkeys(n.value for n in self.nodes if n.op == "table"))
 
+    @property
+    def opaque(self) -> bool:
+        """Whether tiles depend on tables that only the host can look into: of several dimensions, or of floats."""
+        if not self.hiding or any(t.tensor is not None or t.array.flags.writeable for t in self.tables):
+            return False
+        tables = [n for n in self.nodes if n.op == "table"]
+        return any(n.is_float or any(a.uses & {"i", "j"} for a in n.args[:-1]) for n in tables)
+
     @functools.cached_property
     def lookups(self) -> list[tuple[Node, int]]:
         return [(n, d) for n in self.nodes if n.op == "table" for d in range(len(n.args))]

@@ -1,0 +1,305 @@
+"""Caches, pools and block tables on a GPU: the same answers as on the CPU, the same errors; in Triton's interpreter, or on a GPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from conftest import FULL
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from problems import numpy_dtype
+from test_gpu import DEVICE, same, tensor
+from tolerance import plain
+
+import speedlight as sl
+from speedlight.gpu import launch
+
+KINDS = ("float32", "float16", "bfloat16", "int8")
+OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
+CLOSE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2, "int8": 3e-6}
+
+
+def close(got, want, dtype):
+    np.testing.assert_allclose(plain(got.cpu()), plain(want), rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def tokens(rng, dtype, *shapes):
+    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    return [rng.standard_normal(s).astype(kind) for s in shapes]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_cache_says_what_it_says_on_the_cpu(rng, dtype, options):
+    sizes = {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "capacity": 400, "dtype": dtype}
+    here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
+    for n in (5, 1, 280, 1, 3, 1):
+        q, k, v = tokens(rng, dtype, (2, 4, n, 17), (2, 2, n, 17), (2, 2, n, 20))
+        want, want_lse = here.attend(1, q, k, v, return_lse=True, **options)
+        got, lse = there.attend(1, *(tensor(x) for x in (q, k, v)), return_lse=True, **options)
+        close(got, want, dtype)
+        np.testing.assert_allclose(lse.cpu(), want_lse, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-5)
+        assert there.lengths(1) == here.lengths(1) and there.lengths(0) == (0, 0)
+    np.testing.assert_array_equal(plain(there.keys(1).cpu()), plain(here.keys(1)))
+    np.testing.assert_array_equal(plain(there.values(1).cpu()), plain(here.values(1)))
+    assert there.used_bytes == here.used_bytes or dtype == "bfloat16"  # pairs of an odd head dim take one more
+    q = tokens(rng, dtype, (2, 4, 2, 17))[0]
+    close(there.attend(1, tensor(q)), here.attend(1, q), dtype)
+
+
+def test_uneven_lengths_and_beams(rng):
+    sizes = {"layers": 1, "batch": 3, "kv_heads": 1, "head_dim": 16, "capacity": 60}
+    here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
+    for counts in ([3, 0, 9], [1, 1, 1], [20, 2, 30], [0, 1, 0]):
+        q, k, v = tokens(rng, "float32", (3, 2, max(counts), 16), (3, 1, max(counts), 16), (3, 1, max(counts), 16))
+        want = here.attend(0, q, k, v, new_lengths=counts)
+        close(there.attend(0, *(tensor(x) for x in (q, k, v)), new_lengths=counts), want, "float32")
+    assert there.lengths(0) == (24, 4, 40)
+    for cache in (there.select([2, 0, 2]), there.copy()):
+        cache.truncate(3)
+        assert cache.lengths(0) == (3,) * cache.batch
+    beams, other = there.select([2, 0]), here.select([2, 0])
+    q, k, v = tokens(rng, "float32", (2, 2, 1, 16), (2, 1, 1, 16), (2, 1, 1, 16))
+    close(beams.attend(0, *(tensor(x) for x in (q, k, v))), other.attend(0, q, k, v), "float32")
+    assert there.lengths(0) == (24, 4, 40) and beams.lengths(0) == (41, 25)
+
+
+def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
+    q, k, v = (tensor(x) for x in tokens(rng, "float32", (1, 1, 10, 16), (1, 1, 10, 16), (1, 1, 10, 16)))
+    cache.append(0, k[:, :, :7], v[:, :, :7])
+    before = cache.keys(0)
+    with pytest.raises(sl.CacheFull, match="4 tokens need room, 3 of 10 are free") as error:
+        cache.append(0, k[:, :, :4], v[:, :, :4])
+    assert (error.value.needed, error.value.free) == (4, 3)
+    assert same([before], [cache.keys(0)]) and cache.length(0) == 7
+    # what a graph's replay does: the host's lengths are not asked
+    cache._lengths = [[0]]
+    cache._captured = True
+    cache._rows[0].put(k, v, (k.stride(), v.stride()), cache._device_lengths[0], 4, cache._status, arrived=cache._arrived[0], capacity=10)
+    with pytest.raises(sl.CacheFull, match=r"found no room: 3 of 10"):
+        cache.length(0)
+    assert cache.length(0) == 7 and same([before], [cache.keys(0)])
+    cache.attend(0, q[:, :, :3], k[:, :, :3], v[:, :, :3])
+    assert cache.length(0) == 10
+
+
+def test_a_failed_call_leaves_the_lengths(rng, monkeypatch):
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
+    q, k, v = (tensor(x) for x in tokens(rng, "float32", (1, 1, 2, 16), (1, 1, 2, 16), (1, 1, 2, 16)))
+    cache.attend(0, q, k, v)
+
+    def fail(*_, **__):
+        raise sl.CompileError("no")
+
+    monkeypatch.setattr("speedlight.gpu.resident.run", fail)
+    with pytest.raises(sl.CompileError):
+        cache.attend(0, q, k, v)
+    assert cache.length(0) == 2 and cache._device_lengths.tolist() == [[2]]
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("window: expected None on a GPU", {"window": 5}),
+        ("capacity: expected", {"capacity": None}),
+        ("dtype: expected float32, float16, bfloat16 or int8 on a GPU", {"dtype": "float64"}),
+        ("device: expected 'cpu', 'cuda'", {"device": "tpu"}),
+        ("head_dim: expected a size", {"head_dim": 0}),
+    ],
+)
+def test_wrong_sizes(message, change):
+    with pytest.raises(sl.Error, match=message):
+        sl.KVCache(**({"layers": 1, "kv_heads": 1, "head_dim": 16, "capacity": 10, "device": "cuda"} | change))
+
+
+def test_wrong_tokens(rng):
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
+    x = tensor(np.zeros((1, 1, 2, 16), np.float32))
+    for message, call in (
+        ("k: expected shape", lambda: cache.append(0, x[..., :8], x)),
+        ("v: expected 2 tokens", lambda: cache.append(0, x, x[:, :, :1])),
+        ("k: expected dtype float32", lambda: cache.append(0, x.half(), x)),
+        ("layer: expected 0 to 0", lambda: cache.append(1, x, x)),
+        ("q: expected 2 tokens", lambda: cache.attend(0, x[:, :, :1], x, x)),
+        ("k: expected k and v together", lambda: cache.attend(0, x, None, x)),
+        ("length: expected 0 to 0", lambda: cache.truncate(1)),
+        ("save: expected a cache on the CPU", lambda: cache.save("x.safetensors")),
+    ):
+        with pytest.raises(sl.Error, match=message):
+            call()
+    assert cache.length(0) == 0
+
+
+# --- pages
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("options", OPTIONS[:3])
+def test_a_pool_says_what_it_says_on_the_cpu(rng, dtype, options):
+    sizes = {"layers": 2, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "dtype": dtype}
+    here, there = sl.PagePool(**sizes), sl.PagePool(**sizes, device="cuda")
+    ours, theirs = ([pool.sequence() for _ in range(3)] for pool in (here, there))
+    rng.shuffle(there._free)
+    for step, counts in enumerate(([40, 0, 70], [1, 1, 1], [5, 1, 20], [1, 1, 1, 1], [2, 20, 1, 3])):
+        if len(counts) > len(ours):
+            ours.append(ours[0].fork())
+            theirs.append(theirs[0].fork())
+        n = sum(counts)
+        q, k, v = tokens(rng, dtype, (n, 4, 17), (n, 2, 17), (n, 2, 20))
+        want, want_lse = here.attend(1, ours, q, k, v, new_lengths=counts, return_lse=True, **options)
+        got, lse = there.attend(1, theirs, *(tensor(x) for x in (q, k, v)), new_lengths=counts, return_lse=True, **options)
+        close(got, want, dtype)
+        np.testing.assert_allclose(lse.cpu(), want_lse, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-5, err_msg=str(step))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(plain(b.keys(1).cpu()), plain(a.keys(1)))
+        np.testing.assert_array_equal(plain(b.values(1).cpu()), plain(a.values(1)))
+    assert here.free_pages == there.free_pages
+
+
+def test_a_pool_has_the_bits_of_one_sequence_alone(rng):
+    """Whatever is packed beside it, and wherever its pages are."""
+    q, k, v = tokens(rng, "bfloat16", (300, 4, 16), (300, 2, 16), (300, 2, 16))
+    answers = []
+    for beside in ([], [1], [40, 3]):
+        pool = sl.PagePool(layers=1, pages=60, page_size=16, kv_heads=2, head_dim=16, dtype="bfloat16", device="cuda")
+        rng.shuffle(pool._free)
+        sequences = [pool.sequence() for _ in range(1 + len(beside))]
+        out = []
+        for first, n in ((0, 290), (290, 1), (291, 5)):
+            counts = [n, *beside]
+            total = sum(counts)
+            noise = tokens(rng, "bfloat16", (total, 4, 16), (total, 2, 16), (total, 2, 16))
+            for x, y in zip(noise, (q, k, v), strict=True):
+                x[:n] = y[first : first + n]
+            out.append(pool.attend(0, sequences, *(tensor(x) for x in noise), new_lengths=counts)[:n])
+        answers.append(out)
+    assert same(answers[0], answers[1]) and same(answers[0], answers[2])
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 33])
+def test_raw_pages_of_any_size(rng, page_size):
+    pages = 120 // page_size + 4
+    k, v, q = tokens(rng, "float32", (pages, page_size, 2, 16), (pages, page_size, 2, 24), (3, 4, 2, 16))
+    most = 60 // page_size + 1
+    table = np.stack([rng.permutation(pages)[:most] for _ in range(3)])
+    lengths = [40, 3, min(55, most * page_size)]
+    want = sl.attention_paged(q, k, v, table, lengths, causal=True)
+    for tables in ((table.tolist(), lengths), (tensor(table), tensor(np.array(lengths))), (tensor(table.astype(np.int32)), lengths)):
+        got = sl.attention_paged(tensor(q), tensor(k), tensor(v), *tables, causal=True, engine="cuda")
+        close(got, want, "float32")
+    packed = q.swapaxes(1, 2).reshape(6, 4, 16)
+    got = sl.attention_paged(
+        tensor(packed), tensor(k), tensor(v), table, lengths, causal=True, layout="lhd", cu_seqlens_q=[0, 2, 4, 6], engine="cuda"
+    )
+    close(got.reshape(3, 2, 4, 24).swapaxes(1, 2), want, "float32")
+
+
+def test_block_tables_on_the_device_are_not_trusted(rng):
+    k, v, q = (tensor(x) for x in tokens(rng, "float32", (9, 4, 2, 16), (9, 4, 2, 16), (2, 4, 1, 16)))
+    table, lengths = torch.tensor([[1, 99, 2], [3, 4, -5]], device=DEVICE), torch.tensor([12, 8], device=DEVICE)
+    out = sl.attention_paged(q, k, v, table, lengths, engine="cuda")
+    good = sl.attention_paged(q[1:], k, v, [[3, 4]], [8], engine="cuda")
+    assert same([out[1:]], [good])
+    with pytest.raises(sl.ArgumentError, match="block_table: a page number"):
+        sl.synchronize()
+    sl.attention_paged(q, k, v, table[1:].repeat(2, 1), torch.tensor([8, 13], device=DEVICE), engine="cuda")
+    with pytest.raises(sl.ArgumentError, match="k_lengths: a length"):
+        sl.synchronize()
+    sl.synchronize()
+    with pytest.raises(sl.ArgumentError, match=r"block_table: expected pages from 0 to 8; got 99 at \[0, 1\]"):
+        sl.attention_paged(q, k, v, table.tolist(), [12, 8], engine="cuda")
+
+
+class Machine(RuleBasedStateMachine):
+    """A cache and a pool on the device against lists of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(0)
+        self.cache = sl.KVCache(layers=1, batch=2, kv_heads=1, head_dim=16, capacity=50, device="cuda")
+        self.held = [np.zeros((0, 16), np.float32) for _ in range(2)]
+        self.pool = sl.PagePool(layers=1, pages=6, page_size=16, kv_heads=1, head_dim=16, device="cuda")
+        self.sequences = [(self.pool.sequence(), np.zeros((0, 16), np.float32))]
+
+    @rule(counts=st.tuples(st.integers(0, 20), st.integers(0, 20)))
+    def append(self, counts):
+        x = self.rng.standard_normal((2, 1, max(counts), 16)).astype(np.float32)
+        fits = all(len(h) + n <= 50 for h, n in zip(self.held, counts, strict=True))
+        try:
+            self.cache.append(0, tensor(x), tensor(x), new_lengths=counts)
+            assert fits
+            self.held = [np.concatenate([h, x[i, 0, :n]]) for i, (h, n) in enumerate(zip(self.held, counts, strict=True))]
+        except sl.CacheFull:
+            assert not fits
+
+    @rule(cut=st.integers(0, 50))
+    def truncate(self, cut):
+        n = min(cut, *map(len, self.held))
+        self.cache.truncate(n)
+        self.held = [h[:n] for h in self.held]
+
+    @rule(which=st.integers(0, 9), n=st.integers(0, 30))
+    def grow(self, which, n):
+        which %= len(self.sequences)
+        sequence, held = self.sequences[which]
+        x = self.rng.standard_normal((n, 1, 16)).astype(np.float32)
+        try:
+            self.pool.append(0, [sequence], tensor(x), tensor(x), new_lengths=[n])
+            self.sequences[which] = sequence, np.concatenate([held, x[:, 0]])
+        except sl.CacheFull:
+            pass
+
+    @rule(which=st.integers(0, 9))
+    def fork(self, which):
+        sequence, held = self.sequences[which % len(self.sequences)]
+        self.sequences.append((sequence.fork(), held))
+
+    @rule(which=st.integers(0, 9))
+    def free(self, which):
+        if len(self.sequences) > 1:
+            self.sequences.pop(which % len(self.sequences))[0].free()
+
+    @invariant()
+    def everything_is_there(self):
+        assert self.cache.lengths(0) == tuple(map(len, self.held)) == tuple(self.cache._device_lengths[0].tolist())
+        keys = self.cache.keys(0).cpu().numpy()
+        for i, h in enumerate(self.held):
+            assert (keys[i, 0, : len(h)] == h).all() and not keys[i, 0, len(h) :].any()
+        for sequence, held in self.sequences:
+            assert (sequence.keys(0).cpu().numpy()[0] == held).all()
+
+
+TestMachine = Machine.TestCase
+TestMachine.settings = settings(max_examples=100 if FULL else 10, stateful_step_count=20, deadline=None)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph wants a GPU")
+def test_a_step_in_a_cuda_graph(rng):
+    """One captured step, replayed: the lengths move on the device, and too many steps are told at the next look."""
+    sizes = {"layers": 1, "kv_heads": 2, "head_dim": 64, "capacity": 300, "dtype": "bfloat16"}
+    here, cache = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
+    x = [torch.zeros(1, n, 1, 64, dtype=torch.bfloat16, device="cuda") for n in (8, 2, 2)]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        cache.attend(0, *x)
+    torch.cuda.current_stream().wait_stream(side)
+    cache.clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cache.attend(0, *x)
+    for n in range(300):
+        step = tokens(rng, "bfloat16", (1, 8, 1, 64), (1, 2, 1, 64), (1, 2, 1, 64))
+        for to, new in zip(x, step, strict=True):
+            to.copy_(tensor(new))
+        graph.replay()
+        want = here.attend(0, *step)
+        if n % 37 == 0:
+            close(out, want, "bfloat16")
+    assert cache.length(0) == 300
+    graph.replay()
+    with pytest.raises(sl.CacheFull):
+        cache.length(0)
+    assert cache.length(0) == 300 and launch.capturing() is False
