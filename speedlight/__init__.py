@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
-    from .api import attention, attention_paged, merge, plan
+    from .api import attention, attention_paged, merge, plan, synchronize
     from .caches import KVCache
     from .cpu.workers import get_threads, set_threads
     from .errors import (

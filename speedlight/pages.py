@@ -105,7 +105,8 @@ class PagePool:
     """
 
     def __init__(
-        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any = "float32", value_dim: int | None = None,
+        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any = "float32",
+        value_dim: int | None = None,
         device: Any = "cpu",
     ) -> None:  # fmt: skip
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
@@ -123,6 +124,8 @@ class PagePool:
         self._lock = threading.Lock()  # of the accounts
         self._steps: dict[Any, engine.Prepared] = {}
         self._cuda: Any = None
+        self._keys: list[Any]
+        self._values: list[Any]
         if device != "cpu":
             memory = engine.resident().PoolMemory
             own = {n: getattr(self, n) for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim", "dtype")}

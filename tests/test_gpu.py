@@ -6,6 +6,7 @@ Blocks are made small where what is tested is how they join.
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from tolerance import assert_within, plain
 
 import speedlight as sl
 from speedlight.arrays import pages
-from speedlight.gpu import launch
+from speedlight.gpu import launch, lower
 from speedlight.gpu.tiles import Row, Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -257,7 +258,7 @@ def test_empty_tiles_are_skipped(rng, monkeypatch, name):
         mixed, full = tiles_computed(monkeypatch, lambda: check(q, k, v, mask=mask))
         assert (mixed + full, full) == (some, every)
         if name != "square":
-            monkeypatch.setattr(launch.lower.Program, "opaque", property(lambda self: True))  # the host looks
+            monkeypatch.setattr(lower.Program, "opaque", property(lambda self: True))  # the host looks
             mixed, full = tiles_computed(monkeypatch, lambda: check(q, k, v, mask=mask & (lambda b, h, i, j: j >= -1)))
             assert (mixed + full, full) == (some, every)
 
@@ -290,7 +291,7 @@ def test_packed_is_padded_is_alone(rng, q_lengths):
         q, k, v = (np.concatenate([x[i][0].swapaxes(0, 1) for x in each]) for i in range(3))
         cu_q, cu_k = (np.cumsum([0, *x]) for x in (q_lengths, k_lengths))
         out, lse = attention(q, k, v, causal=True, layout="lhd", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True)
-        for (a, b), (one, one_lse) in zip(zip(cu_q, cu_q[1:], strict=False), alone, strict=True):
+        for (a, b), (one, one_lse) in zip(itertools.pairwise(cu_q), alone, strict=True):
             assert same([out[a:b].swapaxes(0, 1)[None], lse[None, :, a:b]], [one, one_lse])
         room = [np.full((3, n, m, 16), 7).astype(numpy_dtype("bfloat16")) for n, m in ((heads, 75), (2, 310), (2, 310))]
         for i, x in enumerate(each):
@@ -361,10 +362,11 @@ def test_wrong_arguments(rng):
     for message, error, call in (
         ("engine: expected", sl.ArgumentError, lambda: sl.attention(q, k, v, engine="gpu")),
         ("precision: expected", sl.ArgumentError, lambda: sl.attention(q, k, v, precision="half", engine="cuda")),
-        ("q: expected float32, float16 or bfloat16 on a GPU", sl.UnsupportedError, lambda: attention(*(x.cpu().double().numpy() for x in (q, k, v)))),
+        ("q: expected float32, float16 or bfloat16 on a GPU", sl.UnsupportedError,
+         lambda: sl.attention(*(x.double() for x in (q, k, v)), engine="cuda")),
         ("q: expected head dims up to 512", sl.UnsupportedError, lambda: attention(*qkv(rng, "float32", 1, 1, 1, 2, 2, 600, 8))),
         ("k: expected head_dim 16", sl.ArgumentError, lambda: sl.attention(q, k[..., :8], v, engine="cuda")),
-        ("q: expected a tensor on a GPU", sl.ArgumentError, lambda: sl.attention(q.cpu().numpy(), k.cpu().numpy(), v.cpu().numpy(), engine="cuda")),
+        ("q: expected a tensor on a GPU", sl.ArgumentError, lambda: sl.attention(*(x.cpu().numpy() for x in (q, k, v)), engine="cuda")),
         ("return_lse", sl.ArgumentTypeError, lambda: sl.attention(q, k, v, return_lse=1, engine="cuda")),
     ):  # fmt: skip
         with pytest.raises(error, match=message):

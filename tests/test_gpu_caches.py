@@ -78,7 +78,9 @@ def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     # what a graph's replay does: the host's lengths are not asked
     cache._lengths = [[0]]
     cache._captured = True
-    cache._rows[0].put(k, v, (k.stride(), v.stride()), cache._device_lengths[0], 4, cache._status, arrived=cache._arrived[0], capacity=10)
+    strides = k.stride(), v.stride()
+    step = cache._rows[0].put(k, v, strides, cache._device_lengths[0], 4, cache._status, arrived=cache._arrived[0], capacity=10)
+    launch.start(step)
     with pytest.raises(sl.CacheFull, match=r"found no room: 3 of 10"):
         cache.length(0)
     assert cache.length(0) == 7 and same([before], [cache.keys(0)])

@@ -6,6 +6,7 @@ and ends with 1 if one of them spills, asks for more shared memory than the devi
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -24,7 +25,9 @@ from triton.compiler import ASTSource
 from ..patterns import documents, softcap
 from ..problem import from_cache
 from ..tracing import expression
-from .launch import Keys, Launch, _prepare, arrays_of, launches
+from .forward import AFTERWARDS
+from .launch import Keys, Launch, arrays_of, launches
+from .prepare import prepare
 
 # capability: most shared memory of a block, and what its tensor cores' instructions are called
 DEVICES = {
@@ -119,13 +122,15 @@ def _assembled(ptx: str, capability: tuple[int, int]) -> str:
 
 def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Names, and arguments for `build`."""
-    for dtype in ("float32",) if quick else ("float16", "bfloat16", "float32"):
-        for d in (64, 128, 256, 512):
+    for dtype in ("bfloat16",) if quick else ("float16", "bfloat16", "float32"):
+        for d in (128,) if quick else (64, 128, 256, 512):
             for q_len in (4096, 1):
                 for causal in (False, True) if q_len > 1 else (False,):
                     yield f"{dtype} d{d} {'prefill' if q_len > 1 else 'decode'}{' causal' if causal else ''}", {
                         "dtype": dtype, "d": d, "q_len": q_len, "causal": causal,
                     }  # fmt: skip
+    if quick:
+        return
     ids = documents(torch.arange(4096).numpy() // 512)
     window = expression(lambda b, h, i, j: (i - j <= 1024) & (j <= i))
     for q_len in (4096, 1):
@@ -137,6 +142,23 @@ def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"bfloat16 d128 {kind} pages", base | {"paged": True, "causal": True}
         yield f"bfloat16 d128 {kind} int8", base | {"int8": True, "paged": True, "causal": True}
         yield f"bfloat16 d96 {kind} value_dim 80", base | {"d": 96, "value_dim": 80}
+
+
+def appends() -> Iterator[tuple[str, Launch]]:
+    """Storing a step's tokens, in arrays and in pages, as they are and as int8."""
+    from .resident import Rows
+
+    for dtype, paged in itertools.product(("bfloat16", "int8"), (False, True)):
+        device = torch.device("cpu")
+        rows = Rows((4, 8, 32), dtype, (128, 128), device, tokens_first=paged)
+        x = torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
+        words = torch.zeros(2, dtype=torch.int32)
+        more: dict[str, Any] = (
+            {"pages": torch.zeros((2, 4), dtype=torch.int32), "page_size": 16, "first": words.long(), "counts": words.long()}
+            if paged
+            else {"arrived": words}
+        )
+        yield f"{dtype} append{' paged' * paged}", rows.put(x, x, (x.stride(), x.stride()), words, 1, words, capacity=32, **more)
 
 
 def build(
@@ -156,7 +178,7 @@ def build(
     k, v = (torch.empty((*shape, x), dtype=kept, device="meta") for x in (d, value_dim))
     keys = arrays_of(k, v, "bhld")
     if paged:
-        keys = Keys(k, v, *((x.stride(0), x.stride(2), x.stride(1), 1) for x in (k, v)))
+        keys = Keys(k, v, (k.stride(0), k.stride(2), k.stride(1), 1), (v.stride(0), v.stride(2), v.stride(1), 1))
         keys.pages, keys.page_size, keys.page_count = torch.zeros((1, 256), dtype=torch.int32), 16, 256
         keys.lengths, keys.status, keys.most = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 4096
     if int8:
@@ -167,34 +189,44 @@ def build(
         mask=mask, score=score,
     )  # fmt: skip
     lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
-    return launches(problem, "bhld", q, keys, out, lse, _prepare(problem, "cpu", None), None, precision, capability)
+    return launches(problem, "bhld", q, keys, out, lse, prepare(problem, "cpu", None), None, precision, capability)
+
+
+def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) -> Iterator[tuple[Compiled, list[str]]]:
+    """Every kernel whose name has one of the words (or all), and what is wrong with it."""
+    number = f"sm_{capability[0]}{capability[1]}"
+    found = [
+        (name, each, options["dtype"] != "float32")
+        for name, options in cases(quick)
+        if wanted(name, only)
+        for each in build(capability, **options)
+    ]
+    found += [(name, each, False) for name, each in appends() if wanted(name, only)]
+    for name, each, products in found:
+        repairs = each.arguments.get("REPAIR") == int(AFTERWARDS)  # hardly ever runs: it may spill
+        one = compile_for(each, capability, f"{number} {name} {each.kernel.__name__}{' repair' * repairs}")
+        yield one, [] if repairs else one.faults(capability, products and each.kernel.__name__ == "attend")
+
+
+def wanted(name: str, only: list[str]) -> bool:
+    return not only or any(x in name for x in only)
 
 
 def main(arguments: list[str]) -> int:
-    wanted = [tuple(map(int, x.split("."))) for x in arguments if "." in x] or list(DEVICES)
-    only = [x for x in arguments if "." not in x]
-    bad = 0
-    for capability in wanted:
-        for name, options in cases():
-            if only and not any(x in name for x in only):
-                continue
-            for each in build(capability, **options):
-                repairs = each.arguments.get("REPAIR") == 2  # hardly ever runs: it may spill
-                full = f"sm_{capability[0]}{capability[1]} {name} {each.kernel.__name__}"
-                found = compile_for(each, capability, full)  # type: ignore[arg-type]
-                if repairs:
-                    print(f"{full} repair: {found.spills} B spilled, {found.shared:,} B shared", flush=True)
-                    continue
-                cores = each.kernel.__name__ == "attend" and options["dtype"] != "float32"
-                faults = found.faults(capability, cores)  # type: ignore[arg-type]
-                bad += bool(faults)
-                print(
-                    f"{full}: {found.registers} registers, {found.spills} B spilled, {found.shared:,} B shared, "
-                    f"{found.instructions['tensor']} tensor, {found.instructions['bulk']} bulk, {found.seconds:.1f} s {'; '.join(faults)}",
-                    flush=True,
-                )
-    print(f"{bad} with faults")
-    return int(bad > 0)
+    capabilities = [c for c in DEVICES if f"{c[0]}.{c[1]}" in arguments] or list(DEVICES)
+    only = [x for x in arguments if not re.fullmatch(r"\d+\.\d|--quick", x)]
+    bad = count = 0
+    for capability in capabilities:
+        for one, faults in compiled(capability, only, "--quick" in arguments):
+            count, bad = count + 1, bad + bool(faults)
+            print(
+                f"{one.name}: {one.registers} registers, {one.spills} B spilled, {one.shared:,} B shared, "
+                f"{one.instructions['tensor']} tensor, {one.instructions['bulk']} bulk, {one.seconds:.1f} s"
+                + "".join(f"; FAULT: {x}" for x in faults),
+                flush=True,
+            )
+    print(f"{count} kernels compiled, {bad} with faults")
+    return int(bad > 0 or not count)
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
 """Around the attention kernel when sequences grow: merging the splits of a row, and storing new tokens on the device."""
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def store(
             codes, scale = coded(new_v.to(tl.float32))
             tl.store(p_v, codes, mask=m_v)
             tl.store(v_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
-    if arrived is not None:
+    if arrived is not None:  # noqa: SIM102 (known when it is compiled)
         # every program has read the length before it arrives, so the last one may change it
         if tl.atomic_add(arrived + item, 1) == programs - 1:
             tl.store(arrived + item, 0)

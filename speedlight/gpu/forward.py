@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
 """The attention kernel: a block of query rows of one kv head over tiles of keys, wherever those lie.
 
 One kernel serves prefill and decode, arrays, packed sequences, caches and pages; constexpr arguments leave out what a call
@@ -61,8 +62,8 @@ def attend(
     q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes, flags,
     q_item, q_head, q_row, q_column, k_item, k_head, k_row, k_column, v_item, v_head, v_row, v_column,
     o_item, o_head, o_row, o_column, l_item, l_head, l_row, s_item, s_head, s_row,
-    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, c_item, c_head, chunks, blocks,
-    factor, scale,
+    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count,
+    c_item, c_head, chunks, blocks, factor, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, REPAIR: tl.constexpr,
     known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, SPLIT: tl.constexpr, DESCRIBED: tl.constexpr,
@@ -73,7 +74,23 @@ def attend(
         (q_item, q_head, q_row, q_column), (k_item, k_head, k_row, k_column), (v_item, v_head, v_row, v_column),
         (o_item, o_head, o_row, o_column), (l_item, l_head, l_row), (s_item, s_head, s_row),
     )  # fmt: skip
-    sizes = (q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, c_item, c_head, chunks)
+    sizes = (
+        q_len,
+        k_len,
+        q_start,
+        k_start,
+        out_rows,
+        kv_heads,
+        group,
+        row_blocks,
+        splits,
+        page_size,
+        table_row,
+        page_count,
+        c_item,
+        c_head,
+        chunks,
+    )
     if REPAIR == AFTERWARDS:
         # a few programs look whether any block wants it: nearly always none does
         o_flags = tl.arange(0, 4096)
@@ -109,7 +126,23 @@ def block_of_rows(
     o_item, o_head, o_row, o_column = strides[3]
     l_item, l_head, l_row = strides[4]
     s_item, s_head, s_row = strides[5]
-    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count, c_item, c_head, chunks = sizes
+    (
+        q_len,
+        k_len,
+        q_start,
+        k_start,
+        out_rows,
+        kv_heads,
+        group,
+        row_blocks,
+        splits,
+        page_size,
+        table_row,
+        page_count,
+        c_item,
+        c_head,
+        chunks,
+    ) = sizes
     PAGED: tl.constexpr = pages is not None
     CODED: tl.constexpr = k_scales is not None
     # blocks of one head follow each other, so that its keys stay in the cache; with causal, the longest first
@@ -187,7 +220,8 @@ def block_of_rows(
 
         nothing = tl.full([BM], float("-inf"), tl.float32)
         acc, running_max, running_sum = over_tiles(
-            queries, rows, keys, values, place, known_values, box, nothing, first, clear, o_n, o_d, o_dv, FINITE if REPAIR == AFTERWARDS else PLAIN,
+            queries, rows, keys, values, place, known_values, box, nothing, first, clear, o_n, o_d, o_dv,
+            FINITE if REPAIR == AFTERWARDS else PLAIN,
             D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
         )  # fmt: skip
         if REPAIR == FLAGGED:

@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import linecache
 import math
-import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 
-from ..bounds import Exact, Walk, hides, largest_integer, visible
-from ..errors import ArgumentError, ArgumentTypeError, CompileError, ExpressionError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, CompileError, UnsupportedError
 from ..problem import LAYOUTS, Problem, page_lists
-from ..tiles import Many
 from ..tree import out_of_range
-from . import lower
 from .decode import combine
-from .forward import AFTERWARDS, FLAGGED, ITEM, TILES, attend
+from .forward import AFTERWARDS, FLAGGED, attend
+from .prepare import Ready, classes_of, interpreting, prepare
 from .tiles import HEAD_DIMS, Tile, table_row
 
 _FEW = 128  # programs that look whether a block wants mending
 SHORT_ROWS = 64  # query rows of a kv head up to which its keys are read by several programs
 PRECISIONS = ("ieee", "tf32x3", "tf32")  # of float32 products
-
-
-def interpreting() -> bool:
-    """Whether Triton runs kernels in Python, on tensors of the CPU: what tests do where there is no GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache
@@ -57,21 +46,6 @@ class Keys:
     most: int = 0  # keys of the longest item, where lengths are on the device
 
 
-@dataclass(slots=True)
-class _Prepared:
-    """What a problem needs on a device; kept."""
-
-    program: lower.Program | None
-    functions: dict[str, Any]
-    words: torch.Tensor | None
-    floats: torch.Tensor | None
-    tables: list[torch.Tensor]  # kept alive: the words hold their addresses
-    sinks: torch.Tensor | None
-    items: torch.Tensor | None
-    risky: bool  # an index may be out of range
-    classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
-
-
 def check(problem: Problem, device: str, precision: Any) -> None:
     """What this engine can do, on this device."""
     if precision not in PRECISIONS:
@@ -88,61 +62,9 @@ def check(problem: Problem, device: str, precision: Any) -> None:
         raise UnsupportedError(f"{device}: expected compute capability 8.0 for bfloat16; got {have[0]}.{have[1]}. Use float16.")
 
 
-# --- expressions
+# --- launching
 
 
-@functools.lru_cache(maxsize=512)
-def functions_of(program: lower.Program) -> dict[str, Any]:
-    """The program's functions, from their source. Triton reads that again, so it stays in linecache."""
-    text = lower.source(program)
-    name = f"<speedlight expression {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
-    exec(compile(text, name, "exec"), space)
-    return {n: space.get(n) for n in ("known", "apply", "bounds")}
-
-
-def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
-    """The mask and score, and whether an index of theirs may be out of range."""
-    parts = [x for x in (problem.mask, problem.score) if x is not None]
-    if not parts:
-        return None, False
-    roots = [n for x in parts for n in x.nodes]
-    most = largest_integer(roots, problem.box())
-    if most is not None and most >= 1 << 62:
-        raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
-    walk = Walk(Exact(problem.box()))
-    first = lower.program_of(problem, True, ())
-    assert first is not None
-    checked = []
-    for node, d in first.lookups:
-        ends = walk.interval(node.args[d])
-        checked.append(ends is None or ends[0] < 0 or ends[1] >= node.value.shape[d])
-    return lower.program_of(problem, most is not None and most < 1 << 31, tuple(checked)), any(checked)
-
-
-def _table_on(table: Any, device: str) -> torch.Tensor:
-    """A table's entries on the device; uploaded once, unless they may change."""
-    if table.tensor is not None:
-        if str(table.tensor.device) != device:
-            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
-        return table.tensor
-    if table.array.flags.writeable and not interpreting():
-        raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. Move it, or use sl.table().")
-    found = table.copies.get(device)
-    if found is None:
-        array = table.array
-        array = array.view(np.int8) if array.dtype == bool else array
-        if array.dtype.kind == "u" and array.itemsize > 1:
-            array = array.view(array.dtype.str.replace("u", "i"))  # the same bits; kernels read them as they are
-        shared = array.flags.writeable and all(s >= 0 for s in array.strides)
-        found = torch.from_numpy(array if shared else array.copy()).to(device)
-        if not array.flags.writeable:
-            table.copies[device] = found
-    return found
-
-
-_prepared: dict[Any, _Prepared] = {}
 _noted: dict[str, torch.Tensor] = {}  # what kernels note on a device, until somebody waits for it
 
 
@@ -162,41 +84,6 @@ def synchronize() -> None:
             word.zero_()
             what = "block_table: a page number" if noted == 2 else "k_lengths: a length"
             raise ArgumentError(f"{what} that was read on {device} was out of range; what was computed from it means nothing.")
-
-
-def _prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> _Prepared:
-    key = problem, device, firsts
-    found = _prepared.get(key)
-    if found is not None:
-        return found
-    program, risky = program_of(problem)
-    words = floats = sinks = items = None
-    tables: list[torch.Tensor] = []
-    if program is not None:
-        tables = [_table_on(t, device) for t in program.tables]
-        host = program.words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
-        words = torch.from_numpy(host).to(device)
-        floats = words.view(torch.float64)
-    if problem.sinks is not None:
-        sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
-    alike = (
-        firsts is None and problem.items is None and all(len(set(x)) == 1 for x in (problem.q_lengths, problem.k_lengths, problem.q_starts))
-    )
-    if not alike:
-        batch = problem.batch
-        q_first, k_first = firsts if firsts is not None else ((0,) * batch, (0,) * batch)
-        names = problem.items if problem.items is not None else range(batch)
-        rows = zip(problem.q_lengths, problem.k_lengths, problem.q_starts, q_first, k_first, names, strict=True)
-        items = torch.tensor(list(rows), dtype=torch.int64).reshape(batch, int(ITEM)).to(device)
-    functions = functions_of(program) if program is not None else {}
-    found = _Prepared(program, functions, words, floats, tables, sinks, items, risky)
-    if len(_prepared) >= 256:
-        _prepared.clear()
-    _prepared[key] = found
-    return found
-
-
-# --- launching
 
 
 def _axes(x: torch.Tensor, layout: str) -> tuple[int, ...]:
@@ -231,7 +118,16 @@ def paged_keys(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: t
     """Keys and values in pages (pages, page_size, heads, dim)."""
     strides = [(x.stride(0), x.stride(2), x.stride(1), x.stride(3)) for x in (k, v)]
     return Keys(
-        k, v, *strides, pages=table, page_size=k.shape[1], page_count=k.shape[0], lengths=lengths, status=status_of(k.device), most=most
+        k,
+        v,
+        strides[0],
+        strides[1],
+        pages=table,
+        page_size=k.shape[1],
+        page_count=k.shape[0],
+        lengths=lengths,
+        status=status_of(k.device),
+        most=most,
     )
 
 
@@ -265,13 +161,13 @@ def run(
                 chosen = tuple((*(x[i] for i in which), 0) for x in firsts)
                 run(some, layout, q, places, out, lse, cu_q=chosen[0], cu_k=chosen[1], precision=precision, tile=tile)
             return
-    ready = _prepare(problem, device, firsts)
+    ready = prepare(problem, device, firsts)
     wrong = None
     if ready.risky:
         assert ready.program is not None
         wrong = torch.zeros(2 * len(ready.program.lookups), dtype=torch.int64, device=q.device)
     for each in launches(problem, layout, q, keys, out, lse, ready, wrong, precision, capability(device), tile):
-        _launch(each)
+        start(each)
     if wrong is not None and not capturing():
         _raise_wrong(ready, wrong)
 
@@ -281,7 +177,7 @@ def _alike(p: Problem) -> list[list[int]]:
     classes: dict[int, list[int]] = {}
     for i, n in enumerate(p.q_lengths):
         if n:
-            classes.setdefault(min(max(_power(n * p.group), 16), 2 * SHORT_ROWS), []).append(i)
+            classes.setdefault(min(max(power_above(n * p.group), 16), 2 * SHORT_ROWS), []).append(i)
     return list(classes.values())
 
 
@@ -295,7 +191,7 @@ def _part(p: Problem, keys: Keys, which: list[int]) -> tuple[Problem, Keys]:
 
 
 def launches(
-    p: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, ready: _Prepared,
+    p: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, ready: Ready,
     wrong: torch.Tensor | None, precision: str, have: tuple[int, int], tile: Tile | None = None,
 ) -> list[Launch]:  # fmt: skip
     """What the call comes to on a device of this capability: the attention kernel and, for few rows, the merging of its splits."""
@@ -309,12 +205,16 @@ def launches(
         paged = keys.pages is not None or keys.k_scales is not None
         tile = row.decode if short else row.paged if paged else row.masked if causal or ready.program else row.full
     pack = group if short else 1
-    rows = max(tile.rows, _power(most_rows * pack)) if short else tile.rows
+    rows = max(tile.rows, power_above(most_rows * pack)) if short else tile.rows
     row_blocks = -(-most_rows * pack // rows)
     splits = most_splits(keys.most if keys.lengths is not None else max(p.k_lengths)) if short else 1
     blocks = row_blocks * splits * (p.q_heads // pack) * p.batch
     flags = torch.empty(blocks, dtype=torch.int32, device=q.device)
     factor, sign = _factor(p)
+    # tiles of splits are counted from each split's start, and lengths of the device are not known here
+    classes = {"classes": None, "c_item": 0, "c_head": 0, "chunks": 0}
+    if not short and keys.lengths is None:
+        classes = classes_of(p, ready, rows, tile.keys, pack, q.device)
     partial = stats = None
     if short:
         count = p.batch * p.kv_heads * splits * row_blocks * rows
@@ -325,7 +225,7 @@ def launches(
         "out": out, "lse": lse, "items": ready.items, "lengths": keys.lengths, "partial": partial, "stats": stats,
         **_named("o", _axes(out, layout)), **dict(zip(("l_item", "l_head", "l_row"), places, strict=True)),
         "q_len": p.q_lengths[0], "k_len": p.k_lengths[0], "out_rows": p.rows, "kv_heads": p.kv_heads, "group": group, "splits": splits,
-        "PACK": pack, "DV": p.value_dim, "BLOCK_DV": max(16, _power(p.value_dim)),
+        "PACK": pack, "DV": p.value_dim, "BLOCK_DV": max(16, power_above(p.value_dim)),
     }  # fmt: skip
     scales = (0, 0, 0) if keys.k_scales is None else keys.k_scales.stride()
     arguments = both | {
@@ -334,9 +234,11 @@ def launches(
         **_named("q", _axes(q, layout)), **_named("k", keys.k_strides), **_named("v", keys.v_strides),
         **dict(zip(("s_item", "s_head", "s_row"), scales, strict=True)),
         "q_start": p.q_starts[0], "k_start": p.k_start, "row_blocks": row_blocks, "page_size": keys.page_size,
-        "table_row": 0 if keys.pages is None else keys.pages.stride(0), "page_count": keys.page_count, **classes_of(p, ready, rows, tile.keys, pack, q.device, keys, short), "factor": factor,
-        "scale": float(p.scale), "D": p.head_dim, "BLOCK_D": max(16, _power(p.head_dim)), "BM": rows, "BN": tile.keys, "CAUSAL": causal,
-        "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(FLAGGED), "flags": flags, "blocks": blocks, "SPLIT": short, "DESCRIBED": tile.described and _describable(keys, p),
+        "table_row": 0 if keys.pages is None else keys.pages.stride(0), "page_count": keys.page_count,
+        **classes, "factor": factor, "scale": float(p.scale), "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)),
+        "BM": rows, "BN": tile.keys, "CAUSAL": causal,
+        "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(FLAGGED), "flags": flags, "blocks": blocks,
+        "SPLIT": short, "DESCRIBED": tile.described and _describable(keys, p),
         **{n: ready.functions.get(n) for n in ("known", "apply", "bounds")},
     }  # fmt: skip
     found = [Launch(attend, (blocks,), arguments, tile.warps, tile.stages)]
@@ -348,8 +250,10 @@ def launches(
     return found
 
 
-def _launch(each: Launch) -> None:
+def start(each: Launch) -> None:
     kernel, arguments = each.kernel, each.arguments
+    if 0 in each.grid:
+        return
     if arguments.get("DESCRIBED"):
         triton.set_allocator(_room)
     try:
@@ -368,61 +272,11 @@ def capturing() -> bool:
     return not interpreting() and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _raise_wrong(ready: _Prepared, wrong: torch.Tensor) -> None:
+def _raise_wrong(ready: Ready, wrong: torch.Tensor) -> None:
     assert ready.program is not None
     for (flag, index), (node, d) in zip(wrong.cpu().reshape(-1, 2).tolist(), ready.program.lookups, strict=True):
         if flag:
             raise out_of_range(node.value, d, index)
-
-
-def classes_of(
-    p: Problem, ready: _Prepared, rows: int, keys: int, pack: int, device: torch.device, where: Keys, short: bool
-) -> dict[str, Any]:  # fmt: skip
-    """The kernel's own look at tiles cannot see into tables of several dimensions: where there are few tiles, the host looks."""
-    found: dict[str, Any] = {"classes": None, "c_item": 0, "c_head": 0, "chunks": 0}
-    if short or where.lengths is not None or ready.program is None or not ready.program.opaque:
-        return found
-    key = rows, keys, pack, str(device)
-    if key not in ready.classes:
-        ready.classes[key] = _classified(p, ready.program, rows, keys, pack, device)
-    return ready.classes[key] or found
-
-
-_CELLS = 1 << 16  # blocks x tiles that the host looks at, at most
-_BITS = int(TILES)
-
-
-def _classified(p: Problem, program: lower.Program, rows: int, keys: int, pack: int, device: torch.device) -> dict[str, Any] | None:
-    """For every block of rows and run of tiles two words: which tiles show something, and which show everything."""
-    uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
-    items, heads = (p.batch if "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1 else 1), p.q_heads // pack
-    heads = heads if "h" in uses else 1
-    most, longest = max(p.q_lengths), max(p.k_lengths)
-    blocks, chunks = -(-most * pack // rows), -(-longest // (keys * _BITS))
-    if not longest or items * heads * blocks * chunks * _BITS > _CELLS:
-        return None
-    words = np.zeros((items, heads, blocks, chunks, 2), np.int64)
-    first = np.arange(blocks)[:, None] * rows // pack
-    j = p.k_start + np.arange(chunks * _BITS)[None, :] * keys
-    for item in range(items):
-        low = p.q_starts[item] + np.minimum(first, max(p.q_lengths[item] - 1, 0))
-        high = p.q_starts[item] + np.minimum(((np.arange(blocks) + 1) * rows - 1)[:, None] // pack, max(p.q_lengths[item] - 1, 0))
-        last = np.minimum(j + keys, p.k_start + max(p.k_lengths)) - 1
-        for head in range(heads):
-            ends = (head * pack, head * pack + pack - 1) if "h" in uses else (0, p.q_heads - 1)
-            name = item if p.items is None else p.items[item]
-            ops = Many({"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))})
-            some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
-            hidden = None if program.score is None else hides(program.score, ops)
-            some = some if hidden is None else some & ~hidden
-            for n, x in enumerate((some, every)):
-                bits = np.broadcast_to(x, (blocks, chunks * _BITS)).reshape(blocks, chunks, _BITS)
-                words[item, head, :, :, n] = (bits.astype(np.int64) << np.arange(_BITS)).sum(axis=-1)
-    signed = words.astype(np.uint32).view(np.int32)
-    return {
-        "classes": torch.from_numpy(signed).to(device), "c_item": heads * blocks if items > 1 else 0,
-        "c_head": blocks if heads > 1 else 0, "chunks": chunks,
-    }  # fmt: skip
 
 
 def _describable(keys: Keys, p: Problem) -> bool:
@@ -443,7 +297,7 @@ def _named(prefix: str, strides: tuple[int, ...]) -> dict[str, int]:
     return {f"{prefix}_{n}": s for n, s in zip(("item", "head", "row", "column"), strides, strict=True)}
 
 
-def _power(n: int) -> int:
+def power_above(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 

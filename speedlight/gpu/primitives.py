@@ -1,3 +1,4 @@
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
 """What all kernels are made of: small functions on blocks, in Triton. They know nothing of sequences, heads or masks.
 
 Names: o_ offsets, p_ pointers. A block of scores is [BM rows, BN keys], in units whose exponential is 2^(x · factor).

@@ -13,7 +13,8 @@ from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, Uns
 from ..problem import Problem, cache_dtype, check_index, check_sizes, check_tokens, from_cache, new_counts, new_totals
 from ..tracing import kept
 from .decode import store
-from .launch import Keys, Launch, _launch, _power, capturing, check, interpreting, run
+from .launch import Keys, Launch, capturing, check, power_above, run, start
+from .prepare import interpreting
 
 FULL, LOST_PAGE, LOST_LENGTH = 1, 2, 4  # what kernels note in a status word
 
@@ -80,7 +81,7 @@ class Rows:
         self, k: torch.Tensor, v: torch.Tensor, strides: tuple[tuple[int, ...], tuple[int, ...]], lengths: torch.Tensor, n_new: int,
         status: torch.Tensor, *, counts: torch.Tensor | None = None, first: torch.Tensor | None = None, arrived: torch.Tensor | None = None,
         pages: torch.Tensor | None = None, page_size: int = 1, capacity: int,
-    ) -> None:  # fmt: skip
+    ) -> Launch:  # fmt: skip
         """Stores new tokens past the lengths; with `arrived`, then makes those longer. strides: (item, head, row, column) of k and v."""
         batch, heads = lengths.shape[0], self.k.shape[1]
         d, dv = self.k.shape[3], self.v.shape[3]
@@ -89,14 +90,13 @@ class Rows:
             "k": k, "v": v, "keys": self.k, "values": self.v, "k_scales": self.scales[0], "v_scales": self.scales[1], "counts": counts,
             "lengths": lengths, "arrived": arrived, "pages": pages, "status": status, "first": first, "n_new": n_new, "capacity": capacity,
             "page_size": page_size, "table_row": 0 if pages is None else pages.stride(0), "programs": n_new, "D": d, "DV": dv,
-            "BLOCK_D": max(16, _power(d)), "BLOCK_DV": max(16, _power(dv)), "HEADS": heads, "BLOCK_H": _power(heads),
+            "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)), "HEADS": heads, "BLOCK_H": power_above(heads),
         }  # fmt: skip
         for name, each in (("k", strides[0]), ("v", strides[1])):
             arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row", "column"), each, strict=True)}
         for name, each in (("K", self.k.stride()[:3]), ("V", self.v.stride()[:3]), ("S", scales)):
             arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row"), each, strict=True)}
-        if n_new and batch:
-            _launch(Launch(store, (n_new, batch), arguments, 4, 1))
+        return Launch(store, (n_new, batch), arguments, 4, 1)
 
 
 class CudaCache:
@@ -227,7 +227,7 @@ class CudaCache:
         shape = a.shape if a is not None else ()
         if new and len(shape) == 4 and shape[2] != n_new:
             raise ArgumentError(f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {tuple(shape)}).")
-        ready = None
+        ready = result = lse = None
         if a is not None:
             # a problem is kept and used again, so it speaks of the capacity; arrays as masks want the lengths themselves
             known = kept(options["mask"]) and kept(options["score"])
@@ -240,7 +240,7 @@ class CudaCache:
             result, target = arrays.out_for(a, (*a.shape[:-1], self.value_dim), out, (a,))
             number = "float32"
             lse, where = arrays.empty_like(a, a.shape[:-1], number) if return_lse else (None, None)
-            most = self.capacity if capture else min(self.capacity, _power(max(totals, default=1)))
+            most = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
             ready = problem, target, where, most
         if not self._locks[layer].acquire(blocking=False):
             raise CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")
@@ -272,10 +272,11 @@ class CudaCache:
     def _put(self, layer: int, new: list[arrays.Array], counts: list[int], n_new: int, uneven: bool) -> None:
         k, v = (x.tensor for x in new)
         each = torch.tensor(counts, dtype=torch.int32).to(self.device) if uneven else None
-        self._rows[layer].put(
+        step = self._rows[layer].put(
             k, v, (k.stride(), v.stride()), self._device_lengths[layer], n_new, self._status, counts=each, arrived=self._arrived[layer],
             capacity=self.capacity,
         )  # fmt: skip
+        start(step)
 
     def _run(self, layer: int, q: arrays.Array, problem: Problem, out: arrays.Array, lse: arrays.Array | None, most: int) -> None:
         keys = self._rows[layer].keys(lengths=self._device_lengths[layer], most=most)
@@ -370,10 +371,11 @@ class PoolMemory:
             total += n
         three = torch.tensor([starts, counts, first], dtype=torch.int64).to(self.device)
         strides = tuple((0, x.tensor.stride(1), x.tensor.stride(0), x.tensor.stride(2)) for x in (k, v))
-        self.rows[layer].put(
+        step = self.rows[layer].put(
             k.tensor, v.tensor, strides, three[0], max(counts, default=0), self.status, counts=three[1], first=three[2],  # type: ignore[arg-type]
             pages=self._tables(pages), page_size=self.page_size, capacity=1 << 40,
         )  # fmt: skip
+        start(step)
 
     def run(
         self, layer: int, q: arrays.Array, pages: list[list[int]], counts: list[int], totals: list[int], causal: bool,

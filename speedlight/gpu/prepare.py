@@ -1,0 +1,176 @@
+"""What a problem needs on a device, made once and kept: the expressions' functions, numbers and tables, the items, tiles' classes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import linecache
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..bounds import Exact, Walk, hides, largest_integer, visible
+from ..errors import ArgumentError, ExpressionError
+from ..problem import Problem
+from ..tiles import Many
+from . import lower
+from .forward import ITEM, TILES
+
+
+def interpreting() -> bool:
+    """Whether Triton runs kernels in Python, on tensors of the CPU: what tests do where there is no GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@dataclass(slots=True)
+class Ready:
+    """What a problem needs on a device; kept."""
+
+    program: lower.Program | None
+    functions: dict[str, Any]
+    words: torch.Tensor | None
+    floats: torch.Tensor | None
+    tables: list[torch.Tensor]  # kept alive: the words hold their addresses
+    sinks: torch.Tensor | None
+    items: torch.Tensor | None
+    risky: bool  # an index may be out of range
+    classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
+
+
+@functools.lru_cache(maxsize=512)
+def functions_of(program: lower.Program) -> dict[str, Any]:
+    """The program's functions, from their source. Triton reads that again, so it stays in linecache."""
+    text = lower.source(program)
+    name = f"<speedlight expression {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
+    exec(compile(text, name, "exec"), space)
+    return {n: space.get(n) for n in ("known", "apply", "bounds")}
+
+
+def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
+    """The mask and score, and whether an index of theirs may be out of range."""
+    parts = [x for x in (problem.mask, problem.score) if x is not None]
+    if not parts:
+        return None, False
+    roots = [n for x in parts for n in x.nodes]
+    most = largest_integer(roots, problem.box())
+    if most is not None and most >= 1 << 62:
+        raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
+    walk = Walk(Exact(problem.box()))
+    first = lower.program_of(problem, True, ())
+    assert first is not None
+    checked = []
+    for node, d in first.lookups:
+        ends = walk.interval(node.args[d])
+        checked.append(ends is None or ends[0] < 0 or ends[1] >= node.value.shape[d])
+    return lower.program_of(problem, most is not None and most < 1 << 31, tuple(checked)), any(checked)
+
+
+def _table_on(table: Any, device: str) -> torch.Tensor:
+    """A table's entries on the device; uploaded once, unless they may change."""
+    if table.tensor is not None:
+        if str(table.tensor.device) != device:
+            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
+        return table.tensor
+    if table.array.flags.writeable and not interpreting():
+        raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. Move it, or use sl.table().")
+    found = table.copies.get(device)
+    if found is None:
+        array = table.array
+        array = array.view(np.int8) if array.dtype == bool else array
+        if array.dtype.kind == "u" and array.itemsize > 1:
+            array = array.view(array.dtype.str.replace("u", "i"))  # the same bits; kernels read them as they are
+        shared = array.flags.writeable and all(s >= 0 for s in array.strides)
+        found = torch.from_numpy(array if shared else array.copy()).to(device)
+        if not array.flags.writeable:
+            table.copies[device] = found
+    return found
+
+
+_prepared: dict[Any, Ready] = {}
+
+
+def prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Ready:
+    key = problem, device, firsts
+    found = _prepared.get(key)
+    if found is not None:
+        return found
+    program, risky = program_of(problem)
+    words = floats = sinks = items = None
+    tables: list[torch.Tensor] = []
+    if program is not None:
+        tables = [_table_on(t, device) for t in program.tables]
+        host = program.words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
+        words = torch.from_numpy(host).to(device)
+        floats = words.view(torch.float64)
+    if problem.sinks is not None:
+        sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
+    alike = (
+        firsts is None and problem.items is None and all(len(set(x)) == 1 for x in (problem.q_lengths, problem.k_lengths, problem.q_starts))
+    )
+    if not alike:
+        batch = problem.batch
+        q_first, k_first = firsts if firsts is not None else ((0,) * batch, (0,) * batch)
+        names = problem.items if problem.items is not None else range(batch)
+        rows = zip(problem.q_lengths, problem.k_lengths, problem.q_starts, q_first, k_first, names, strict=True)
+        items = torch.tensor(list(rows), dtype=torch.int64).reshape(batch, int(ITEM)).to(device)
+    functions = functions_of(program) if program is not None else {}
+    found = Ready(program, functions, words, floats, tables, sinks, items, risky)
+    if len(_prepared) >= 256:
+        _prepared.clear()
+    _prepared[key] = found
+    return found
+
+
+def classes_of(
+    p: Problem, ready: Ready, rows: int, keys: int, pack: int, device: torch.device
+) -> dict[str, Any]:  # fmt: skip
+    """The kernel's own look at tiles cannot see into tables of several dimensions: where there are few tiles, the host looks."""
+    found: dict[str, Any] = {"classes": None, "c_item": 0, "c_head": 0, "chunks": 0}
+    if ready.program is None or not ready.program.opaque:
+        return found
+    key = rows, keys, pack, str(device)
+    if key not in ready.classes:
+        ready.classes[key] = _classified(p, ready.program, rows, keys, pack, device)
+    return ready.classes[key] or found
+
+
+_CELLS = 1 << 16  # blocks x tiles that the host looks at, at most
+_BITS = int(TILES)
+
+
+def _classified(p: Problem, program: lower.Program, rows: int, keys: int, pack: int, device: torch.device) -> dict[str, Any] | None:
+    """For every block of rows and run of tiles two words: which tiles show something, and which show everything."""
+    uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
+    items, heads = (p.batch if "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1 else 1), p.q_heads // pack
+    heads = heads if "h" in uses else 1
+    most, longest = max(p.q_lengths), max(p.k_lengths)
+    blocks, chunks = -(-most * pack // rows), -(-longest // (keys * _BITS))
+    if not longest or items * heads * blocks * chunks * _BITS > _CELLS:
+        return None
+    words = np.zeros((items, heads, blocks, chunks, 2), np.int64)
+    first = np.arange(blocks)[:, None] * rows // pack
+    j = p.k_start + np.arange(chunks * _BITS)[None, :] * keys
+    for item in range(items):
+        low = p.q_starts[item] + np.minimum(first, max(p.q_lengths[item] - 1, 0))
+        high = p.q_starts[item] + np.minimum(((np.arange(blocks) + 1) * rows - 1)[:, None] // pack, max(p.q_lengths[item] - 1, 0))
+        last = np.minimum(j + keys, p.k_start + max(p.k_lengths)) - 1
+        for head in range(heads):
+            ends = (head * pack, head * pack + pack - 1) if "h" in uses else (0, p.q_heads - 1)
+            name = item if p.items is None else p.items[item]
+            ops = Many({"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))})
+            some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
+            hidden = None if program.score is None else hides(program.score, ops)
+            some = some if hidden is None else some & ~hidden
+            for n, x in enumerate((some, every)):
+                bits = np.broadcast_to(x, (blocks, chunks * _BITS)).reshape(blocks, chunks, _BITS)
+                words[item, head, :, :, n] = (bits.astype(np.int64) << np.arange(_BITS)).sum(axis=-1)
+    signed = words.astype(np.uint32).view(np.int32)
+    return {
+        "classes": torch.from_numpy(signed).to(device), "c_item": heads * blocks if items > 1 else 0,
+        "c_head": blocks if heads > 1 else 0, "chunks": chunks,
+    }  # fmt: skip
