@@ -226,8 +226,9 @@ def block_of_rows(
         )  # fmt: skip
         if REPAIR == FLAGGED:
             # 0 · NaN is NaN: values that are not finite may have reached rows from which they are hidden
-            strange = tl.max(tl.max(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0)
-            tl.store(flags + pid, strange)
+            sound = tl.sum(acc * 0.0, 1)  # NaN in rows that have one
+            at_once = tl.reshape(tl.where(sound == 0.0, 0, 1), [1, BM])  # a reduction to a scalar crashes Triton 3.6 for sm_100
+            tl.store(flags + pid + tl.arange(0, 1), tl.max(at_once, 1))
         final_max = running_max
         acc = tl.where(asked[:, None], acc, 0.0)
         running_sum = tl.where(asked, running_sum, 0.0)
