@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all bench readme check-arm clean
+.PHONY: demo test test-all bench readme check-arm gpu-check gpu clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,18 @@ readme: $(VENV)/.cli
 # kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
 check-arm: $(VENV)/.test
 	SPEEDLIGHT_ISA=avx2 $(RUN) tests/arm/check.py
+
+# with no GPU: its tests in Triton's interpreter, then every kernel of the tile table compiled for sm_80, sm_90 and sm_100
+gpu-check: $(VENV)/.test
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto tests/test_gpu.py tests/test_gpu_caches.py
+	$(RUN) -m speedlight.gpu.ahead
+
+# on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
+GPU_TURNS ?= 5
+gpu:
+	PYTHONPATH=. $(PYTHON) -m pytest -p no:cacheprovider -o addopts= -o filterwarnings=default -q tests/test_gpu.py tests/test_gpu_caches.py
+	mkdir -p benchmarks/results
+	PYTHONPATH=. $(PYTHON) -m speedlight.tools.gpu --turns $(GPU_TURNS) -o benchmarks/results
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -412,13 +412,16 @@ def plan(
     q_lengths: Any = None,
     k_lengths: Any = None,
     exact: bool = False,
+    device: Any = None,
+    precision: str = "ieee",
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
 
     Takes either arrays, as attention() does, or sizes alone. Runs nothing but, once per process, a few milliseconds
     that measure the machine's peak and bandwidth. Of a mask, the tiles that are computed are always known. What is
     visible in them is known where a mask is made of comparisons of i, j and i - j; else `exact=True` counts it,
-    key by key in the tiles that are mixed, and without it visible_pairs and flops are None.
+    key by key in the tiles that are mixed, and without it visible_pairs and flops are None. Of arrays on a GPU, or with
+    `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product of matrices of the dtype there.
 
     Returns:
         A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.
@@ -437,7 +440,8 @@ def plan(
     if q is not None or k is not None or v is not None:
         if (q_heads, kv_heads, q_len, k_len, head_dim, value_dim) != (None,) * 6:
             raise ArgumentError("q_heads: expected either arrays or sizes; got both. Leave the sizes out.")
-        a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+        a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+        device = a.device if device is None and a.device != "cpu" else device
         problem, _, _ = from_arrays(
             a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
             cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score, window=window,
@@ -450,4 +454,6 @@ def plan(
             batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
             value_dim=value_dim, dtype=dtype, causal=causal, q_start=q_start, k_start=k_start, scale=scale, mask=mask, score=score,
         )  # fmt: skip
+    if device is not None and device != "cpu":
+        return engines.gpu_plan(problem, device, precision, exact)
     return engines.make_plan(problem, engines.threads_now(), strided_keys=strided_keys, strided_values=strided_values, exact=exact)

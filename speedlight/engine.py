@@ -374,6 +374,14 @@ def gpu() -> Any:
     return launch
 
 
+def gpu_plan(problem: Problem, device: Any, precision: str, exact: bool) -> Any:
+    """The plan of a problem on a GPU."""
+    place = resident().device_of(device)
+    from .gpu import counting
+
+    return counting.plan(problem, place, precision, exact=exact)
+
+
 def gpu_used() -> bool:
     """Whether anything was launched on one."""
     return "speedlight.gpu.launch" in sys.modules

@@ -275,6 +275,7 @@ class Plan:
     materialised_bytes: int
     peak_flops: float | None = None  # per second, all threads of the plan
     bandwidth: float | None = None  # bytes per second
+    tile_keys: int = TILE
 
     @property
     def memory_ratio(self) -> float:
@@ -298,17 +299,21 @@ class Plan:
         mask = " and ".join(["causal"] * p.causal + ["masked"] * (p.mask is not None)) or "full"
         mask += ", scored" if p.score is not None else ""
         visible = "? FLOP visible (exact=True counts)" if self.flops is None else f"{_si(self.flops, 'FLOP')} visible"
+        unit, limits = ("thread", ", whatever the lengths") if self.engine == "cpu" else ("program", "")
         rows = [
             ("problem", f"{p.dtype}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims {p.head_dim}/{p.value_dim}, {mask}"),
-            ("engine", f"{self.engine}, {self.isa}, {self.threads} thread{'s' * (self.threads != 1)}, kernel {self.kernel}"),
+            ("engine", f"{self.engine}, {self.isa}, {self.threads:,} {unit}{'s' * (self.threads != 1)}, kernel {self.kernel}"),
             ("flops", f"{visible}, {_si(self.tile_flops, 'FLOP')} computed"),
-            ("tiles", f"{self.tiles_full:,} full, {self.tiles_mixed:,} mixed, {self.tiles_skipped:,} skipped, of {self.panel} x {TILE}"),
+            (
+                "tiles",
+                f"{self.tiles_full:,} full, {self.tiles_mixed:,} mixed, {self.tiles_skipped:,} skipped, of {self.panel} x {self.tile_keys}",
+            ),
             (
                 "tile flops",
                 f"{_si(self.full_flops, 'FLOP')} full, {_si(self.mixed_flops, 'FLOP')} mixed, {_si(self.skipped_flops, 'FLOP')} skipped",
             ),
             ("bytes", f"{_bytes(self.bytes_read)} read, {_bytes(self.bytes_written)} written, at least"),
-            ("workspace", f"{_bytes(self.workspace_bytes)}, whatever the lengths"),
+            ("workspace", f"{_bytes(self.workspace_bytes)}{limits}"),
             ("materialised", f"{_bytes(self.materialised_bytes)} for scores and weights: {self.memory_ratio:,.1f} x the workspace"),
         ]
         if self.seconds_at_least is not None and self.peak_flops and self.bandwidth:

@@ -190,24 +190,46 @@ def _part(p: Problem, keys: Keys, which: list[int]) -> tuple[Problem, Keys]:
     return problem, replace(keys, pages=pages, lengths=lengths)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the attention kernel takes a problem."""
+
+    capability: tuple[int, int]
+    tile: Tile
+    short: bool  # few rows: the heads of a group share a block, and its keys are split
+    pack: int  # heads of a block
+    rows: int
+    row_blocks: int  # of an item and `pack` heads
+    splits: int
+    causal: bool  # and not everything is seen anyway
+    hiding: bool  # tiles are classified
+
+
+def shape_of(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile: Tile | None = None) -> Shape:
+    """By the lengths of queries alone, never by batch or keys: a row's bits depend on them no more than on the others."""
+    most_rows = max(p.q_lengths, default=0) if p.rows is None else p.rows
+    short = most_rows * p.group <= SHORT_ROWS
+    row = table_row(have, p.dtype, max(p.head_dim, p.value_dim), precision)
+    causal = p.causal and not _sees_all(p, keys)
+    if tile is None:
+        paged, masked = keys.pages is not None or keys.k_scales is not None, causal or p.mask is not None or p.score is not None
+        tile = row.decode if short else row.paged if paged else row.masked if masked else row.full
+    pack = p.group if short else 1
+    rows = max(tile.rows, power_above(most_rows * pack)) if short else tile.rows
+    splits = most_splits(keys.most if keys.lengths is not None else max(p.k_lengths, default=0)) if short else 1
+    hiding = p.mask is not None or (p.score is not None and p.score.root.op == "where")
+    return Shape(have, tile, short, pack, rows, -(-most_rows * pack // rows), splits, causal, hiding)
+
+
 def launches(
     p: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, ready: Ready,
     wrong: torch.Tensor | None, precision: str, have: tuple[int, int], tile: Tile | None = None,
 ) -> list[Launch]:  # fmt: skip
-    """What the call comes to on a device of this capability: the attention kernel and, for few rows, the merging of its splits."""
-    group = p.group
+    """What the call comes to on a device of this capability: the attention kernel, its mending, and the merging of splits."""
+    how = shape_of(p, keys, have, precision, tile)
+    tile, short, pack, rows, group = how.tile, how.short, how.pack, how.rows, p.group
+    row_blocks, splits, causal, hiding = how.row_blocks, how.splits, how.causal, how.hiding
     most_rows = max(p.q_lengths) if p.rows is None else p.rows
-    short = most_rows * group <= SHORT_ROWS
-    row = table_row(have, p.dtype, max(p.head_dim, p.value_dim), precision)
-    causal = p.causal and not _sees_all(p, keys)
-    hiding = ready.program is not None and ready.program.hiding
-    if tile is None:
-        paged = keys.pages is not None or keys.k_scales is not None
-        tile = row.decode if short else row.paged if paged else row.masked if causal or ready.program else row.full
-    pack = group if short else 1
-    rows = max(tile.rows, power_above(most_rows * pack)) if short else tile.rows
-    row_blocks = -(-most_rows * pack // rows)
-    splits = most_splits(keys.most if keys.lengths is not None else max(p.k_lengths)) if short else 1
     blocks = row_blocks * splits * (p.q_heads // pack) * p.batch
     flags = torch.empty(blocks, dtype=torch.int32, device=q.device)
     factor, sign = _factor(p)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 import speedlight as sl
 
-from .. import machine
+from .. import engine, machine
 from ..errors import ArgumentError, FileError
 from ..planning import uses_dot
 from .measuring import PEERS, as_numpy, check, measure, peers, quantiles, tensors
@@ -33,6 +33,7 @@ from .reports import console, print_json
 
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
 _DTYPES = ("float32", "float16", "bfloat16")
+GPU_KINDS = ("forward", "float32", "mask", "decode")
 
 
 def bench(
@@ -45,12 +46,17 @@ def bench(
         list[str] | None, typer.Option(help=f"Which peers, of {', '.join(PEERS)}, or none. Default all that are installed.")
     ] = None,
     turns: Annotated[int, typer.Option(help="Samples of each, in turn.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: forward, masks and decode on a GPU, beside its own peers.")] = "cpu",
+    only: Annotated[str, typer.Option(help="On a GPU: forward, float32, mask or decode.")] = "",
     base: Annotated[str | None, typer.Option(help="A commit of this clone to compare with, instead of peers.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the rows.")] = None,
     plot: Annotated[Path | None, typer.Option(help="A picture of the roofline: .png, .svg or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused."""
+    if device != "cpu":
+        _on_gpu(device, only, turns, output, as_json, dtype or head_dim or length or peer or base or plot)
+        return
     shapes = _shapes(dtype, head_dim, length, mask, heads)
     names = list(PEERS) if peer is None else [] if peer == ["none"] else peer
     if unknown := [x for x in names if x not in PEERS]:
@@ -84,6 +90,46 @@ def bench(
         _print(report, output, plot)
     if any("refused" in row for row in rows):
         raise typer.Exit(1)
+
+
+def _on_gpu(device: str, only: str, turns: int, output: Path | None, as_json: bool, others: Any) -> None:
+    """The GPU's own list of problems."""
+    if others:
+        raise ArgumentError("--device cuda: expected no more than --only, --turns, --output and --json beside it.")
+    if only not in ("", *GPU_KINDS):
+        raise ArgumentError(f"--only: expected one of {', '.join(GPU_KINDS)}; got {only!r}.")
+    if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
+        raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
+    engine.resident().device_of(device)
+    from . import gpu
+
+    report = gpu.about() | {"roofs": gpu.roofs(turns), "rows": []}
+    for row in gpu.rows(turns, only):
+        report["rows"].append(row)
+        if not as_json:
+            print(gpu.line(row, report["roofs"]), flush=True)
+        if output is not None:
+            output.write_text(json.dumps(report, indent=1) + "\n")
+    if as_json:
+        print_json(report)
+    if any("refused" in row for row in report["rows"]):
+        raise typer.Exit(1)
+
+
+def tune(
+    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
+    head_dim: Annotated[int, typer.Option(help="64, 128, 256 or 512.")] = 128,
+    kind: Annotated[str, typer.Option(help="full, masked or decode.")] = "full",
+    turns: Annotated[int, typer.Option(help="Samples of each tile.")] = 3,
+) -> None:
+    """Measures the GPU kernel's tiles, best first: what gpu/tiles.py should say for this device."""
+    if dtype not in _DTYPES or head_dim not in (64, 128, 256, 512) or kind not in ("full", "masked", "decode"):
+        raise ArgumentError("tune: expected a dtype of the GPU, a head dim of 64, 128, 256 or 512, and full, masked or decode.")
+    engine.resident().device_of("cuda")
+    from . import gpu
+
+    for seconds, tile in gpu.tune(dtype, head_dim, kind, turns):
+        print(f"{seconds * 1e6:10,.1f} us  {tile}")
 
 
 def _shapes(dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, mask: str, heads: int) -> list[tuple[Any, ...]]:

@@ -25,7 +25,7 @@ try:
 except ImportError as error:  # pragma: no cover
     raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: pip install 'speedlight[cli]'") from None
 
-from .bench import bench
+from .bench import bench, tune
 from .inspecting import info, show
 from .reports import print_json, print_rows
 
@@ -157,12 +157,13 @@ def plan(
     mask: Annotated[str | None, typer.Option(help="Which keys are seen, as for attend.")] = None,
     score: Annotated[str | None, typer.Option(help="What becomes of a score, as for attend.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Count visible pairs where only counting tells.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the time it cannot beat. Runs nothing."""
     found = sl.plan(
         batch=batch, q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
-        causal=causal, exact=exact, **read_formulas(mask, score),
+        causal=causal, exact=exact, device=device, **read_formulas(mask, score),
     )  # fmt: skip
     if as_json:
         figures = {n: getattr(found, n) for n in _FIGURES}
@@ -176,6 +177,7 @@ _FIGURES = (
     "bytes_read", "bytes_written", "workspace_bytes", "materialised_bytes", "peak_flops", "bandwidth",
 )  # fmt: skip
 app.command()(bench)
+app.command()(tune)
 app.command()(info)
 app.command()(show)
 

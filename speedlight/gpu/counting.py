@@ -1,0 +1,122 @@
+"""What a call would do on a GPU, counted on the host: the tiles that the kernel's bounds find, bytes, workspace, the least time."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import planning
+from ..arrays import STORAGE_BYTES
+from ..bounds import hides, visible
+from ..machine import isa_named
+from ..problem import Problem
+from ..tiles import Many
+from .launch import Keys, capability, check, shape_of
+from .prepare import interpreting
+
+_TOGETHER = 1 << 20  # tiles looked at in one go
+
+
+def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exact: bool = False) -> planning.Plan:
+    """The plan of a problem whose keys and values lie in arrays."""
+    check(problem, str(device), precision)
+    nowhere = torch.empty(0)
+    how = shape_of(problem, Keys(nowhere, nowhere, (0,) * 4, (0,) * 4), capability(str(device)), precision)
+    base = planning.count(problem, planning.schedule(problem, isa_named("avx2"), 1), "", exact=exact)
+    full, mixed, skipped, pairs = _tiles(problem, how.rows, how.tile.keys, how.pack)
+    per_pair = 2 * (problem.head_dim + problem.value_dim)
+    cell = how.rows * how.tile.keys * per_pair
+    blocks = sum(-(-n * how.pack // how.rows) for n in problem.q_lengths) * (problem.q_heads // how.pack)
+    splits = how.splits
+    states = blocks * splits * how.rows * (problem.value_dim + 2) * 4 if how.short else 0
+    peak, bandwidth = _roofs(str(device), problem.dtype, precision)
+    number = "sm_{}{}".format(*how.capability)
+    warps, stages = how.tile.warps, how.tile.stages
+    square = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
+    return planning.Plan(
+        problem=problem, engine="cuda", isa=number if interpreting() else f"{number} {torch.cuda.get_device_name(device)}",
+        kernel=f"attend_{problem.storage}_{how.rows}x{how.tile.keys}_w{warps}s{stages}", threads=blocks * splits, panel=how.rows,
+        visible_pairs=base.visible_pairs, flops=base.flops, tile_flops=pairs * per_pair, tiles_full=full, tiles_mixed=mixed,
+        tiles_skipped=skipped, panel_keys=pairs // how.rows, full_flops=full * cell, mixed_flops=pairs * per_pair - full * cell,
+        skipped_flops=skipped * cell, bytes_read=base.bytes_read, bytes_written=base.bytes_written,
+        workspace_bytes=states + 4 * blocks * splits, materialised_bytes=2 * square * STORAGE_BYTES[problem.storage], peak_flops=peak,
+        bandwidth=bandwidth, tile_keys=how.tile.keys,
+    )  # fmt: skip
+
+
+def _tiles(p: Problem, rows: int, keys: int, pack: int) -> tuple[int, int, int, int]:
+    """Tiles visible as a whole, mixed and skipped, and pairs computed, of all blocks of rows."""
+    expressions = [x for x in (p.mask, p.score) if x is not None]
+    hiding = p.mask is not None or (p.score is not None and p.score.root.op == "where")
+    uses = frozenset().union(*(x.root.uses for x in expressions)) if hiding else frozenset()
+    heads = p.q_heads // pack
+    totals = np.zeros(4, dtype=object)
+    for item in range(p.batch):
+        for head in range(heads if "h" in uses else 1):
+            found = _of_head(p, item, head, rows, keys, pack, hiding)
+            totals += np.array(found, dtype=object) * (1 if "h" in uses else heads)
+    return tuple(int(x) for x in totals)  # type: ignore[return-value]
+
+
+def _of_head(p: Problem, item: int, head: int, rows: int, keys: int, pack: int, hiding: bool) -> tuple[int, int, int, int]:
+    q_len, k_len, start = p.q_lengths[item], p.k_lengths[item], p.q_starts[item]
+    blocks, tiles = -(-q_len * pack // rows), -(-k_len // keys)
+    if not blocks or not tiles:
+        return 0, 0, 0, 0
+    first = start + np.arange(blocks) * rows // pack
+    last = start + np.minimum((np.arange(1, blocks + 1) * rows - 1) // pack, q_len - 1)
+    limits = [np.clip(x - p.k_start + 1, 0, k_len) if p.causal else np.full(blocks, k_len) for x in (first, last)]
+    clear, end = limits[0] // keys, -(-limits[1] // keys)  # in tiles
+    clear = np.minimum(clear, end)
+    if not hiding:
+        full, some = int(clear.sum()), int(end.sum())
+        return full, some - full, blocks * tiles - some, some * rows * keys
+    name = item if p.items is None else p.items[item]
+    full = some = 0
+    step = max(1, _TOGETHER // tiles)
+    j = p.k_start + np.arange(tiles)[None, :] * keys
+    for at in range(0, blocks, step):
+        here = slice(at, at + step)
+        box = {"b": (name, name), "h": (head * pack, head * pack + pack - 1), "i": (first[here, None], last[here, None])}
+        ops = Many(box | {"j": (j, np.minimum(j + keys, p.k_start + k_len) - 1)})
+        shown, every = visible(p.mask.root, ops) if p.mask is not None else (ops.truth(True),) * 2
+        hidden = None if p.score is None else hides(p.score.root, ops)
+        shown = shown if hidden is None else shown & ~hidden
+        inside = np.arange(tiles)[None, :] < end[here, None]
+        some += int((inside & shown).sum())
+        full += int((inside & shown & every & (np.arange(tiles)[None, :] < clear[here, None])).sum())
+    return full, some - full, blocks * tiles - some, some * rows * keys
+
+
+@functools.cache
+def _roofs(device: str, dtype: str, precision: str) -> tuple[float | None, float | None]:
+    """Measured once per process: a product of matrices, and a plain copy (bytes read and written), per second."""
+    if interpreting():
+        return None, None
+    n = 8192 if dtype != "float32" else 4096
+    x = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = precision != "ieee"
+    try:
+        peak = 2 * n**3 / _seconds(lambda: x @ x)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    a, b = (torch.empty(1 << 28, dtype=torch.float32, device=device) for _ in range(2))
+    return peak / (3 if precision == "tf32x3" else 1), 2 * a.nbytes / _seconds(lambda: a.copy_(b))
+
+
+def _seconds(call: Any) -> float:
+    """The least of five samples."""
+    call()
+    found = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1e3)
+    return min(found)
