@@ -43,7 +43,8 @@ def test_import_directions():
     order += ["tools/formula.py", "tools/pictures.py", "tools/cli.py"]
     for path, own in rank.items():
         for dots, module in re.findall(r"^\s*from (\.+)([\w.]*) import", (package / path).read_text(), re.MULTILINE):
-            base = "cpu/" if path.startswith("cpu/") and dots == "." else ""
+            here = path.split("/")[0] + "/" if "/" in path else ""
+            base = here if dots == "." else ""
             target = f"{base}{module.replace('.', '/')}.py"
             if module and target in rank:
                 assert rank[target] < own, f"{path} imports {target}"
