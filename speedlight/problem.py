@@ -263,7 +263,7 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
         raise ArgumentError(f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their own.")
     if not (hasattr(x, "dtype") and hasattr(x, "shape")):
         raise ArgumentTypeError(f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.")
-    table = Table(x, name, copy=False) if len(x.shape) else Table(np.asarray(x).reshape(1), name)
+    table = Table(x, name, copy=False) if len(x.shape) else Table(x.reshape(1), name, copy=False)
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape

@@ -122,7 +122,7 @@ def test_float32_products_by_tensor_cores(rng, precision):
 # --- special values and hidden data
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 40], ids=["decode", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=[c[0] for c in CASES])
 def test_special_values(dtype, rows, case):
@@ -175,13 +175,13 @@ def test_hidden_data_never_matter(rng, name, dtype, q_len, fill):
 # --- masks and scores
 
 
-@settings(max_examples=400 if FULL else 40, deadline=None)
+@settings(max_examples=400 if FULL else 25, deadline=None)
 @given(mask=st.none() | masks(), score=st.none() | scores(), causal=st.booleans(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
 def test_random_expressions(mask, score, causal, dtype, seed):
     rng = np.random.default_rng(seed)
     q_len, k_len = int(rng.integers(1, 90)), int(rng.integers(1, 130))
     q, k, v = qkv(rng, dtype, 2, 4, 2, q_len, k_len, 8, 8)
-    with small_blocks(), np.errstate(all="ignore"):
+    with small_blocks(Tile(64, 32, 4, 1)), np.errstate(all="ignore"):
         check(q, k, v, mask=mask, score=score, causal=causal, q_start=int(rng.integers(0, 99)), zeros_allowed=True)
 
 

@@ -30,12 +30,11 @@ def tokens(rng, dtype, *shapes):
     return [rng.standard_normal(s).astype(kind) for s in shapes]
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("dtype", "options"), [*((x, {}) for x in KINDS), *zip(KINDS[1:], OPTIONS[1:], strict=True)])
 def test_a_cache_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "capacity": 400, "dtype": dtype}
     here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
-    for n in (5, 1, 280, 1, 3, 1):
+    for n in (5, 1, 262, 1, 3):
         q, k, v = tokens(rng, dtype, (2, 4, n, 17), (2, 2, n, 17), (2, 2, n, 20))
         want, want_lse = here.attend(1, q, k, v, return_lse=True, **options)
         got, lse = there.attend(1, *(tensor(x) for x in (q, k, v)), return_lse=True, **options)
@@ -138,8 +137,7 @@ def test_wrong_tokens(rng):
 # --- pages
 
 
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("options", OPTIONS[:3])
+@pytest.mark.parametrize(("dtype", "options"), [*((x, {}) for x in KINDS), *zip(KINDS[1:3], OPTIONS[1:3], strict=True)])
 def test_a_pool_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "dtype": dtype}
     here, there = sl.PagePool(**sizes), sl.PagePool(**sizes, device="cuda")

@@ -109,8 +109,9 @@ def store(
             codes, scale = coded(new_v.to(tl.float32))
             tl.store(p_v, codes, mask=m_v)
             tl.store(v_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
-    if arrived is not None:  # noqa: SIM102 (known when it is compiled)
-        # every program has read the length before it arrives, so the last one may change it
+    if arrived is not None:
+        # every warp of every program has read the length before the program arrives, so the last one may change it
+        tl.debug_barrier()
         if tl.atomic_add(arrived + item, 1) == programs - 1:
             tl.store(arrived + item, 0)
             if fits:

@@ -208,8 +208,8 @@ def block_of_rows(
             queries = (queries.to(tl.float32) * SIGN).to(queries.dtype)
         rows = (item, name, heads, position, limit)
         if DESCRIBED:  # rows past the last and columns past D come as zeros
-            base_k = tl.make_tensor_descriptor(base_k, [k_len.to(tl.int32), D], [k_row, 1], [BN, BLOCK_D])
-            base_v = tl.make_tensor_descriptor(base_v, [k_len.to(tl.int32), DV], [v_row, 1], [BN, BLOCK_DV])
+            base_k = tl.make_tensor_descriptor(base_k, [tl.maximum(k_len, 1).to(tl.int32), D], [k_row, 1], [BN, BLOCK_D])
+            base_v = tl.make_tensor_descriptor(base_v, [tl.maximum(k_len, 1).to(tl.int32), DV], [v_row, 1], [BN, BLOCK_DV])
         keys = (base_k, k_row, k_column, base_ks, k_item)
         values = (base_v, v_row, v_column, base_vs, v_item)
         place = (pages, page_size, table_row, page_count, status, s_item, s_row, k_start, end, factor, scale, ints, floats, wrong)
@@ -256,7 +256,8 @@ def block_of_rows(
             if lse is not None:
                 log_sum = tl.where(running_sum == 0.0, float("-inf"), (running_max + tl.math.log2(total)) * LN2)
                 tl.store(lse + item * l_item + heads * l_head + (q_first + token) * l_row, log_sum, mask=token < out_len)
-        if REPAIR == AFTERWARDS:  # those that are visible come out as what they are
+        if REPAIR == AFTERWARDS:  # those that are visible come out as what they are, written after what stands there by now
+            tl.debug_barrier()
             codes, _, _ = over_tiles(
                 queries, rows, keys, values, place, known_values, box, final_max, first, clear, o_n, o_d, o_dv, UNUSUAL,
                 D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,

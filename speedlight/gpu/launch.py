@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass, replace
@@ -278,8 +279,10 @@ def start(each: Launch) -> None:
         return
     if arguments.get("DESCRIBED"):
         triton.set_allocator(_room)
+    where = arguments["out" if "out" in arguments else "keys"].device
     try:
-        kernel[each.grid](**arguments, num_warps=each.warps, num_stages=each.stages)
+        with torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext():  # Triton launches on the current one
+            kernel[each.grid](**arguments, num_warps=each.warps, num_stages=each.stages)
     except triton.runtime.errors.OutOfResources as error:
         raise UnsupportedError(
             f"{kernel.__name__}: this GPU has too little {error.name} for a head dim of {arguments['DV']}: "

@@ -1,0 +1,61 @@
+"""The GPU's kernels compiled with no GPU: for three generations, and by the path that a call takes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+# a driver that says what a GPU would say, and launches nothing
+JIT = """
+import torch, triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:
+    get_current_target = lambda self: GPUTarget("cuda", 90, 32)
+    get_current_device = lambda self: 0
+    get_current_stream = lambda self, device=0: 0
+
+triton.runtime.driver.set_active(Driver())
+from speedlight.gpu import ahead
+
+for name, options in ahead.cases():
+    if name in ("bfloat16 d128 prefill causal", "bfloat16 d128 decode documents"):
+        for each in ahead.build((9, 0), **options):
+            given = {n: torch.empty(16, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for n, x in each.arguments.items()}
+            built = each.kernel.warmup(**given, grid=each.grid, num_warps=each.warps, num_stages=each.stages)
+            print(name, each.kernel.__name__, built.metadata.shared)
+"""
+
+
+def run(*words):
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=env, timeout=600)
+
+
+@pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
+def test_kernels_compile_without_faults(capability):
+    done = run("-m", "speedlight.gpu.ahead", capability, "--quick")
+    assert done.returncode == 0 and done.stdout.endswith(" kernels compiled, 0 with faults\n"), done.stdout + done.stderr
+    assert done.stdout.count(" attend: ") == 3 and done.stdout.count(" tensor, ") >= 7
+
+
+def test_the_path_of_a_call():
+    """Triton's own reading of the arguments, up to the launch."""
+    done = run("-c", JIT)
+    assert done.returncode == 0 and done.stdout.count("attend") == 4 and done.stdout.count("combine") == 1, done.stdout + done.stderr
+
+
+def test_faults_are_found():
+    from speedlight.gpu.ahead import Compiled
+
+    good = Compiled("x", 200, 0, 1000, 1.0, {"tensor": 3})
+    assert not good.faults((9, 0), True)
+    for bad in ({"spills": 4}, {"shared": 232_449}, {"instructions": {"tensor": 0}}, {"warnings": ("C7510",)}):
+        assert Compiled(
+            **{"name": "x", "registers": 1, "spills": 0, "shared": 1, "seconds": 1.0, "instructions": {"tensor": 1}} | bad
+        ).faults((9, 0), True)
