@@ -74,7 +74,7 @@ def attention(
         out: where to write the result, in the layout of q.
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
         precision: of float32 products on a GPU: "ieee", or by tensor cores "tf32x3" (three products for each) or "tf32"
-            (10 bits). The CPU always computes as "ieee".
+            (10 bits). The CPU, and a GPU with head dims above 128, always compute as "ieee".
 
     Returns:
         The output, shaped as q with value_dim last, of q's kind and dtype; with return_lse a pair (out, lse).

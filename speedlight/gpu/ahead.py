@@ -26,7 +26,7 @@ from ..patterns import documents, softcap
 from ..problem import from_cache
 from ..tracing import expression
 from .forward import AFTERWARDS
-from .launch import Keys, Launch, arrays_of, launches
+from .launch import REGISTERS, Keys, Launch, arrays_of, launches
 from .prepare import prepare
 
 # capability: most shared memory of a block, and what its tensor cores' instructions are called
@@ -81,7 +81,7 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
             attributes[n,] = [["tt.divisibility", 16]]
     start = time.perf_counter()
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    options = {"num_warps": each.warps, "num_stages": each.stages}
+    options = {"num_warps": each.warps, "num_stages": each.stages, "maxnreg": REGISTERS}
     built = triton.compile(ASTSource(each.kernel, signature, constants, attributes), target=target, options=options)
     seconds = time.perf_counter() - start
     text = _assembled(built.asm["ptx"], capability)
@@ -131,6 +131,9 @@ def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
                     }  # fmt: skip
     if quick:
         return
+    for d, q_len, causal in ((64, 4096, False), (64, 4096, True), (128, 4096, False), (128, 4096, True), (64, 1, False), (128, 1, False)):
+        kind = ("prefill causal" if causal else "prefill") if q_len > 1 else "decode"
+        yield f"tf32x3 d{d} {kind}", {"dtype": "float32", "d": d, "q_len": q_len, "causal": causal, "precision": "tf32x3"}
     ids = documents(torch.arange(4096).numpy() // 512)
     window = expression(lambda b, h, i, j: (i - j <= 1024) & (j <= i))
     for q_len in (4096, 1):

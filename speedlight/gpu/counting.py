@@ -16,6 +16,7 @@ from ..problem import Problem
 from ..tiles import Many
 from .launch import Keys, capability, check, shape_of
 from .prepare import interpreting
+from .tiles import COARSE_DIMS
 
 _TOGETHER = 1 << 20  # tiles looked at in one go
 
@@ -23,6 +24,7 @@ _TOGETHER = 1 << 20  # tiles looked at in one go
 def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exact: bool = False) -> planning.Plan:
     """The plan of a problem whose keys and values lie in arrays."""
     check(problem, str(device), precision)
+    precision = precision if max(problem.head_dim, problem.value_dim) <= COARSE_DIMS else "ieee"
     nowhere = torch.empty(0)
     how = shape_of(problem, Keys(nowhere, nowhere, (0,) * 4, (0,) * 4), capability(str(device)), precision)
     base = planning.count(problem, planning.schedule(problem, isa_named("avx2"), 1), "", exact=exact)

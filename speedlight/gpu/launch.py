@@ -17,9 +17,10 @@ from ..tree import out_of_range
 from .decode import combine
 from .forward import AFTERWARDS, FLAGGED, attend
 from .prepare import Ready, classes_of, interpreting, prepare
-from .tiles import HEAD_DIMS, Tile, table_row
+from .tiles import COARSE_DIMS, HEAD_DIMS, Tile, table_row
 
 _FEW = 128  # programs that look whether a block wants mending
+REGISTERS = 255  # of a thread: said, lest ptxas spill a few to fit half as many
 SHORT_ROWS = 64  # query rows of a kv head up to which its keys are read by several programs
 PRECISIONS = ("ieee", "tf32x3", "tf32")  # of float32 products
 
@@ -227,6 +228,7 @@ def launches(
     wrong: torch.Tensor | None, precision: str, have: tuple[int, int], tile: Tile | None = None,
 ) -> list[Launch]:  # fmt: skip
     """What the call comes to on a device of this capability: the attention kernel, its mending, and the merging of splits."""
+    precision = precision if max(p.head_dim, p.value_dim) <= COARSE_DIMS else "ieee"
     how = shape_of(p, keys, have, precision, tile)
     tile, short, pack, rows, group = how.tile, how.short, how.pack, how.rows, p.group
     row_blocks, splits, causal, hiding = how.row_blocks, how.splits, how.causal, how.hiding
@@ -282,7 +284,7 @@ def start(each: Launch) -> None:
     where = arguments["out" if "out" in arguments else "keys"].device
     try:
         with torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext():  # Triton launches on the current one
-            kernel[each.grid](**arguments, num_warps=each.warps, num_stages=each.stages)
+            kernel[each.grid](**arguments, num_warps=each.warps, num_stages=each.stages, maxnreg=REGISTERS)
     except triton.runtime.errors.OutOfResources as error:
         raise UnsupportedError(
             f"{kernel.__name__}: this GPU has too little {error.name} for a head dim of {arguments['DV']}: "

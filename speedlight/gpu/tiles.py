@@ -35,42 +35,51 @@ class Row:
 # capability: dtype: rows in ascending head dim
 #             full: rows keys warps stages       masked                         paged                    decode
 TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
+    (8, 0): {
+        "16": (
+            Row(64, Tile(128, 128, 8, 3), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
+            Row(128, Tile(128, 32, 8, 3), Tile(64, 64, 8, 2), Tile(128, 64, 8, 3), Tile(16, 32, 4, 3)),
+            Row(256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2)),
+            Row(512, Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 4, 2)),
+        ),
+        "32": (
+            Row(64, Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 4, 2)),
+            Row(128, Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 2)),
+            Row(256, Tile(32, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 2)),
+            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 4, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+        ),
+        "tf32": (
+            Row(64, Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2), Tile(16, 64, 4, 3)),
+            Row(128, Tile(16, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 4, 3)),
+        ),
+    },
     (9, 0): {
         "16": (
             Row(64, Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
             Row(128, Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
-            Row(256, Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True), Tile(64, 32, 8, 2), Tile(16, 64, 4, 2)),
-            Row(512, Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 2)),
+            Row(256, Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True), Tile(32, 32, 8, 2), Tile(16, 64, 8, 2)),
+            Row(512, Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2), Tile(16, 16, 4, 2)),
+        ),
+        "32": (
+            Row(64, Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
+            Row(128, Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 2)),
+            Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 32, 8, 2)),
+            Row(512, Tile(16, 16, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
         ),
         "tf32": (
-            Row(64, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
-            Row(128, Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 8, 2)),
-            Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
-            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-        ),
-        "32": (
-            Row(64, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
-            Row(128, Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), Tile(16, 32, 8, 2)),
-            Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
-            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
-        ),
-    },
-    (8, 0): {
-        "16": (
-            Row(64, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3), Tile(64, 64, 8, 2), Tile(16, 64, 4, 2)),
-            Row(128, Tile(128, 32, 8, 3), Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 4, 2)),
-            Row(256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 64, 4, 2)),
-            Row(512, Tile(32, 32, 8, 2), Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(16, 32, 8, 2)),
-        ),
-        "32": (
-            Row(64, Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(64, 32, 8, 2), Tile(16, 32, 4, 2)),
-            Row(128, Tile(32, 64, 8, 1), Tile(32, 64, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 2)),
-            Row(256, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 4, 1)),
-            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 4, 1)),
+            Row(64, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(16, 32, 4, 3)),
+            Row(128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 2)),
         ),
     },
 }
-TABLE[10, 0] = TABLE[9, 0]
+TABLE[10, 0] = TABLE[9, 0] | {
+    "16": (
+        Row(64, Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 8, 1), Tile(16, 64, 4, 3)),
+        Row(128, Tile(128, 64, 8, 3, True), Tile(64, 64, 8, 2, True), Tile(64, 64, 8, 3), Tile(16, 64, 4, 3)),
+        Row(256, Tile(128, 32, 8, 2, True), Tile(64, 32, 8, 1, True), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2)),
+        TABLE[9, 0]["16"][3],
+    )
+}
 TABLE[7, 5] = {
     kind: tuple(
         Row(d, x, x, x, y)
@@ -83,6 +92,7 @@ TABLE[7, 5] = {
     )
     for kind in ("16", "32")
 }
+COARSE_DIMS = 128  # the most by tensor cores for float32: above, operands do not fit the registers, and IEEE products are taken
 HEAD_DIMS = 512  # the most
 
 
