@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 import numpy as np
@@ -163,3 +164,34 @@ def test_a_repeated_call_with_out_checks_it_again(rng):
     assert before.tobytes() == both.tobytes()
     with pytest.raises(sl.ArgumentError, match="overlaps v"):
         sl.attention(q, k, v, out=v)
+
+
+def test_devices_must_agree():
+    """Arrays of two devices, and GPUs without what they need; no GPU is asked."""
+    from dataclasses import replace
+
+    from speedlight import arrays, engine
+    from speedlight.problem import from_arrays
+
+    x = np.zeros((1, 1, 2, 4), np.float32)
+    q, k, v = (arrays.describe(x, n) for n in "qkv")
+    options = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
+    for wrong in ((q, replace(k, device="cuda:0"), v), (replace(q, device="cuda:0"), k, v), (q, k, replace(v, device="cuda:1"))):
+        with pytest.raises(sl.ArgumentError, match="expected an array on (cpu|cuda:0), as q; got one on (cpu|cuda:0|cuda:1)"):
+            from_arrays(*wrong, **options)
+    with pytest.raises(sl.ArgumentError, match="q: expected an array on the CPU for engine='cpu'; got one on cuda:0"):
+        engine.chosen("cpu", replace(q, device="cuda:0"))
+    with pytest.raises(sl.ArgumentError, match="q: expected a tensor on a GPU for engine='cuda'"):
+        engine.chosen("cuda", q)
+    assert engine.chosen(None, replace(q, device="cuda:0")) == "cuda:0" and engine.chosen(None, q) == engine.chosen("cpu", q) == "cpu"
+
+
+def test_without_triton(monkeypatch):
+    from speedlight import engine
+
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in [n for n in sys.modules if n.startswith("speedlight.gpu")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(sys.modules["speedlight"], "gpu", raising=False)
+    with pytest.raises(sl.UnsupportedError, match=r"expected Triton, for arrays on a GPU; it cannot be loaded .* pip install"):
+        engine.gpu()

@@ -199,7 +199,7 @@ def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) 
     """Every kernel whose name has one of the words (or all), and what is wrong with it."""
     number = f"sm_{capability[0]}{capability[1]}"
     found = [
-        (name, each, options["dtype"] != "float32")
+        (name, each, options["dtype"] != "float32" or "precision" in options)
         for name, options in cases(quick)
         if wanted(name, only)
         for each in build(capability, **options)

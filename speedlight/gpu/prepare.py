@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import linecache
 import os
@@ -40,15 +39,20 @@ class Ready:
     classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
 
 
-@functools.lru_cache(maxsize=512)
+_functions: dict[str, dict[str, Any]] = {}  # by the program's key: a program itself holds tables
+
+
 def functions_of(program: lower.Program) -> dict[str, Any]:
     """The program's functions, from their source. Triton reads that again, so it stays in linecache."""
-    text = lower.source(program)
-    name = f"<speedlight expression {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-    space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
-    exec(compile(text, name, "exec"), space)
-    return {n: space.get(n) for n in ("known", "apply", "bounds")}
+    found = _functions.get(program.key)
+    if found is None:
+        text = lower.source(program)
+        name = f"<speedlight expression {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
+        exec(compile(text, name, "exec"), space)
+        found = _functions[program.key] = {n: space.get(n) for n in ("known", "apply", "bounds")}
+    return found
 
 
 def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
@@ -120,9 +124,12 @@ def prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[
         items = torch.tensor(list(rows), dtype=torch.int64).reshape(batch, int(ITEM)).to(device)
     functions = functions_of(program) if program is not None else {}
     found = Ready(program, functions, words, floats, tables, sinks, items, risky)
-    if len(_prepared) >= 256:
-        _prepared.clear()
-    _prepared[key] = found
+    if program is None or not any(
+        t.tensor is not None or t.array.flags.writeable for t in program.tables
+    ):  # arrays of a caller's are not held
+        if len(_prepared) >= 256:
+            _prepared.clear()
+        _prepared[key] = found
     return found
 
 
