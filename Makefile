@@ -47,13 +47,13 @@ check-arm: $(VENV)/.test
 
 # with no GPU: its tests in Triton's interpreter, then every kernel of the tile table compiled for sm_80, sm_90 and sm_100
 gpu-check: $(VENV)/.test
-	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto tests/test_gpu.py tests/test_gpu_caches.py
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto tests/test_gpu.py tests/test_gpu_caches.py tests/test_gpu_tools.py
 	$(RUN) -m speedlight.gpu.ahead
 
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
 GPU_TURNS ?= 5
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -p no:cacheprovider -o addopts= -o filterwarnings=default -q tests/test_gpu.py tests/test_gpu_caches.py
+	PYTHONPATH=. $(PYTHON) -m pytest -p no:cacheprovider -o addopts= -o filterwarnings=default -q tests/test_gpu.py tests/test_gpu_caches.py tests/test_gpu_tools.py
 	mkdir -p benchmarks/results
 	PYTHONPATH=. $(PYTHON) -m speedlight.tools.gpu --turns $(GPU_TURNS) -o benchmarks/results
 

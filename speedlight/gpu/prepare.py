@@ -124,9 +124,8 @@ def prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[
         items = torch.tensor(list(rows), dtype=torch.int64).reshape(batch, int(ITEM)).to(device)
     functions = functions_of(program) if program is not None else {}
     found = Ready(program, functions, words, floats, tables, sinks, items, risky)
-    if program is None or not any(
-        t.tensor is not None or t.array.flags.writeable for t in program.tables
-    ):  # arrays of a caller's are not held
+    lent = program is not None and any(t.tensor is not None or t.array.flags.writeable for t in program.tables)
+    if not lent:  # arrays of a caller's are not held
         if len(_prepared) >= 256:
             _prepared.clear()
         _prepared[key] = found

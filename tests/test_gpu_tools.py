@@ -1,0 +1,71 @@
+"""What measures and plans for a GPU: rows are checked before they are timed, plans count what the kernel does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from test_gpu import PATTERNS, small_blocks, tiles_computed
+from test_gpu import attention as on_gpu
+
+import speedlight as sl
+from speedlight.tools import gpu
+
+INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small problems, for the interpreter")
+
+
+@INTERPRETED
+def test_rows(monkeypatch):
+    rows = [
+        gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128), gpu.masked("window 1024", 160, 1, False, heads=2, d=32),
+        gpu.masked("alibi", 160, 1, False, heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+    ]  # fmt: skip
+    for row in rows:
+        assert "refused" not in row and row["seconds"]["speedlight"][2] > 0 and row["name"] in gpu.line(row, {"copy": 1e9})
+    assert rows[0]["flops"] == 2 * 128 * (128 * 129 // 2) and rows[3]["bytes"] == 2 * 2 * 2 * 300 * 32 * 2
+    real = sl.attention
+    monkeypatch.setattr(sl, "attention", lambda *a, **o: real(*a, **o) * 1.1)
+    for call in (lambda: gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128), lambda: gpu.decode(2, 300, 1, heads=(4, 2), d=32)):
+        row = call()
+        assert "outside the bound" in row["refused"] and "seconds" not in row and "REFUSED" in gpu.line(row, {})
+
+
+def test_peers_that_say_something_else_are_left_out():
+    notes: dict[str, str] = {}
+    want = torch.ones(2)
+
+    def missing():
+        raise ImportError("no", name="nothing")
+
+    calls = {"right": lambda: want, "wrong": lambda: want + 1, "nan": lambda: want * torch.nan, "jax": missing}
+    assert list(gpu.usable(calls, want, notes, 1e-3)) == ["right"]
+    assert "another result" in notes["wrong"] and "another result" in notes["nan"] and notes["jax"] == "not installed (nothing)"
+
+
+@INTERPRETED
+@pytest.mark.parametrize("name", [*PATTERNS, "plain"])
+def test_a_plan_counts_the_tiles_that_are_computed(rng, monkeypatch, name):
+    q, k, v = (rng.standard_normal((1, 4, 100, 16)).astype(np.float32) for _ in range(3))
+    options = PATTERNS.get(name, {"causal": True})
+    with small_blocks():
+        mixed, full = tiles_computed(monkeypatch, lambda: on_gpu(q, k, v, **options))
+        found = sl.plan(*(torch.from_numpy(x) for x in (q, k, v)), device="cuda", **options)
+    assert (found.tiles_mixed, found.tiles_full) == (mixed, full) and found.engine == "cuda" and found.tile_keys == 16
+    assert found.tiles_full + found.tiles_mixed + found.tiles_skipped == 4 * 7 * 7
+    assert found.flops == sl.plan(q, k, v, **options).flops and "16 x 16" in str(found)
+
+
+def test_commands_without_a_gpu():
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    for words in (["bench", "--device", "cuda"], ["plan", "--length", "64", "--device", "cuda"], ["tune"]):
+        done = subprocess.run([sys.executable, "-m", "speedlight.tools.cli", *words], capture_output=True, text=True, env=env)
+        text = " ".join(done.stderr.split())
+        assert done.returncode == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, done
+    done = subprocess.run([sys.executable, "-m", "speedlight.tools.gpu"], capture_output=True, text=True, env=env)
+    assert done.returncode == 2 and "no CUDA device here" in done.stderr
