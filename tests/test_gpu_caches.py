@@ -209,6 +209,14 @@ def test_block_tables_on_the_device_are_not_trusted(rng):
     with pytest.raises(sl.ArgumentError, match="k_lengths: a length"):
         sl.synchronize()
     sl.synchronize()
+    wide = torch.full((2, 9), 77, device=DEVICE)
+    wide[:, 2:4] = torch.tensor([3, 4])
+    eight = torch.tensor([8, 8], device=DEVICE)
+    for view in (wide[:, 2:4], wide[:1, 2:4].expand(2, 2)):  # rows further apart than they are long, and not apart at all
+        assert same([sl.attention_paged(q, k, v, view, eight, engine="cuda")[1:]], [good])
+        sl.attention_paged(q, k, v, view, eight + 1, engine="cuda")
+        with pytest.raises(sl.ArgumentError, match="k_lengths: a length"):
+            sl.synchronize()
     with pytest.raises(sl.ArgumentError, match=r"block_table: expected pages from 0 to 8; got 99 at \[0, 1\]"):
         sl.attention_paged(q, k, v, table.tolist(), [12, 8], engine="cuda")
 

@@ -54,7 +54,20 @@ def load_rows(base, at, o_d, column, held, WIDTH: tl.constexpr, BLOCK: tl.conste
 
 
 # sizes that change from step to step: a kernel is not compiled anew for those that 16 divides
-_SIZES = ["q_len", "k_len", "q_start", "out_rows", "row_blocks", "splits", "page_count", "chunks", "blocks", "factor", "scale"]
+_SIZES = [
+    "q_len",
+    "k_len",
+    "q_start",
+    "out_rows",
+    "row_blocks",
+    "splits",
+    "table_pages",
+    "page_count",
+    "chunks",
+    "blocks",
+    "factor",
+    "scale",
+]
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -62,8 +75,8 @@ def attend(
     q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes, flags,
     q_item, q_head, q_row, q_column, k_item, k_head, k_row, k_column, v_item, v_head, v_row, v_column,
     o_item, o_head, o_row, o_column, l_item, l_head, l_row, s_item, s_head, s_row,
-    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, page_count,
-    c_item, c_head, chunks, blocks, factor, scale,
+    q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, table_pages,
+    page_count, c_item, c_head, chunks, blocks, factor, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, REPAIR: tl.constexpr,
     known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, SPLIT: tl.constexpr, DESCRIBED: tl.constexpr,
@@ -75,22 +88,9 @@ def attend(
         (o_item, o_head, o_row, o_column), (l_item, l_head, l_row), (s_item, s_head, s_row),
     )  # fmt: skip
     sizes = (
-        q_len,
-        k_len,
-        q_start,
-        k_start,
-        out_rows,
-        kv_heads,
-        group,
-        row_blocks,
-        splits,
-        page_size,
-        table_row,
-        page_count,
-        c_item,
-        c_head,
-        chunks,
-    )
+        q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, table_pages, page_count,
+        c_item, c_head, chunks,
+    )  # fmt: skip
     if REPAIR == AFTERWARDS:
         # a few programs look whether any block wants it: nearly always none does
         o_flags = tl.arange(0, 4096)
@@ -127,22 +127,9 @@ def block_of_rows(
     l_item, l_head, l_row = strides[4]
     s_item, s_head, s_row = strides[5]
     (
-        q_len,
-        k_len,
-        q_start,
-        k_start,
-        out_rows,
-        kv_heads,
-        group,
-        row_blocks,
-        splits,
-        page_size,
-        table_row,
-        page_count,
-        c_item,
-        c_head,
-        chunks,
-    ) = sizes
+        q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, table_pages, page_count,
+        c_item, c_head, chunks,
+    ) = sizes  # fmt: skip
     PAGED: tl.constexpr = pages is not None
     CODED: tl.constexpr = k_scales is not None
     # blocks of one head follow each other, so that its keys stay in the cache; with causal, the longest first
@@ -159,7 +146,7 @@ def block_of_rows(
     if lengths is not None:  # they grow on the device
         k_len = tl.load(lengths + item).to(tl.int64)
         if PAGED:
-            lost = (k_len < 0) | (k_len > table_row * page_size)
+            lost = (k_len < 0) | (k_len > table_pages.to(tl.int64) * page_size)
             if lost:
                 tl.store(status, 4)
             k_len = tl.where(lost, 0, k_len)
