@@ -16,10 +16,9 @@ from .blocks import Store, make_stores
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError
 from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
-from .patterns import prefix
-from .patterns import window as window_mask
 from .planning import BLOCK, ENDLESS, SLACK, Pages
 from .problem import SPAN, TILE, cache_dtype, check_index, check_sizes, check_tokens, from_cache, new_counts, new_totals
+from .rings import PIECE, ring_of
 from .tracing import kept
 
 _FORMAT, _VERSION = "speedlight key-value cache", 1
@@ -28,7 +27,6 @@ _INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than anoth
 _MOST = 1 << 46
 _SCALES = (type(None), float)
 _ALL = slice(None)
-_PIECE = 256  # tokens that a windowed cache takes at a time
 
 
 class KVCache:
@@ -94,11 +92,9 @@ class KVCache:
         self.window, self.keep_first = None if window is None else int(window), int(keep_first)
         self.dtype = cache_dtype(dtype)
         self._isa = current_isa()
-        self._fixed = self._ring = 0  # tokens that stay where they are, and those of the ring
-        tokens = self.capacity
-        if self.window is not None:
-            self._fixed, self._ring = (-(-n // TILE) * TILE for n in (self.keep_first, self.window + _PIECE))
-            tokens = self._fixed + self._ring
+        self._rings = ring_of(self.window, self.keep_first, TILE)
+        self._fixed, self._ring = self._rings.fixed, self._rings.size  # tokens that stay where they are, and those of the ring
+        tokens = self._rings.tokens or self.capacity
         shape = (self.batch, self.kv_heads, -(-tokens // BLOCK))
         self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=False)
         self._pages, self._list = self._layout()
@@ -166,20 +162,11 @@ class KVCache:
                 out[item, :, n:] = 0
             return out
         whole = store.get(_ALL, self._fixed + self._ring)
-        shown = [self._shown(n) for n in lengths]
+        shown = [self._rings.shown(n) for n in lengths]
         out = np.zeros((*whole.shape[:2], max(map(len, shown)), whole.shape[3]), whole.dtype)
         for item, positions in enumerate(shown):
-            out[item, :, : len(positions)] = whole[item, :, [self._place(n) for n in positions]].swapaxes(0, 1)
+            out[item, :, : len(positions)] = whole[item, :, [self._rings.place(n) for n in positions]].swapaxes(0, 1)
         return out
-
-    def _shown(self, length: int) -> list[int]:
-        """Positions that a next token would see, besides itself."""
-        first = max(self.keep_first, length - (self.window or 1) + 1)
-        return [*range(min(self.keep_first, length)), *range(first, length)]
-
-    def _place(self, position: int) -> int:
-        """Where a token lies in memory."""
-        return position if position < self._fixed or not self._ring else self._fixed + (position - self._fixed) % self._ring
 
     # --- growing and shrinking
 
@@ -248,7 +235,7 @@ class KVCache:
             raise ArgumentError(f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {tuple(shape)}).")
         with self._writing(layer), self._restored(layer, counts):
             totals = self._totals(layer, counts)
-            if self._ring and k.shape[2] > _PIECE:
+            if self._ring and k.shape[2] > PIECE:
                 return self._pieces(layer, q, k, v, counts, options, return_lse, out)
             self._write(layer, k, v, counts)
             result = self._run(layer, q, totals, None if new_lengths is None else counts, True, options, return_lse, out)
@@ -301,9 +288,7 @@ class KVCache:
 
     def _lost(self, layer: int, item: int, position: int) -> bool:
         """Whether a ring has written over what a token at `position` sees."""
-        if not self._ring or position <= self._fixed:
-            return False
-        return max(position - (self.window or 1) + 1, self._fixed) < self._written[layer][item] - self._ring
+        return self._rings.lost(position, self._written[layer][item])
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
@@ -467,7 +452,7 @@ class KVCache:
     def _put(self, layer: int, items: slice, at: int, k: np.ndarray, v: np.ndarray) -> None:
         done, n = 0, k.shape[2]
         while done < n:  # a ring comes round
-            place = self._place(at + done)
+            place = self._rings.place(at + done)
             end = self.capacity if not self._ring else self._fixed if place < self._fixed else self._fixed + self._ring
             count = min(n - done, end - place)
             whole = count == n
@@ -477,7 +462,7 @@ class KVCache:
 
     def _piecewise(self, counts: list[int], n_new: int) -> Iterator[tuple[int, list[int]]]:
         """Where each piece of an append starts, and its tokens of every sequence."""
-        step = _PIECE if self._ring else max(n_new, 1)
+        step = PIECE if self._ring else max(n_new, 1)
         for at in range(0, max(n_new, 1), step):
             yield at, [min(max(n - at, 0), step) for n in counts]
 
@@ -490,7 +475,7 @@ class KVCache:
         for at, some in self._piecewise(counts, k.shape[2]):
             totals = self._totals(layer, some)
             self._write(layer, k[:, :, at:], v[:, :, at:], some)
-            here = slice(at, at + _PIECE)
+            here = slice(at, at + PIECE)
             given = None if set(some) == {len(range(*here.indices(k.shape[2])))} else some
             rows, piece = (arrays.describe(x.numpy()[:, :, here], x.name) for x in (target, a))
             some_lse = where and arrays.describe(np.empty(piece.shape[:-1], where.numpy().dtype), "lse")
@@ -503,7 +488,7 @@ class KVCache:
     @contextlib.contextmanager
     def _restored(self, layer: int, counts: list[int]) -> Iterator[None]:
         """After an exception, what several pieces have written over is there again."""
-        if not self._ring or max(counts) <= _PIECE:
+        if not self._ring or max(counts) <= PIECE:
             yield
             return
         kept_memory = [store.memory.copy() for store in (self._keys[layer], self._values[layer])]
@@ -553,13 +538,9 @@ class KVCache:
     def _prepare(
         self, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any], strides: tuple[int, ...]
     ) -> engine.Prepared:
-        hiding = None
-        if self.window is not None:
-            hiding = window_mask(self.window - 1, 0 if causal else None)
-            hiding = hiding | prefix(self.keep_first) if self.keep_first else hiding
         problem = from_cache(
             q, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=tuple(totals),
-            causal=causal, q_lengths=counts, hiding=hiding, **options,
+            causal=causal, q_lengths=counts, hiding=self._rings.mask(causal), **options,
         )  # fmt: skip
         lists = [self._list.ctypes.data] * self.batch
         return engine.prepare_pages(problem, "bhld", q, self._pages, lists, strides, None, engine.threads_now(), self._isa)

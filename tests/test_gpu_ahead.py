@@ -27,7 +27,7 @@ for name, options in ahead.cases():
     if name in ("bfloat16 d128 prefill causal", "bfloat16 d128 decode documents"):
         for each in ahead.build((9, 0), **options):
             given = {n: torch.empty(16, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for n, x in each.arguments.items()}
-            built = each.kernel.warmup(**given, grid=each.grid, num_warps=each.warps, num_stages=each.stages, maxnreg=255)
+            built = each.kernel.warmup(**given, grid=each.grid, num_warps=each.warps, num_stages=each.stages, maxnreg=each.registers)
             print(name, each.kernel.__name__, built.metadata.shared)
 """
 

@@ -65,6 +65,49 @@ def test_uneven_lengths_and_beams(rng):
     assert there.lengths(0) == (24, 4, 40) and beams.lengths(0) == (41, 25)
 
 
+@pytest.mark.parametrize(("dtype", "keep", "capacity"), [("float32", 0, None), ("bfloat16", 5, 3000), ("int8", 5, None)])
+def test_a_window_in_constant_memory(rng, dtype, keep, capacity):
+    """Many times round the ring, in steps, in chunks, in chunks that the ring has no room for; the same as on the CPU."""
+    sizes = {"layers": 1, "batch": 2, "kv_heads": 1, "head_dim": 16, "window": 20, "keep_first": keep, "capacity": capacity, "dtype": dtype}
+    here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
+    for n, uneven in ((3, None), (1, None), (100, None), (300, None), (30, [30, 4]), (1, None), (270, [1, 270]), (2, None)):
+        q, k, v = tokens(rng, dtype, (2, 2, n, 16), (2, 1, n, 16), (2, 1, n, 16))
+        want, want_lse = here.attend(0, q, k, v, return_lse=True, new_lengths=uneven)
+        got, lse = there.attend(0, *(tensor(x) for x in (q, k, v)), return_lse=True, new_lengths=uneven)
+        close(got, want, dtype)
+        np.testing.assert_allclose(lse.cpu(), want_lse, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-5)
+        np.testing.assert_array_equal(plain(there.keys(0).cpu()), plain(here.keys(0)))
+    assert there.lengths(0) == here.lengths(0) == (438, 681) and there._rows[0].k.shape[2] == 20 + 256 + keep
+    q = tensor(tokens(rng, dtype, (2, 2, 400, 16))[0])
+    with pytest.raises(sl.ArgumentError, match="the window has forgotten"):
+        there.attend(0, q)
+    with pytest.raises(sl.ArgumentError, match="one whose window is still there"):
+        there.truncate(10 + keep)
+    for cache in (here, there):
+        cache.truncate([430, 670])
+    beams, others = there.select([1]), here.select([1])
+    q, k, v = tokens(rng, dtype, (1, 2, 1, 16), (1, 1, 1, 16), (1, 1, 1, 16))
+    close(beams.attend(0, *(tensor(x) for x in (q, k, v))), others.attend(0, q, k, v), dtype)
+
+
+def test_a_failed_piece_leaves_the_window(rng, monkeypatch):
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=20, device="cuda")
+    x = [tensor(y) for y in tokens(rng, "float32", (1, 1, 600, 16), (1, 1, 600, 16), (1, 1, 600, 16))]
+    cache.attend(0, *(y[:, :, :50] for y in x))
+    before, calls, real = cache.keys(0), [], sl.gpu.resident.run
+
+    def fail(*a, **o):
+        calls.append(1)
+        if len(calls) == 3:
+            raise sl.CompileError("no")
+        return real(*a, **o)
+
+    monkeypatch.setattr("speedlight.gpu.resident.run", fail)
+    with pytest.raises(sl.CompileError):
+        cache.attend(0, *x)
+    assert len(calls) == 3 and cache.length(0) == 50 and same([before], [cache.keys(0)])
+
+
 def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
     q, k, v = (tensor(x) for x in tokens(rng, "float32", (1, 1, 10, 16), (1, 1, 10, 16), (1, 1, 10, 16)))
@@ -104,7 +147,8 @@ def test_a_failed_call_leaves_the_lengths(rng, monkeypatch):
 @pytest.mark.parametrize(
     ("message", "change"),
     [
-        ("window: expected None on a GPU", {"window": 5}),
+        ("window: expected a size from 1", {"window": 0}),
+        ("keep_first: expected 0 without a window", {"keep_first": 3}),
         ("capacity: expected", {"capacity": None}),
         ("dtype: expected float32, float16, bfloat16 or int8 on a GPU", {"dtype": "float64"}),
         ("device: expected 'cpu', 'cuda'", {"device": "tpu"}),

@@ -26,7 +26,7 @@ from ..patterns import documents, softcap
 from ..problem import from_cache
 from ..tracing import expression
 from .forward import AFTERWARDS
-from .launch import REGISTERS, Keys, Launch, arrays_of, launches
+from .launch import Keys, Launch, arrays_of, launches
 from .prepare import prepare
 
 # capability: most shared memory of a block, and what its tensor cores' instructions are called
@@ -81,7 +81,7 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
             attributes[n,] = [["tt.divisibility", 16]]
     start = time.perf_counter()
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
-    options = {"num_warps": each.warps, "num_stages": each.stages, "maxnreg": REGISTERS}
+    options = {"num_warps": each.warps, "num_stages": each.stages, "maxnreg": each.registers}
     built = triton.compile(ASTSource(each.kernel, signature, constants, attributes), target=target, options=options)
     seconds = time.perf_counter() - start
     text = _assembled(built.asm["ptx"], capability)

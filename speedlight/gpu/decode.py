@@ -67,8 +67,9 @@ def combine(
 def store(
     k, v, keys, values, k_scales, v_scales, counts, lengths, arrived, pages, status,
     k_item, k_head, k_row, k_column, v_item, v_head, v_row, v_column, first,
-    K_item, K_head, K_row, V_item, V_head, V_row, S_item, S_head, S_row, n_new, capacity, page_size, table_row, programs,
+    K_item, K_head, K_row, V_item, V_head, V_row, S_item, S_head, S_row, n_new, capacity, page_size, table_row, programs, ring_first, ring,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+    RING: tl.constexpr,
 ):  # fmt: skip
     """New token n of an item, all heads, to where it belongs; the last program to finish with an item makes it longer.
 
@@ -90,6 +91,8 @@ def store(
             source = source + tl.load(first + item)
             row = item * 0
         slot, block = at, item
+        if RING:
+            slot = tl.where(at < ring_first, at, ring_first + (at - ring_first) % ring)
         if pages is not None:
             block = tl.load(pages + item * table_row + at // page_size).to(tl.int64)
             slot = at % page_size

@@ -16,6 +16,7 @@ from .primitives import LN2, LOG2E, dot, finite, lowest, online_softmax, outcome
 ITEM = tl.constexpr(6)  # words of an item: q_len, k_len, position of its first query, its first row of q and of k, what masks call it
 TILES = tl.constexpr(32)  # that are classified at once
 FLAGGED, AFTERWARDS = tl.constexpr(1), tl.constexpr(2)  # values for REPAIR
+ARRAYS, PAGES, RING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # values for WHERE: how keys and values lie
 PLAIN, FINITE, UNUSUAL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # what is made of values
 
 
@@ -26,15 +27,17 @@ def split_size(k_len):
 
 
 @triton.jit
-def places(first, o_n, end, pages, page_size, p_item, p_row, item, PAGED: tl.constexpr, table_row, page_count, status):
+def places(first, o_n, end, pages, page_size, p_item, p_row, item, WHERE: tl.constexpr, table_row, page_count, status, ring_first, ring):
     """Where keys first + o_n lie, in elements from their head's start."""
     n = first + o_n
-    if PAGED:
+    if WHERE == PAGES:
         held = n < end
         page = tl.load(pages + item * table_row + n // page_size, mask=held, other=0).to(tl.int64)
         wrong = held & ((page < 0) | (page >= page_count))
         tl.store(status + tl.zeros_like(wrong.to(tl.int32)), tl.full(wrong.shape, 2, tl.int32), mask=wrong)
         return tl.where(wrong, 0, page) * p_item + (n % page_size) * p_row
+    elif WHERE == RING:  # the first stay where they are, the others come round
+        return tl.where(n < ring_first, n, ring_first + (n - ring_first) % ring) * p_row
     else:
         return n * p_row
 
@@ -76,10 +79,10 @@ def attend(
     q_item, q_head, q_row, q_column, k_item, k_head, k_row, k_column, v_item, v_head, v_row, v_column,
     o_item, o_head, o_row, o_column, l_item, l_head, l_row, s_item, s_head, s_row,
     q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, table_pages,
-    page_count, c_item, c_head, chunks, blocks, factor, scale,
+    page_count, ring_first, ring, c_item, c_head, chunks, blocks, factor, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, REPAIR: tl.constexpr,
-    known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, SPLIT: tl.constexpr, DESCRIBED: tl.constexpr,
+    known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, SPLIT: tl.constexpr, DESCRIBED: tl.constexpr, WHERE: tl.constexpr,
 ):  # fmt: skip
     """Strides are in elements. HIDING: tiles are classified. REPAIR: who mends what hidden values that are not finite have done."""
     pointers = (q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes)
@@ -89,7 +92,7 @@ def attend(
     )  # fmt: skip
     sizes = (
         q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, table_pages, page_count,
-        c_item, c_head, chunks,
+        ring_first, ring, c_item, c_head, chunks,
     )  # fmt: skip
     if REPAIR == AFTERWARDS:
         # a few programs look whether any block wants it: nearly always none does
@@ -102,12 +105,12 @@ def attend(
                 if tl.load(flags + pid) != 0:
                     block_of_rows(
                         pid, pointers, strides, sizes, factor, scale, flags, D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN,
-                        PRECISION, HIDING, REPAIR, known, apply, bounds, SPLIT, DESCRIBED,
+                        PRECISION, HIDING, REPAIR, known, apply, bounds, SPLIT, DESCRIBED, WHERE,
                     )  # fmt: skip
     else:
         block_of_rows(
             tl.program_id(0), pointers, strides, sizes, factor, scale, flags, D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN,
-            PRECISION, HIDING, REPAIR, known, apply, bounds, SPLIT, DESCRIBED,
+            PRECISION, HIDING, REPAIR, known, apply, bounds, SPLIT, DESCRIBED, WHERE,
         )  # fmt: skip
 
 
@@ -116,7 +119,7 @@ def block_of_rows(
     pid, pointers, strides, sizes, factor, scale, flags,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr, REPAIR: tl.constexpr,
-    known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, SPLIT: tl.constexpr, DESCRIBED: tl.constexpr,
+    known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, SPLIT: tl.constexpr, DESCRIBED: tl.constexpr, WHERE: tl.constexpr,
 ):  # fmt: skip
     """One block: of an item and a head, and with SPLIT of a run of keys."""
     q, k, v, out, lse, sinks, items, lengths, pages, k_scales, v_scales, partial, stats, ints, floats, wrong, status, classes = pointers
@@ -128,9 +131,9 @@ def block_of_rows(
     s_item, s_head, s_row = strides[5]
     (
         q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits, page_size, table_row, table_pages, page_count,
-        c_item, c_head, chunks,
+        ring_first, ring, c_item, c_head, chunks,
     ) = sizes  # fmt: skip
-    PAGED: tl.constexpr = pages is not None
+    PAGED: tl.constexpr = WHERE == PAGES
     CODED: tl.constexpr = k_scales is not None
     # blocks of one head follow each other, so that its keys stay in the cache; with causal, the longest first
     split = pid % splits
@@ -199,7 +202,24 @@ def block_of_rows(
             base_v = tl.make_tensor_descriptor(base_v, [tl.maximum(k_len, 1).to(tl.int32), DV], [v_row, 1], [BN, BLOCK_DV])
         keys = (base_k, k_row, k_column, base_ks, k_item)
         values = (base_v, v_row, v_column, base_vs, v_item)
-        place = (pages, page_size, table_row, page_count, status, s_item, s_row, k_start, end, factor, scale, ints, floats, wrong)
+        place = (
+            pages,
+            page_size,
+            table_row,
+            page_count,
+            status,
+            s_item,
+            s_row,
+            k_start,
+            end,
+            factor,
+            scale,
+            ints,
+            floats,
+            wrong,
+            ring_first,
+            ring,
+        )
         known_values = (0,)
         if apply is not None:
             known_values = known(name, heads[:, None], position[:, None], ints, floats)
@@ -209,7 +229,7 @@ def block_of_rows(
         acc, running_max, running_sum = over_tiles(
             queries, rows, keys, values, place, known_values, box, nothing, first, clear, o_n, o_d, o_dv,
             FINITE if REPAIR == AFTERWARDS else PLAIN,
-            D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
+            D, DV, BLOCK_D, BLOCK_DV, BM, BN, WHERE, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
         )  # fmt: skip
         if REPAIR == FLAGGED:
             # 0 · NaN is NaN: values that are not finite may have reached rows from which they are hidden
@@ -247,7 +267,7 @@ def block_of_rows(
             tl.debug_barrier()
             codes, _, _ = over_tiles(
                 queries, rows, keys, values, place, known_values, box, final_max, first, clear, o_n, o_d, o_dv, UNUSUAL,
-                D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
+                D, DV, BLOCK_D, BLOCK_DV, BM, BN, WHERE, CODED, PRECISION, HIDING, known, apply, bounds, DESCRIBED,
             )  # fmt: skip
             tl.store(p_out, codes.to(p_out.dtype.element_ty), mask=m_out & asked[:, None] & (codes != 0.0))
     elif REPAIR == FLAGGED:
@@ -259,7 +279,7 @@ def over_tiles(
     queries, rows, keys, values, place, known_values, box, running_max, first, clear, o_n, o_d, o_dv,
     MODE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PAGED: tl.constexpr, CODED: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr,
+    WHERE: tl.constexpr, CODED: tl.constexpr, PRECISION: tl.constexpr, HIDING: tl.constexpr,
     known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """(acc, running_max, running_sum) of keys from `first` to the end: tiles below `clear` are visible but for the mask."""
@@ -291,7 +311,7 @@ def over_tiles(
                 mixed = mixed & (mixed - 1)
                 acc, running_max, running_sum = one_tile(
                     acc, running_max, running_sum, queries, n, rows, keys, values, place, known_values, o_n, o_d, o_dv, True, MODE,
-                    D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, apply, DESCRIBED,
+                    D, DV, BLOCK_D, BLOCK_DV, BM, BN, WHERE, CODED, PRECISION, apply, DESCRIBED,
                 )  # fmt: skip
             count = tl.sum((whole >> o_tiles) & 1, 0)
             for _ in tl.range(0, count):
@@ -299,18 +319,18 @@ def over_tiles(
                 whole = whole & (whole - 1)
                 acc, running_max, running_sum = one_tile(
                     acc, running_max, running_sum, queries, n, rows, keys, values, place, known_values, o_n, o_d, o_dv, False, MODE,
-                    D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, apply, DESCRIBED,
+                    D, DV, BLOCK_D, BLOCK_DV, BM, BN, WHERE, CODED, PRECISION, apply, DESCRIBED,
                 )  # fmt: skip
     else:
         for n in tl.range(first, clear, BN):
             acc, running_max, running_sum = one_tile(
                 acc, running_max, running_sum, queries, n, rows, keys, values, place, known_values, o_n, o_d, o_dv, False, MODE,
-                D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, apply, DESCRIBED,
+                D, DV, BLOCK_D, BLOCK_DV, BM, BN, WHERE, CODED, PRECISION, apply, DESCRIBED,
             )  # fmt: skip
         for n in tl.range(clear, end, BN):
             acc, running_max, running_sum = one_tile(
                 acc, running_max, running_sum, queries, n, rows, keys, values, place, known_values, o_n, o_d, o_dv, True, MODE,
-                D, DV, BLOCK_D, BLOCK_DV, BM, BN, PAGED, CODED, PRECISION, apply, DESCRIBED,
+                D, DV, BLOCK_D, BLOCK_DV, BM, BN, WHERE, CODED, PRECISION, apply, DESCRIBED,
             )  # fmt: skip
     return acc, running_max, running_sum
 
@@ -320,22 +340,24 @@ def one_tile(
     acc, running_max, running_sum, queries, n, rows, keys, values, place, known_values, o_n, o_d, o_dv,
     MASKED: tl.constexpr, MODE: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    PAGED: tl.constexpr, CODED: tl.constexpr, PRECISION: tl.constexpr, apply: tl.constexpr, DESCRIBED: tl.constexpr,
+    WHERE: tl.constexpr, CODED: tl.constexpr, PRECISION: tl.constexpr, apply: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Keys n … n + BN - 1, folded into the running state."""
     item, name, heads, position, limit = rows
     base_k, k_row, k_column, base_ks, k_item = keys
     base_v, v_row, v_column, base_vs, v_item = values
-    pages, page_size, table_row, page_count, status, s_item, s_row, k_start, end, factor, scale, ints, floats, wrong = place
+    pages, page_size, table_row, page_count, status, s_item, s_row, k_start, end, factor, scale, ints, floats, wrong, ring_first, ring = (
+        place
+    )
     held = n + o_n < end
     if DESCRIBED:
         key_rows = base_k.load([tl.cast(n, tl.int32), 0])
     else:
-        at_k = places(n, o_n, end, pages, page_size, k_item, k_row, item, PAGED, table_row, page_count, status)
-        key_rows = load_rows(base_k, at_k, o_d, k_column, held, D, BLOCK_D, MASKED or PAGED).to(queries.dtype)
+        at_k = places(n, o_n, end, pages, page_size, k_item, k_row, item, WHERE, table_row, page_count, status, ring_first, ring)
+        key_rows = load_rows(base_k, at_k, o_d, k_column, held, D, BLOCK_D, MASKED or WHERE == PAGES).to(queries.dtype)
     x = dot(queries, tl.trans(key_rows), PRECISION)
     if CODED:
-        at_s = places(n, o_n, end, pages, page_size, s_item, s_row, item, PAGED, table_row, page_count, status)
+        at_s = places(n, o_n, end, pages, page_size, s_item, s_row, item, WHERE, table_row, page_count, status, ring_first, ring)
         x = x * tl.load(base_ks + at_s, mask=held, other=0.0)[None, :]
     if apply is not None:
         inside = (n + o_n)[None, :] < limit[:, None]
@@ -358,8 +380,8 @@ def one_tile(
     if DESCRIBED:
         value_rows = base_v.load([tl.cast(n, tl.int32), 0])
     else:
-        at_v = places(n, o_n, end, pages, page_size, v_item, v_row, item, PAGED, table_row, page_count, status)
-        value_rows = load_rows(base_v, at_v, o_dv, v_column, held, DV, BLOCK_DV, MASKED or PAGED)
+        at_v = places(n, o_n, end, pages, page_size, v_item, v_row, item, WHERE, table_row, page_count, status, ring_first, ring)
+        value_rows = load_rows(base_v, at_v, o_dv, v_column, held, DV, BLOCK_DV, MASKED or WHERE == PAGES)
     if CODED:
         value_scale = tl.load(base_vs + at_s, mask=held, other=0.0)
     if MODE == UNUSUAL:

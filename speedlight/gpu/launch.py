@@ -20,7 +20,6 @@ from .prepare import Ready, classes_of, interpreting, prepare
 from .tiles import COARSE_DIMS, HEAD_DIMS, Tile, table_row
 
 _FEW = 128  # programs that look whether a block wants mending
-REGISTERS = 255  # of a thread: said, lest ptxas spill a few to fit half as many
 SHORT_ROWS = 64  # query rows of a kv head up to which its keys are read by several programs
 PRECISIONS = ("ieee", "tf32x3", "tf32")  # of float32 products
 
@@ -46,6 +45,8 @@ class Keys:
     lengths: torch.Tensor | None = None  # on the device, when the host does not know them
     status: torch.Tensor | None = None  # takes note of page numbers and lengths that are out of range
     most: int = 0  # keys of the longest item, where lengths are on the device
+    ring_first: int = 0  # tokens that stay where they are, and how many the others go round
+    ring: int = 0
 
 
 def check(problem: Problem, device: str, precision: Any) -> None:
@@ -142,6 +143,7 @@ class Launch:
     arguments: dict[str, Any]
     warps: int
     stages: int
+    registers: int | None = None
 
 
 def run(
@@ -252,6 +254,7 @@ def launches(
         "q_len": p.q_lengths[0], "k_len": p.k_lengths[0], "out_rows": p.rows, "kv_heads": p.kv_heads, "group": group, "splits": splits,
         "PACK": pack, "DV": p.value_dim, "BLOCK_DV": max(16, power_above(p.value_dim)),
     }  # fmt: skip
+    ring = {"ring_first": keys.ring_first, "ring": keys.ring, "WHERE": 1 if keys.pages is not None else 2 if keys.ring else 0}
     scales = (0, 0, 0) if keys.k_scales is None else keys.k_scales.stride()
     arguments = both | {
         "q": q, "k": keys.k, "v": keys.v, "sinks": None if short else ready.sinks, "pages": keys.pages, "k_scales": keys.k_scales,
@@ -261,13 +264,13 @@ def launches(
         "q_start": p.q_starts[0], "k_start": p.k_start, "row_blocks": row_blocks, "page_size": keys.page_size,
         "table_row": 0 if keys.pages is None else keys.pages.stride(0), "table_pages": 0 if keys.pages is None else keys.pages.shape[1],
         "page_count": keys.page_count,
-        **classes, "factor": factor, "scale": float(p.scale), "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)),
+        **ring, **classes, "factor": factor, "scale": float(p.scale), "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)),
         "BM": rows, "BN": tile.keys, "CAUSAL": causal,
         "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(FLAGGED), "flags": flags, "blocks": blocks,
         "SPLIT": short, "DESCRIBED": tile.described and _describable(keys, p),
         **{n: ready.functions.get(n) for n in ("known", "apply", "bounds")},
     }  # fmt: skip
-    found = [Launch(attend, (blocks,), arguments, tile.warps, tile.stages)]
+    found = [Launch(attend, (blocks,), arguments, tile.warps, tile.stages, tile.registers)]
     # mending in a kernel of its own: it wants more registers
     found.append(Launch(attend, (min(blocks, _FEW),), arguments | {"REPAIR": int(AFTERWARDS)}, tile.warps, tile.stages))
     if short:
@@ -285,7 +288,7 @@ def start(each: Launch) -> None:
     where = arguments["out" if "out" in arguments else "keys"].device
     try:
         with torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext():  # Triton launches on the current one
-            kernel[each.grid](**arguments, num_warps=each.warps, num_stages=each.stages, maxnreg=REGISTERS)
+            kernel[each.grid](**arguments, num_warps=each.warps, num_stages=each.stages, maxnreg=each.registers)
     except triton.runtime.errors.OutOfResources as error:
         raise UnsupportedError(
             f"{kernel.__name__}: this GPU has too little {error.name} for a head dim of {arguments['DV']}: "
@@ -309,7 +312,7 @@ def _raise_wrong(ready: Ready, wrong: torch.Tensor) -> None:
 
 def _describable(keys: Keys, p: Problem) -> bool:
     """Whether tensor descriptors can tell where keys and values lie: rows of adjoining numbers, all on 16 bytes."""
-    if keys.pages is not None or keys.k_scales is not None or max(p.k_lengths) >= 1 << 31:
+    if keys.pages is not None or keys.k_scales is not None or keys.ring or max(p.k_lengths) >= 1 << 31:
         return False
     size = keys.k.element_size()
     pairs = (keys.k, keys.k_strides), (keys.v, keys.v_strides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,12 +12,13 @@ import torch
 from .. import arrays
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError
 from ..problem import Problem, cache_dtype, check_index, check_sizes, check_tokens, from_cache, new_counts, new_totals
+from ..rings import PIECE, ring_of
 from ..tracing import kept
 from .decode import store
 from .launch import Keys, Launch, capturing, check, power_above, run, start
 from .prepare import interpreting
 
-FULL, LOST_PAGE, LOST_LENGTH = 1, 2, 4  # what kernels note in a status word
+_ENDLESS = 1 << 46  # tokens: the capacity of a cache that has a window and no other limit
 
 
 def device_of(device: Any) -> torch.device:
@@ -80,7 +82,7 @@ class Rows:
     def put(
         self, k: torch.Tensor, v: torch.Tensor, strides: tuple[tuple[int, ...], tuple[int, ...]], lengths: torch.Tensor, n_new: int,
         status: torch.Tensor, *, counts: torch.Tensor | None = None, first: torch.Tensor | None = None, arrived: torch.Tensor | None = None,
-        pages: torch.Tensor | None = None, page_size: int = 1, capacity: int,
+        pages: torch.Tensor | None = None, page_size: int = 1, capacity: int, ring_first: int = 0, ring: int = 0,
     ) -> Launch:  # fmt: skip
         """Stores new tokens past the lengths; with `arrived`, then makes those longer. strides: (item, head, row, column) of k and v."""
         batch, heads = lengths.shape[0], self.k.shape[1]
@@ -91,6 +93,7 @@ class Rows:
             "lengths": lengths, "arrived": arrived, "pages": pages, "status": status, "first": first, "n_new": n_new, "capacity": capacity,
             "page_size": page_size, "table_row": 0 if pages is None else pages.stride(0), "programs": n_new, "D": d, "DV": dv,
             "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)), "HEADS": heads, "BLOCK_H": power_above(heads),
+            "ring_first": ring_first, "ring": ring, "RING": ring > 0,
         }  # fmt: skip
         for name, each in (("k", strides[0]), ("v", strides[1])):
             arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row", "column"), each, strict=True)}
@@ -111,16 +114,19 @@ class CudaCache:
         self, *, layers: int, batch: int = 1, kv_heads: int, head_dim: int, capacity: int | None = None, dtype: Any = "float32",
         value_dim: int | None = None, window: int | None = None, keep_first: int = 0, device: Any = "cuda",
     ) -> None:  # fmt: skip
-        if window is not None or keep_first:
-            raise UnsupportedError("window: expected None on a GPU, where it is not built yet. Use attend(mask=sl.window(…)).")
-        if capacity is None:
-            raise ArgumentError("capacity: expected the most tokens of a sequence.")
-        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
-        sizes["value_dim"] = head_dim if value_dim is None else value_dim
-        check_sizes(sizes)
+        if capacity is None and window is None:
+            raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
+        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
+        sizes |= {"capacity": _ENDLESS if capacity is None else capacity, "value_dim": head_dim if value_dim is None else value_dim}
+        check_sizes(sizes | {"window": 1 if window is None else window})
+        check_sizes({"keep_first": keep_first}, least=0)
+        if window is None and keep_first:
+            raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
         self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim = map(int, sizes.values())
         self.dtype, self.device = cache_dtype(dtype), device_of(device)
-        shape, dims = (self.batch, self.kv_heads, self.capacity), (self.head_dim, self.value_dim)
+        self.window, self.keep_first, self._ring = window, keep_first, ring_of(window, keep_first, 1)
+        self._written = [[0] * self.batch for _ in range(self.layers)]  # past the last token that was ever there
+        shape, dims = (self.batch, self.kv_heads, self._ring.tokens or self.capacity), (self.head_dim, self.value_dim)
         self._rows = [Rows(shape, self.dtype, dims, self.device, tokens_first=False) for _ in range(self.layers)]
         self._device_lengths = torch.zeros((self.layers, self.batch), dtype=torch.int32, device=self.device)
         self._arrived = torch.zeros((self.layers, self.batch), dtype=torch.int32, device=self.device)
@@ -130,7 +136,9 @@ class CudaCache:
         self._captured = False  # a graph has seen this cache: only the device knows the lengths
 
     def __repr__(self) -> str:
-        names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
+        names = ["layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity"]
+        if self.window is not None:
+            names[-1:] = ["window", "keep_first"]
         return f"KVCache({', '.join(f'{n}={getattr(self, n)}' for n in names)}, dtype={self.dtype!r}, device='{self.device}')"
 
     # --- what it holds
@@ -143,7 +151,8 @@ class CudaCache:
     @property
     def used_bytes(self) -> int:
         """Of the tokens that are held."""
-        return sum(n for lengths in self._now() for n in lengths) * self.token_bytes
+        most = self._ring.tokens or self.capacity
+        return sum(min(n, most) for lengths in self._now() for n in lengths) * self.token_bytes
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens of every sequence. Waits for the device if a graph has seen this cache."""
@@ -163,6 +172,13 @@ class CudaCache:
 
     def _copied(self, layer: int, which: int) -> torch.Tensor:
         lengths = self.lengths(layer)
+        if self._ring.size:
+            shown = [self._ring.shown(n) for n in lengths]
+            whole = self._rows[layer].values_of(which, slice(None))
+            out = whole.new_zeros((*whole.shape[:2], max(map(len, shown)), whole.shape[3]))
+            for item, positions in enumerate(shown):
+                out[item, :, : len(positions)] = whole[item, :, [self._ring.place(n) for n in positions]]
+            return out
         out = self._rows[layer].values_of(which, (slice(None), slice(None), slice(max(lengths))))
         for item, n in enumerate(lengths):
             out[item, :, n:] = 0
@@ -176,6 +192,7 @@ class CudaCache:
         """
         noted = int(self._status.item())
         self._lengths = self._device_lengths.tolist()
+        self._written = [list(map(max, a, b)) for a, b in zip(self._written, self._lengths, strict=True)]
         if noted:
             self._status.zero_()
             layer = max(range(self.layers), key=lambda n: max(self._lengths[n]))
@@ -227,33 +244,39 @@ class CudaCache:
         shape = a.shape if a is not None else ()
         if new and len(shape) == 4 and shape[2] != n_new:
             raise ArgumentError(f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {tuple(shape)}).")
-        ready = result = lse = None
+        rows = shape[2] if len(shape) == 4 else 0
+        if not new and any(self._ring.lost(n - rows + 1, w) for n, w in zip(lengths, self._written[layer], strict=True)):
+            raise ArgumentError(f"q: expected fewer queries; the window has forgotten what some of the {rows} see.")
+        if capture and self.capacity == _ENDLESS:
+            raise UnsupportedError("capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none.")
+        result = target = lse = where = None
         if a is not None:
-            # a problem is kept and used again, so it speaks of the capacity; arrays as masks want the lengths themselves
-            known = kept(options["mask"]) and kept(options["score"])
-            longest = (self.capacity,) * self.batch if known or capture else tuple(totals)
-            problem = from_cache(
-                a, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=longest,
-                causal=bool(new), q_lengths=None if new_lengths is None else counts, **options,
-            )  # fmt: skip
-            check(problem, str(self.device), "ieee")
             result, target = arrays.out_for(a, (*a.shape[:-1], self.value_dim), out, (a,))
-            number = "float32"
-            lse, where = arrays.empty_like(a, a.shape[:-1], number) if return_lse else (None, None)
-            most = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
-            ready = problem, target, where, most
+            lse, where = arrays.empty_like(a, a.shape[:-1], "float32") if return_lse else (None, None)
+        # a ring takes a long chunk in pieces: each sees what is still there
+        step = PIECE if self._ring.size else max(n_new, 1)
+        pieces = [slice(at, at + step) for at in range(0, max(n_new, 1), step)]
+        problems = [self._problem(a, x, counts, totals, new_lengths, capture, bool(new), options) for x in pieces if a is not None]
         if not self._locks[layer].acquire(blocking=False):
             raise CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")
+        before = [x.clone() for x in self._rows[layer].parts] if len(pieces) > 1 else None
         try:
             self._captured |= capture
-            if new:
-                self._put(layer, new, counts, n_new, new_lengths is not None)
-            if ready is not None and a is not None:
-                self._run(layer, a, *ready)
+            for n, piece in enumerate(pieces):
+                if new:
+                    some = [min(max(x - piece.start, 0), step) for x in counts]
+                    self._put(layer, [x.tensor[:, :, piece] for x in new], some, new_lengths is not None)
+                if a is not None and target is not None:
+                    most = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
+                    views = [None if x is None else x.tensor[:, :, piece] if n_new else x.tensor for x in (a, target, where)]
+                    self._run(layer, problems[n], *views, most)  # type: ignore[arg-type]
             self._lengths[layer] = totals
+            self._written[layer] = list(map(max, self._written[layer], totals))
         except BaseException:
             if new and not capture:
                 self._device_lengths[layer].copy_(torch.tensor(lengths, dtype=torch.int32))
+                for part, x in zip(self._rows[layer].parts, before or (), strict=False):
+                    part.copy_(x)
             raise
         finally:
             self._locks[layer].release()
@@ -262,6 +285,24 @@ class CudaCache:
         result = arrays.like_input(a, result) if out is None else out
         return (result, arrays.like_input(a, lse)) if return_lse else result
 
+    def _problem(
+        self, a: arrays.Array, piece: slice, counts: list[int], totals: list[int], new_lengths: Any, capture: bool, causal: bool,
+        options: dict[str, Any],
+    ) -> Problem:  # fmt: skip
+        """A problem is kept and used again, so it speaks of a power of two of keys; arrays as masks want the lengths themselves."""
+        known = kept(options["mask"]) and kept(options["score"])
+        bucket = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
+        longest = (bucket,) * self.batch if known or capture else tuple(totals)
+        rows = a.shape[2] if len(a.shape) == 4 else 0
+        some = replace(a, shape=(*a.shape[:2], len(range(rows)[piece]), a.shape[3])) if causal and rows else a
+        given = None if new_lengths is None else [min(max(n - piece.start, 0), piece.stop - piece.start) for n in counts]
+        problem = from_cache(
+            some, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=longest,
+            causal=causal, q_lengths=given, hiding=self._ring.mask(causal), **options,
+        )  # fmt: skip
+        check(problem, str(self.device), "ieee")
+        return problem
+
     def _new(self, x: Any, name: str, dim: int) -> arrays.Array:
         found = described(x, name, self.device)
         if len(found.shape) != 4 or (found.shape[0], found.shape[1], found.shape[3]) != (self.batch, self.kv_heads, dim):
@@ -269,18 +310,19 @@ class CudaCache:
         check_tokens(found.dtype, name, self.dtype)
         return found
 
-    def _put(self, layer: int, new: list[arrays.Array], counts: list[int], n_new: int, uneven: bool) -> None:
-        k, v = (x.tensor for x in new)
+    def _put(self, layer: int, new: list[torch.Tensor], counts: list[int], uneven: bool) -> None:
+        k, v = new
         each = torch.tensor(counts, dtype=torch.int32).to(self.device) if uneven else None
         step = self._rows[layer].put(
-            k, v, (k.stride(), v.stride()), self._device_lengths[layer], n_new, self._status, counts=each, arrived=self._arrived[layer],
-            capacity=self.capacity,
+            k, v, (k.stride(), v.stride()), self._device_lengths[layer], k.shape[2], self._status, counts=each,
+            arrived=self._arrived[layer], capacity=self.capacity, ring_first=self._ring.fixed, ring=self._ring.size,
         )  # fmt: skip
         start(step)
 
-    def _run(self, layer: int, q: arrays.Array, problem: Problem, out: arrays.Array, lse: arrays.Array | None, most: int) -> None:
-        keys = self._rows[layer].keys(lengths=self._device_lengths[layer], most=most)
-        run(problem, "bhld", q.tensor, keys, out.tensor, None if lse is None else lse.tensor)
+    def _run(self, layer: int, problem: Problem, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, most: int) -> None:
+        ring = {"ring_first": self._ring.fixed, "ring": self._ring.size}
+        keys = self._rows[layer].keys(lengths=self._device_lengths[layer], most=most, **ring)
+        run(problem, "bhld", q, keys, out, lse)
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
@@ -294,6 +336,11 @@ class CudaCache:
             least = min(x[item] for x in now)
             if not 0 <= n <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
+            if any(self._ring.lost(n, x[item]) for x in self._written):
+                raise ArgumentError(
+                    f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what token {n} would "
+                    "see. clear() it, or make a cache of a longer window."
+                )
         self._set([wanted] * self.layers)
 
     def clear(self) -> None:
@@ -303,6 +350,7 @@ class CudaCache:
     def _set(self, lengths: list[list[int]]) -> None:
         self._device_lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
         self._lengths = [list(x) for x in lengths]
+        self._written = [[n and w for n, w in zip(x, y, strict=True)] for x, y in zip(lengths, self._written, strict=True)]
 
     def copy(self) -> CudaCache:
         """An independent cache with the same content."""
@@ -313,13 +361,14 @@ class CudaCache:
         indices = [check_index("batch index", i, self.batch) for i in batch_indices]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
-        names = ("layers", "kv_heads", "head_dim", "value_dim", "capacity", "dtype")
+        names = ("layers", "kv_heads", "head_dim", "value_dim", "capacity", "dtype", "window", "keep_first")
         device = "cuda" if interpreting() else self.device
         new = CudaCache(**{n: getattr(self, n) for n in names}, batch=len(indices), device=device)
         now = self._now()
         for mine, theirs in zip(self._rows, new._rows, strict=True):
             for a, b in zip(mine.parts, theirs.parts, strict=True):
                 b.copy_(a[indices])
+        new._written = [[x[i] for i in indices] for x in self._written]
         new._set([[x[i] for i in indices] for x in now])
         return new
 

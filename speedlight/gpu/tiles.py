@@ -6,7 +6,7 @@ the device; rows that say `measured=False` were chosen by what compiles without 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,7 @@ class Tile:
     warps: int
     stages: int
     described: bool = False  # keys and values come by tensor descriptors (TMA, from capability 9.0)
+    registers: int | None = None  # of a thread, at most; said where ptxas would rather spill a few than fit one block
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class Row:
     paged: Tile  # pages and int8 codes
     decode: Tile
     measured: bool = False
+
+
+def _roomy(row: Row) -> Row:
+    full, masked, paged, decode = (replace(x, registers=255) for x in (row.full, row.masked, row.paged, row.decode))
+    return replace(row, full=full, masked=masked, paged=paged, decode=decode)
 
 
 # capability: dtype: rows in ascending head dim
@@ -63,15 +69,17 @@ TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
         "32": (
             Row(64, Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
             Row(128, Tile(32, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 2)),
-            Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 32, 8, 2)),
-            Row(512, Tile(16, 16, 8, 2), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
+            Row(256, Tile(16, 32, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
+            Row(512, Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
         ),
         "tf32": (
             Row(64, Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(128, 32, 8, 2), Tile(16, 32, 4, 3)),
-            Row(128, Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 2)),
+            Row(128, Tile(16, 64, 8, 1), Tile(16, 64, 8, 1), Tile(16, 32, 8, 1), Tile(16, 32, 8, 2)),
         ),
     },
 }
+TABLE[8, 0] |= {kind: tuple(map(_roomy, TABLE[8, 0][kind])) for kind in ("32", "tf32")}
+TABLE[9, 0] |= {kind: (TABLE[9, 0][kind][0], *map(_roomy, TABLE[9, 0][kind][1:])) for kind in ("32", "tf32")}
 TABLE[10, 0] = TABLE[9, 0] | {
     "16": (
         Row(64, Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(64, 64, 8, 1), Tile(16, 64, 4, 3)),
