@@ -197,6 +197,9 @@ def test_a_pool_says_what_it_says_on_the_cpu(rng, dtype, options):
         got, lse = there.attend(1, theirs, *(tensor(x) for x in (q, k, v)), new_lengths=counts, return_lse=True, **options)
         close(got, want, dtype)
         np.testing.assert_allclose(lse.cpu(), want_lse, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-5, err_msg=str(step))
+    q = tokens(rng, dtype, (9, 4, 17))[0]
+    lengths = {"new_lengths": [2, 3, 0, 4]}
+    close(there.attend(1, theirs, tensor(q), **lengths), here.attend(1, ours, q, **lengths), dtype)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(plain(b.keys(1).cpu()), plain(a.keys(1)))
         np.testing.assert_array_equal(plain(b.values(1).cpu()), plain(a.values(1)))
