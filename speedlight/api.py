@@ -454,6 +454,6 @@ def plan(
             batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
             value_dim=value_dim, dtype=dtype, causal=causal, q_start=q_start, k_start=k_start, scale=scale, mask=mask, score=score,
         )  # fmt: skip
-    if device is not None and device != "cpu":
+    if device is not None and str(device) != "cpu":
         return engines.gpu_plan(problem, device, precision, exact)
     return engines.make_plan(problem, engines.threads_now(), strided_keys=strided_keys, strided_values=strided_values, exact=exact)

@@ -76,7 +76,7 @@ class KVCache:
         keep_first: int = 0,
         device: Any = "cpu",
     ) -> None:
-        if device != "cpu":  # __new__ has made something else, unless this is another CPU
+        if str(device) != "cpu":  # __new__ has made something else, unless this is another CPU
             raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r}.")
         if capacity is None:
             if window is None:

@@ -126,7 +126,7 @@ class PagePool:
         self._cuda: Any = None
         self._keys: list[Any]
         self._values: list[Any]
-        if device != "cpu":
+        if str(device) != "cpu":
             memory = engine.resident().PoolMemory
             own = {n: getattr(self, n) for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim", "dtype")}
             self._cuda = memory(**own, device=device)

@@ -160,6 +160,13 @@ def test_wrong_sizes(message, change):
         sl.KVCache(**({"layers": 1, "kv_heads": 1, "head_dim": 16, "capacity": 10, "device": "cuda"} | change))
 
 
+def test_devices_by_torch():
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16}
+    assert sl.KVCache(**sizes, capacity=10, device=torch.device("cpu")).keys(0).shape == (1, 1, 0, 16)
+    assert sl.PagePool(**sizes, pages=2, page_size=16, device=torch.device("cpu")).free_pages == 2
+    assert "cuda" in type(sl.KVCache(**sizes, capacity=10, device=torch.device("cuda"))).__name__.lower()
+
+
 def test_wrong_tokens(rng):
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
     x = tensor(np.zeros((1, 1, 2, 16), np.float32))
