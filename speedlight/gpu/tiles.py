@@ -44,7 +44,7 @@ TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
     (8, 0): {
         "16": (
             Row(64, Tile(128, 128, 8, 3), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
-            Row(128, Tile(128, 32, 8, 3), Tile(64, 64, 8, 2), Tile(128, 64, 8, 3), Tile(16, 32, 4, 3)),
+            Row(128, Tile(128, 32, 8, 3), Tile(64, 64, 8, 2), Tile(128, 64, 8, 3), Tile(16, 64, 4, 2, registers=255)),
             Row(256, Tile(64, 32, 8, 2), Tile(64, 32, 8, 1), Tile(64, 32, 8, 2), Tile(16, 64, 8, 2)),
             Row(512, Tile(32, 32, 8, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 2), Tile(16, 16, 4, 2)),
         ),
@@ -64,7 +64,7 @@ TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
             Row(64, Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
             Row(128, Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
             Row(256, Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True), Tile(32, 32, 8, 2), Tile(16, 64, 8, 2)),
-            Row(512, Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2), Tile(16, 16, 4, 2)),
+            Row(512, Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2), Tile(16, 16, 4, 2, registers=255)),
         ),
         "32": (
             Row(64, Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
