@@ -17,9 +17,10 @@ import numpy as np
 import speedlight as sl
 from speedlight import arrays, engine
 from speedlight.cpu.compile import compile_ir, emit, symbol_of
-from speedlight.cpu.fields import FIELDS
+from speedlight.cpu.fields import FIELDS, ITEM
 from speedlight.cpu.microkernels import Shape
 from speedlight.machine import isa_named
+from speedlight.planning import SLACK
 from speedlight.problem import from_arrays
 
 HERE = Path(__file__).parent
@@ -49,6 +50,7 @@ def run_on_arm(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, folder
         ("q", q),
         ("k", k),
         ("v", v),
+        ("pages", np.zeros(1 + SLACK, np.int64)),  # the list of an array without pages
         ("items", items),
         ("scratch", np.zeros(scratch, np.uint8)),
         ("out", out),
@@ -56,14 +58,16 @@ def run_on_arm(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, folder
     ):
         memory += b"\0" * (-len(memory) % 64)
         offsets[name] = len(memory)
+        if name == "items":
+            items[:, ITEM.index("pages")] = offsets["pages"]
         memory += data.tobytes()
     results = len(memory) - offsets["out"]
     for name in POINTERS:
         words[FIELDS.index(name)] = offsets[name]
     which = np.array([FIELDS.index(n) for n in POINTERS], np.int64)
-    (folder / "in").write_bytes(
-        struct.pack("<4q", len(words), len(which), len(memory), results) + words.tobytes() + which.tobytes() + memory
-    )
+    inside = offsets["items"] + items.strides[0] * np.arange(len(items)) + items.strides[1] * ITEM.index("pages")
+    head = struct.pack("<5q", len(words), len(which), len(inside), len(memory), results)
+    (folder / "in").write_bytes(head + words.tobytes() + which.tobytes() + inside.astype(np.int64).tobytes() + memory)
     (folder / "kernel.o").write_bytes(compile_ir(shape, emit(shape)))
     binary = folder / "run"
     flags = ["-O2", "-static", f"-DKERNEL={symbol_of(shape)}"]
