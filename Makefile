@@ -51,9 +51,11 @@ gpu-check: $(VENV)/.test
 	$(RUN) -m speedlight.gpu.ahead
 
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
+# (pytest-xdist, if it is there, lets compilers run side by side)
 GPU_TURNS ?= 5
+GPU_JOBS ?= $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8")
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -p no:cacheprovider -o addopts= -o filterwarnings=default -q tests/test_gpu.py tests/test_gpu_caches.py tests/test_gpu_tools.py
+	PYTHONPATH=. $(PYTHON) -m pytest $(GPU_JOBS) -p no:cacheprovider -o addopts= -o filterwarnings=default -q tests/test_gpu.py tests/test_gpu_caches.py tests/test_gpu_tools.py
 	mkdir -p benchmarks/results
 	PYTHONPATH=. $(PYTHON) -m speedlight.tools.gpu --turns $(GPU_TURNS) -o benchmarks/results
 
