@@ -17,7 +17,7 @@ from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, Unsu
 from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
 from .planning import BLOCK, ENDLESS, SLACK, Pages
-from .problem import SPAN, TILE, cache_dtype, check_index, check_sizes, check_tokens, from_cache, new_counts, new_totals
+from .problem import SPAN, TILE, cache_dtype, cache_sizes, check_index, check_tokens, from_cache, new_counts, new_totals, shorter_lengths
 from .rings import PIECE, ring_of
 from .tracing import kept
 
@@ -78,17 +78,10 @@ class KVCache:
     ) -> None:
         if str(device) != "cpu":  # __new__ has made something else, unless this is another CPU
             raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r}.")
-        if capacity is None:
-            if window is None:
-                raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
-            capacity = _MOST
-        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity}
-        sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "window": 1 if window is None else window}
-        check_sizes(sizes)
-        if window is None and keep_first:
-            raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
-        check_sizes({"keep_first": keep_first}, least=0)
-        self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim, _ = map(int, sizes.values())
+        self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
+            layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, capacity=capacity, window=window,
+            keep_first=keep_first,
+        )  # fmt: skip
         self.window, self.keep_first = None if window is None else int(window), int(keep_first)
         self.dtype = cache_dtype(dtype)
         self._isa = current_isa()
@@ -270,21 +263,8 @@ class KVCache:
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        wanted = [length] * self.batch if isinstance(length, (int, np.integer)) else list(length)
-        if len(wanted) != self.batch:
-            raise ArgumentError(f"length: expected one int, or {self.batch} (one per sequence); got {len(wanted)}.")
-        for item, n in enumerate(wanted):
-            if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
-                raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
-            least = min(x[item] for x in self._lengths)
-            if not 0 <= n <= least:
-                raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
-            if any(self._lost(layer, item, int(n)) for layer in range(self.layers)):
-                raise ArgumentError(
-                    f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what token {n} would "
-                    "see. clear() it, or make a cache of a longer window."
-                )
-        self._set_lengths([int(n) for n in wanted])
+        lost = lambda item, n: any(self._lost(layer, item, n) for layer in range(self.layers))  # noqa: E731
+        self._set_lengths(shorter_lengths(length, self._lengths, lost))
 
     def _lost(self, layer: int, item: int, position: int) -> bool:
         """Whether a ring has written over what a token at `position` sees."""

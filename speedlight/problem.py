@@ -7,6 +7,7 @@ import itertools
 import math
 import numbers
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -455,3 +456,40 @@ def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int)
                 free,
             )
     return [a + b for a, b in zip(lengths, counts, strict=True)]
+
+
+def cache_sizes(
+    *, layers: Any, batch: Any, kv_heads: Any, head_dim: Any, value_dim: Any, capacity: Any, window: Any, keep_first: Any
+) -> tuple[int, int, int, int, int, int]:
+    """(layers, batch, kv_heads, head_dim, value_dim, capacity) of a cache; with a window and no capacity, the most there is."""
+    if capacity is None:
+        if window is None:
+            raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
+        capacity = _MOST
+    sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
+    check_sizes(sizes | {"window": 1 if window is None else window})
+    if window is None and keep_first:
+        raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
+    check_sizes({"keep_first": keep_first}, least=0)
+    return tuple(map(int, sizes.values()))  # type: ignore[return-value]
+
+
+def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, int], bool]) -> list[int]:
+    """What truncate() leaves of every sequence; lengths: per layer. lost(item, n): a window has forgotten what token n would see."""
+    batch = len(lengths[0])
+    wanted = [length] * batch if isinstance(length, (int, np.integer)) else list(length)
+    if len(wanted) != batch:
+        raise ArgumentError(f"length: expected one int, or {batch} (one per sequence); got {len(wanted)}.")
+    for item, n in enumerate(wanted):
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+            raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
+        least = min(x[item] for x in lengths)
+        if not 0 <= n <= least:
+            raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
+        if lost(item, int(n)):
+            raise ArgumentError(
+                f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what token {n} would "
+                "see. clear() it, or make a cache of a longer window."
+            )
+    return [int(n) for n in wanted]

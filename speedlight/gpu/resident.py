@@ -11,7 +11,7 @@ import torch
 
 from .. import arrays
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError
-from ..problem import Problem, cache_dtype, check_index, check_sizes, check_tokens, from_cache, new_counts, new_totals
+from ..problem import Problem, cache_dtype, cache_sizes, check_index, check_tokens, from_cache, new_counts, new_totals, shorter_lengths
 from ..rings import PIECE, ring_of
 from ..tracing import kept
 from .decode import store
@@ -114,15 +114,10 @@ class CudaCache:
         self, *, layers: int, batch: int = 1, kv_heads: int, head_dim: int, capacity: int | None = None, dtype: Any = "float32",
         value_dim: int | None = None, window: int | None = None, keep_first: int = 0, device: Any = "cuda",
     ) -> None:  # fmt: skip
-        if capacity is None and window is None:
-            raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
-        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
-        sizes |= {"capacity": _ENDLESS if capacity is None else capacity, "value_dim": head_dim if value_dim is None else value_dim}
-        check_sizes(sizes | {"window": 1 if window is None else window})
-        check_sizes({"keep_first": keep_first}, least=0)
-        if window is None and keep_first:
-            raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
-        self.layers, self.batch, self.kv_heads, self.head_dim, self.capacity, self.value_dim = map(int, sizes.values())
+        self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
+            layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, capacity=capacity, window=window,
+            keep_first=keep_first,
+        )  # fmt: skip
         self.dtype, self.device = cache_dtype(dtype), device_of(device)
         self.window, self.keep_first, self._ring = window, keep_first, ring_of(window, keep_first, 1)
         self._written = [[0] * self.batch for _ in range(self.layers)]  # past the last token that was ever there
@@ -327,20 +322,7 @@ class CudaCache:
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
         now = self._now()
-        wanted = [length] * self.batch if isinstance(length, int) else list(length)
-        if len(wanted) != self.batch:
-            raise ArgumentError(f"length: expected one int, or {self.batch} (one per sequence); got {len(wanted)}.")
-        for item, n in enumerate(wanted):
-            if isinstance(n, bool) or not isinstance(n, int):
-                raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
-            least = min(x[item] for x in now)
-            if not 0 <= n <= least:
-                raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
-            if any(self._ring.lost(n, x[item]) for x in self._written):
-                raise ArgumentError(
-                    f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what token {n} would "
-                    "see. clear() it, or make a cache of a longer window."
-                )
+        wanted = shorter_lengths(length, now, lambda item, n: any(self._ring.lost(n, x[item]) for x in self._written))
         self._set([wanted] * self.layers)
 
     def clear(self) -> None:
