@@ -13,7 +13,7 @@ from . import engine as engines
 from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
 from .planning import SLACK, Pages, Plan
-from .problem import LAYOUTS, from_arrays, from_cache, from_sizes, packed_lengths, page_lists
+from .problem import LAYOUTS, check_precision, from_arrays, from_cache, from_sizes, packed_lengths, page_lists
 from .tracing import kept
 
 _prepared: dict[Any, engines.Prepared] = {}
@@ -91,8 +91,7 @@ def attention(
     >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
     ((1, 2, 3, 4), (1, 2, 3), 1.0)
     """
-    if precision not in _PRECISIONS:
-        raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {precision!r}.")
+    check_precision(precision)
     if engine is not None or arrays.on_gpu(q):
         place = engines.chosen(engine, arrays.describe(q, "q", gpu=True))
         if place != "cpu" or engine == "cuda":
@@ -132,9 +131,6 @@ def attention(
     if out is None:
         result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
     return (result, lse) if return_lse else result
-
-
-_PRECISIONS = ("ieee", "tf32x3", "tf32")
 
 
 def _on_gpu(q: Any, k: Any, v: Any, layout: Any, return_lse: Any, out: Any, precision: str, **options: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 import struct
 import sys
 import threading
@@ -18,7 +17,7 @@ from . import planning
 from .arrays import DTYPES, Array, pages
 from .bounds import largest_integer
 from .errors import ArgumentError, ExpressionError, UnsupportedError
-from .machine import Isa, current_isa
+from .machine import Isa, current_isa, interpreting
 from .problem import LAYOUTS, Problem
 from .tree import out_of_range
 
@@ -356,11 +355,6 @@ def chosen(engine: Any, q: Array) -> str:
     if engine == "cuda" and q.device == "cpu" and not (interpreting() and q.kind == "torch"):
         raise ArgumentError("q: expected a tensor on a GPU for engine='cuda'; got an array on the CPU. Use q.cuda().")
     return "cpu" if q.device == "cpu" and engine != "cuda" else q.device
-
-
-def interpreting() -> bool:
-    """Whether Triton's kernels run in Python on the CPU, as tests do where there is no GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def gpu() -> Any:

@@ -109,6 +109,11 @@ def level2_bytes() -> int:
         return 512 << 10
 
 
+def interpreting() -> bool:
+    """Whether Triton's kernels run in Python on the CPU, as tests do where there is no GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def cpu_name() -> str:
     """The CPU's model name as the system gives it."""
     try:

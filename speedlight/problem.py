@@ -389,6 +389,12 @@ def _offsets(name: str, x: Any, total: int) -> tuple[int, ...]:
     return values
 
 
+def check_precision(x: Any) -> None:
+    """That of float32 products on a GPU."""
+    if x not in ("ieee", "tf32x3", "tf32"):
+        raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {x!r}.")
+
+
 # --- arguments of caches
 
 _FLOATS = ("float32", "float16", "bfloat16")  # of tokens that an int8 cache takes

@@ -11,11 +11,10 @@ import torch
 from .. import planning
 from ..arrays import STORAGE_BYTES
 from ..bounds import hides, visible
-from ..machine import isa_named
+from ..machine import interpreting, isa_named
 from ..problem import Problem
 from ..tiles import Many
 from .launch import Keys, capability, check, shape_of
-from .prepare import interpreting
 from .tiles import COARSE_DIMS
 
 _TOGETHER = 1 << 20  # tiles looked at in one go

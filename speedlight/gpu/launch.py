@@ -12,16 +12,16 @@ import torch
 import triton
 
 from ..errors import ArgumentError, ArgumentTypeError, CompileError, UnsupportedError
-from ..problem import LAYOUTS, Problem, page_lists
+from ..machine import interpreting
+from ..problem import LAYOUTS, Problem, check_precision, page_lists
 from ..tree import out_of_range
 from .decode import combine
 from .forward import AFTERWARDS, FLAGGED, attend
-from .prepare import Ready, classes_of, interpreting, prepare
+from .prepare import Ready, classes_of, prepare
 from .tiles import COARSE_DIMS, HEAD_DIMS, Tile, table_row
 
 _FEW = 128  # programs that look whether a block wants mending
 SHORT_ROWS = 64  # query rows of a kv head up to which its keys are read by several programs
-PRECISIONS = ("ieee", "tf32x3", "tf32")  # of float32 products
 
 
 @functools.cache
@@ -51,8 +51,7 @@ class Keys:
 
 def check(problem: Problem, device: str, precision: Any) -> None:
     """What this engine can do, on this device."""
-    if precision not in PRECISIONS:
-        raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {precision!r}.")
+    check_precision(precision)
     if problem.dtype == "float64":
         raise UnsupportedError("q: expected float32, float16 or bfloat16 on a GPU; got float64. Use q.float(), or q.cpu() for float64.")
     if max(problem.head_dim, problem.value_dim) > HEAD_DIMS:

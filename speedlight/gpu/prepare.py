@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,15 +12,11 @@ import torch
 
 from ..bounds import Exact, Walk, hides, largest_integer, visible
 from ..errors import ArgumentError, ExpressionError
+from ..machine import interpreting
 from ..problem import Problem
 from ..tiles import Many
 from . import lower
 from .forward import ITEM, TILES
-
-
-def interpreting() -> bool:
-    """Whether Triton runs kernels in Python, on tensors of the CPU: what tests do where there is no GPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(slots=True)

@@ -11,12 +11,12 @@ import torch
 
 from .. import arrays
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError
+from ..machine import interpreting
 from ..problem import Problem, cache_dtype, cache_sizes, check_index, check_tokens, from_cache, new_counts, new_totals, shorter_lengths
 from ..rings import PIECE, ring_of
 from ..tracing import kept
 from .decode import store
 from .launch import Keys, Launch, capturing, check, power_above, run, start
-from .prepare import interpreting
 
 _ENDLESS = 1 << 46  # tokens: the capacity of a cache that has a window and no other limit
 

@@ -25,7 +25,7 @@ import torch
 import speedlight as sl
 
 from ..gpu.launch import capability
-from ..gpu.prepare import interpreting
+from ..machine import interpreting
 
 Call = Callable[[], Any]
 LENGTHS, DIMS = (1024, 2048, 4096, 8192, 16384), (64, 128, 256)
