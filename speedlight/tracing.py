@@ -485,7 +485,8 @@ class Expression:
         return f"{self.role}\n" + "\n".join(lines)
 
     def _identity(self) -> tuple[Any, ...]:
-        return self.key, tuple(n.value for n in self.numbers), tuple(id(t.array if t.tensor is None else t.tensor) for t in self.tables)
+        """-0.0 is another number than 0.0; kinds are in the key."""
+        return self.key, tuple(n.value or str(n.value) for n in self.numbers), tuple(id(t.array if t.tensor is None else t.tensor) for t in self.tables)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expression) and self._identity() == other._identity()
