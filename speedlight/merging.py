@@ -164,7 +164,7 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
         "lse": lse.address,
         "lse_kind": _KINDS[lse.dtype],
     }.items():
-        words[kernels.MERGE_FIELDS.index(name)] = value
+        words[kernels.PLACES[name]] = value
     _regions(kernel_of(kernels.MergeShape(current_isa())), words, tickets, threads, seconds)
 
 

@@ -29,6 +29,7 @@ MERGE_FIELDS = (
     *HEAD, "states", "count", "state_bytes", "sizes", "dims", "rows", "ticket_rows",
     "value_dim", "strided", "out", "out_kind", "lse", "lse_kind",
 )  # fmt: skip
+PLACES = {name: i for i, name in enumerate(MERGE_FIELDS)}
 STATE = ("out", "out_kind", "column", "lse", "lse_kind")
 _ENTRY = ("at", "kind", "column", "weight")  # of a state that has a say in a row
 _NO_SAY = -1.0  # instead of a weight
@@ -68,7 +69,7 @@ class _Part:
         self.p, self.scratch = self.k.p, self.k.p["scratch"]
 
     def get(self, name: str) -> Value:
-        return self.k.load(I64, self.p["a"], 8 * MERGE_FIELDS.index(name), align=8)
+        return self.k.load(I64, self.p["a"], 8 * PLACES[name], align=8)
 
     def pointer(self, name: str) -> Value:
         return self.k.pointer(self.get(name))
@@ -260,6 +261,3 @@ class _Columns:
             at, kind, step, weight = self._entry(n)
             total.set(k.fma(weight, k.call(numbers[0], kind, k.at(at, column * step)), total.get()))
         k.call(numbers[1], self.kind, k.at(self.out, column * self.size), total.get())
-
-
-__all__ = ["BLOCK", "MERGE_FIELDS", "STATE", "STORAGES", "MergeShape", "merge_module", "scratch_bytes"]
