@@ -100,7 +100,8 @@ def _described(x: Any, name: str) -> Array:
     if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
         return _from_dlpack(x, name)
     if hasattr(x, "__array_interface__"):
-        return _from_numpy(np.asarray(x), name, "numpy", x)
+        array = np.asarray(x)  # of a NumPy scalar a copy, which nobody else holds
+        return _from_numpy(array, name, "numpy", array)
     raise ArgumentTypeError(
         f"{name}: expected a NumPy array, a PyTorch tensor, or an object with DLPack or __array_interface__; "
         f"got {type(x).__name__}. Try numpy.asarray({name}, dtype='float32')."

@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CompileError
 
 if TYPE_CHECKING:
-    from .microkernels import Shape
+    from . import merging, microkernels
+
+    Shape = microkernels.Shape | merging.MergeShape
 
 _MAGIC = b"speedlight object 1\n"
 _HEADER = len(_MAGIC) + 64  # then sha256 of the object, sha256 of the IR, the object
@@ -50,13 +52,11 @@ class Kernel:
 
 def symbol_of(shape: Shape) -> str:
     """The kernel's identity: the same string in profiles, in the cache and in benchmark rows."""
-    if not shape.vectors:
-        return f"decode_{shape.storage}_{shape.isa.name}_{_digest(shape)[:12]}"
-    return f"forward_{shape.storage}_{shape.isa.name}_{shape.rows}x{shape.vectors}_{_digest(shape)[:12]}"
+    return f"{shape.stem}_{_digest(shape)[:12]}"
 
 
 def kernel_of(shape: Shape) -> Kernel:
-    """The forward or decode kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
+    """The forward, decode or merge kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
     kernel = _loaded.get(shape)
     if kernel is None:
         with _lock:
@@ -70,7 +70,10 @@ def emit(shape: Shape) -> str:
     """The LLVM IR of the kernel."""
     from .decode import decode_module
     from .forward import forward_module
+    from .merging import MergeShape, merge_module
 
+    if isinstance(shape, MergeShape):
+        return str(merge_module(shape, symbol_of(shape)))
     return str((forward_module if shape.vectors else decode_module)(shape, symbol_of(shape)))
 
 

@@ -20,8 +20,8 @@ from llvmlite import ir
 from ..arrays import STORAGE_BYTES
 from ..machine import Isa
 from ..planning import BLOCK, TILE, lanes_of, register_rows, uses_dot
-from . import functions
-from .vector import BF16, F16, F32, F64, I8, I16, I32, I64, PTR, Function, Module, Value, vec
+from . import conversions, functions
+from .vector import BF16, F32, F64, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 
 # Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
 # down and exponents are clamped at 0, so that the largest weight is exactly 1 for any finite score.
@@ -49,6 +49,13 @@ class Shape:
     program: Any = None  # the mask and score, a lower.Program
     cached: bool = False  # keys and values lie as a cache keeps them: keys in lane order, values of the dot class in pairs
     quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
+
+    @property
+    def stem(self) -> str:
+        """The readable part of the kernel's name."""
+        if not self.vectors:
+            return f"decode_{self.storage}_{self.isa.name}"
+        return f"forward_{self.storage}_{self.isa.name}_{self.rows}x{self.vectors}"
 
     @property
     def dot(self) -> bool:
@@ -518,12 +525,7 @@ def load_units(k: Function, s: Shape, row: Value, t: Value, *, stored: bool = Fa
         return k.load(s.ivector, row, t * 4)
     if stored and s.quantised:
         return k.to_float(Value(k, k.b.sext(k.load(vec(I8, s.lanes), row, t).x, s.ivector)), s.vector)
-    at = t * s.storage_bytes
-    if s.storage == "f16":
-        return k.extend(k.load(vec(F16, s.lanes), row, at), s.vector)
-    if s.storage == "bf16":
-        return (k.zext(k.load(vec(I16, s.lanes), row, at), s.ivector) << 16).bits(s.vector)
-    return k.load(s.vector, row, at)
+    return conversions.load(k, s.storage, row, t * s.storage_bytes, s.lanes)
 
 
 def load_unit(k: Function, s: Shape, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False) -> Value:
@@ -535,24 +537,12 @@ def load_unit(k: Function, s: Shape, row: Value, t: Value, column: Value, count:
         low = k.zext(k.load(I16, row, t * 2 * column), I32)
         high = k.zext(k.load(I16, row, k.min(second, count - 1) * column), I32)
         return low | k.select(second < count, high << 16, k.const(0, I32))
-    if s.storage == "f16":
-        return k.extend(k.load(F16, row, t * column), F32)
-    if s.storage == "bf16":
-        return (k.zext(k.load(I16, row, t * column), I32) << 16).bits(F32)
-    return k.load(s.number, row, t * column)
+    return conversions.load(k, s.storage, row, t * column)
 
 
 def narrowed(k: Function, s: Shape, x: Value) -> Value:
-    """A result in the storage type, rounded to nearest even; bf16 by integers, so that every CPU agrees."""
-    if s.storage == "f16":
-        return k.narrow(x, vec(F16, s.lanes) if isinstance(x.type, ir.VectorType) else F16)
-    if s.storage != "bf16":
-        return x
-    vector = isinstance(x.type, ir.VectorType)
-    bits = x.bits(s.ivector if vector else I32)
-    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-    out = k.select(x.differs(x), (bits >> 16) | 0x40, rounded)
-    return k.trunc(out, vec(I16, s.lanes) if vector else I16)
+    """A result in the storage type."""
+    return conversions.narrowed(k, s.storage, x)
 
 
 def natural_log(module: Module) -> Any:
