@@ -25,4 +25,4 @@ def field(name: str) -> int:
     return FIELDS.index(name) * 8
 
 
-WORKER, LEFT, LIMIT = (FIELDS.index(name) for name in ("worker", "left", "limit"))
+TICKET, WORKER, LEFT, LIMIT = (FIELDS.index(name) for name in ("ticket", "worker", "left", "limit"))
