@@ -15,6 +15,7 @@ import numpy as np
 
 from .arrays import DTYPES, Array
 from .errors import ArgumentError, ArgumentTypeError, CacheFull
+from .modes import standard
 from .tracing import Expression, Symbol, Table, expression, score_chain, where
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
@@ -67,6 +68,7 @@ class Problem:
         return {"b": (0, items), "h": (0, max(self.q_heads, 1) - 1), "i": rows, "j": (self.k_start, last)}
 
 
+@standard
 def from_sizes(
     *, batch: Any, q_heads: Any, kv_heads: Any, q_len: Any, k_len: Any, head_dim: Any, value_dim: Any, dtype: Any,
     causal: Any, q_start: Any, k_start: Any, scale: Any, mask: Any = None, score: Any = None,
@@ -87,6 +89,7 @@ def from_sizes(
     return _expressed(_problem(name, q_heads, kv_heads, head_dim, value_dim, *lengths, causal, q_start, k_start, scale), mask, score, False)
 
 
+@standard
 def from_arrays(
     q: Array, k: Array, v: Array, *, causal: Any, q_start: Any, k_start: Any, scale: Any, layout: Any,
     cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, mask: Any = None, score: Any = None, window: Any = None,
@@ -144,6 +147,7 @@ def from_arrays(
     return _expressed(problem, mask, score, layout == "lhd", (q_len, k_len)), cu_q, cu_k
 
 
+@standard
 def from_cache(
     q: Array, *, dtype: str, kv_heads: int, head_dim: int, value_dim: int, k_lengths: tuple[int, ...], causal: Any, scale: Any,
     layout: str = "bhld", q_lengths: Any = None, mask: Any = None, score: Any = None, sink_logits: Any = None,

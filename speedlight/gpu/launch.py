@@ -13,6 +13,7 @@ import triton
 
 from ..errors import ArgumentError, ArgumentTypeError, CompileError, UnsupportedError
 from ..machine import interpreting
+from ..modes import standard
 from ..problem import LAYOUTS, Problem, check_precision, page_lists
 from ..tree import out_of_range
 from .decode import combine
@@ -224,6 +225,7 @@ def shape_of(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile
     return Shape(have, tile, short, pack, rows, -(-most_rows * pack // rows), splits, causal, hiding)
 
 
+@standard
 def launches(
     p: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, ready: Ready,
     wrong: torch.Tensor | None, precision: str, have: tuple[int, int], tile: Tile | None = None,
@@ -278,6 +280,7 @@ def launches(
     return found
 
 
+@standard
 def start(each: Launch) -> None:
     kernel, arguments = each.kernel, each.arguments
     if 0 in each.grid:
