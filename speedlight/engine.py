@@ -23,6 +23,7 @@ from .problem import LAYOUTS, Problem
 from .tree import out_of_range
 
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
+LOG4_E = math.log2(math.e) / 2  # weights are powers of 4
 _GUESS = 50e9  # FLOP/s of one thread, to begin with
 _READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values with, likewise
 
@@ -48,7 +49,7 @@ class Prepared:
         if self.slots is not None:
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
         if problem.sinks is not None:
-            self.sinks = np.array([x * math.log2(math.e) for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
+            self.sinks = np.array([x * LOG4_E for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
             words |= {"sinks": self.sinks.ctypes.data}
         self.shape = microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached, problem.quantised)
         self.kernel_of, self.run_tickets = compile_.kernel_of, workers.run_tickets
@@ -242,7 +243,7 @@ def _words(
     problem: Problem, how: planning.Schedule, isa: Isa, layout: str, q: Array, out_strides: tuple[int, ...], items: np.ndarray
 ) -> dict[str, int]:
     """All but where keys and values lie."""
-    c = math.log2(math.e) if problem.score is not None else problem.scale * math.log2(math.e)
+    c = LOG4_E if problem.score is not None else problem.scale * LOG4_E
     number = 8 if problem.storage == "f64" else 4
     flip = 0
     if c < 0:
