@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
-import time
 from collections.abc import Sequence
 from typing import Any, overload
 
 from . import arrays
 from . import engine as engines
 from .arrays import STORAGE_BYTES, Array
+from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
 
 _TICKET_BYTES = 128 << 10  # of outputs that a thread takes at a time
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
-_REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
 _BYTES, _ROW_SECONDS = 5e9, 20e-9  # what a thread is guessed to do: bytes per second, and seconds for a row of a state
 
 
@@ -29,6 +27,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], /) -> tuple[Any, Any]: ...
 def merge(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[Any, Any]: ...
 
 
+@leaves_graph
 def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any, Any]:
     """Attention over several sets of keys, from the attention over each: what shards of a sequence need.
 
@@ -131,7 +130,7 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     """Fills `out` and `lse`, which are contiguous."""
     from .cpu import merging as kernels
     from .cpu.compile import kernel_of
-    from .cpu.workers import get_threads
+    from .cpu.workers import get_threads, run_tickets
 
     rows, width, states = math.prod(lse.shape), out.shape[-1], len(outs)
     if not rows:
@@ -165,7 +164,7 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
         "lse_kind": _KINDS[lse.dtype],
     }.items():
         words[kernels.PLACES[name]] = value
-    _regions(kernel_of(kernels.MergeShape(current_isa())), words, tickets, threads, seconds)
+    run_tickets(kernel_of(kernels.MergeShape(current_isa())), words, tickets, threads, seconds)
 
 
 def _table(outs: list[Array], lses: list[Array], steps: list[list[int]]) -> list[int]:
@@ -176,22 +175,3 @@ def _table(outs: list[Array], lses: list[Array], steps: list[list[int]]) -> list
         for pair in zip(own, log_own, strict=True):
             table += pair
     return table
-
-
-def _regions(kernel: Any, words: Any, tickets: int, threads: int, seconds: float) -> None:
-    """One region, or in the main thread, where signals are handled, one of _REGION_SECONDS after another."""
-    from .cpu.fields import LEFT, LIMIT, TICKET, WORKER
-    from .cpu.workers import run_region
-
-    step = tickets
-    if seconds >= _REGION_SECONDS and threading.current_thread() is threading.main_thread():
-        step = max(1, round(tickets * _REGION_SECONDS / seconds))
-    done = 0
-    while done < tickets:
-        end = min(tickets, done + step)
-        words[TICKET], words[WORKER], words[LEFT], words[LIMIT] = done, 0, 0, end
-        start = time.perf_counter()
-        run_region(kernel, words, threads)
-        elapsed = max(time.perf_counter() - start, 1e-6)
-        step = max(1, min(4 * step, round((end - done) * _REGION_SECONDS / elapsed)))
-        done = end

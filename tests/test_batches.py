@@ -103,7 +103,7 @@ def test_lists_that_change_are_seen(rng):
         ({"q_lengths": [30, 31]}, "q_lengths: expected lengths from 0 to 30, the length of the array; got 31 for item 1"),
         ({"k_lengths": [-1, 3]}, "k_lengths: expected lengths from 0 to 60"),
         ({"k_lengths": [1.5, 3]}, "k_lengths: expected an int; got float"),
-        ({"k_lengths": 5}, "k_lengths: expected an int or a sequence"),
+        ({"k_lengths": 5}, "k_lengths: expected a sequence of ints; got int"),
         ({"sink_logits": [1.0]}, "sink_logits: expected 2 numbers, one per query head; got 1"),
         ({"sink_logits": [1.0, "a"]}, "sink_logits: expected numbers"),
         ({"sink_logits": 3}, "sink_logits: expected"),
