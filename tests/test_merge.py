@@ -222,6 +222,13 @@ def test_kinds(rng):
     assert out.view(torch.int16).numpy().tobytes() == numbers[0].tobytes()
 
 
+def test_a_scalar_of_numpy_is_an_array():
+    """NumPy makes an array of it, which nobody else holds while its memory is read."""
+    for x in range(100):
+        _, lse = sl.merge([np.ones(5, np.float32)] * 3, [np.float64(x), np.float64(-INF), np.float64(-INF)])
+        assert lse.shape == () and lse == x
+
+
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0, 8), (0, 0), (5, 0), (2, 3, 0), (1,), (7,), (0,)])
 def test_shapes_without_rows_or_columns(rng, shape):
     outs = [np.ones(shape, np.float32) for _ in range(2)]
@@ -329,6 +336,7 @@ def test_interrupt():
     """A merge of seconds stops soon after SIGINT; the next call is right."""
     code = (
         "import os, signal, threading, time, numpy as np, speedlight as sl\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a job in the background ignores it
         "sl.set_threads(2)\nx, lse = np.ones((20480, 128), np.float32), np.zeros(20480, np.float32)\n"
         "sl.merge([x], [lse])\nsent = []\n"
         "def later():\n    time.sleep(0.5); sent.append(time.perf_counter()); os.kill(os.getpid(), signal.SIGINT)\n"
