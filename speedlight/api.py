@@ -108,7 +108,8 @@ def attention(
     key = None
     if cu_seqlens_q is None and cu_seqlens_k is None and kept(mask) and kept(score):
         numbers = (causal, q_start, k_start, scale, layout, threads)
-        key = _key((q, k, v) if out is None else (q, k, v, out), numbers, isa, mask, score, (window, sink_logits, q_lengths, k_lengths))
+        lists = () if window is sink_logits is q_lengths is k_lengths is None else (window, sink_logits, q_lengths, k_lengths)
+        key = _key((q, k, v) if out is None else (q, k, v, out), numbers, (isa.name, mask, score), lists)
         prepared = _prepared.get(key) if key else None
         places = _places(prepared, q, k, v, out) if prepared is not None and type(return_lse) is bool else None
         if prepared is not None and places is not None:
@@ -277,14 +278,14 @@ def _lse(q: arrays.Array, layout: str) -> tuple[Any, arrays.Array]:
 # threads and vector unit; mask and score, by what they compute. Addresses, memory and overlap are looked at each time.
 
 
-def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], isa: Any, mask: Any, score: Any, lists: tuple[Any, ...]) -> Any:
+def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], others: tuple[Any, ...], lists: tuple[Any, ...]) -> Any:
     """What a repeated call is found by; None where the arrays are neither NumPy's nor PyTorch's or an option is odd."""
     causal, q_start, k_start, scale, layout = numbers[:5]
     if not (type(causal) in (bool, str) and (q_start is None or type(q_start) is int) and type(k_start) is int):
         return None
     if not (scale is None or type(scale) in (float, int)) or type(layout) is not str:
         return None
-    key: list[Any] = [marshal.dumps(numbers, 2), isa, mask, score]  # types and bits: 0.0 is not -0.0, True not 1
+    key: list[Any] = [marshal.dumps(numbers, 2), others]  # types and bits: 0.0 is not -0.0, True not 1
     for x in lists:
         x = None if x is None else _exactly(x)
         if x is ...:

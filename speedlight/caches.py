@@ -13,6 +13,7 @@ import numpy as np
 
 from . import arrays, engine
 from .blocks import Store, make_stores
+from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError
 from .files import read_arrays, read_metadata, write_arrays
 from .machine import current_isa
@@ -163,6 +164,7 @@ class KVCache:
 
     # --- growing and shrinking
 
+    @leaves_graph
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
         layer = self._layer(layer)
@@ -175,6 +177,7 @@ class KVCache:
                 self._write(layer, k[:, :, at:], v[:, :, at:], some)
                 self._set_layer(layer, totals)
 
+    @leaves_graph
     def attend(
         self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
         score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
@@ -451,7 +454,7 @@ class KVCache:
     ) -> Any:  # fmt: skip
         """A chunk that is longer than a window has room for: each piece sees what is still there."""
         a = arrays.describe(q, "q")
-        result, target, lse, where = self._results(a, return_lse, out)
+        result, target, lse, where = self._results(a, return_lse, out, options)
         for at, some in self._piecewise(counts, k.shape[2]):
             totals = self._totals(layer, some)
             self._write(layer, k[:, :, at:], v[:, :, at:], some)
@@ -463,6 +466,7 @@ class KVCache:
             if where and some_lse:
                 where.numpy()[:, :, here] = some_lse.numpy()
             self._set_layer(layer, totals)
+        arrays.deliver(target)
         return self._given(a, result, lse, out)
 
     @contextlib.contextmanager
@@ -493,14 +497,17 @@ class KVCache:
         if step is not None:
             return self._again(step, layer, q, totals, return_lse)
         a = arrays.describe(q, "q")
-        result, target, lse, where = self._results(a, return_lse, out)
+        result, target, lse, where = self._results(a, return_lse, out, options)
         self._compute(layer, a, totals, counts, causal, options, target, where)
+        arrays.deliver(target)
         return self._given(a, result, lse, out)
 
-    def _results(self, q: arrays.Array, return_lse: bool, out: Any) -> tuple[Any, arrays.Array, Any, arrays.Array | None]:
+    def _results(
+        self, q: arrays.Array, return_lse: bool, out: Any, options: dict[str, Any]
+    ) -> tuple[Any, arrays.Array, Any, arrays.Array | None]:
         """What a call writes to, and where that lies: out, and the log-sum-exp."""
         shape = (*q.shape[:-1], self.value_dim)
-        result, target = arrays.out_for(q, shape, out, (q,))
+        result, target = arrays.out_for(q, shape, out, (q,), staged=not (options["mask"] is options["score"] is None))
         lse, where = arrays.empty_like(q, shape[:-1], "float64" if q.dtype == "float64" else "float32") if return_lse else (None, None)
         return result, target, lse, where
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from . import arrays, engine
 from .blocks import make_stores
+from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull
 from .machine import current_isa
 from .planning import BLOCK, DECODE_ROWS, SLACK, Pages
@@ -233,6 +234,7 @@ class PagePool:
 
     # --- append and attend
 
+    @leaves_graph
     def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after the other's."""
         layer, states = self._layer(layer), [self._state(x) for x in sequences]
@@ -242,6 +244,7 @@ class PagePool:
         with self._writing(states), self._reserved(layer, states, counts) as tables:
             self._write(layer, states, tables, counts, k, v)
 
+    @leaves_graph
     def attend(
         self, layer: int, sequences: Any, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None,
         mask: Any = None, score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
@@ -426,7 +429,7 @@ class PagePool:
         if self._cuda:
             return self._cuda.run(layer, q, self._page_lists(tables, totals), counts, totals, causal, options, return_lse, out)
         shape = (*q.shape[:-1], self.value_dim)
-        result, target = arrays.out_for(q, shape, out, (q,))
+        result, target = arrays.out_for(q, shape, out, (q,), staged=not (options["mask"] is options["score"] is None))
         number = "float64" if q.dtype == "float64" else "float32"
         lse, where = arrays.empty_like(q, (q.shape[1], q.shape[0]), number) if return_lse else (None, None)
         first = list(itertools.accumulate(counts, initial=0))
@@ -437,6 +440,7 @@ class PagePool:
             step, alike = self._step(q, which, some, starts, lengths, lists, causal, options, target.strides)
             items = step.items_for(lengths, lists) if alike else None
             step.run(*addresses, items=ctypes.addressof(items) if items is not None else 0)
+        arrays.deliver(target)
         result = arrays.like_input(q, result) if out is None else out
         return result if lse is None else (result, arrays.like_input(q, lse))
 

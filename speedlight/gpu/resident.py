@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import arrays
+from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError
 from ..machine import interpreting
 from ..problem import Problem, cache_dtype, cache_sizes, check_index, check_tokens, from_cache, new_counts, new_totals, shorter_lengths
@@ -204,10 +205,12 @@ class CudaCache:
 
     # --- growing and shrinking
 
+    @leaves_graph
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
         self._step(layer, None, k, v, new_lengths, {}, False, None)
 
+    @leaves_graph
     def attend(
         self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
         score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
@@ -246,7 +249,8 @@ class CudaCache:
             raise UnsupportedError("capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none.")
         result = target = lse = where = None
         if a is not None:
-            result, target = arrays.out_for(a, (*a.shape[:-1], self.value_dim), out, (a,))
+            staged = not (options["mask"] is options["score"] is None)
+            result, target = arrays.out_for(a, (*a.shape[:-1], self.value_dim), out, (a,), staged=staged)
             lse, where = arrays.empty_like(a, a.shape[:-1], "float32") if return_lse else (None, None)
         # a ring takes a long chunk in pieces: each sees what is still there
         step = PIECE if self._ring.size else max(n_new, 1)
@@ -275,8 +279,9 @@ class CudaCache:
             raise
         finally:
             self._locks[layer].release()
-        if a is None:
+        if a is None or target is None:
             return None
+        arrays.deliver(target)
         result = arrays.like_input(a, result) if out is None else out
         return (result, arrays.like_input(a, lse)) if return_lse else result
 
@@ -418,7 +423,8 @@ class PoolMemory:
             causal=causal, layout="lhd", q_lengths=counts, **options,
         )  # fmt: skip
         check(problem, str(self.device), "ieee")
-        result, target = arrays.out_for(q, (*q.shape[:-1], self.value_dim), out, (q,))
+        staged = not (options["mask"] is options["score"] is None)
+        result, target = arrays.out_for(q, (*q.shape[:-1], self.value_dim), out, (q,), staged=staged)
         lse, where = arrays.empty_like(q, (q.shape[1], q.shape[0]), "float32") if return_lse else (None, None)
         keys = self.rows[layer].keys(
             pages=self._tables(pages), page_size=self.page_size, page_count=self.rows[layer].k.shape[0], status=self.status
@@ -427,5 +433,6 @@ class PoolMemory:
         for n in counts:
             offsets.append(offsets[-1] + n)
         run(problem, "lhd", q.tensor, keys, target.tensor, None if where is None else where.tensor, cu_q=tuple(offsets))
+        arrays.deliver(target)
         result = arrays.like_input(q, result) if out is None else out
         return (result, arrays.like_input(q, lse)) if return_lse else result
