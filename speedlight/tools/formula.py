@@ -10,6 +10,7 @@ import speedlight as sl
 
 from ..errors import ArgumentError, Error, shown
 from ..tracing import Symbol
+from ..tree import INT_MAX, INT_MIN
 
 _PATTERNS = ("causal", "window", "prefix", "dilated", "softcap", "alibi")
 _FUNCTIONS = ("where", "minimum", "maximum", "exp", "exp2", "log", "log2", "tanh", "sqrt", "abs", "sigmoid", "floor")
@@ -27,7 +28,7 @@ _COMPARE = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
 }
-_LONGEST = 100_000  # characters
+_MOST_PARTS = 10_000  # names, numbers and operators
 
 
 def read_formula(option: str, text: str, symbols: str) -> Any:
@@ -41,50 +42,69 @@ def read_formula(option: str, text: str, symbols: str) -> Any:
     for name in used - {*names, *symbols}:
         known = ", ".join([*symbols, *_PATTERNS, *_FUNCTIONS])
         raise ArgumentError(f"{option}: expected one of the names {known}; got {name!r}.")
+    _check(option, text, tree)
     if not used & set(symbols):
-        return _evaluated(option, tree, names)
+        return _evaluated(option, text, tree, names)
     if symbols.startswith("s"):
         if used & set(_PATTERNS):
-            raise ArgumentError(f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in {shown(text)}.")
-        return sl.expression(lambda s, b, h, i, j: _evaluated(option, tree, names | {"s": s, "b": b, "h": h, "i": i, "j": j}), "score")
+            raise ArgumentError(f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in {_shortened(text)}.")
+        return sl.expression(
+            lambda s, b, h, i, j: _evaluated(option, text, tree, names | {"s": s, "b": b, "h": h, "i": i, "j": j}), "score"
+        )
     patterns = {n: _inlined(names[n]) for n in _PATTERNS}
-    return sl.expression(lambda b, h, i, j: _evaluated(option, tree, names | patterns | {"b": b, "h": h, "i": i, "j": j}), "mask")
+    return sl.expression(lambda b, h, i, j: _evaluated(option, text, tree, names | patterns | {"b": b, "h": h, "i": i, "j": j}), "mask")
 
 
 def _parsed(option: str, text: str) -> ast.expr:
-    if len(text) > _LONGEST:
-        raise ArgumentError(f"{option}: expected a formula of at most {_LONGEST:,} characters; got {len(text):,}.")
     try:
-        return ast.parse(text.strip(), mode="eval").body
+        tree = ast.parse(text.strip(), mode="eval").body
+        if sum(1 for _ in ast.walk(tree)) <= _MOST_PARTS:
+            return tree
     except (SyntaxError, ValueError) as error:
-        raise ArgumentError(f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {shown(text)} ({error}).") from None
+        raise ArgumentError(
+            f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {_shortened(text)} ({error})."
+        ) from None
     except (RecursionError, MemoryError):
-        raise ArgumentError(f"{option}: expected a formula that Python can parse; this one is nested too deep. Use fewer terms.") from None
+        pass
+    raise ArgumentError(
+        f"{option}: expected a formula of at most {_MOST_PARTS:,} parts, less deeply nested; got {_shortened(text)}. "
+        "Use Python and sl.table()."
+    )
 
 
-def _evaluated(option: str, tree: ast.expr, names: dict[str, Any]) -> Any:
+def _check(option: str, text: str, tree: ast.expr) -> None:
+    stack = [tree]
+    try:
+        while stack:
+            stack.extend(_operands(stack.pop()))
+    except ValueError as error:
+        raise ArgumentError(f"{option}: {error} in {_shortened(text)}.") from None
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 100 else f"{text[:100]}…")
+
+
+def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) -> Any:
     """What the formula makes of these names. Nothing else can be reached: the tree is walked here, and not run by Python."""
     values: dict[ast.AST, Any] = {}
     stack: list[ast.AST] = [tree]
-    while stack:
-        node = stack[-1]
-        waiting = [x for x in _operands(option, node) if x not in values]
-        if waiting:
+    try:
+        while stack:
+            node = stack[-1]
+            waiting = [x for x in _operands(node) if x not in values]
             stack.extend(reversed(waiting))
-            continue
-        stack.pop()
-        if node in values:
-            continue
-        try:
-            values[node] = _value(option, node, values, names)
-        except Error:
+            if not waiting:
+                values[node] = _value(node, values, names)
+                stack.pop()
+    except (TypeError, ValueError, ArithmeticError, MemoryError) as error:
+        if isinstance(error, Error):
             raise
-        except (TypeError, ValueError, ArithmeticError, MemoryError) as error:
-            raise ArgumentError(f"{option}: {type(node).__name__} at character {getattr(node, 'col_offset', 0) + 1}: {error}.") from None
+        raise ArgumentError(f"{option}: {_shortened(text)}: {error}.") from None
     return values[tree]
 
 
-def _operands(option: str, node: ast.AST) -> list[ast.expr]:
+def _operands(node: ast.AST) -> list[ast.expr]:
     """What a node's value is made of; an error for anything that is no part of a formula."""
     match node:
         case ast.BinOp(op=op) if type(op) in _BINARY:
@@ -102,15 +122,15 @@ def _operands(option: str, node: ast.AST) -> list[ast.expr]:
         case ast.Constant(value=value) if type(value) in (int, float, bool, type(None)):
             return []
         case ast.Constant(value=value):
-            raise ArgumentError(f"{option}: expected numbers; got {shown(value)}.")
+            raise ValueError(f"expected numbers; got {shown(value)}")
         case ast.BinOp(op=ast.Pow()):
-            raise ArgumentError(f"{option}: expected no power. Multiply, or use exp2(log2(x) * n).")
+            raise ValueError("expected no power: multiply, or use exp2(log2(x) * n)")
         case ast.Compare():
-            raise ArgumentError(f"{option}: expected comparisons of two, with < <= > >= == !=. Join them by &: (0 < i) & (i < 9).")
-    raise ArgumentError(f"{option}: expected numbers, operators, patterns and functions; got {type(node).__name__}.")
+            raise ValueError("expected comparisons of two, with < <= > >= == !=, joined by &: (0 < i) & (i < 9)")
+    raise ValueError(f"expected numbers, operators, patterns and functions; got {type(node).__name__}")
 
 
-def _value(option: str, node: ast.AST, values: dict[ast.AST, Any], names: dict[str, Any]) -> Any:
+def _value(node: ast.AST, values: dict[ast.AST, Any], names: dict[str, Any]) -> Any:
     match node:
         case ast.Constant():
             return node.value
@@ -124,17 +144,21 @@ def _value(option: str, node: ast.AST, values: dict[ast.AST, Any], names: dict[s
             return _COMPARE[type(node.ops[0])](values[node.left], values[node.comparators[0]])
         case ast.Call(func=ast.Name(id=name)):
             if not callable(names[name]):
-                raise ArgumentError(f"{option}: expected a function; got {name}(…).")
+                raise ValueError(f"expected a function; got {name}(…)")
             return names[name](*(values[x] for x in node.args), **{x.arg or "": values[x.value] for x in node.keywords})
         case ast.BinOp():
-            left, right = values[node.left], values[node.right]
-            if isinstance(node.op, ast.LShift) and type(right) is int and right > 63:
-                raise ArgumentError(f"{option}: <<: expected a shift of 0 to 63; got {shown(right)}.")
-            found = _BINARY[type(node.op)](left, right)
-            if type(found) is int and abs(found) >> 64:
-                raise ArgumentError(f"{option}: expected integers that int64 holds; got {shown(found)}.")
-            return found
+            return _joined(type(node.op), values[node.left], values[node.right])
     raise AssertionError(node)
+
+
+def _joined(op: type[ast.operator], left: Any, right: Any) -> Any:
+    """Python's integers may grow without end: ours have 64 bits."""
+    if op is ast.LShift and type(right) is int and right > 63:
+        raise ValueError(f"<<: expected a shift of 0 to 63; got {shown(right)}")
+    found = _BINARY[op](left, right)
+    if type(found) is int and not INT_MIN <= found <= INT_MAX:
+        raise ValueError(f"expected integers that int64 holds; got {shown(found)}")
+    return found
 
 
 def read_formulas(mask: str | None, score: str | None) -> dict[str, Any]:
