@@ -16,7 +16,7 @@ import numpy as np
 from .arrays import DTYPES, Array, check_plain_tensor, is_masked, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .modes import standard
-from .tracing import Expression, Symbol, Table, expression, score_chain, where
+from .tracing import Expression, Symbol, Table, expression, is_tensor, score_chain, where
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
@@ -327,9 +327,8 @@ def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None
         return None if x is None else expression(x, "mask")
     table = _dense("mask", x, problem, packed, square)
     if table.kind != "bool":
-        raise ArgumentTypeError(
-            f"mask: expected a bool array; got {table.array.dtype}. Pass an array that is added to scores as score=[array]."
-        )
+        way = "Use mask.bool() or mask.astype(bool)" if table.kind == "int" else "Pass an array that is added to scores as score=[array]"
+        raise ArgumentTypeError(f"mask: expected a bool array, True where a key is seen; got {table.array.dtype}. {way}.")
     return expression(lambda b, h, i, j: _entry(table, problem, b, h, i, j), "mask")
 
 
@@ -342,7 +341,8 @@ def _score(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | Non
             continue
         table = _dense("score", one, problem, packed, square)
         if table.kind not in ("float", "double"):
-            raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. Pass a bool array as mask=.")
+            way = "Pass it as mask=" if table.kind == "bool" else "Use score.float() or score.astype('float32')"
+            raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. {way}.")
         found.append(expression(lambda s, b, h, i, j, t=table: _plus(s, _entry(t, problem, b, h, i, j)), "score"))
     return score_chain(found)
 
@@ -356,9 +356,9 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
     """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
     if packed:
         raise ArgumentError(f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their own.")
-    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+    if not (is_tensor(x) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
         raise ArgumentTypeError(f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.")
-    table = Table(x, name, copy=False) if len(x.shape) else Table(x.reshape(1), name, copy=False)
+    table = Table(x, name, copy=False)
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
@@ -373,7 +373,7 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
 def _entry(table: Table, problem: Problem, b: Symbol, h: Symbol, i: Symbol, j: Symbol) -> Any:
     """The entry of a dense array; positions become rows and columns again."""
     starts = problem.q_starts
-    first: Any = starts[0] if len(set(starts)) <= 1 else Table(np.array(starts, np.int64), "q_start")[b]
+    first: Any = max(starts, default=0) if len(set(starts)) <= 1 else Table(np.array(starts, np.int64), "q_start")[b]
     index = (b, h, i - first, j - problem.k_start)
     return table[tuple(b * 0 if n == 1 else x for x, n in zip(index, table.array.shape, strict=True))]
 
