@@ -12,6 +12,7 @@ import numpy as np
 
 from . import arrays, engine, saved
 from .blocks import Store, make_stores
+from .compiling import in_graph, outside
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError
 from .forks import renew_after_fork
 from .machine import current_isa
@@ -179,6 +180,8 @@ class KVCache:
 
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
+        if in_graph():
+            return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer = self._layer(layer)
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         self._same_count(k, v)
@@ -210,6 +213,9 @@ class KVCache:
 
         After any exception the cache is as it was.
         """
+        if in_graph():
+            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            return outside(KVCache.attend, self, layer, q, k, v, new_lengths=new_lengths, **options)
         if new_lengths is out is sink_logits is None and type(k) is np.ndarray and type(layer) is int and 0 <= layer < self.layers:
             result = self._known(layer, q, k, v, scale, mask, score, return_lse)
             if result is not None:
@@ -467,7 +473,7 @@ class KVCache:
     ) -> Any:  # fmt: skip
         """A chunk that is longer than a window has room for: each piece sees what is still there."""
         a = arrays.describe(q, "q")
-        result, target, lse, where = self._results(a, return_lse, out)
+        result, target, lse, where = self._results(a, return_lse, out, options)
         lengths = self._held[layer][0]
         for at in range(0, k.shape[2], PIECE):
             here = slice(at, at + PIECE)
@@ -480,6 +486,7 @@ class KVCache:
             self._compute(layer, piece, lengths, given, True, options, rows, some_lse)
             if where and some_lse:
                 where.numpy()[:, :, here] = some_lse.numpy()
+        arrays.deliver(target)
         return self._given(a, result, lse, out)
 
     def _run(
@@ -491,14 +498,17 @@ class KVCache:
         if step is not None:
             return self._again(step, layer, q, totals, return_lse)
         a = arrays.describe(q, "q")
-        result, target, lse, where = self._results(a, return_lse, out)
+        result, target, lse, where = self._results(a, return_lse, out, options)
         self._compute(layer, a, totals, counts, causal, options, target, where)
+        arrays.deliver(target)
         return self._given(a, result, lse, out)
 
-    def _results(self, q: arrays.Array, return_lse: bool, out: Any) -> tuple[Any, arrays.Array, Any, arrays.Array | None]:
+    def _results(
+        self, q: arrays.Array, return_lse: bool, out: Any, options: dict[str, Any]
+    ) -> tuple[Any, arrays.Array, Any, arrays.Array | None]:
         """What a call writes to, and where that lies: out, and the log-sum-exp."""
         shape = (*q.shape[:-1], self.value_dim)
-        result, target = arrays.out_for(q, shape, out, (q,))
+        result, target = arrays.out_for(q, shape, out, (q,), staged=not (options["mask"] is options["score"] is None))
         lse, where = arrays.empty_like(q, shape[:-1], "float64" if q.dtype == "float64" else "float32") if return_lse else (None, None)
         return result, target, lse, where
 

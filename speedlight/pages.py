@@ -12,6 +12,7 @@ import numpy as np
 
 from . import arrays, engine
 from .blocks import make_stores
+from .compiling import in_graph, outside
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull
 from .forks import renew_after_fork
 from .machine import current_isa
@@ -299,6 +300,8 @@ class PagePool:
 
     def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after the other's."""
+        if in_graph():
+            return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         counts = self._counts(new_lengths, len(sequences), k.shape[0])
@@ -330,6 +333,9 @@ class PagePool:
 
         After any exception the pool and its sequences are as they were.
         """
+        if in_graph():
+            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            return outside(PagePool.attend, self, layer, sequences, q, k, v, new_lengths=new_lengths, **options)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         if not isinstance(return_lse, bool):
             raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
@@ -488,7 +494,7 @@ class PagePool:
         if self._cuda:
             return self._cuda.run(layer, q, self._page_lists(tables, totals), counts, totals, causal, options, return_lse, out)
         shape = (*q.shape[:-1], self.value_dim)
-        result, target = arrays.out_for(q, shape, out, (q,))
+        result, target = arrays.out_for(q, shape, out, (q,), staged=not (options["mask"] is options["score"] is None))
         number = "float64" if q.dtype == "float64" else "float32"
         lse, where = arrays.empty_like(q, (q.shape[1], q.shape[0]), number) if return_lse else (None, None)
         first = list(itertools.accumulate(counts, initial=0))
@@ -499,6 +505,7 @@ class PagePool:
             step, alike = self._step(q, which, some, starts, lengths, lists, causal, options, target.strides)
             items = step.items_for(lengths, lists) if alike else None
             step.run(*addresses, items=ctypes.addressof(items) if items is not None else 0)
+        arrays.deliver(target)
         result = arrays.like_input(q, result) if out is None else out
         return result if lse is None else (result, arrays.like_input(q, lse))
 

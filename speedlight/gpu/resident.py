@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import arrays
+from ..compiling import in_graph, outside
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError
 from ..forks import renew_after_fork
 from ..machine import interpreting
@@ -222,6 +223,8 @@ class CudaCache:
 
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
+        if in_graph():
+            return outside(CudaCache.append, self, layer, k, v, new_lengths=new_lengths)
         self._step(layer, None, k, v, new_lengths, {}, False, None)
 
     def attend(
@@ -229,6 +232,9 @@ class CudaCache:
         score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
     ) -> Any:  # fmt: skip
         """As KVCache.attend, on tensors of the cache's device."""
+        if in_graph():
+            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            return outside(CudaCache.attend, self, layer, q, k, v, new_lengths=new_lengths, **options)
         if not isinstance(return_lse, bool):
             raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
         if (k is None) != (v is None) or (k is None and new_lengths is not None):
@@ -299,7 +305,8 @@ class CudaCache:
         n_new = new[0].shape[2] if new else 0
         result = target = lse = where = None
         if a is not None:
-            result, target = arrays.out_for(a, (*a.shape[:-1], self.value_dim), out, (a,))
+            staged = not (options["mask"] is options["score"] is None)
+            result, target = arrays.out_for(a, (*a.shape[:-1], self.value_dim), out, (a,), staged=staged)
             lse, where = arrays.empty_like(a, a.shape[:-1], "float32") if return_lse else (None, None)
         step = PIECE if self._ring.size else max(n_new, 1)
         pieces = [slice(at, at + step) for at in range(0, max(n_new, 1), step)]
@@ -313,8 +320,9 @@ class CudaCache:
                 most = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
                 views = [None if x is None else x.tensor[:, :, piece] if n_new else x.tensor for x in (a, target, where)]
                 self._run(layer, problems[n], *views, most)  # type: ignore[arg-type]
-        if a is None:
+        if a is None or target is None:
             return None
+        arrays.deliver(target)
         result = arrays.like_input(a, result) if out is None else out
         return (result, arrays.like_input(a, lse)) if return_lse else result
 
@@ -482,7 +490,8 @@ class PoolMemory:
             causal=causal, layout="lhd", q_lengths=counts, **options,
         )  # fmt: skip
         check(problem, str(self.device), "ieee")
-        result, target = arrays.out_for(q, (*q.shape[:-1], self.value_dim), out, (q,))
+        staged = not (options["mask"] is options["score"] is None)
+        result, target = arrays.out_for(q, (*q.shape[:-1], self.value_dim), out, (q,), staged=staged)
         lse, where = arrays.empty_like(q, (q.shape[1], q.shape[0]), "float32") if return_lse else (None, None)
         keys = self.rows[layer].keys(
             pages=self._tables(pages), page_size=self.page_size, page_count=self.rows[layer].k.shape[0], status=self.status
@@ -491,5 +500,6 @@ class PoolMemory:
         for n in counts:
             offsets.append(offsets[-1] + n)
         run(problem, "lhd", q.tensor, keys, target.tensor, None if where is None else where.tensor, cu_q=tuple(offsets))
+        arrays.deliver(target)
         result = arrays.like_input(q, result) if out is None else out
         return (result, arrays.like_input(q, lse)) if return_lse else result
