@@ -355,3 +355,33 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(1e-3)
+
+
+def test_no_memory_anywhere_in_a_call(rng, monkeypatch):
+    """At each allocation of Python's own: MemoryError, nobody inside, the next call right."""
+    testing = pytest.importorskip("_testcapi")
+    monkeypatch.setattr(workers, "_openmp", lambda _: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # a helper may be the one who has none; it is started anew
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 128, 64, 64)
+    out = np.empty_like(q)
+    sl.set_threads(3)
+    want = sl.attention(q, k, v, out=out).tobytes()
+    failed = 0
+    for n in range(250):
+        out.fill(0)
+        try:
+            testing.set_nomemory(n, n + 1)
+            sl.attention(q, k, v, out=out)
+        except MemoryError:
+            failed += 1
+        except SystemError:  # CPython's own, where it has forgotten to say so
+            failed += 1
+        finally:
+            testing.remove_mem_hooks()
+        left = out.tobytes()
+        assert workers._region == [None]
+        if n % 4 == 0:
+            time.sleep(5e-4)
+            assert out.tobytes() == left
+        assert sl.attention(q, k, v, out=out).tobytes() == want
+    assert failed > 20
