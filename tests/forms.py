@@ -32,9 +32,15 @@ class Form:
     extra: str = ""
     tables: bool = False  # positions must be known to its tables wherever keys are visible
     dense: bool = False  # `make` takes the sizes, too, and returns arrays
-    far: bool = False  # positions may be anywhere
+    far: float = 0.0  # how often positions are beyond 32 bits
+    wide: bool = False  # integers are beyond 32 bits now and then: kernels of both kinds
     window: tuple[bool, bool] = (False, False)  # which sides of the option `window` are given
     ring: bool = False  # also by a cache with a window
+
+    @property
+    def kernels(self) -> int:
+        """That a short run may compile: two vector units, and the extra one."""
+        return (2 + bool(self.extra)) * (2 if self.wide else 1)
 
 
 def E(function: Callable[..., Any]) -> sl.Expression:
@@ -239,19 +245,19 @@ def _ring(rng: Any) -> Any:
 
 
 FORMS = (
-    Form("plain f32", "float32", nothing, "cached", far=True),
-    Form("plain f64", "float64", nothing, "steps", far=True),
-    Form("plain f16", "float16", nothing, "cached", far=True),
-    Form("plain bf16", "bfloat16", nothing, "decode", far=True),
-    Form("window", "float32", nothing, "steps", window=(True, True), far=True),
+    Form("plain f32", "float32", nothing, "cached", far=0.15),
+    Form("plain f64", "float64", nothing, "steps", far=0.15),
+    Form("plain f16", "float16", nothing, "cached", far=0.15),
+    Form("plain bf16", "bfloat16", nothing, "decode", far=0.15),
+    Form("window", "float32", nothing, "steps", window=(True, True)),
     Form("window to the left", "bfloat16", nothing, "cached", window=(True, False)),
     Form("window to the right", "float16", mask(lambda rng: sl.causal()), "decode", window=(False, True)),
     Form("documents", "float32", mask(_documents), "cached", tables=True),
     Form("documents of items", "float64", mask(lambda rng: _documents(rng, ITEMS)), tables=True),
-    Form("prefix", "bfloat16", mask(_prefix), "steps", far=True),
-    Form("dilated", "float32", mask(lambda rng: sl.dilated(n(rng, 1, 300))), "decode"),
+    Form("prefix", "bfloat16", mask(_prefix), "steps"),
+    Form("dilated", "float32", mask(lambda rng: sl.dilated(n(rng, 1, 300))), "decode", far=1.0),
     Form("floor of negatives", "float32", mask(_negative_floor), "cached"),
-    Form("rest of negatives", "float64", mask(_negative_mod), "decode"),
+    Form("rest of negatives", "float64", mask(_negative_mod), "decode", far=1.0),
     Form("rests of both signs", "float16", mask(_both_signs), "steps"),
     Form("divided by a key", "float32", mask(_by_a_key), "decode"),
     Form("blocks", "float32", mask(_blocks), "cached"),
@@ -263,11 +269,11 @@ FORMS = (
     Form("distance by head", "float16", mask(_distance), "cached"),
     Form("chosen", "float32", mask(_chosen), "codes"),
     Form("many terms", "float32", mask(_terms), "steps"),
-    Form("wide products", "float32", mask(_products), "cached"),
+    Form("wide products", "float32", mask(_products), "cached", wide=True),
     Form("a dense mask", "float32", mask(_dense(0, 0, 1, 1)), "", dense=True),
     Form("a dense mask of all", "bfloat16", mask(_dense(1, 1, 1, 1)), "", dense=True),
     Form("a mask of keys", "float64", mask(_dense(1, 0, 0, 1)), "", dense=True),
-    Form("alibi", "float32", score(_alibi), "steps", tables=False),
+    Form("alibi", "float32", score(_alibi), "steps"),
     Form("relative bias", "bfloat16", score(_relative), "decode"),
     Form("softcap", "float64", score(_softcap), "cached"),
     Form("hidden by scores", "float32", score(_hidden), "cached", tables=True),

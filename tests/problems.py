@@ -137,35 +137,33 @@ def draw_combined(rng: np.random.Generator, form: Form) -> Combined:
 def _sizes(rng: np.random.Generator, form: Form) -> tuple[list[int], list[int], int, int]:
     """Lengths of queries and keys, kv heads, and their group."""
     pairs = 20_000 if rng.random() < 0.93 else 400_000
-    batch = int(rng.choice([1, 1, 2, 3, 4]))
-    kv_heads, group = int(rng.integers(1, 3)), int(rng.choice([1, 1, 2, 4]))
-    least = 2 if form.dense else 0  # one entry would broadcast: another kernel
-
-    def length(most: int, weights: list[float]) -> int:
-        names = [[x for x in y if least <= x <= most] for y in (SHORT, MIDDLE, LONG)]
-        kinds = [x or names[0] for x in names]
-        return int(rng.choice(kinds[rng.choice(3, p=weights)]))
-
+    batch, kv_heads, group = int(rng.choice([1, 1, 2, 3, 4])), int(rng.integers(1, 3)), int(rng.choice([1, 1, 2, 4]))
     uniform = rng.random() < 0.5
-    k_lengths, q_lengths = [], []
-    for item in range(batch):
-        if uniform and item:
-            k_lengths.append(k_lengths[0])
-            q_lengths.append(q_lengths[0])
-            continue
-        k_lengths.append(length(2049, [0.45, 0.3, 0.25]))
-        q_lengths.append(length(max(49, min(2049, pairs // max(1, k_lengths[-1]))), [0.7, 0.15, 0.15]))
-    while (
-        len(q_lengths) * kv_heads * group > 1 and sum(a * b for a, b in zip(q_lengths, k_lengths, strict=True)) * kv_heads * group > pairs
-    ):
+    if form.dense:  # axes of one entry would broadcast, and items that end elsewhere start elsewhere: other kernels
+        batch, kv_heads = max(2, batch), 2
+    k_lengths = [_length(rng, form, [0.45, 0.3, 0.25]) for _ in range(batch)]
+    q_lengths = [_length(rng, form, [0.7, 0.15, 0.15], max(49, pairs // max(1, n))) for n in k_lengths]
+    if uniform or form.dense:
+        q_lengths = q_lengths[:1] * batch
+    if uniform:
+        k_lengths = k_lengths[:1] * batch
+    while sum(a * b for a, b in zip(q_lengths, k_lengths, strict=True)) * kv_heads * group > pairs:
         if group > 1:
             group //= 2
-        elif kv_heads > 1:
-            kv_heads = 1
-        else:
+        elif len(q_lengths) > (2 if form.dense else 1):
             q_lengths.pop()
             k_lengths.pop()
+        elif kv_heads > 1 and not form.dense:
+            kv_heads = 1
+        else:
+            break
     return q_lengths, k_lengths, kv_heads, group
+
+
+def _length(rng: np.random.Generator, form: Form, weights: list[float], most: int = 2049) -> int:
+    """Of queries or keys; `weights`: of the short, the middle and the long ones."""
+    names = [[x for x in y if 2 * form.dense <= x <= most] for y in (SHORT, MIDDLE, LONG)]
+    return int(rng.choice(names[rng.choice(3, p=weights)] or names[0]))
 
 
 def _positions(rng: np.random.Generator, form: Form, q_lengths: list[int], k_lengths: list[int]) -> tuple[Any, int, Any, list[int]]:
@@ -173,8 +171,11 @@ def _positions(rng: np.random.Generator, form: Form, q_lengths: list[int], k_len
     ends = [k - q for q, k in zip(q_lengths, k_lengths, strict=True)]
     where = rng.choice(["end", "end", "end", "top", "one", "each"])
     causal = bool(rng.random() < 0.6)
+    far = rng.random() < form.far
     if form.ring:
         where, causal = "end", True
+    if form.far == 1:
+        where = rng.choice(["one", "each"])
     if form.dense and where in ("end", "each") and len(set(ends)) > 1:
         where = "one"
     if where == "end" and not (form.tables and min(ends) < 0):
@@ -182,8 +183,8 @@ def _positions(rng: np.random.Generator, form: Form, q_lengths: list[int], k_len
     if where == "top":
         return ("top-left", 0, None, [0] * len(ends)) if rng.random() < 0.7 else (causal, 0, 0, [0] * len(ends))
     k_start = int(rng.choice([0, 0, 1024, 3072]))
-    if form.far and rng.random() < 0.15:
-        k_start = 1 << int(rng.integers(30, 45))
+    if far:
+        k_start = 1 << int(rng.integers(32, 45))
     low = k_start if form.tables else k_start - 30
     starts = [int(rng.integers(low, k_start + max(k_lengths) + 30)) for _ in ends]
     if where == "each" and not form.dense:
