@@ -372,7 +372,7 @@ def pool_of(p: Combined, rng: np.random.Generator, dtype: str, short: bool) -> R
     parts, size = p.parts, int(rng.choice([16, 32, 128]))
     pages = 2 * sum(-(-x.k.shape[1] // size) for x in parts) + 8
     pool = sl.PagePool(layers=1, pages=pages, page_size=size, dtype=dtype, **cache_shape(p))
-    rng.shuffle(pool._free)
+    fragmented(pool, p, rng)
     sequences, done = [pool.sequence() for _ in parts], [0] * len(parts)
     for counts in steps(rng, [x.start if p.causal else x.k.shape[1] for x in parts]):
         some = [x for x in zip(sequences, parts, done, counts, strict=True) if x[3] or rng.random() < 0.5]
@@ -403,6 +403,16 @@ def pool_of(p: Combined, rng: np.random.Generator, dtype: str, short: bool) -> R
         at = [a + c for a, c in zip(at, counts, strict=True)]
     assert pool.free_pages == pages - sum(len(s.pages) for s in sequences), "pages were lost"
     return [(np.concatenate(o, axis=1), np.concatenate(e, axis=1)) for o, e in found]
+
+
+def fragmented(pool: sl.PagePool, p: Combined, rng: np.random.Generator) -> None:
+    """Pages are free in any order, and full of NaN."""
+    rubbish = [as_kind(np.full((pool.page_size, *x.shape[::2]), np.nan, x.dtype), p.kind) for x in (p.parts[0].k, p.parts[0].v)]
+    sequences = [pool.sequence() for _ in range(pool.pages)]
+    for sequence in sequences:
+        pool.append(0, [sequence], *rubbish)
+    for n in rng.permutation(len(sequences)):
+        sequences[n].free()
 
 
 def attend_pool(p: Combined, pool: sl.PagePool, sequences: list[Any], some: list[Part], mask: Any) -> Results:
