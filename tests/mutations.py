@@ -360,9 +360,9 @@ def copied(to: Path) -> Path:
     return to
 
 
-def run_tests(tree: Path, arguments: list[str]) -> tuple[int, str]:
-    """pytest's exit code, and the first test that failed; no test run at all is an error."""
-    place = {"SPEEDLIGHT_CACHE_DIR": str(tree / "kernels"), "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+def run_tests(tree: Path, arguments: list[str], *, mutated: bool) -> tuple[int, str]:
+    """pytest's exit code, and the first test that failed; no test run at all is an error. A mutation has kernels of its own."""
+    place = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} | ({"SPEEDLIGHT_CACHE_DIR": str(tree / "kernels")} if mutated else {})
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *arguments]
     try:
         done = subprocess.run(
@@ -383,10 +383,10 @@ def try_out(mutation: Mutation | None, tests: str, rest: bool) -> dict[str, Any]
         tree = copied(Path(name))
         if mutation is not None:
             mutation.apply(tree)
-        code, first = run_tests(tree, shlex.split(tests))
+        code, first = run_tests(tree, shlex.split(tests), mutated=mutation is not None)
         by = "its own room" if code else "nothing"
         if mutation is not None and rest and not code:
-            code, first = run_tests(tree, ["-n", "2", "tests"])
+            code, first = run_tests(tree, ["-n", "2", "tests"], mutated=True)
             by = "the rest" if code else "nothing"
     return {"caught": by, "test": first, "seconds": round(time.perf_counter() - start, 1)}
 
@@ -404,7 +404,7 @@ def main() -> int:
         m.mutated((ROOT / "speedlight" / m.file).read_text())
     whole = Mutation("nothing", "", "", "", "")
     rooms = {tests: digest(whole) + tests for tests in dict.fromkeys(m.tests for m in wanted)}
-    jobs = [(None, tests, key) for tests, key in rooms.items()] + [(m, m.tests, digest(m)) for m in wanted]
+    jobs = [(m, m.tests, digest(m)) for m in wanted] + [(None, tests, key) for tests, key in rooms.items()]
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
         running = {pool.submit(try_out, m, tests, not given.own): (m, tests, key) for m, tests, key in jobs if key not in kept}
         for future in concurrent.futures.as_completed(running):

@@ -15,6 +15,7 @@ import operator
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -606,6 +607,35 @@ def test_combined(form, monkeypatch):
 
 def test_kernels_are_few():
     assert sum(form.kernels for form in FORMS) <= 120
+
+
+def test_problems_are_of_every_kind():
+    """What the 400 problems claim to cover, they do; and few of them have nothing to say."""
+    drawn = [draw_combined(np.random.default_rng([SEED, n]), FORMS[n % len(FORMS)]) for n in range(len(FORMS) * EACH)]
+    seen: Counter[str] = Counter()
+    for p in drawn:
+        seen.update(
+            {
+                p.layout,
+                p.kind,
+                *p.lies,
+                f"repeats {p.expanded}",
+                f"causal {p.causal}",
+                f"scale {p.options['scale']}",
+                f"{len(p.parts)} items",
+            }
+        )
+        seen.update({"at the end"} if p.at_end else {"k_start"} if p.options["k_start"] else {"elsewhere"})
+        seen.update({"sinks"} if p.options["sink_logits"] else set())
+        seen.update({"ragged"} if len({(x.q.shape[1], x.k.shape[1]) for x in p.parts}) > 1 else set())
+        seen.update({"grouped"} if p.parts[0].q.shape[0] > p.parts[0].k.shape[0] else set())
+        seen.update({"infinities"} if p.has_infinity else set())
+        seen.update({"nothing to say"} if not any(x.q.size and np.nan_to_num(plain(x.v)).any() for x in p.parts) else set())
+    wanted = ["bhld", "blhd", "lhd", "numpy", "torch", "plain", "transposed", "sliced", "backwards", "unaligned", "repeats batch"]
+    wanted += ["repeats heads", "causal True", "causal False", "causal top-left", "scale None", "scale -0.3", "scale 0.0", "scale 1e-30"]
+    wanted += [f"{n} items" for n in (1, 2, 3, 4)] + ["at the end", "k_start", "elsewhere", "sinks", "ragged", "grouped", "infinities"]
+    assert min(seen[x] for x in wanted) >= 10, seen
+    assert seen["nothing to say"] <= 40 and seen["at the end"] >= 150
 
 
 def again(seed: int, index: int, *, short: bool) -> str:
