@@ -73,14 +73,14 @@ MUTATIONS = (
         "cpu/microkernels.py",
         "(alpha,) = exp2(k, s, [old[v] - base[v]], any_x=True)",
         "(alpha,) = exp2(k, s, [old[v] - old[v]], any_x=True)",
-        f"{FORWARD} -k every_length",
+        f"{FORWARD} -k 'every_length and 255'",
     ),
     Mutation(
         "hidden keys weigh +0",
         "cpu/microkernels.py",
         "w, hidden) for w, x, (i, v) in zip(ws, xs, place, strict=True)]",
         "w, zero) for w, x, (i, v) in zip(ws, xs, place, strict=True)]",
-        f"{FORWARD} -k 'special_values or hidden_data'",
+        f"{FORWARD} -k 'special_values and float32'",
     ),
     Mutation(
         "a tile of which a lane sees nothing changes the sign of its zeros",
@@ -94,14 +94,14 @@ MUTATIONS = (
         "cpu/microkernels.py",
         "return k.select(seen, k.fma(value, weight, total), total)",
         "return k.fma(value, weight, total)",
-        f"{FORWARD} -k 'special_values or hidden_data'",
+        f"{FORWARD} -k 'special_values and float32'",
     ),
     Mutation(
         "merging takes one state's maximum for the other's",
         "cpu/microkernels.py",
         "for factors, m in ((first, m1), (second, m2)):",
         "for factors, m in ((first, m2), (second, m1)):",
-        f"{FORWARD} -k every_length",
+        f"{FORWARD} -k 'every_length and 1025'",
     ),
     Mutation(
         "the partner that an odd pair lacks is what lies there",
@@ -115,14 +115,14 @@ MUTATIONS = (
         "cpu/forward.py",
         "full = k.select(odd, full - 1, full)",
         "full = k.select(odd, full, full)",
-        f"{FORWARD} -k 'special_values or every_length or hidden_data'",
+        f"{FORWARD} -k 'special_values and bfloat16'",
     ),
     Mutation(
         "the second span is not merged",
         "cpu/forward.py",
         "with k.when(last > SPAN), k.range(0, task.panels) as i, k.when(",
         "with k.when(last > 2 * SPAN), k.range(0, task.panels) as i, k.when(",
-        f"{FORWARD} -k every_length",
+        f"{FORWARD} -k 'every_length and 1025'",
     ),
     Mutation(
         "decoding touches values of scores of -inf",
@@ -158,7 +158,7 @@ MUTATIONS = (
         "cpu/region.py",
         "k.store(k.const(0x1F80, I32), ours)",
         "k.store(k.const(0x9FC0, I32), ours)",
-        f"tests/test_workers.py -k modes {FORWARD}::test_subnormals_survive",
+        f"{FORWARD} -k subnormals",
     ),
     Mutation(
         "a forked child asks the parent's threads",
@@ -238,7 +238,7 @@ MUTATIONS = (
         "engine.py",
         "else problem.scale * math.log2(math.e)",
         "else math.log2(math.e)",
-        f"{FORWARD} -k special_values",
+        f"{FORWARD} -k 'special_values and float64'",
     ),
     Mutation(
         "values of an item lie where its keys would",
