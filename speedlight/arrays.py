@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
@@ -31,6 +33,7 @@ class Array:
     writeable: bool
     owner: Any
     device: str = "cpu"  # or cuda:0, …: then `tensor` is the array as PyTorch has it
+    final: Array | None = None  # where deliver() copies it to
 
     @property
     def tensor(self) -> Any:
@@ -88,7 +91,13 @@ def on_gpu(x: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return x.is_cuda
-    return hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == 2
+    return _has_dlpack(x) and _dlpack_device(x, "q")[0] == 2
+
+
+def is_masked(x: Any) -> bool:
+    """Whether NumPy calls it a masked array: what its mask hides would be read."""
+    ma = sys.modules.get("numpy.ma")
+    return ma is not None and isinstance(x, ma.MaskedArray)
 
 
 def _described(x: Any, name: str) -> Array:
@@ -97,34 +106,100 @@ def _described(x: Any, name: str) -> Array:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         return _from_torch(x, name, torch)
-    if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+    if _has_dlpack(x):
         return _from_dlpack(x, name)
-    if hasattr(x, "__array_interface__"):
-        return _from_numpy(np.asarray(x), name, "numpy", x)
+    if not isinstance(x, type) and hasattr(x, "__array_interface__"):
+        array = _as_numpy(x, name)  # of a NumPy scalar a copy, which nobody else holds
+        return _from_numpy(array, name, "numpy", array)
     raise ArgumentTypeError(
         f"{name}: expected a NumPy array, a PyTorch tensor, or an object with DLPack or __array_interface__; "
         f"got {type(x).__name__}. Try numpy.asarray({name}, dtype='float32')."
     )
 
 
+def listed(x: Any, name: str, what: str) -> list[Any]:
+    """What a short list of numbers, an array or a tensor of them holds now."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        check_plain_tensor(x, name)
+    elif is_masked(x):
+        raise ArgumentTypeError(f"{name}: expected {what}; got a {type(x).__name__}. Use {name}.filled(0), or {name}.compressed().")
+    elif isinstance(x, (type, str, bytes, bytearray)) or not (isinstance(x, Sequence) or hasattr(x, "tolist")):
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.")
+    try:
+        values = list(x) if isinstance(x, Sequence) else x.tolist()
+    except Exception as error:  # another library's code, or a tensor without values
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__} ({error}).") from error
+    if not isinstance(values, list):
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__} without dimensions.")
+    return values
+
+
+def _as_numpy(x: Any, name: str) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except Exception as error:  # another library's code
+        raise ArgumentTypeError(
+            f"{name}: expected an array that NumPy can read; {type(x).__name__}.__array_interface__ is not: {error}."
+        ) from error
+
+
 def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
+    if is_masked(x):
+        raise ArgumentTypeError(
+            f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(0) and mask=."
+        )
     if x.dtype.byteorder not in "=|" and x.dtype.newbyteorder("=") != x.dtype:
         raise ArgumentTypeError(f"{name}: expected native byte order; got {x.dtype.str}. Use {name}.astype({x.dtype.name!r}).")
     dtype = _check_dtype(name, x.dtype.name)
     return Array(name, x.ctypes.data, x.shape, x.strides, dtype, kind, x.flags.writeable, owner)
 
 
-def _from_torch(x: Any, name: str, torch: Any) -> Array:
-    if x.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. Use {name}.cpu().")
-    if x.layout != torch.strided:
+def check_plain_tensor(x: Any, name: str) -> None:
+    """That a tensor's numbers lie in memory as its sizes and strides say, and that nobody differentiates it.
+
+    Raises for subclasses that compute in their own way (FakeTensor, DTensor …), inside torch.func.vmap, grad and jvp, and for
+    storage that was resized. Of any dtype and device; q, k and v, masks, biases and lists all come through here.
+    """
+    torch = sys.modules["torch"]
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise UnsupportedError(f"{name}: expected a tensor whose numbers lie in memory; got {type(x).__name__}, which has its own way.")
+    if x.is_nested:
+        raise ArgumentTypeError(f"{name}: expected a strided tensor; got a nested one. Use {name}.to_padded_tensor(0) and lengths.")
+    if x.layout is not torch.strided:
         raise ArgumentTypeError(f"{name}: expected a strided tensor; got layout {x.layout}. Use {name}.to_dense().")
-    if x.requires_grad and torch.is_grad_enabled():
+    tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
+    if tangent is not None or (x.requires_grad and torch.is_grad_enabled()):
         raise UnsupportedError(
-            f"{name}: requires grad, and speedlight has no gradients yet. Use {name}.detach(), or call under torch.no_grad()."
+            f"{name}: {'has a tangent' if tangent is not None else 'requires grad'}, and speedlight has no gradients yet. "
+            f"Use {name}.detach(), or call under torch.no_grad()."
         )
     if x.is_conj() or x.is_neg():
         raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")
+    if x.device.type != "meta" and not _has_memory(x):
+        raise ArgumentError(
+            f"{name}: expected a tensor with memory for its {tuple(x.shape)}; its storage is missing or too short "
+            f"(torch.func, resize_ …). Use {name}.clone()."
+        )
+
+
+def _has_memory(x: Any) -> bool:
+    """Whether every element lies inside the tensor's storage."""
+    if not x.numel():
+        return True
+    try:
+        address, storage = x.data_ptr(), x.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+    except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, a tensor of zeros that are nowhere
+        return False
+    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return start != 0 and start <= address and address + (last + 1) * x.element_size() <= start + size
+
+
+def _from_torch(x: Any, name: str, torch: Any) -> Array:
+    if x.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. Use {name}.cpu().")
+    check_plain_tensor(x, name)
     dtype = _check_dtype(name, str(x.dtype).removeprefix("torch."))
     size = DTYPES[dtype][1]
     return Array(name, x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x, str(x.device))
@@ -145,25 +220,58 @@ class _DLTensor(ctypes.Structure):
     )
 
 
+def _has_dlpack(x: Any) -> bool:
+    return not isinstance(x, type) and hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+
+
+def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
+    try:
+        kind, number = x.__dlpack_device__()
+        return int(kind), int(number)
+    except Exception as error:  # another library's code
+        raise ArgumentTypeError(
+            f"{name}: expected an array with a DLPack device; {type(x).__name__}.__dlpack_device__ failed: {error}."
+        ) from error
+
+
+def _dlpack_tensor(x: Any, name: str) -> tuple[Any, _DLTensor]:
+    """The capsule, which keeps the memory alive, and what it holds."""
+    try:
+        capsule = x.__dlpack__()
+    except Exception as error:  # another library's code
+        raise ArgumentTypeError(
+            f"{name}: expected an array that DLPack can pass on; {type(x).__name__}.__dlpack__ failed: {error}."
+        ) from error
+    pointer, valid = ctypes.pythonapi.PyCapsule_GetPointer, ctypes.pythonapi.PyCapsule_IsValid
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    valid.restype, valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
+    if not valid(capsule, b"dltensor"):
+        raise ArgumentTypeError(
+            f"{name}: expected an unused DLPack capsule of version 0; {type(x).__name__}.__dlpack__ gave {shown(capsule)}."
+        )
+    return capsule, _DLTensor.from_address(pointer(capsule, b"dltensor"))
+
+
 def _from_dlpack(x: Any, name: str) -> Array:
     """Reads the capsule itself, because NumPy cannot take bfloat16 from one."""
-    device = x.__dlpack_device__()
-    if int(device[0]) == 2:
+    device = _dlpack_device(x, name)
+    if device[0] == 2:
         return _from_cuda(x, name)
-    if int(device[0]) != 1:
-        raise UnsupportedError(f"{name}: expected an array on the CPU; got DLPack device {tuple(map(int, device))}.")
-    capsule = x.__dlpack__()
-    pointer = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    t = _DLTensor.from_address(pointer(capsule, b"dltensor"))
+    if device[0] != 1:
+        raise UnsupportedError(f"{name}: expected an array on the CPU; got DLPack device {device}.")
+    capsule, t = _dlpack_tensor(x, name)
     dtype = _DLPACK_NAMES.get((t.code, t.bits), f"DLPack type {t.code} of {t.bits} bits")
-    _check_dtype(name, dtype)
+    _check_dtype(name, dtype if t.vector == 1 else f"DLPack type {t.code} of {t.bits} bits in vectors of {t.vector}")
     size = DTYPES[dtype][1]
+    if t.device_type != 1 or not 0 <= t.ndim <= 64 or (t.ndim and not t.shape):
+        raise ArgumentTypeError(f"{name}: expected a DLPack tensor on the CPU; got device {t.device_type} with {t.ndim} dimensions.")
     shape = tuple(t.shape[i] for i in range(t.ndim))
     if t.strides:
         strides = tuple(t.strides[i] * size for i in range(t.ndim))
     else:
-        strides = tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) * size for i in range(t.ndim))
+        strides = tuple(math.prod(shape[i + 1 :]) * size for i in range(t.ndim))
+    if min(shape, default=0) < 0 or (0 not in shape and not t.data):
+        raise ArgumentTypeError(f"{name}: expected a DLPack tensor with memory for its shape; got shape {shape} at address {t.data or 0}.")
     return Array(name, (t.data or 0) + t.byte_offset, shape, strides, dtype, "dlpack", False, (x, capsule))
 
 
@@ -175,7 +283,10 @@ def _from_cuda(x: Any, name: str) -> Array:
         raise UnsupportedError(
             f"{name}: expected PyTorch beside arrays on a GPU; it is not installed. pip install 'speedlight[gpu]'"
         ) from None
-    tensor = torch.from_dlpack(x)
+    try:
+        tensor = torch.from_dlpack(x)
+    except Exception as error:  # another library's code, or a GPU that PyTorch does not see
+        raise ArgumentTypeError(f"{name}: expected an array that PyTorch can take by DLPack; {type(x).__name__}: {error}.") from error
     found = _from_torch(tensor, name, torch)
     return replace(found, kind="dlpack", owner=(x, tensor), writeable=type(x).__module__.startswith("cupy"))
 
@@ -185,20 +296,34 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: str) -> tuple[Any, Array
     if x.kind == "torch" or x.device != "cpu":
         torch = sys.modules["torch"]
         new = torch.empty(shape, dtype=getattr(torch, dtype), device=x.device)
-        return new, _from_torch(new, "out", torch)
+        return new, _from_torch(new, "out", torch)  # checked, too: under FakeTensorMode it is a fake
     new = np.empty(shape, numpy_dtype(dtype))
     return new, _from_numpy(new, "out", "numpy", new)
 
 
-def out_for(q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...]) -> tuple[Any, Array]:
-    """What a call with these queries writes to, a new array or the caller's own, and where that lies."""
+def out_for(q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...], *, staged: bool = False) -> tuple[Any, Array]:
+    """What a call with these queries returns, a new array or the caller's own, and where kernels write.
+
+    `staged`: the call may fail after it has begun to write; then the caller's own array is written by deliver() alone.
+    """
     if out is None:
         return empty_like(q, shape, q.dtype)
     target = describe(out, "out", gpu=q.device != "cpu")
     if target.device != q.device:
         raise ArgumentError(f"out: expected an array on {q.device}, as q; got one on {target.device}.")
     check_out(target, shape, q.dtype, inputs)
-    return out, target
+    return out, replace(empty_like(q, shape, q.dtype)[1], final=target) if staged else target
+
+
+def deliver(target: Array) -> None:
+    """Copies what was written for a caller's own array to it; nothing, where it lies there."""
+    if target.final is None:
+        return
+    if target.device == "cpu":
+        target.final.numpy()[...] = target.numpy()
+    else:
+        with sys.modules["torch"].inference_mode():  # which may write to any tensor
+            target.final.tensor.copy_(target.tensor)
 
 
 def like_input(x: Array, result: Any) -> Any:
@@ -253,6 +378,8 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Arra
         raise ArgumentTypeError(f"out: expected dtype {dtype}, as q has; got {out.dtype}.")
     if not out.writeable:
         raise ArgumentError("out: expected a writeable array; got a read-only one.")
+    if 0 in shape:
+        return
     reach = DTYPES[dtype][1]
     for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, shape, strict=True) if n > 1):
         if stride < reach:

@@ -15,14 +15,15 @@ import numpy as np
 
 from . import planning
 from .arrays import DTYPES, Array, pages
-from .bounds import largest_integer
-from .errors import ArgumentError, ExpressionError, UnsupportedError
+from .bounds import Exact, Walk, integers
+from .errors import ArgumentError, UnsupportedError, shown
 from .machine import Isa, current_isa, interpreting
 from .modes import standard
 from .problem import LAYOUTS, Problem
 from .tree import out_of_range
 
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
+LOG4_E = math.log2(math.e) / 2  # weights are powers of 4
 _GUESS = 50e9  # FLOP/s of one thread, to begin with
 _READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values with, likewise
 
@@ -48,7 +49,7 @@ class Prepared:
         if self.slots is not None:
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
         if problem.sinks is not None:
-            self.sinks = np.array([x * math.log2(math.e) for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
+            self.sinks = np.array([x * LOG4_E for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
             words |= {"sinks": self.sinks.ctypes.data}
         self.shape = microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached, problem.quantised)
         self.kernel_of, self.run_tickets = compile_.kernel_of, workers.run_tickets
@@ -70,6 +71,7 @@ class Prepared:
         self.item_words = len(fields.ITEM)
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self.reach: list[tuple[int, int]] = []  # of q, k, v, out: first and last byte, from the address
+        self.staged = False  # whether results go to an array of ours first: a lookup may be out of range
         self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
         self.scratch_size = how.scratch_stride * self.threads + self.groups * how.partial_bytes
 
@@ -125,13 +127,10 @@ def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any]
     parts = [x for x in (problem.mask, problem.score) if x is not None]
     if not parts:
         return None, [], None
-    roots = [n for x in parts for n in x.nodes]
-    most = largest_integer(roots, problem.box())
-    if most is not None and most >= 1 << 62:
-        raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
+    known = integers(parts, problem.box())
     key = "\n".join(x.key for x in parts)
     mask, score = (None if x is None else x.root for x in (problem.mask, problem.score))
-    program = lower.Program(key, mask, score, narrow=most is not None and most < 1 << 31)
+    program = lower.Program(key, mask, score, known.narrow, known.others)
     numbers, tables, found = program.slots()
     words = np.zeros(len(numbers) + 1, np.int64)
     table_words = np.zeros((len(set(tables.values())) + 1, lookups.TABLE_WORDS), np.int64)
@@ -141,6 +140,10 @@ def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any]
             words[numbers[id(node)]] = value
         elif node.op == "table":
             array = node.value.array
+            if node.value.tensor is not None:
+                raise ArgumentError(
+                    f"{node.value.name}: expected an array on the CPU, as q; got one on {node.value.tensor.device}. Use .cpu()."
+                )
             row = table_words[tables[id(node)]]
             row[1 : 1 + array.ndim], row[5 : 5 + array.ndim] = array.shape, array.strides
             row[0] = array.ctypes.data
@@ -149,6 +152,18 @@ def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any]
             if not array.size:
                 row[0], row[5:] = table_words.ctypes.data, 0
     return program, found, (words, table_words)
+
+
+def may_fail(problem: Problem) -> bool:
+    """Whether a lookup may turn out, while kernels run, to be out of range."""
+    walk = Walk(Exact(problem.box()))
+    for x in (problem.mask, problem.score):
+        for node in x.nodes if x is not None else ():
+            for arg, n in zip(node.args, node.value.shape, strict=True) if node.op == "table" else ():
+                ends = walk.interval(arg)
+                if ends is None or ends[0] < 0 or ends[1] >= n:
+                    return True
+    return False
 
 
 _scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
@@ -219,9 +234,7 @@ def arguments(
     cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
 ) -> tuple[planning.Schedule, dict[str, int], np.ndarray]:  # fmt: skip
     """The schedule, the kernel's words by name, and its table of items; for any vector unit, this machine's or not."""
-    size = DTYPES[problem.dtype][1]
-    adjoin = 0 < _axis(k.strides, layout, -3) < _axis(k.strides, layout, -2)
-    how = planning.schedule(problem, isa, threads, *(_axis(x.strides, layout, -1) != size for x in (k, v)), heads_adjoin=adjoin)
+    how = planning.schedule(problem, isa, threads, **strides_of(problem, layout, k, v))
     if cu_q is not None and cu_k is not None:
         first, strides = np.array(cu_k[:-1], np.int64), [_axis(x.strides, layout, -2) for x in (k, v)]
     else:
@@ -242,7 +255,7 @@ def _words(
     problem: Problem, how: planning.Schedule, isa: Isa, layout: str, q: Array, out_strides: tuple[int, ...], items: np.ndarray
 ) -> dict[str, int]:
     """All but where keys and values lie."""
-    c = math.log2(math.e) if problem.score is not None else problem.scale * math.log2(math.e)
+    c = LOG4_E if problem.score is not None else problem.scale * LOG4_E
     number = 8 if problem.storage == "f64" else 4
     flip = 0
     if c < 0:
@@ -331,14 +344,21 @@ def _unused_rows(problem: Problem, how: planning.Schedule, table: np.ndarray, ro
     return rest
 
 
+def strides_of(problem: Problem, layout: str, k: Array, v: Array) -> dict[str, Any]:
+    """What a schedule wants to know of the strides of keys and values."""
+    size = DTYPES[problem.dtype][1]
+    strided = {f"strided_{name}": _axis(x.strides, layout, -1) != size for name, x in (("keys", k), ("values", v))}
+    return strided | {"heads_adjoin": 0 < _axis(k.strides, layout, -3) < _axis(k.strides, layout, -2)}
+
+
 def kernel_shape(
-    problem: Problem, threads: int, isa: Isa, *, strided_keys: bool = False, strided_values: bool = False
+    problem: Problem, threads: int, isa: Isa, *, strided_keys: bool = False, strided_values: bool = False, heads_adjoin: bool = False
 ) -> tuple[planning.Schedule, Any]:
     """How a problem runs, and the Shape of its kernel; for any vector unit, this machine's or not."""
     from .cpu import lookups, lower
     from .cpu.microkernels import Shape
 
-    how = planning.schedule(problem, isa, threads, strided_keys, strided_values)
+    how = planning.schedule(problem, isa, threads, strided_keys, strided_values, heads_adjoin=heads_adjoin)
     return how, Shape(isa, how.storage, how.vectors, _program(problem, lower, lookups)[0])
 
 
@@ -347,8 +367,8 @@ def kernel_shape(
 
 def chosen(engine: Any, q: Array) -> str:
     """ "cpu", or the device whose engine takes the call: that on which q lies, which `engine` may insist on."""
-    if engine not in (None, "cpu", "cuda"):
-        raise ArgumentError(f"engine: expected 'cpu', 'cuda' or None (where q lies); got {engine!r}.")
+    if not (engine is None or (isinstance(engine, str) and engine in ("cpu", "cuda"))):
+        raise ArgumentError(f"engine: expected 'cpu', 'cuda' or None (where q lies); got {shown(engine)}.")
     if engine == "cpu" and q.device != "cpu":
         raise ArgumentError(f"q: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use q.cpu().")
     if engine == "cuda" and q.device == "cpu" and not (interpreting() and q.kind == "torch"):
@@ -388,15 +408,13 @@ def resident() -> Any:
     return resident
 
 
-def make_plan(
-    problem: Problem, threads: int, isa: Isa | None = None, *, strided_keys: bool = False, strided_values: bool = False, exact: bool = False
-) -> Any:
-    """The plan of a problem on this machine, with its measured roofs."""
+def make_plan(problem: Problem, threads: int, isa: Isa | None = None, *, exact: bool = False, **strides: Any) -> Any:
+    """The plan of a problem on this machine, with its measured roofs; strides as from strides_of()."""
     from .cpu import roof
     from .cpu.compile import symbol_of
 
     isa = isa or current_isa()
-    how, shape = kernel_shape(problem, threads, isa, strided_keys=strided_keys, strided_values=strided_values)
+    how, shape = kernel_shape(problem, threads, isa, **strides)
     peak = roof.peak_flops(isa, problem.storage, how.threads)
     return planning.count(problem, how, symbol_of(shape), peak, roof.bandwidth(how.threads), exact=exact)
 

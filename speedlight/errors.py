@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
+_SHORT = reprlib.Repr()
+_SHORT.maxother = _SHORT.maxstring = 60
+
+
+def shown(x: Any) -> str:
+    """An argument as a message shows it: short, whatever it is and whatever its repr() does."""
+    try:
+        return _SHORT.repr(x)
+    except Exception:  # an int of more digits than Python prints, a repr() that raises
+        return f"a value of type {type(x).__name__}"
+
 
 class Error(Exception):
     """Base class of everything speedlight raises on purpose."""

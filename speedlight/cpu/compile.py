@@ -29,7 +29,9 @@ from ..errors import CompileError
 from ..modes import standard
 
 if TYPE_CHECKING:
-    from .microkernels import Shape
+    from . import merging, microkernels
+
+    Shape = microkernels.Shape | merging.MergeShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"2\n"
@@ -76,13 +78,11 @@ def _find(owner: Any, name: str) -> int:
 
 def symbol_of(shape: Shape) -> str:
     """The kernel's identity: the same string in profiles, in the cache and in benchmark rows."""
-    if not shape.vectors:
-        return f"decode_{shape.storage}_{shape.isa.name}_{_digest(shape)[:12]}"
-    return f"forward_{shape.storage}_{shape.isa.name}_{shape.rows}x{shape.vectors}_{_digest(shape)[:12]}"
+    return f"{shape.stem}_{_digest(shape)[:12]}"
 
 
 def kernel_of(shape: Shape) -> Kernel:
-    """The forward or decode kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
+    """The forward, decode or merge kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
     key = _structure(shape)
     kernel = _loaded.get(key)
     if kernel is None:
@@ -118,7 +118,10 @@ def emit(shape: Shape) -> str:
     """The LLVM IR of the kernel."""
     from .decode import decode_module
     from .forward import forward_module
+    from .merging import MergeShape, merge_module
 
+    if isinstance(shape, MergeShape):
+        return str(merge_module(shape, symbol_of(shape)))
     return str((forward_module if shape.vectors else decode_module)(shape, symbol_of(shape)))
 
 

@@ -354,13 +354,14 @@ def _factor(p: Problem) -> tuple[float, int]:
     return (abs(c), 1 if c > 0 else -1) if c else (1.0, 0)
 
 
-def merged(out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys, from the attention over each; what saw nothing has no say."""
-    top = torch.maximum(lse1, lse2).double()
-    safe = torch.where(torch.isneginf(top), 0.0, top)
-    weights = [torch.exp(x.double() - safe) for x in (lse1, lse2)]
-    total = weights[0] + weights[1]
-    parts = [torch.where((w == 0)[..., None], 0.0, x.double() * w[..., None]) for x, w in ((out1, weights[0]), (out2, weights[1]))]
-    out = (parts[0] + parts[1]) / torch.where(total == 0, 1.0, total)[..., None]
-    lse = torch.where(total == 0, -torch.inf, safe + torch.log(total))
-    return out.to(out1.dtype), lse.to(lse1.dtype)
+def merged(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over several sets of keys, from the attention over each, in float64; what saw nothing has no say."""
+    logs = [x.double() for x in lses]
+    top = functools.reduce(torch.fmax, logs)
+    base = torch.where(torch.isneginf(top), 0.0, top)
+    weights = [torch.exp(x - base) for x in logs]
+    total = functools.reduce(torch.add, weights)
+    out = torch.where(torch.isneginf(top), 0.0, -0.0)[..., None]  # -0 adds nothing, to the sign of zeros
+    for x, log, weight in zip(outs, logs, weights, strict=True):
+        out = out + torch.where(torch.isneginf(log)[..., None], -0.0, x.double() * (weight / total)[..., None])
+    return out.to(outs[0].dtype), (base + torch.log(total)).to(lses[0].dtype)
