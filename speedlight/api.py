@@ -1,25 +1,29 @@
-"""The public calls: attention(), attention_paged(), merge() and plan()."""
+"""The public calls: attention(), attention_paged() and plan(); merge() has a module of its own."""
 
 from __future__ import annotations
 
 import itertools
+import marshal
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from . import arrays
 from . import engine as engines
-from .errors import ArgumentError, ArgumentTypeError
+from .compiling import leaves_graph
+from .errors import ArgumentError, ArgumentTypeError, Error, shown
 from .machine import current_isa
 from .planning import SLACK, Pages, Plan
-from .problem import LAYOUTS, check_precision, from_arrays, from_cache, from_sizes, packed_lengths, page_lists
+from .problem import LAYOUTS, check_layout, check_precision, from_arrays, from_cache, from_sizes, packed_lengths, page_lists
 from .tracing import kept
 
 _prepared: dict[Any, engines.Prepared] = {}
 _MEMO = 512  # prepared calls kept
 
 
+@leaves_graph
 def attention(
     q: Any,
     k: Any,
@@ -100,18 +104,18 @@ def attention(
                 mask=mask, score=score, sink_logits=sink_logits, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
                 q_lengths=q_lengths, k_lengths=k_lengths,
             )  # fmt: skip
-    lists = None
-    if not (window is sink_logits is q_lengths is k_lengths is None):
-        lists = tuple(_values(x) for x in (window, sink_logits, q_lengths, k_lengths))
-    options = (causal, q_start, k_start, scale, layout, engines.threads_now(), current_isa(), mask, score, lists)
+    threads, isa = engines.threads_now(), current_isa()
     key = None
-    if cu_seqlens_q is None and cu_seqlens_k is None and kept(mask) and kept(score) and (lists is None or ... not in lists):
-        key = _key((q, k, v) if out is None else (q, k, v, out), options)
+    if cu_seqlens_q is None and cu_seqlens_k is None and kept(mask) and kept(score):
+        numbers = (causal, q_start, k_start, scale, layout, threads)
+        lists = () if window is sink_logits is q_lengths is k_lengths is None else (window, sink_logits, q_lengths, k_lengths)
+        key = _key((q, k, v) if out is None else (q, k, v, out), numbers, (isa.name, mask, score), lists)
         prepared = _prepared.get(key) if key else None
-        if prepared is not None and isinstance(return_lse, bool) and (out is None or _apart(prepared, q, k, v, out)):
-            return _again(prepared, q, k, v, layout, return_lse, out)
+        places = _places(prepared, q, k, v, out) if prepared is not None and type(return_lse) is bool else None
+        if prepared is not None and places is not None:
+            return _again(prepared, places, q, layout, return_lse, out)
     if not isinstance(return_lse, bool):
-        raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+        raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(
         a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
@@ -119,11 +123,13 @@ def attention(
         sink_logits=sink_logits, q_lengths=q_lengths, k_lengths=k_lengths,
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
-    result, target = arrays.out_for(a, shape, out, (a, b, c))
-    prepared = engines.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, options[5], options[6])
-    prepared.reach = [(low - x.address, high - x.address) for x in (a, b, c, target) for low, high in (x.extent(),)]
+    result, target = arrays.out_for(a, shape, out, (a, b, c), staged=out is not None and engines.may_fail(problem))
+    prepared = engines.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, threads, isa)
+    prepared.reach = [(low - x.address, high - x.address) for x in (a, b, c, target.final or target) for low, high in (x.extent(),)]
+    prepared.staged = target.final is not None
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     prepared.run(a.address, b.address, c.address, target.address, lse_array.address if lse_array else 0)
+    arrays.deliver(target)
     if key is not None:
         if len(_prepared) >= _MEMO:
             _prepared.clear()
@@ -136,23 +142,26 @@ def attention(
 def _on_gpu(q: Any, k: Any, v: Any, layout: Any, return_lse: Any, out: Any, precision: str, **options: Any) -> Any:
     """attention() on arrays of a GPU: enqueued on PyTorch's current stream, not waited for."""
     if not isinstance(return_lse, bool):
-        raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+        raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(a, b, c, layout=layout, **options)
     launch = engines.gpu()
     launch.check(problem, a.device, precision)
-    result, target = arrays.out_for(a, (*a.shape[:-1], problem.value_dim), out, (a, b, c))
+    staged = out is not None and engines.may_fail(problem)
+    result, target = arrays.out_for(a, (*a.shape[:-1], problem.value_dim), out, (a, b, c), staged=staged)
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     where = None if lse_array is None else lse_array.tensor
     launch.run(
         problem, layout, a.tensor, launch.arrays_of(b.tensor, c.tensor, layout), target.tensor, where, cu_q=cu_q, cu_k=cu_k,
         precision=precision,
     )  # fmt: skip
+    arrays.deliver(target)
     if out is None:
         result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
     return (result, lse) if return_lse else result
 
 
+@leaves_graph
 def attention_paged(
     q: Any,
     k_pages: Any,
@@ -195,10 +204,11 @@ def attention_paged(
     >>> sl.attention_paged(q, pages, pages, [[4, 0], [2, -1]], [5, 3]).shape
     (2, 4, 1, 8)
     """
-    if layout not in LAYOUTS:
-        raise ArgumentError(f"layout: expected 'bhld', 'blhd' or 'lhd'; got {layout!r}.")
+    check_layout(layout)
+    if not isinstance(causal, bool):
+        raise ArgumentError(f"causal: expected False or True (aligned at the last key); got {shown(causal)}.")
     if not isinstance(return_lse, bool):
-        raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+        raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     a, k, v = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
     if len(k.shape) != 4 or min(k.shape[1:]) < 1:
         raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
@@ -227,10 +237,10 @@ def attention_paged(
         raise ArgumentError(f"cu_seqlens_q: expected None for layout={layout!r}; packed sequences take layout='lhd'.")
     problem = from_cache(
         a, dtype=a.dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=v.shape[3], k_lengths=lengths, causal=causal, scale=scale,
-        layout=layout, q_lengths=rows, mask=mask, score=score, sink_logits=sink_logits,
+        layout=layout, q_lengths=rows, mask=mask, score=score, sink_logits=sink_logits, shortest=None if lengths_there is None else 1,
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
-    result, target = arrays.out_for(a, shape, out, (a, k, v))
+    result, target = arrays.out_for(a, shape, out, (a, k, v), staged=out is not None and engines.may_fail(problem))
     if lists is None:
         launch = engines.gpu()
         launch.check(problem, a.device, "ieee")
@@ -238,6 +248,7 @@ def attention_paged(
         lse, lse_array = _lse(a, layout) if return_lse else (None, None)
         cu_q = None if first is None or rows is None else (*first, sum(rows))
         launch.run(problem, layout, a.tensor, keys, target.tensor, None if lse_array is None else lse_array.tensor, cu_q=cu_q)
+        arrays.deliver(target)
         if out is None:
             result = arrays.like_input(a, result)
         return (result, arrays.like_input(a, lse)) if return_lse else result
@@ -248,6 +259,7 @@ def attention_paged(
     prepared = engines.prepare_pages(problem, layout, a, places, each, target.strides, first, engines.threads_now(), current_isa())
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     prepared.run(a.address, k.address, v.address, target.address, lse_array.address if lse_array else 0)
+    arrays.deliver(target)
     if out is None:
         result = arrays.like_input(a, result)
     return (result, arrays.like_input(a, lse)) if lse_array else result
@@ -260,14 +272,25 @@ def _lse(q: arrays.Array, layout: str) -> tuple[Any, arrays.Array]:
     return arrays.empty_like(q, shape, "float64" if q.dtype == "float64" else "float32")
 
 
-def _key(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
+# --- repeated calls
+#
+# What was prepared depends on: shapes, strides, dtypes and kind of q, k, v and of a given out; every option, by exact type and bits;
+# threads and vector unit; mask and score, by what they compute. Addresses, memory and overlap are looked at each time.
+
+
+def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], others: tuple[Any, ...], lists: tuple[Any, ...]) -> Any:
     """What a repeated call is found by; None where the arrays are neither NumPy's nor PyTorch's or an option is odd."""
-    causal, q_start, k_start, scale, layout = options[:5]
+    causal, q_start, k_start, scale, layout = numbers[:5]
     if not (type(causal) in (bool, str) and (q_start is None or type(q_start) is int) and type(k_start) is int):
         return None
     if not (scale is None or type(scale) in (float, int)) or type(layout) is not str:
         return None
-    key: list[Any] = [options]
+    key: list[Any] = [marshal.dumps(numbers, 2), others]  # types and bits: 0.0 is not -0.0, True not 1
+    for x in lists:
+        x = None if x is None else _exactly(x)
+        if x is ...:
+            return None
+        key.append(x)
     if type(tensors[0]) is np.ndarray:
         for x in tensors:
             if type(x) is not np.ndarray:
@@ -275,100 +298,82 @@ def _key(tensors: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
             key += (x.shape, x.strides, x.dtype)
         return tuple(key)
     torch: Any = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # there may be tangents
         return None
     for x in tensors:
-        if type(x) is not torch.Tensor or x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided or x.is_neg():
+        if type(x) is not torch.Tensor or x.requires_grad or x.is_nested or not x.is_cpu or x.layout is not torch.strided or x.is_neg():
             return None
         key += (x.shape, x.stride(), x.dtype)
     return tuple(key)
 
 
-def _values(x: Any) -> Any:
-    """A short list as something to find a call by: its values now. ... for what cannot be told so."""
-    values = x.tolist() if hasattr(x, "tolist") else x
-    if not isinstance(values, (list, tuple)):
-        return None if x is None else ...
-    return tuple(values) if all(type(v) in (int, float, type(None)) for v in values) else ...
+_PLAIN, _MOST_VALUES = frozenset((int, float, type(None))), 4096
 
 
-def _address(x: Any) -> int:
-    return arrays.address_of(x) if type(x) is np.ndarray else x.data_ptr()
+def _exactly(x: Any) -> Any:
+    """A short list as something to find a call by: types and bits of its values now. ... for what cannot be told so."""
+    if type(x) in (list, tuple):
+        return (type(x), marshal.dumps(x, 2)) if _PLAIN.issuperset(map(type, x)) else ...
+    if type(x) is np.ndarray:
+        return (x.dtype, x.shape, x.tobytes()) if x.dtype.kind in "iuf" and x.size <= _MOST_VALUES else ...
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.numel() > _MOST_VALUES:
+        return ...
+    try:
+        return x.dtype, _exactly(arrays.listed(x, "", ""))
+    except Error:  # checked again, by name, where nothing is kept
+        return ...
 
 
-def _apart(prepared: engines.Prepared, q: Any, k: Any, v: Any, out: Any) -> bool:
-    """Whether `out` may be written: not read-only, and its bytes lie wholly before or after those of each input."""
-    if type(out) is np.ndarray and not out.flags.writeable:
-        return False
-    ends = [(_address(x) + low, _address(x) + high) for x, (low, high) in zip((q, k, v, out), prepared.reach, strict=True)]
-    first, last = ends[3]
-    return all(high <= first or last <= low for low, high in ends[:3])
-
-
-def _again(prepared: engines.Prepared, q: Any, k: Any, v: Any, layout: str, return_lse: bool, out: Any) -> Any:
-    """A call that was prepared before: only the addresses are new."""
-    shape = (*q.shape[:-1], prepared.problem.value_dim)
-    lse = None
+def _places(prepared: engines.Prepared, q: Any, k: Any, v: Any, out: Any) -> list[int] | None:
+    """Addresses of q, k, v and a given out. None where one lacks memory, or `out` is read-only or not apart from each input."""
+    given = (q, k, v) if out is None else (q, k, v, out)
     if type(q) is np.ndarray:
-        out = np.empty(shape, q.dtype) if out is None else out
-        if return_lse:
-            axes = LAYOUTS[layout]
-            lse = np.empty(tuple(q.shape[a] for a in axes[:-1]), q.dtype if q.dtype == np.float64 else np.float32)
+        places = [arrays.address_of(x) for x in given]
     else:
-        torch: Any = sys.modules["torch"]
-        out = torch.empty(shape, dtype=q.dtype) if out is None else out
-        if return_lse:
-            axes = LAYOUTS[layout]
-            kind = torch.float64 if q.dtype is torch.float64 else torch.float32
-            lse = torch.empty(tuple(q.shape[a] for a in axes[:-1]), dtype=kind)
-    prepared.run(_address(q), _address(k), _address(v), _address(out), 0 if lse is None else _address(lse))
-    return (out, lse) if return_lse else out
+        places = []
+        for x, (_, high) in zip(given, prepared.reach, strict=False):
+            try:
+                address = x.data_ptr()
+            except RuntimeError:  # a wrapper of torch.func
+                return None
+            if high and (not address or x.untyped_storage().nbytes() < high + x.storage_offset() * x.itemsize):
+                return None
+            places.append(address)
+    if out is not None:
+        if type(out) is np.ndarray and not out.flags.writeable:
+            return None
+        ends = [(at + low, at + high) for at, (low, high) in zip(places, prepared.reach, strict=True)]
+        first, last = ends[3]
+        if not all(high <= first or last <= low for low, high in ends[:3]):
+            return None
+    return places
 
 
-def merge(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[Any, Any]:
-    """Attention over two sets of keys, from the attention over each: what shards of a sequence need.
-
-    Args:
-        out1, out2: (…, n_q, value_dim), the outputs for the same queries over disjoint keys.
-        lse1, lse2: (…, n_q), their log-sum-exps. -inf means that nothing was seen; both -inf give out 0 and lse -inf.
-
-    Returns:
-        (out, lse), of the kinds and dtypes of out1 and lse1. Within the error bound of one call over all keys, not its bits.
-
-    >>> import numpy as np, speedlight as sl
-    >>> x = np.ones((1, 1, 4, 2), np.float32)
-    >>> halves = [sl.attention(x, x[:, :, a:b], x[:, :, a:b], return_lse=True) for a, b in ((0, 1), (1, 4))]
-    >>> out, lse = sl.merge(*halves[0], *halves[1])
-    >>> bool(np.allclose(lse, sl.attention(x, x, x, return_lse=True)[1]))
-    True
-    """
-    given = [arrays.describe(x, n, gpu=True) for x, n in ((out1, "out1"), (lse1, "lse1"), (out2, "out2"), (lse2, "lse2"))]
-    shape = given[0].shape
-    for x, name, wanted in zip(given[1:], ("lse1", "out2", "lse2"), (shape[:-1], shape, shape[:-1]), strict=True):
-        if x.shape != wanted or not shape:
-            raise ArgumentError(f"{name}: expected shape {wanted}, to go with out1; got {x.shape}.")
-        if x.device != given[0].device:
-            raise ArgumentError(f"{name}: expected an array on {given[0].device}, as out1; got one on {x.device}. Move one of them.")
-    if given[0].device != "cpu":
-        merged = engines.gpu().merged(*(x.tensor for x in given))
-        return arrays.like_input(given[0], merged[0]), arrays.like_input(given[1], merged[1])
-    a, l1, b, l2 = (x.numpy().astype(np.float64) for x in given)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        top = np.maximum(l1, l2)
-        w1, w2 = (np.where(np.isneginf(x), 0.0, np.exp(x - np.where(np.isneginf(top), 0.0, top))) for x in (l1, l2))
-        total = w1 + w2
-        # what saw nothing has no say, whatever stands in its output
-        parts = (np.where((w == 0)[..., None], 0.0, x * w[..., None]) for x, w in ((a, w1), (b, w2)))
-        out = sum(parts) / np.where(total == 0, 1.0, total)[..., None]
-        lse = np.where(total == 0, -np.inf, top + np.log(total))
-    results = []
-    for value, like in ((out, given[0]), (lse, given[1])):
-        new, at = arrays.empty_like(like, value.shape, like.dtype)
-        at.numpy()[...] = value
-        results.append(arrays.like_input(like, new))
-    return results[0], results[1]
+def _again(prepared: engines.Prepared, places: list[int], q: Any, layout: str, return_lse: bool, out: Any) -> Any:
+    """A call that was prepared before: only the addresses are new."""
+    new, at = _new(q, (*q.shape[:-1], prepared.problem.value_dim)) if out is None or prepared.staged else (out, places[3])
+    lse, lse_at = _new(q, tuple(q.shape[a] for a in LAYOUTS[layout][:-1]), logarithms=True) if return_lse else (None, 0)
+    prepared.run(places[0], places[1], places[2], at, lse_at)
+    if out is not None and new is not out:
+        arrays.deliver(replace(arrays.describe(new, "out"), final=arrays.describe(out, "out")))
+        new = out
+    return (new, lse) if return_lse else new
 
 
+def _new(q: Any, shape: tuple[int, ...], *, logarithms: bool = False) -> tuple[Any, int]:
+    """A new array beside q, for out or for log-sum-exps, and its address."""
+    if type(q) is np.ndarray:
+        new = np.empty(shape, np.float32 if logarithms and q.dtype != np.float64 else q.dtype)
+        return new, arrays.address_of(new)
+    torch: Any = sys.modules["torch"]
+    new = torch.empty(shape, dtype=torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype, device="cpu")
+    if type(new) is not torch.Tensor or not (new.data_ptr() or 0 in shape):
+        arrays.check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
+    return new, new.data_ptr()
+
+
+@leaves_graph
 def synchronize() -> None:
     """Waits for the GPUs that were used, and raises what kernels have noted: page numbers and lengths that were out of range.
 
@@ -381,19 +386,20 @@ def synchronize() -> None:
         engines.gpu().synchronize()
 
 
+@leaves_graph
 def plan(
     q: Any = None,
     k: Any = None,
     v: Any = None,
     *,
-    batch: int = 1,
+    batch: int | None = None,
     q_heads: int | None = None,
     kv_heads: int | None = None,
     q_len: int | None = None,
     k_len: int | None = None,
     head_dim: int | None = None,
     value_dim: int | None = None,
-    dtype: Any = "float32",
+    dtype: Any = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Any = None,
@@ -413,7 +419,9 @@ def plan(
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
 
-    Takes either arrays, as attention() does, or sizes alone. Runs nothing but, once per process, a few milliseconds
+    Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads, k_len is q_len, and
+    value_dim head_dim; lengths that are left out are those of q_lengths, k_lengths or cu_seqlens. Every option of attention() counts
+    in both. Sizes are of arrays that lie without gaps in the layout. Runs nothing but, once per process, a few milliseconds
     that measure the machine's peak and bandwidth. Of a mask, the tiles that are computed are always known. What is
     visible in them is known where a mask is made of comparisons of i, j and i - j; else `exact=True` counts it,
     key by key in the tiles that are mixed, and without it visible_pairs and flops are None. Of arrays on a GPU, or with
@@ -430,26 +438,30 @@ def plan(
     >>> p.visible_pairs == 32 * 8192 * 8193 // 2
     True
     """
-    strided_keys = strided_values = False
     if not isinstance(exact, bool):
-        raise ArgumentTypeError(f"exact: expected True or False; got {exact!r}.")
+        raise ArgumentTypeError(f"exact: expected True or False; got {shown(exact)}.")
+    check_precision(precision)
+    options = {
+        "causal": causal, "q_start": q_start, "k_start": k_start, "scale": scale, "layout": layout, "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k, "mask": mask, "score": score, "window": window, "sink_logits": sink_logits,
+        "q_lengths": q_lengths, "k_lengths": k_lengths,
+    }  # fmt: skip
+    sizes = {
+        "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "k_len": k_len, "head_dim": head_dim,
+        "value_dim": value_dim, "dtype": dtype,
+    }  # fmt: skip
     if q is not None or k is not None or v is not None:
-        if (q_heads, kv_heads, q_len, k_len, head_dim, value_dim) != (None,) * 6:
-            raise ArgumentError("q_heads: expected either arrays or sizes; got both. Leave the sizes out.")
+        for name, x in sizes.items():
+            if x is not None:
+                raise ArgumentError(f"{name}: expected either arrays or sizes; got both. Leave the sizes out.")
         a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         device = a.device if device is None and a.device != "cpu" else device
-        problem, _, _ = from_arrays(
-            a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
-            cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score, window=window,
-            sink_logits=sink_logits, q_lengths=q_lengths, k_lengths=k_lengths,
-        )  # fmt: skip
-        size = arrays.DTYPES[problem.dtype][1]
-        strided_keys, strided_values = b.strides[-1] != size, c.strides[-1] != size
+        problem, _, _ = from_arrays(a, b, c, **options)
+        strides = engines.strides_of(problem, layout, b, c)
     else:
-        problem = from_sizes(
-            batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
-            value_dim=value_dim, dtype=dtype, causal=causal, q_start=q_start, k_start=k_start, scale=scale, mask=mask, score=score,
-        )  # fmt: skip
-    if device is not None and str(device) != "cpu":
+        sizes["batch"], sizes["dtype"] = 1 if batch is None else batch, "float32" if dtype is None else dtype
+        problem = from_sizes(**sizes, **options)
+        strides: dict[str, Any] = {"heads_adjoin": layout != "bhld" and problem.kv_heads > 1}
+    if device is not None and not (isinstance(device, str) and device == "cpu"):
         return engines.gpu_plan(problem, device, precision, exact)
-    return engines.make_plan(problem, engines.threads_now(), strided_keys=strided_keys, strided_values=strided_values, exact=exact)
+    return engines.make_plan(problem, engines.threads_now(), exact=exact, **strides)

@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ class Array:
     writeable: bool
     owner: Any
     device: str = "cpu"  # or cuda:0, …: then `tensor` is the array as PyTorch has it
+    final: Array | None = None  # where deliver() copies it to
 
     @property
     def tensor(self) -> Any:
@@ -107,11 +109,30 @@ def _described(x: Any, name: str) -> Array:
     if _has_dlpack(x):
         return _from_dlpack(x, name)
     if not isinstance(x, type) and hasattr(x, "__array_interface__"):
-        return _from_numpy(_as_numpy(x, name), name, "numpy", x)
+        array = _as_numpy(x, name)  # of a NumPy scalar a copy, which nobody else holds
+        return _from_numpy(array, name, "numpy", array)
     raise ArgumentTypeError(
         f"{name}: expected a NumPy array, a PyTorch tensor, or an object with DLPack or __array_interface__; "
         f"got {type(x).__name__}. Try numpy.asarray({name}, dtype='float32')."
     )
+
+
+def listed(x: Any, name: str, what: str) -> list[Any]:
+    """What a short list of numbers, an array or a tensor of them holds now."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(x, torch.Tensor):
+        check_plain_tensor(x, name)
+    elif is_masked(x):
+        raise ArgumentTypeError(f"{name}: expected {what}; got a {type(x).__name__}. Use {name}.filled(0), or {name}.compressed().")
+    elif isinstance(x, (type, str, bytes, bytearray)) or not (isinstance(x, Sequence) or hasattr(x, "tolist")):
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.")
+    try:
+        values = list(x) if isinstance(x, Sequence) else x.tolist()
+    except Exception as error:  # another library's code, or a tensor without values
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__} ({error}).") from error
+    if not isinstance(values, list):
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__} without dimensions.")
+    return values
 
 
 def _as_numpy(x: Any, name: str) -> np.ndarray:
@@ -275,20 +296,34 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: str) -> tuple[Any, Array
     if x.kind == "torch" or x.device != "cpu":
         torch = sys.modules["torch"]
         new = torch.empty(shape, dtype=getattr(torch, dtype), device=x.device)
-        return new, _from_torch(new, "out", torch)
+        return new, _from_torch(new, "out", torch)  # checked, too: under FakeTensorMode it is a fake
     new = np.empty(shape, numpy_dtype(dtype))
     return new, _from_numpy(new, "out", "numpy", new)
 
 
-def out_for(q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...]) -> tuple[Any, Array]:
-    """What a call with these queries writes to, a new array or the caller's own, and where that lies."""
+def out_for(q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...], *, staged: bool = False) -> tuple[Any, Array]:
+    """What a call with these queries returns, a new array or the caller's own, and where kernels write.
+
+    `staged`: the call may fail after it has begun to write; then the caller's own array is written by deliver() alone.
+    """
     if out is None:
         return empty_like(q, shape, q.dtype)
     target = describe(out, "out", gpu=q.device != "cpu")
     if target.device != q.device:
         raise ArgumentError(f"out: expected an array on {q.device}, as q; got one on {target.device}.")
     check_out(target, shape, q.dtype, inputs)
-    return out, target
+    return out, replace(empty_like(q, shape, q.dtype)[1], final=target) if staged else target
+
+
+def deliver(target: Array) -> None:
+    """Copies what was written for a caller's own array to it; nothing, where it lies there."""
+    if target.final is None:
+        return
+    if target.device == "cpu":
+        target.final.numpy()[...] = target.numpy()
+    else:
+        with sys.modules["torch"].inference_mode():  # which may write to any tensor
+            target.final.tensor.copy_(target.tensor)
 
 
 def like_input(x: Array, result: Any) -> Any:
@@ -343,6 +378,8 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Arra
         raise ArgumentTypeError(f"out: expected dtype {dtype}, as q has; got {out.dtype}.")
     if not out.writeable:
         raise ArgumentError("out: expected a writeable array; got a read-only one.")
+    if 0 in shape:
+        return
     reach = DTYPES[dtype][1]
     for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, shape, strict=True) if n > 1):
         if stride < reach:

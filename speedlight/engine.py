@@ -7,22 +7,23 @@ import functools
 import math
 import struct
 import sys
-import threading
-import time
+import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
 
 from . import planning
 from .arrays import DTYPES, Array, pages
-from .bounds import integers
-from .errors import ArgumentError, UnsupportedError
+from .bounds import Exact, Walk, integers
+from .errors import ArgumentError, UnsupportedError, shown
 from .machine import Isa, current_isa, interpreting
+from .modes import standard
 from .problem import LAYOUTS, Problem
 from .tree import out_of_range
 
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
-_REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
+LOG4_E = math.log2(math.e) / 2  # weights are powers of 4
 _GUESS = 50e9  # FLOP/s of one thread, to begin with
 _READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values with, likewise
 
@@ -39,6 +40,7 @@ _K_LEN, _START, _PAGES = 3, 4, 11  # words of an item
 class Prepared:
     """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
 
+    @standard
     def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray, *, cached: bool = False) -> None:
         """`cached`: keys and values lie as in a cache."""
         compile_, fields, microkernels, workers, lower, lookups = _modules()
@@ -47,10 +49,11 @@ class Prepared:
         if self.slots is not None:
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
         if problem.sinks is not None:
-            self.sinks = np.array([x * math.log2(math.e) for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
+            self.sinks = np.array([x * LOG4_E for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
             words |= {"sinks": self.sinks.ctypes.data}
-        self.kernel = compile_.kernel_of(microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached, problem.quantised))
-        self.run_region = workers.run_region
+        self.shape = microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached, problem.quantised)
+        self.kernel_of, self.run_tickets = compile_.kernel_of, workers.run_tickets
+        self.loaded = weakref.ref(self.kernel_of(self.shape))
         self.words_type = ctypes.c_int64 * len(fields.FIELDS)
         template = np.zeros(len(fields.FIELDS), np.int64)
         for name, value in words.items():
@@ -68,6 +71,7 @@ class Prepared:
         self.item_words = len(fields.ITEM)
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self.reach: list[tuple[int, int]] = []  # of q, k, v, out: first and last byte, from the address
+        self.staged = False  # whether results go to an array of ours first: a lookup may be out of range
         self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
         self.scratch_size = how.scratch_stride * self.threads + self.groups * how.partial_bytes
 
@@ -79,6 +83,16 @@ class Prepared:
         if lists is not None:
             items[_PAGES :: self.item_words] = lists
         return items
+
+    @property
+    def kernel(self) -> Any:
+        """Its kernel; loaded anew where it has been unloaded. Whoever runs it holds it meanwhile."""
+        kernel = self.loaded()
+        if kernel is None:
+            kernel = self.kernel_of(self.shape)
+            self.loaded = weakref.ref(kernel)
+        kernel.used()
+        return kernel
 
     def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0) -> None:
         """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if given."""
@@ -100,31 +114,12 @@ class Prepared:
             if self.lookups:
                 wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
                 words[at["wrong"]] = ctypes.addressof(wrong)
-            if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
-                words[at["limit"]] = self.tickets
-                self.run_region(self.kernel, words, threads or self.threads)
-            else:
-                self._regions(words)
+            self.run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
         finally:
             _give_scratch(scratch)
         for n, (node, dimension) in enumerate(self.lookups):
             if wrong[2 * n]:
                 raise out_of_range(node.value, dimension, wrong[2 * n + 1])
-
-    def _regions(self, words: Any) -> None:
-        """One region after another; Python sees signals in between. The bits don't know."""
-        limit, worker, left, ticket = (self.at[n] for n in ("limit", "worker", "left", "ticket"))
-        threads = self.threads
-        step = max(1, round(self.tickets * _REGION_SECONDS / self.seconds / threads)) * threads
-        done = 0
-        while done < self.tickets:
-            end = min(self.tickets, done + step)
-            words[ticket], words[worker], words[left], words[limit] = done, 0, 0, end
-            start = time.perf_counter()
-            self.run_region(self.kernel, words, threads)
-            seconds = max(time.perf_counter() - start, 1e-6)
-            step = max(1, min(4 * step, round((end - done) * _REGION_SECONDS / seconds)) // threads) * threads
-            done = end
 
 
 def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any], tuple[np.ndarray, np.ndarray] | None]:
@@ -159,7 +154,19 @@ def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any]
     return program, found, (words, table_words)
 
 
-_scratches: list[Any] = []  # used again: fresh pages cost more than a small call
+def may_fail(problem: Problem) -> bool:
+    """Whether a lookup may turn out, while kernels run, to be out of range."""
+    walk = Walk(Exact(problem.box()))
+    for x in (problem.mask, problem.score):
+        for node in x.nodes if x is not None else ():
+            for arg, n in zip(node.args, node.value.shape, strict=True) if node.op == "table" else ():
+                ends = walk.interval(arg)
+                if ends is None or ends[0] < 0 or ends[1] >= n:
+                    return True
+    return False
+
+
+_scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
 
 
 def _take_scratch(size: int) -> Any:
@@ -171,11 +178,15 @@ def _take_scratch(size: int) -> Any:
 
 
 def _map_scratch(size: int) -> Any:
-    return (ctypes.c_char * size).from_buffer(pages(size))
+    try:
+        return (ctypes.c_char * size).from_buffer(pages(size))
+    except OSError as error:
+        raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from None
 
 
 def _give_scratch(scratch: Any) -> None:
-    if len(_scratches) < 4 and len(scratch) <= 256 << 20:
+    """When nobody works in it any more. One that is not given back is freed."""
+    if len(scratch) <= 256 << 20:
         _scratches.append(scratch)
 
 
@@ -192,6 +203,7 @@ def prepare(
     return Prepared(problem, *arguments(problem, layout, q, k, v, out_strides, cu_q, cu_k, threads, isa))
 
 
+@standard
 def prepare_pages(
     problem: Problem, layout: str, q: Array, pages: planning.Pages, lists: list[int], out_strides: tuple[int, ...],
     q_first: tuple[int, ...] | None, threads: int, isa: Isa,
@@ -216,14 +228,13 @@ def prepare_pages(
 _NO_PAGES = np.zeros(1 + planning.SLACK, np.int64)  # the list of an array without pages: one that never ends
 
 
+@standard
 def arguments(
     problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
     cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
 ) -> tuple[planning.Schedule, dict[str, int], np.ndarray]:  # fmt: skip
     """The schedule, the kernel's words by name, and its table of items; for any vector unit, this machine's or not."""
-    size = DTYPES[problem.dtype][1]
-    adjoin = 0 < _axis(k.strides, layout, -3) < _axis(k.strides, layout, -2)
-    how = planning.schedule(problem, isa, threads, *(_axis(x.strides, layout, -1) != size for x in (k, v)), heads_adjoin=adjoin)
+    how = planning.schedule(problem, isa, threads, **strides_of(problem, layout, k, v))
     if cu_q is not None and cu_k is not None:
         first, strides = np.array(cu_k[:-1], np.int64), [_axis(x.strides, layout, -2) for x in (k, v)]
     else:
@@ -244,7 +255,7 @@ def _words(
     problem: Problem, how: planning.Schedule, isa: Isa, layout: str, q: Array, out_strides: tuple[int, ...], items: np.ndarray
 ) -> dict[str, int]:
     """All but where keys and values lie."""
-    c = math.log2(math.e) if problem.score is not None else problem.scale * math.log2(math.e)
+    c = LOG4_E if problem.score is not None else problem.scale * LOG4_E
     number = 8 if problem.storage == "f64" else 4
     flip = 0
     if c < 0:
@@ -333,14 +344,21 @@ def _unused_rows(problem: Problem, how: planning.Schedule, table: np.ndarray, ro
     return rest
 
 
+def strides_of(problem: Problem, layout: str, k: Array, v: Array) -> dict[str, Any]:
+    """What a schedule wants to know of the strides of keys and values."""
+    size = DTYPES[problem.dtype][1]
+    strided = {f"strided_{name}": _axis(x.strides, layout, -1) != size for name, x in (("keys", k), ("values", v))}
+    return strided | {"heads_adjoin": 0 < _axis(k.strides, layout, -3) < _axis(k.strides, layout, -2)}
+
+
 def kernel_shape(
-    problem: Problem, threads: int, isa: Isa, *, strided_keys: bool = False, strided_values: bool = False
+    problem: Problem, threads: int, isa: Isa, *, strided_keys: bool = False, strided_values: bool = False, heads_adjoin: bool = False
 ) -> tuple[planning.Schedule, Any]:
     """How a problem runs, and the Shape of its kernel; for any vector unit, this machine's or not."""
     from .cpu import lookups, lower
     from .cpu.microkernels import Shape
 
-    how = planning.schedule(problem, isa, threads, strided_keys, strided_values)
+    how = planning.schedule(problem, isa, threads, strided_keys, strided_values, heads_adjoin=heads_adjoin)
     return how, Shape(isa, how.storage, how.vectors, _program(problem, lower, lookups)[0])
 
 
@@ -349,8 +367,8 @@ def kernel_shape(
 
 def chosen(engine: Any, q: Array) -> str:
     """ "cpu", or the device whose engine takes the call: that on which q lies, which `engine` may insist on."""
-    if engine not in (None, "cpu", "cuda"):
-        raise ArgumentError(f"engine: expected 'cpu', 'cuda' or None (where q lies); got {engine!r}.")
+    if not (engine is None or (isinstance(engine, str) and engine in ("cpu", "cuda"))):
+        raise ArgumentError(f"engine: expected 'cpu', 'cuda' or None (where q lies); got {shown(engine)}.")
     if engine == "cpu" and q.device != "cpu":
         raise ArgumentError(f"q: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use q.cpu().")
     if engine == "cuda" and q.device == "cpu" and not (interpreting() and q.kind == "torch"):
@@ -390,15 +408,13 @@ def resident() -> Any:
     return resident
 
 
-def make_plan(
-    problem: Problem, threads: int, isa: Isa | None = None, *, strided_keys: bool = False, strided_values: bool = False, exact: bool = False
-) -> Any:
-    """The plan of a problem on this machine, with its measured roofs."""
+def make_plan(problem: Problem, threads: int, isa: Isa | None = None, *, exact: bool = False, **strides: Any) -> Any:
+    """The plan of a problem on this machine, with its measured roofs; strides as from strides_of()."""
     from .cpu import roof
     from .cpu.compile import symbol_of
 
     isa = isa or current_isa()
-    how, shape = kernel_shape(problem, threads, isa, strided_keys=strided_keys, strided_values=strided_values)
+    how, shape = kernel_shape(problem, threads, isa, **strides)
     peak = roof.peak_flops(isa, problem.storage, how.threads)
     return planning.count(problem, how, symbol_of(shape), peak, roof.bandwidth(how.threads), exact=exact)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, Array
-from .errors import ArgumentError, ArgumentTypeError, CacheFull
+from .arrays import DTYPES, Array, check_plain_tensor, is_masked, listed
+from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
+from .modes import standard
 from .tracing import Expression, Symbol, Table, expression, is_tensor, score_chain, where
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
@@ -45,6 +46,7 @@ class Problem:
     rows: int | None = None  # of out per item, where q_lengths leave some of them without a query
     quantised: bool = False  # keys and values are int8 with a scale per token and head
     items: tuple[int, ...] | None = None  # what a mask calls the items, where not 0, 1, …
+    first_row: int | None = None  # run for other lengths of keys, too: for rows from this position to the last key
 
     @property
     def batch(self) -> int:
@@ -63,38 +65,75 @@ class Problem:
         ends = [(start, start + n - 1) for start, n in zip(self.q_starts, self.q_lengths, strict=True) if n]
         rows = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0, 0)
         last = self.k_start + max(max(self.k_lengths, default=0), 1) - 1
+        if self.first_row is not None:
+            rows = self.first_row, last
         items = max(self.items) if self.items else max(self.batch, 1) - 1
         return {"b": (0, items), "h": (0, max(self.q_heads, 1) - 1), "i": rows, "j": (self.k_start, last)}
 
 
+@standard
 def from_sizes(
-    *, batch: Any, q_heads: Any, kv_heads: Any, q_len: Any, k_len: Any, head_dim: Any, value_dim: Any, dtype: Any,
-    causal: Any, q_start: Any, k_start: Any, scale: Any, mask: Any = None, score: Any = None,
+    *, batch: Any, q_heads: Any, kv_heads: Any, q_len: Any, k_len: Any, head_dim: Any, value_dim: Any, dtype: Any, layout: Any,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, q_lengths: Any = None, k_lengths: Any = None, **options: Any,
 ) -> Problem:  # fmt: skip
-    """The problem of a plan by sizes alone."""
-    batch, q_heads, q_len = (_size(n, x) for n, x in (("batch", batch), ("q_heads", q_heads), ("q_len", q_len)))
+    """The problem of a plan by sizes alone; lengths and offsets give the sizes that are left out."""
+    check_layout(layout)
+    q_len = _longest("q_len", q_len, cu_seqlens_q, "cu_seqlens_q", q_lengths, "q_lengths")
+    if k_len is None and cu_seqlens_k is None and k_lengths is None:
+        k_len = q_len
+    k_len = _longest("k_len", k_len, cu_seqlens_k, "cu_seqlens_k", k_lengths, "k_lengths")
+    q_heads, q_len, k_len = _size("q_heads", q_heads), _size("q_len", q_len), _size("k_len", k_len)
     kv_heads = q_heads if kv_heads is None else _size("kv_heads", kv_heads)
-    k_len = q_len if k_len is None else _size("k_len", k_len)
     head_dim = _size("head_dim", head_dim, 1)
     value_dim = head_dim if value_dim is None else _size("value_dim", value_dim, 1)
-    name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
-    name = getattr(dtype, "__name__", name) if isinstance(dtype, type) else name
-    if name not in DTYPES:
-        raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {dtype!r}.")
+    batch = _size("batch", batch)
     if batch > 1_000_000:
         raise ArgumentError(f"batch: expected at most 1,000,000; got {batch}.")
-    lengths = (q_len,) * batch, (k_len,) * batch
-    return _expressed(_problem(name, q_heads, kv_heads, head_dim, value_dim, *lengths, causal, q_start, k_start, scale), mask, score, False)
+    if layout == "lhd" and batch != 1:
+        raise ArgumentError(f"batch: expected 1 for layout='lhd', whose sequences are those of cu_seqlens_q; got {batch}.")
+    sizes = _Sizes(_dtype_name(dtype), batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_lengths": q_lengths, "k_lengths": k_lengths}
+    return _stated(sizes, layout=layout, **lengths, **options)[0]
 
 
+def _longest(name: str, size: Any, offsets: Any, offsets_name: str, lengths: Any, lengths_name: str) -> Any:
+    """A length that was left out: that of the packed rows, or of the longest item."""
+    if size is not None or (offsets is None and lengths is None):
+        return size
+    given, its_name = (offsets, offsets_name) if offsets is not None else (lengths, lengths_name)
+    values = [_integer(its_name, n) for n in listed(given, its_name, "a sequence of ints")]
+    return max(values, default=0)
+
+
+def _dtype_name(dtype: Any) -> str:
+    name = getattr(dtype, "__name__" if isinstance(dtype, type) else "name", None)
+    name = name if isinstance(name, str) else dtype if isinstance(dtype, str) else shown(dtype)
+    name = name.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {shown(dtype)}.")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class _Sizes:
+    """Of q, k and v, whether there are such arrays or not; packed ("lhd"), batch means nothing."""
+
+    dtype: str
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    k_len: int
+    head_dim: int
+    value_dim: int
+
+
+@standard
 def from_arrays(
-    q: Array, k: Array, v: Array, *, causal: Any, q_start: Any, k_start: Any, scale: Any, layout: Any,
-    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, mask: Any = None, score: Any = None, window: Any = None,
-    sink_logits: Any = None, q_lengths: Any = None, k_lengths: Any = None,
-) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:  # fmt: skip
-    """The problem of three arrays, and the packed offsets where there are any."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ArgumentError(f"layout: expected 'bhld', 'blhd' or 'lhd'; got {layout!r}.")
+    q: Array, k: Array, v: Array, *, layout: Any, **options: Any
+) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:
+    """The problem of three arrays, and the packed offsets where there are any. Options as _stated() has them."""
+    check_layout(layout)
     dims = len(layout)
     for x in (q, k, v):
         if len(x.shape) != dims:
@@ -117,8 +156,23 @@ def from_arrays(
         raise ArgumentError(f"v: expected a value dim of at least 1; got shape {v.shape}.")
     if (v_heads, v_len) != (kv_heads, k_len):
         raise ArgumentError(f"v: expected {kv_heads} heads and length {k_len}, as k has; got {v_heads} and {v_len} (shape {v.shape}).")
-    rows: int | None = None
-    if layout == "lhd":
+    batch = 1 if layout == "lhd" else q.shape[0]
+    for x in (k, v) if layout != "lhd" else ():
+        if x.shape[0] != batch:
+            raise ArgumentError(f"{x.name}: expected batch {batch}, as q has; got {x.shape[0]} (shape {x.shape}).")
+    return _stated(_Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), layout=layout, **options)
+
+
+def _stated(
+    sizes: _Sizes, *, causal: Any, q_start: Any, k_start: Any, scale: Any, layout: str,
+    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, mask: Any = None, score: Any = None, window: Any = None,
+    sink_logits: Any = None, q_lengths: Any = None, k_lengths: Any = None,
+) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:  # fmt: skip
+    """The problem of these sizes under all of a call's options."""
+    q_len, k_len = sizes.q_len, sizes.k_len
+    packed, rows = layout == "lhd", None
+    cu_q = cu_k = None
+    if packed:
         for name, x in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
             if x is not None:
                 raise ArgumentError(f"{name}: expected None for layout='lhd'; packed sequences have cu_seqlens_q and cu_seqlens_k.")
@@ -131,27 +185,53 @@ def from_arrays(
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if x is not None:
                 raise ArgumentError(f"{name}: expected None for layout={layout!r}; packed sequences take layout='lhd'.")
-        for x in (k, v):
-            if x.shape[0] != q.shape[0]:
-                raise ArgumentError(f"{x.name}: expected batch {q.shape[0]}, as q has; got {x.shape[0]} (shape {x.shape}).")
-        cu_q = cu_k = None
-        q_lens, k_lens = _lengths("q_lengths", q_lengths, q.shape[0], q_len), _lengths("k_lengths", k_lengths, q.shape[0], k_len)
+        q_lens, k_lens = _lengths("q_lengths", q_lengths, sizes.batch, q_len), _lengths("k_lengths", k_lengths, sizes.batch, k_len)
         rows = None if q_lengths is None else q_len
-    problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lens, k_lens, causal, q_start, k_start, scale)
+        alone = {"q_lengths": q_lengths is not None, "k_lengths": k_lengths is not None}
+        if q_start is None and q_len == k_len > 1 and sum(alone.values()) == 1 and causal != "top-left":
+            name, other = sorted(alone, key=lambda n: not alone[n])
+            _check_alignment(name, other, q_lens, k_lens, causal is True or window is not None, mask, score)
+    problem = _problem(
+        sizes.dtype, sizes.q_heads, sizes.kv_heads, sizes.head_dim, sizes.value_dim, q_lens, k_lens, causal, q_start, k_start, scale
+    )
     if sink_logits is not None or rows is not None:
-        problem = replace(problem, sinks=_sinks(sink_logits, q_heads), rows=rows)
-    mask = mask if window is None else _windowed(window, mask, problem, layout == "lhd", (q_len, k_len))
-    return _expressed(problem, mask, score, layout == "lhd", (q_len, k_len)), cu_q, cu_k
+        problem = replace(problem, sinks=_sinks(sink_logits, problem), rows=rows)
+    mask = mask if window is None else _windowed(window, mask, problem, packed, (q_len, k_len))
+    return _expressed(problem, mask, score, packed, (q_len, k_len)), cu_q, cu_k
 
 
+def _check_alignment(name: str, other: str, q_lens: tuple[int, ...], k_lens: tuple[int, ...], placed: bool, mask: Any, score: Any) -> None:
+    """Refuses a padded square batch with one kind of lengths alone, where it matters where queries are (`placed`: it does).
+
+    By attention()'s rule an item's last row is at its last key; whoever pads a square means row i to be at key i.
+    """
+    for item, (rows, keys) in enumerate(zip(q_lens, k_lens, strict=True)):
+        if 0 < rows != keys > 0:
+            if placed or any("i" in x.root.uses for x in _functions_of(mask, score)):
+                raise ArgumentError(
+                    f"{name}: expected {other}= or q_start= beside it: without them the last of item {item}'s {rows} queries is at the "
+                    f"last of its {keys} keys. Give {other}= the same lengths, or q_start=0, which puts row i at key i."
+                )
+            return
+
+
+def _functions_of(mask: Any, score: Any) -> list[Any]:
+    """Expressions among the masks and scores. A dense array has rows of its own, wherever queries are."""
+    scores = score if isinstance(score, (list, tuple)) else [score]
+    given = [(mask, "mask"), *((x, "score") for x in scores)]
+    return [expression(x, role) for x, role in given if isinstance(x, Expression) or callable(x)]
+
+
+@standard
 def from_cache(
     q: Array, *, dtype: str, kv_heads: int, head_dim: int, value_dim: int, k_lengths: tuple[int, ...], causal: Any, scale: Any,
     layout: str = "bhld", q_lengths: Any = None, mask: Any = None, score: Any = None, sink_logits: Any = None,
-    hiding: Expression | None = None, items: tuple[int, ...] | None = None,
+    hiding: Expression | None = None, items: tuple[int, ...] | None = None, shortest: int | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of queries over a cache's keys and values, which are known to be right. The last query is the last key's.
 
     `hiding` is a mask of the cache itself, joined to the caller's. Packed queries ("lhd") have q_lengths that are right, too.
+    `shortest`: what is made of the problem is used for any k_lengths from this to those given.
     """
     dims = len(layout)
     if len(q.shape) != dims:
@@ -174,7 +254,8 @@ def from_cache(
         q_lens = _lengths("q_lengths", q_lengths, q.shape[0], q_len)
         rows = None if q_lengths is None else q_len
     problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lens, k_lengths, causal, None, 0, scale)
-    problem = replace(problem, sinks=_sinks(sink_logits, q_heads), rows=rows, quantised=dtype == "int8", items=items)
+    first_row = None if shortest is None else shortest - max(q_lens, default=0)
+    problem = replace(problem, sinks=_sinks(sink_logits, problem), rows=rows, quantised=dtype == "int8", items=items, first_row=first_row)
     square = (q_len, max(k_lengths, default=0))
     if hiding is not None:
         mask = hiding if mask is None else hiding & _mask(mask, problem, layout == "lhd", square)
@@ -184,7 +265,7 @@ def from_cache(
 def _windowed(window: Any, mask: Any, problem: Problem, packed: bool, square: tuple[int, int]) -> Expression | None:
     """The shorthand (left, right), joined to the mask."""
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
-        raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {window!r}.")
+        raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {shown(window)}.")
     left, right = (None if x is None else _size("window", x) for x in window)
     limits: list[Any] = []
     if left is not None:
@@ -196,30 +277,48 @@ def _windowed(window: Any, mask: Any, problem: Problem, packed: bool, square: tu
     return functools.reduce(operator.and_, limits) if limits else None
 
 
-def _lengths(name: str, x: Any, batch: int, most: int) -> tuple[int, ...]:
+def _lengths(name: str, x: Any, batch: int, most: int, what: str = "the length of the array") -> tuple[int, ...]:
     """Lengths of a padded batch, copied before they are checked."""
     if x is None:
         return (most,) * batch
-    values = tuple(_integer(name, n) for n in _list(name, x))
+    values = listed(x, name, "a sequence of ints")
     if len(values) != batch:
         raise ArgumentError(f"{name}: expected {batch} lengths, one per batch item; got {len(values)}.")
-    for at, n in enumerate(values):
+    lengths = tuple(_integer(name, n) for n in values)
+    for at, n in enumerate(lengths):
         if not 0 <= n <= most:
-            raise ArgumentError(f"{name}: expected lengths from 0 to {most}, the length of the array; got {n} for item {at}.")
-    return values
+            raise ArgumentError(f"{name}: expected lengths from 0 to {most}, {what}; got {n} for item {at}.")
+    return lengths
 
 
-def _sinks(x: Any, q_heads: int) -> tuple[float, ...] | None:
-    """One logit per query head, copied."""
+def _sinks(x: Any, problem: Problem) -> tuple[float, ...] | None:
+    """One logit per query head, copied; each a number of the type that scores are computed in."""
     if x is None:
         return None
-    values = _list("sink_logits", x.astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind in "fV" else x)
+    if isinstance(x, np.ndarray) and x.dtype.name == "bfloat16":
+        x = x.astype(np.float32)
+    values = listed(x, "sink_logits", "numbers, one per query head")
+    if len(values) != problem.q_heads:
+        raise ArgumentError(f"sink_logits: expected {problem.q_heads} numbers, one per query head; got {len(values)}.")
+    most = float(np.finfo(np.float64 if problem.dtype == "float64" else np.float32).max)
+    sinks = []
     for v in values:
-        if isinstance(v, (bool, np.bool_)) or not isinstance(v, numbers.Real):
-            raise ArgumentTypeError(f"sink_logits: expected numbers, one per query head; got {type(v).__name__}.")
-    if len(values) != q_heads:
-        raise ArgumentError(f"sink_logits: expected {q_heads} numbers, one per query head; got {len(values)}.")
-    return tuple(float(v) for v in values)
+        sinks.append(_number("sink_logits", v, "numbers, one per query head"))
+        if most < abs(sinks[-1]) < math.inf:
+            raise ArgumentError(
+                f"sink_logits: expected logits that float32 can hold, up to {most:.3g} in size, or infinities; got {sinks[-1]}."
+            )
+    return tuple(sinks)
+
+
+def _number(name: str, x: Any, what: str) -> float:
+    """A real number as a float; integers beyond all floats are refused, not rounded to infinity."""
+    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real):
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.")
+    try:
+        return float(x)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise ArgumentError(f"{name}: expected {what}, that a float can hold; got {shown(x)} ({error}).") from None
 
 
 def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tuple[int, int] | None = None) -> Problem:
@@ -291,7 +390,7 @@ def _problem(
     if (kv_heads == 0 and q_heads) or (kv_heads and q_heads % kv_heads):
         raise ArgumentError(f"k: expected a number of kv heads that divides q's {q_heads} heads; got {kv_heads}.")
     if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
-        raise ArgumentError(f"causal: expected False, True (aligned at the end) or 'top-left'; got {causal!r}.")
+        raise ArgumentError(f"causal: expected False, True (aligned at the end) or 'top-left'; got {shown(causal)}.")
     if causal == "top-left":
         if q_start is not None:
             raise ArgumentError("q_start: expected None with causal='top-left', which means q_start=0.")
@@ -304,7 +403,7 @@ def _problem(
     elif isinstance(q_start, numbers.Integral):
         starts = (_integer("q_start", q_start),) * len(q_lengths)
     else:
-        starts = tuple(_integer("q_start", x) for x in _list("q_start", q_start))
+        starts = tuple(_integer("q_start", x) for x in listed(q_start, "q_start", "an int or a sequence of ints"))
         if len(starts) != len(q_lengths):
             raise ArgumentError(f"q_start: expected one int, or {len(q_lengths)} (one per batch item); got {len(starts)}.")
     if any(abs(x) > _MOST for x in starts):
@@ -317,9 +416,7 @@ def _problem(
 def _scale(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, (bool, np.bool_)) or not isinstance(scale, numbers.Real):
-        raise ArgumentTypeError(f"scale: expected a number or None (1/sqrt(head_dim)); got {type(scale).__name__}.")
-    value = float(scale)
+    value = _number("scale", scale, "a number or None (1/sqrt(head_dim))")
     if not math.isfinite(value) or abs(value) > 1e30:
         raise ArgumentError(f"scale: expected a finite number up to 1e30 in size; got {value}.")
     return value
@@ -328,7 +425,10 @@ def _scale(scale: Any, head_dim: int) -> float:
 def _integer(name: str, x: Any) -> int:
     if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Integral):
         raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
-    return int(x)
+    value = int(x)
+    if value.bit_length() > 64:  # and Python may refuse to print it
+        raise ArgumentError(f"{name}: expected an int of at most 64 bits; got one of {value.bit_length()} bits.")
+    return value
 
 
 def _size(name: str, x: Any, least: int = 0) -> int:
@@ -336,16 +436,6 @@ def _size(name: str, x: Any, least: int = 0) -> int:
     if not least <= x <= _MOST:
         raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {x}.")
     return x
-
-
-def _list(name: str, x: Any) -> list[Any]:
-    try:
-        values = x.tolist() if hasattr(x, "tolist") else list(x)
-    except TypeError:
-        raise ArgumentTypeError(f"{name}: expected an int or a sequence of ints; got {type(x).__name__}.") from None
-    if not isinstance(values, list):
-        raise ArgumentTypeError(f"{name}: expected a sequence of ints; got {type(x).__name__}.")
-    return values
 
 
 def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]:
@@ -356,17 +446,28 @@ def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]
     return tuple(b - a for a, b in itertools.pairwise(offsets))
 
 
+def _block_table(x: Any) -> np.ndarray:
+    """(batch, most pages) of ints, of any kind and byte order."""
+    if hasattr(x, "untyped_storage"):  # PyTorch's
+        check_plain_tensor(x, "block_table")
+        x = x.detach().cpu()
+    try:
+        table = np.array(x)
+    except Exception as error:  # ragged lists, other libraries' code
+        raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from None
+    if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
+        raise ArgumentTypeError(
+            f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__} of {table.dtype}, shape {table.shape}."
+        )
+    return table
+
+
 def page_lists(block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int) -> tuple[np.ndarray, tuple[int, ...]]:
     """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the lengths."""
-    try:
-        table = np.array(block_table.numpy() if hasattr(block_table, "numpy") else block_table)  # PyTorch's has that
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(block_table).__name__} ({error}).") from None
-    if table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
-        raise ArgumentTypeError(f"block_table: expected ints of shape (batch, most pages); got {table.dtype} of shape {table.shape}.")
+    table = _block_table(block_table)
     numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
     numbers[:, : table.shape[1]] = table
-    lengths = _lengths("k_lengths", k_lengths, len(table), table.shape[1] * page_size)
+    lengths = _lengths("k_lengths", k_lengths, len(table), table.shape[1] * page_size, "the tokens that a row of block_table has pages for")
     for item, n in enumerate(lengths):
         used = numbers[item, : -(-n // page_size)]
         if used.size and (used.min() < 0 or used.max() >= pages):
@@ -379,7 +480,7 @@ def _offsets(name: str, x: Any, total: int) -> tuple[int, ...]:
     """Packed offsets, copied before they are checked: 0 = c₀ ≤ c₁ ≤ … = total."""
     if x is None:
         return (0, total)
-    values = tuple(_integer(name, i) for i in _list(name, x))
+    values = tuple(_integer(name, i) for i in listed(x, name, "a sequence of ints"))
     if len(values) < 2 or values[0] != 0 or values[-1] != total:
         ends = f"{len(values)} entries" if len(values) < 2 else f"{values[0]} … {values[-1]}"
         raise ArgumentError(f"{name}: expected offsets from 0 to the total length {total}; got {ends}.")
@@ -389,10 +490,16 @@ def _offsets(name: str, x: Any, total: int) -> tuple[int, ...]:
     return values
 
 
+def check_layout(x: Any) -> None:
+    """Where batch, heads, length and dim lie."""
+    if not isinstance(x, str) or x not in LAYOUTS:
+        raise ArgumentError(f"layout: expected 'bhld', 'blhd' or 'lhd'; got {shown(x)}.")
+
+
 def check_precision(x: Any) -> None:
     """That of float32 products on a GPU."""
-    if x not in ("ieee", "tf32x3", "tf32"):
-        raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {x!r}.")
+    if not isinstance(x, str) or x not in ("ieee", "tf32x3", "tf32"):
+        raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {shown(x)}.")
 
 
 # --- arguments of caches
@@ -407,6 +514,14 @@ def check_index(name: str, x: Any, count: int) -> int:
     if not 0 <= x < count:
         raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {x}.")
     return int(x)
+
+
+def check_list(name: str, x: Any, of: str) -> list[Any]:
+    """Several things, by name; `of`: what they should be."""
+    try:
+        return list(x)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__}.") from None
 
 
 def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
@@ -484,7 +599,7 @@ def cache_sizes(
 def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, int], bool]) -> list[int]:
     """What truncate() leaves of every sequence; lengths: per layer. lost(item, n): a window has forgotten what token n would see."""
     batch = len(lengths[0])
-    wanted = [length] * batch if isinstance(length, (int, np.integer)) else list(length)
+    wanted = [length] * batch if isinstance(length, (int, np.integer)) else check_list("length", length, "ints, or one int")
     if len(wanted) != batch:
         raise ArgumentError(f"length: expected one int, or {batch} (one per sequence); got {len(wanted)}.")
     for item, n in enumerate(wanted):

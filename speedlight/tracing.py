@@ -624,8 +624,8 @@ class Expression:
 
 
 def kept(x: Any) -> bool:
-    """Whether a mask or score stays what it is: an Expression does, an array or a function that may look at anything does not."""
-    return x is None or type(x) is Expression
+    """Whether a mask or score stays what it is: an Expression whose tables are its own does; an array, or a function, does not."""
+    return x is None or (type(x) is Expression and all(t.array.base is None and not t.array.flags.writeable for t in x.tables))
 
 
 def expression(function: Callable[..., Any] | Expression, role: str | None = None) -> Expression:

@@ -96,6 +96,49 @@ def test_lists_that_change_are_seen(rng):
     assert second.tobytes() == sl.attention(q.copy(), k, v, k_lengths=[60, 7], sink_logits=[2.0, 0.0]).tobytes() != first.tobytes()
 
 
+PLACED = [
+    {"causal": True}, {"window": (3, None)}, {"mask": sl.causal()}, {"mask": lambda b, h, i, j: j <= i}, {"score": sl.alibi([0.5, 0.25])},
+    {"score": [sl.softcap(3.0), lambda s, b, h, i, j: s - (i - j)]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", PLACED)
+@pytest.mark.parametrize("lengths", [{"k_lengths": [9, 6]}, {"q_lengths": [9, 6]}])
+def test_a_padded_square_with_one_kind_of_lengths_is_refused(rng, options, lengths):
+    """Aligned at the end of each item, queries would be elsewhere than whoever pads a square means."""
+    q, k, v = qkv(rng, "float32", 2, 2, 2, 9, 9, 8, 8)
+    (name,) = lengths
+    other = {"k_lengths": "q_lengths", "q_lengths": "k_lengths"}[name]
+    for call in (sl.attention, sl.plan, sl.reference.attention):
+        with pytest.raises(sl.ArgumentError, match=f"^{name}: expected {other}= or q_start= beside it: .* item 1's"):
+            call(q, k, v, **lengths, **options)
+    rows = [slice(n) for n in (9, 6)]
+    alone = [sl.attention(q[b : b + 1, :, r], k[b : b + 1, :, r], v[b : b + 1, :, r], **options) for b, r in enumerate(rows)]
+    for way_out in ({other: [9, 6]}, {"q_start": 0}):
+        out = sl.attention(q, k, v, **lengths, **way_out, **options)
+        if name == "k_lengths" or other in way_out:
+            assert all(out[b, :, r].tobytes() == one[0].tobytes() for b, (r, one) in enumerate(zip(rows, alone, strict=True)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mask": np.tri(9, dtype=bool)}, {"causal": "top-left"}, {"score": sl.softcap(3.0)}, {"causal": True, "k_lengths": [9, 0]}],
+)
+def test_lengths_alone_where_positions_do_not_matter(rng, options):
+    q, k, v = qkv(rng, "float32", 2, 2, 2, 9, 9, 8, 8)
+    assert_accurate(q, k, v, **({"k_lengths": [9, 6]} | options), zeros_allowed=True)
+    assert_accurate(q[:, :, :4], k, v, causal=True, k_lengths=[9, 6])  # a step of a cache
+
+
+def test_numbers_that_float32_cannot_hold(rng):
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 5, 9, 8, 8)
+    for bad in (1e300, -1e39, 10**400):
+        with pytest.raises(sl.ArgumentError, match="^sink_logits: expected"):
+            sl.attention(q, k, v, sink_logits=[0.0, bad])
+    wide = [x.astype(np.float64) for x in (q, k, v)]
+    assert not sl.attention(*wide, sink_logits=[1e300, 1e300]).any()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -103,7 +146,7 @@ def test_lists_that_change_are_seen(rng):
         ({"q_lengths": [30, 31]}, "q_lengths: expected lengths from 0 to 30, the length of the array; got 31 for item 1"),
         ({"k_lengths": [-1, 3]}, "k_lengths: expected lengths from 0 to 60"),
         ({"k_lengths": [1.5, 3]}, "k_lengths: expected an int; got float"),
-        ({"k_lengths": 5}, "k_lengths: expected an int or a sequence"),
+        ({"k_lengths": 5}, "k_lengths: expected a sequence of ints; got int"),
         ({"sink_logits": [1.0]}, "sink_logits: expected 2 numbers, one per query head; got 1"),
         ({"sink_logits": [1.0, "a"]}, "sink_logits: expected numbers"),
         ({"sink_logits": 3}, "sink_logits: expected"),

@@ -16,7 +16,7 @@ from problems import qkv
 import speedlight as sl
 from speedlight import arrays, engine, planning
 from speedlight.machine import current_isa
-from speedlight.problem import from_arrays
+from speedlight.problem import LAYOUTS, from_arrays
 
 
 def counted(q, k, v, options):
@@ -88,6 +88,47 @@ def test_the_kernel_counts_what_was_planned_for_random_masks(mask, causal, seed)
     options = {"mask": mask, "causal": causal, "q_start": int(rng.integers(0, LENGTH - sizes[0]))}
     counts, plan, _ = counted(*qkv(rng, "float32", 2, 4, 2, *sizes, 4, 4), options)
     assert counts == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
+
+
+LISTS = {
+    "bhld": [{}, {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}, {"k_lengths": [430, 100, 7]}, {"q_lengths": (3, 75, 1)}],
+    "lhd": [
+        {},
+        {"cu_seqlens_q": [0, 3, 3, 75], "cu_seqlens_k": (0, 0, 30, 430)},
+        {"cu_seqlens_q": np.array([0, 70, 75]), "cu_seqlens_k": [0, 400, 430]},
+    ],
+}
+OTHERS = [
+    {"causal": True}, {"causal": "top-left"}, {"window": (40, 3)}, {"window": (100, None), "causal": True, "mask": sl.prefix(4)},
+    {"q_start": 500, "causal": True, "k_start": 1024}, {"score": sl.softcap(3.0), "scale": 0.5}, {"sink_logits": [0.5, -3.0, 20.0, 1.0]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd", "lhd"])
+@pytest.mark.parametrize("sizes", [(75, 430, 2), (75, 430, 4), (1, 3000, 1)])
+def test_a_plan_by_sizes_is_that_of_arrays(layout, sizes):
+    """Every option, alone and with lengths; what is left out of the sizes comes from the lengths."""
+    q_len, k_len, kv_heads = sizes
+    packed = layout == "lhd"
+    shapes = [(1 if packed else 3, heads, n, 16) for heads, n in ((4, q_len), (kv_heads, k_len), (kv_heads, k_len))]
+    given = [np.empty((s[2], s[1], s[3]) if packed else tuple(s[a] for a in LAYOUTS[layout]), np.float32) for s in shapes]
+    whole = {"q_heads": 4, "kv_heads": kv_heads, "q_len": q_len, "k_len": k_len, "head_dim": 16, "layout": layout}
+    whole |= {} if packed else {"batch": 3}
+    for lists in LISTS["lhd" if packed else "bhld"] if q_len > 1 else [{}]:
+        for other in OTHERS:
+            want = sl.plan(*given, layout=layout, **lists, **other)
+            assert sl.plan(**whole, **lists, **other) == want
+            if "cu_seqlens_k" in lists or {"q_lengths", "k_lengths"} <= set(lists):
+                assert sl.plan(**{n: x for n, x in whole.items() if n not in ("q_len", "k_len")}, **lists, **other) == want
+
+
+def test_a_plan_takes_arrays_or_sizes():
+    x = np.ones((1, 1, 5, 4), np.float32)
+    for name in ("batch", "q_heads", "q_len", "value_dim", "dtype"):
+        with pytest.raises(sl.ArgumentError, match=f"^{name}: expected either arrays or sizes"):
+            sl.plan(x, x, x, **{name: 3})
+    with pytest.raises(sl.ArgumentError, match="^batch: expected 1 for layout='lhd'"):
+        sl.plan(batch=2, q_heads=1, q_len=5, head_dim=4, layout="lhd")
 
 
 def test_planning_a_window_of_a_million_keys_is_quick_and_small():

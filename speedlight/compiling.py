@@ -1,0 +1,36 @@
+"""Under torch.compile, calls leave the graph: they run as they are, between two compiled parts."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def leaves_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A public call that torch.compile does not look into: memory addresses mean nothing to a tracer."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        if "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_compiling():
+            return _outside(function, args, options)
+        return function(*args, **options)
+
+    return call
+
+
+_untraced: dict[Any, Any] = {}
+
+
+def _outside(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    if function not in _untraced:
+        _untraced[function] = sys.modules["torch"].compiler.disable(function)
+    return _untraced[function](*args, **options)
+
+
+# What torch.compiler.disable() itself marks functions with; here before torch is imported, if it ever is
+vars(_outside).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="speedlight's kernels are no graph nodes")
