@@ -11,7 +11,7 @@ import torch
 
 from .. import arrays
 from ..compiling import leaves_graph
-from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError, shown
 from ..machine import interpreting
 from ..problem import Problem, cache_dtype, cache_sizes, check_index, check_tokens, from_cache, new_counts, new_totals, shorter_lengths
 from ..rings import PIECE, ring_of
@@ -26,10 +26,10 @@ def device_of(device: Any) -> torch.device:
     """A GPU by name; in the interpreter, the CPU."""
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r} ({error}).") from None
+    except Exception as error:  # PyTorch's, of several kinds
+        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)} ({type(error).__name__}).") from None
     if found.type != "cuda":
-        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r}.")
+        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
     if interpreting():
         return torch.device("cpu")
     if not torch.cuda.is_available():
