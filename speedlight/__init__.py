@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
-    from .api import attention, attention_paged, merge, plan, synchronize
+    from .api import attention, attention_paged, plan, synchronize
     from .caches import KVCache
     from .cpu.workers import get_threads, set_threads
     from .errors import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         FileError,
         UnsupportedError,
     )
+    from .merging import merge
     from .pages import PagePool, Sequence
     from .patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
     from .planning import Plan
@@ -56,7 +57,7 @@ ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
 _HOMES = {
     "attention": "api",
     "attention_paged": "api",
-    "merge": "api",
+    "merge": "merging",
     "plan": "api",
     "synchronize": "api",
     "Plan": "planning",

@@ -1,4 +1,4 @@
-"""The public calls: attention(), attention_paged(), merge() and plan()."""
+"""The public calls: attention(), attention_paged() and plan(); merge() has a module of its own."""
 
 from __future__ import annotations
 
@@ -371,50 +371,6 @@ def _new(q: Any, shape: tuple[int, ...], *, logarithms: bool = False) -> tuple[A
     if type(new) is not torch.Tensor or not (new.data_ptr() or 0 in shape):
         arrays.check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
     return new, new.data_ptr()
-
-
-def merge(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[Any, Any]:
-    """Attention over two sets of keys, from the attention over each: what shards of a sequence need.
-
-    Args:
-        out1, out2: (…, n_q, value_dim), the outputs for the same queries over disjoint keys.
-        lse1, lse2: (…, n_q), their log-sum-exps. -inf means that nothing was seen; both -inf give out 0 and lse -inf.
-
-    Returns:
-        (out, lse), of the kinds and dtypes of out1 and lse1. Within the error bound of one call over all keys, not its bits.
-
-    >>> import numpy as np, speedlight as sl
-    >>> x = np.ones((1, 1, 4, 2), np.float32)
-    >>> halves = [sl.attention(x, x[:, :, a:b], x[:, :, a:b], return_lse=True) for a, b in ((0, 1), (1, 4))]
-    >>> out, lse = sl.merge(*halves[0], *halves[1])
-    >>> bool(np.allclose(lse, sl.attention(x, x, x, return_lse=True)[1]))
-    True
-    """
-    given = [arrays.describe(x, n, gpu=True) for x, n in ((out1, "out1"), (lse1, "lse1"), (out2, "out2"), (lse2, "lse2"))]
-    shape = given[0].shape
-    for x, name, wanted in zip(given[1:], ("lse1", "out2", "lse2"), (shape[:-1], shape, shape[:-1]), strict=True):
-        if x.shape != wanted or not shape:
-            raise ArgumentError(f"{name}: expected shape {wanted}, to go with out1; got {x.shape}.")
-        if x.device != given[0].device:
-            raise ArgumentError(f"{name}: expected an array on {given[0].device}, as out1; got one on {x.device}. Move one of them.")
-    if given[0].device != "cpu":
-        merged = engines.gpu().merged(*(x.tensor for x in given))
-        return arrays.like_input(given[0], merged[0]), arrays.like_input(given[1], merged[1])
-    a, l1, b, l2 = (x.numpy().astype(np.float64) for x in given)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        top = np.maximum(l1, l2)
-        w1, w2 = (np.where(np.isneginf(x), 0.0, np.exp(x - np.where(np.isneginf(top), 0.0, top))) for x in (l1, l2))
-        total = w1 + w2
-        # what saw nothing has no say, whatever stands in its output
-        parts = (np.where((w == 0)[..., None], 0.0, x * w[..., None]) for x, w in ((a, w1), (b, w2)))
-        out = sum(parts) / np.where(total == 0, 1.0, total)[..., None]
-        lse = np.where(total == 0, -np.inf, top + np.log(total))
-    results = []
-    for value, like in ((out, given[0]), (lse, given[1])):
-        new, at = arrays.empty_like(like, value.shape, like.dtype)
-        at.numpy()[...] = value
-        results.append(arrays.like_input(like, new))
-    return results[0], results[1]
 
 
 @leaves_graph

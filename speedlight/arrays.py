@@ -114,7 +114,8 @@ def _described(x: Any, name: str) -> Array:
     if _has_dlpack(x):
         return _from_dlpack(x, name)
     if not isinstance(x, type) and hasattr(x, "__array_interface__"):
-        return _from_numpy(_as_numpy(x, name), name, "numpy", x)
+        array = _as_numpy(x, name)  # of a NumPy scalar a copy, which nobody else holds
+        return _from_numpy(array, name, "numpy", array)
     raise ArgumentTypeError(
         f"{name}: expected a NumPy array, a PyTorch tensor, or an object with DLPack or __array_interface__; "
         f"got {type(x).__name__}. Try numpy.asarray({name}, dtype='float32')."

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
+from .modes import standard
 from .planning import BLOCK, uses_dot
 
 
@@ -122,10 +123,12 @@ class Coded(Store):
     def split(self, x: np.ndarray) -> list[np.ndarray]:
         return list(quantise(x))
 
+    @standard
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
         return parts[0] * parts[1]
 
 
+@standard
 def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over 127. A row with NaN or infinity is NaN."""
     x = x.astype(np.float32)

@@ -7,8 +7,8 @@ import functools
 import math
 import struct
 import sys
-import threading
-import time
+import weakref
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,12 @@ from .arrays import DTYPES, Array, pages
 from .bounds import Exact, Walk, largest_integer
 from .errors import ArgumentError, ExpressionError, UnsupportedError, shown
 from .machine import Isa, current_isa, interpreting
+from .modes import standard
 from .problem import LAYOUTS, Problem
 from .tree import out_of_range
 
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
-_REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
+LOG4_E = math.log2(math.e) / 2  # weights are powers of 4
 _GUESS = 50e9  # FLOP/s of one thread, to begin with
 _READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values with, likewise
 
@@ -39,6 +40,7 @@ _K_LEN, _START, _PAGES = 3, 4, 11  # words of an item
 class Prepared:
     """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
 
+    @standard
     def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray, *, cached: bool = False) -> None:
         """`cached`: keys and values lie as in a cache."""
         compile_, fields, microkernels, workers, lower, lookups = _modules()
@@ -47,10 +49,11 @@ class Prepared:
         if self.slots is not None:
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
         if problem.sinks is not None:
-            self.sinks = np.array([x * math.log2(math.e) for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
+            self.sinks = np.array([x * LOG4_E for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
             words |= {"sinks": self.sinks.ctypes.data}
-        self.kernel = compile_.kernel_of(microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached, problem.quantised))
-        self.run_region = workers.run_region
+        self.shape = microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached, problem.quantised)
+        self.kernel_of, self.run_tickets = compile_.kernel_of, workers.run_tickets
+        self.loaded = weakref.ref(self.kernel_of(self.shape))
         self.words_type = ctypes.c_int64 * len(fields.FIELDS)
         template = np.zeros(len(fields.FIELDS), np.int64)
         for name, value in words.items():
@@ -81,6 +84,16 @@ class Prepared:
             items[_PAGES :: self.item_words] = lists
         return items
 
+    @property
+    def kernel(self) -> Any:
+        """Its kernel; loaded anew where it has been unloaded. Whoever runs it holds it meanwhile."""
+        kernel = self.loaded()
+        if kernel is None:
+            kernel = self.kernel_of(self.shape)
+            self.loaded = weakref.ref(kernel)
+        kernel.used()
+        return kernel
+
     def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0) -> None:
         """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if given."""
         if not self.tickets:
@@ -101,31 +114,12 @@ class Prepared:
             if self.lookups:
                 wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
                 words[at["wrong"]] = ctypes.addressof(wrong)
-            if self.seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
-                words[at["limit"]] = self.tickets
-                self.run_region(self.kernel, words, threads or self.threads)
-            else:
-                self._regions(words)
+            self.run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
         finally:
             _give_scratch(scratch)
         for n, (node, dimension) in enumerate(self.lookups):
             if wrong[2 * n]:
                 raise out_of_range(node.value, dimension, wrong[2 * n + 1])
-
-    def _regions(self, words: Any) -> None:
-        """One region after another; Python sees signals in between. The bits don't know."""
-        limit, worker, left, ticket = (self.at[n] for n in ("limit", "worker", "left", "ticket"))
-        threads = self.threads
-        step = max(1, round(self.tickets * _REGION_SECONDS / self.seconds / threads)) * threads
-        done = 0
-        while done < self.tickets:
-            end = min(self.tickets, done + step)
-            words[ticket], words[worker], words[left], words[limit] = done, 0, 0, end
-            start = time.perf_counter()
-            self.run_region(self.kernel, words, threads)
-            seconds = max(time.perf_counter() - start, 1e-6)
-            step = max(1, min(4 * step, round((end - done) * _REGION_SECONDS / seconds)) // threads) * threads
-            done = end
 
 
 def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any], tuple[np.ndarray, np.ndarray] | None]:
@@ -171,7 +165,7 @@ def may_fail(problem: Problem) -> bool:
     return False
 
 
-_scratches: list[Any] = []  # used again: fresh pages cost more than a small call
+_scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
 
 
 def _take_scratch(size: int) -> Any:
@@ -183,11 +177,15 @@ def _take_scratch(size: int) -> Any:
 
 
 def _map_scratch(size: int) -> Any:
-    return (ctypes.c_char * size).from_buffer(pages(size))
+    try:
+        return (ctypes.c_char * size).from_buffer(pages(size))
+    except OSError as error:
+        raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from None
 
 
 def _give_scratch(scratch: Any) -> None:
-    if len(_scratches) < 4 and len(scratch) <= 256 << 20:
+    """When nobody works in it any more. One that is not given back is freed."""
+    if len(scratch) <= 256 << 20:
         _scratches.append(scratch)
 
 
@@ -204,6 +202,7 @@ def prepare(
     return Prepared(problem, *arguments(problem, layout, q, k, v, out_strides, cu_q, cu_k, threads, isa))
 
 
+@standard
 def prepare_pages(
     problem: Problem, layout: str, q: Array, pages: planning.Pages, lists: list[int], out_strides: tuple[int, ...],
     q_first: tuple[int, ...] | None, threads: int, isa: Isa,
@@ -228,6 +227,7 @@ def prepare_pages(
 _NO_PAGES = np.zeros(1 + planning.SLACK, np.int64)  # the list of an array without pages: one that never ends
 
 
+@standard
 def arguments(
     problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
     cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
@@ -254,7 +254,7 @@ def _words(
     problem: Problem, how: planning.Schedule, isa: Isa, layout: str, q: Array, out_strides: tuple[int, ...], items: np.ndarray
 ) -> dict[str, int]:
     """All but where keys and values lie."""
-    c = math.log2(math.e) if problem.score is not None else problem.scale * math.log2(math.e)
+    c = LOG4_E if problem.score is not None else problem.scale * LOG4_E
     number = 8 if problem.storage == "f64" else 4
     flip = 0
     if c < 0:

@@ -109,6 +109,47 @@ def level2_bytes() -> int:
         return 512 << 10
 
 
+@dataclass(frozen=True, slots=True)
+class Blocking:
+    """What a CPU wants of the forward kernel's blocks of queries. No bit of a result depends on it."""
+
+    worth: tuple[float, float, float]  # share of the peak that panels of 1, 2, 3 query vectors reach, relative to the best
+    panels: int  # that share a tile of keys, at most
+
+
+# measured over 90 shapes on each of the two (docs/ladder.md); "dot" are bf16 pairs, "fma" all else
+#               worth of 1, 2, 3 vectors   panels
+_BLOCKINGS = {
+    ("zen4", "fma"): Blocking((1.00, 0.98, 0.95), 8),
+    ("zen4", "dot"): Blocking((0.72, 1.00, 0.99), 4),
+    ("zen5", "fma"): Blocking((0.80, 0.97, 1.00), 8),
+    ("zen5", "dot"): Blocking((0.80, 0.97, 1.00), 8),
+    ("other", "fma"): Blocking((0.80, 0.97, 1.00), 8),
+    ("other", "dot"): Blocking((0.80, 0.97, 1.00), 8),
+}  # fmt: skip
+
+
+def blocking(isa: Isa, *, dot: bool) -> Blocking:
+    """The row of this CPU. Units of 16 registers have no room for enough sums of one vector: theirs is the last row."""
+    family = cpu_family() if isa.registers >= 32 and isa.arch == host_arch() else "other"
+    return _BLOCKINGS[family, "dot" if dot else "fma"]
+
+
+@functools.cache
+def cpu_family() -> str:
+    """ "zen4", "zen5" or "other"."""
+    try:
+        with open("/proc/cpuinfo") as f:
+            first = f.read().partition("\n\n")[0]
+    except OSError:
+        return "other"
+    words = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
+    if words.get("vendor_id") != "AuthenticAMD":
+        return "other"
+    avx512 = "avx512f" in words.get("flags", "").split()  # Zen 3 is of family 25, too, without it
+    return {"25": "zen4" if avx512 else "other", "26": "zen5"}.get(words.get("cpu family", ""), "other")
+
+
 def interpreting() -> bool:
     """Whether Triton's kernels run in Python on the CPU, as tests do where there is no GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -9,12 +9,9 @@ from typing import Any
 import numpy as np
 
 from .arrays import STORAGE_BYTES
-from .machine import Isa, level2_bytes
+from .machine import Isa, blocking, level2_bytes
 from .problem import SPAN, TILE, Problem
 from .tiles import Rows, counted_pairs, pairs, tally
-
-# measured share of the peak that a panel of so many query vectors reaches, relative to three
-_VECTOR_WORTH = {3: 1.0, 2: 0.97, 1: 0.8}
 
 _TASK_FLOPS = 800_000_000
 
@@ -123,8 +120,9 @@ def schedule(
     storage = problem.storage
     lanes = lanes_of(isa, storage)
     rows = [n * problem.group for n in problem.q_lengths]
-    vectors = min((3, 2, 1), key=lambda n: sum(-(-r // (lanes * n)) for r in rows) * n / _VECTOR_WORTH[n])
     dot = dots(problem, isa)
+    wants = blocking(isa, dot=dot)
+    vectors = min((3, 2, 1), key=lambda n: sum(-(-r // (lanes * n)) for r in rows) * n / wants.worth[n - 1])
     direct = (dot or storage in ("f32", "f64")) and not problem.quantised
     cached = pages is not None and pages.lanes
     stage_keys = pages is not None or not direct or strided_keys or (dot and problem.head_dim % 2 == 1)
@@ -136,7 +134,7 @@ def schedule(
     keys = max(problem.k_lengths, default=0)
     work = lanes * vectors * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
     wanted = max(4 if stage_keys or stage_values else 2, _TASK_FLOPS * (2 if dot else 1) // work)
-    panels = max(1, min(8, fits, wanted, panel_count // (8 * threads)))
+    panels = max(1, min(wants.panels, fits, wanted, panel_count // (8 * threads)))
     blocks = sum(-(-r // (lanes * vectors * panels)) for r in rows) * problem.kv_heads
     used = max(1, min(threads, blocks))
     blocks += sum(-(-r // (lanes * vectors * panels)) for r in _unused(problem)) * problem.kv_heads

@@ -15,6 +15,7 @@ import numpy as np
 
 from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
+from .modes import standard
 from .tracing import Expression, Symbol, Table, expression, score_chain, where
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
@@ -67,6 +68,7 @@ class Problem:
         return {"b": (0, items), "h": (0, max(self.q_heads, 1) - 1), "i": rows, "j": (self.k_start, last)}
 
 
+@standard
 def from_sizes(
     *, batch: Any, q_heads: Any, kv_heads: Any, q_len: Any, k_len: Any, head_dim: Any, value_dim: Any, dtype: Any, layout: Any,
     cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, q_lengths: Any = None, k_lengths: Any = None, **options: Any,
@@ -123,6 +125,7 @@ class _Sizes:
     value_dim: int
 
 
+@standard
 def from_arrays(
     q: Array, k: Array, v: Array, *, layout: Any, **options: Any
 ) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:
@@ -216,6 +219,7 @@ def _functions_of(mask: Any, score: Any) -> list[Any]:
     return [expression(x, role) for x, role in given if isinstance(x, Expression) or callable(x)]
 
 
+@standard
 def from_cache(
     q: Array, *, dtype: str, kv_heads: int, head_dim: int, value_dim: int, k_lengths: tuple[int, ...], causal: Any, scale: Any,
     layout: str = "bhld", q_lengths: Any = None, mask: Any = None, score: Any = None, sink_logits: Any = None,

@@ -5,7 +5,7 @@ Slow, in memory that grows with q_len x k_len of one head, and plain on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -101,6 +101,46 @@ def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
             total = p.sum(axis=1, keepdims=True)
             out[place.at][:, : score.shape[1]] = p / np.where(total == 0, 1, total)
     return out
+
+
+def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """What `speedlight.merge(outs, lses)` should return, in float64.
+
+    >>> import numpy as np, speedlight as sl
+    >>> out, lse = sl.reference.merge([np.ones((1, 2)), np.zeros((1, 2))], [np.zeros(1), np.zeros(1)])
+    >>> out.tolist(), round(float(lse[0]), 6)
+    ([[0.5, 0.5]], 0.693147)
+    """
+    out, seen, share, base, total = _shares(outs, lses)
+    with np.errstate(all="ignore"):
+        return np.where(seen, share * out, 0.0).sum(axis=0), base + np.log(total)
+
+
+def merge_bound(outs: Sequence[Any], lses: Sequence[Any]) -> Bounds:
+    """How far a result of `speedlight.merge` may be from `merge`, element by element. docs/numerics.md has the formula."""
+    dtype, lse_dtype = (arrays.describe(x[0], name).dtype for x, name in ((outs, "outs"), (lses, "lses")))
+    out, seen, share, base, total = _shares(outs, lses)
+    with np.errstate(all="ignore"):
+        log = np.abs(base + np.log(total))
+        below = np.where(seen[..., 0] & (share[..., 0] > 0), -np.log(share[..., 0]), 0.0).max(axis=0)
+        steps = 2.0**-51 * (len(outs) + 5 + below)
+        m, mean = (np.where(seen, share * x, 0.0).sum(axis=0) for x in (np.abs(out), out))
+        tiny = _TINY[dtype] + len(outs) * 2.0**-1074 + 2.0**-1022 * np.where(seen, np.abs(out), 0.0).sum(axis=0)
+        rounded = (ROUNDOFF[x] + (2.0**-24 if x.endswith("16") else 0.0) for x in (dtype, lse_dtype))
+        return Bounds(next(rounded) * np.abs(mean) + steps[..., None] * m + tiny, next(rounded) * log + steps + _TINY[lse_dtype])
+
+
+def _shares(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[np.ndarray, ...]:
+    """[states, …] of outputs, which of them saw anything, and their shares; per row, the largest lse and the sum of weights."""
+    out, lse = (
+        np.stack([arrays.describe(x, name).numpy().astype(np.float64) for x in xs]) for xs, name in ((outs, "outs"), (lses, "lses"))
+    )
+    top = np.where(np.isnan(lse), -np.inf, lse).max(axis=0)
+    base = np.where(np.isneginf(top), 0.0, top)
+    with np.errstate(all="ignore"):
+        weight = np.exp(lse - base)
+        total = weight.sum(axis=0)
+        return out, ~np.isneginf(lse)[..., None], (weight / total)[..., None], base, total
 
 
 class _Case:

@@ -7,6 +7,7 @@ import pytest
 import speedlight as sl
 from speedlight.cpu.compile import compile_ir, emit
 from speedlight.cpu.lower import Program
+from speedlight.cpu.merging import MergeShape
 from speedlight.cpu.microkernels import Shape
 from speedlight.machine import isa_named
 
@@ -17,5 +18,13 @@ def test_kernels_compile_for_arm(storage, cached):
     mask, score = sl.window(30, 0) | sl.dilated(3), sl.softcap(2.0)
     program = Program(mask.key + score.key, mask.root, score.root)
     for shape in (Shape(isa_named("neon"), storage, 0, None, cached), Shape(isa_named("neon"), storage, 2, program, cached)):
-        code = compile_ir(shape, emit(shape))
-        assert code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == 183  # AArch64
+        assert compiles(shape)
+
+
+def test_merge_compiles_for_arm():
+    assert compiles(MergeShape(isa_named("neon")))
+
+
+def compiles(shape):
+    code = compile_ir(shape, emit(shape))
+    return code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == 183  # AArch64

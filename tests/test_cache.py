@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import speedlight as sl
 from speedlight.cpu import compile as compiling
 from speedlight.cpu.microkernels import Shape
 from speedlight.machine import current_isa
@@ -24,6 +31,9 @@ CODE = (
     "ok = float(np.abs(out - sl.reference.attention(q, q, q)).max()) < 1e-5\n"
     "print(ok, len(w), next(iter(_loaded.values())).from_cache)"
 )
+
+
+DECODE = Shape(current_isa(), "f32", 0)  # the quickest to compile
 
 
 def start(directory: Path, **environment: str) -> subprocess.Popen:
@@ -145,5 +155,140 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch):
 
     monkeypatch.setattr(compiling.os, "replace", full)
     with pytest.warns(RuntimeWarning, match="No space left"):
-        assert not compiling._make(Shape(current_isa(), "f32", 3)).from_cache
+        assert not compiling._make(DECODE).from_cache
     assert list((tmp_path / "c").iterdir()) == []
+
+
+@pytest.fixture
+def directory(tmp_path, monkeypatch) -> Path:
+    """A cache with one kernel, DECODE's."""
+    monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "c"))
+    monkeypatch.setattr(compiling, "_warned", False)
+    path = compiling.cache_path(DECODE)
+    assert path is not None
+    path.parent.mkdir(mode=0o700)
+    text, code = decode_compiled()
+    path.write_bytes(compiling._MAGIC + compiling._sum(path, code) + hashlib.sha256(text.encode()).digest() + code)
+    path.chmod(0o600)
+    assert compiling._read(path)
+    return path.parent
+
+
+@functools.cache
+def decode_compiled() -> tuple[str, bytes]:
+    text = compiling.emit(DECODE)
+    return text, compiling.compile_ir(DECODE, text)
+
+
+def test_another_kernels_file_under_this_name_is_compiled_over(directory):
+    other = replace(DECODE, storage="f64")
+    path = compiling.cache_path(other)
+    assert path is not None
+    (file,) = directory.iterdir()
+    file.rename(path)
+    assert not compiling._make(other).from_cache
+    assert compiling._make(other).from_cache
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(directory):
+    (file,) = directory.iterdir()
+    file.unlink()
+    os.mkfifo(file, 0o600)
+    code = f"from pathlib import Path; from speedlight.cpu import compile; compile._read(Path({str(file)!r}))"
+    read = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
+    assert "is not a file" in read.stderr
+    assert compiling.kept_kernels() == {}
+    with pytest.warns(RuntimeWarning, match="is not a file"):
+        assert not compiling._make(DECODE).from_cache
+    assert compiling._make(DECODE).from_cache  # written in its place
+
+
+def test_only_our_own_files_are_cleared(directory):
+    """By name and by how they begin; of some older version, too."""
+    (ours,) = directory.iterdir()
+    digest = "0" * 12 + "_" + "f" * 64
+    old = directory / f"forward_f32_avx2_4x3_{digest}.o"
+    old.write_bytes(b"speedlight object 1\nwhatever")
+    others = [directory / name for name in ("notes.o", f"decode_f32_avx2_{digest}.o", f"{ours.stem}.a", "sub_" + digest + ".o")]
+    for path, content in zip(others[:3], (b"speedlight object 2\n", b"ELF", ours.read_bytes()), strict=True):
+        path.write_bytes(content)
+    others[3].mkdir()
+    link = directory / f"link_{digest}.o"
+    link.symlink_to(ours)
+    assert sorted(compiling.kept_kernels()) == sorted([ours, old])
+    assert compiling.clear_kernels() == 2
+    assert sorted(directory.iterdir()) == sorted([*others, link])
+
+
+def test_directories_that_are_made_are_for_us_alone(tmp_path):
+    """All of them, whatever the umask; one that was there stays as it is."""
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a").chmod(0o755)
+    before = os.umask(0)
+    try:
+        compiling._make_directory(tmp_path / "a" / "b" / "c" / "d")
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / at).stat().st_mode & 0o777 for at in ("a", "a/b", "a/b/c", "a/b/c/d")]
+    assert modes == [0o755, 0o700, 0o700, 0o700]
+
+
+def test_every_source_is_in_the_digest(tmp_path):
+    """A number that kernels are made of may stand anywhere."""
+    package = tmp_path / "speedlight"
+    shutil.copytree(Path(sl.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    right = compiling.digest_of(package)
+    assert right == compiling._sources()
+    paths = sorted(package.rglob("*.py"))
+    assert {"problem.py", "planning.py", "blocks.py", "engine.py", "region.py"} < {path.name for path in paths}
+    for path in paths:
+        source = path.read_bytes()
+        path.write_bytes(source + b"#")
+        assert compiling.digest_of(package) != right, path
+        path.write_bytes(source)
+    (package / "cpu" / "fields.py").rename(package / "fields.py")
+    assert compiling.digest_of(package) != right
+
+
+# --- kernels in memory
+
+
+def test_kernels_hold_no_arrays(rng):
+    """The array of the call for which a kernel was made goes when its owner lets it go."""
+    q = rng.standard_normal((1, 2, 20, 16), dtype=np.float32)
+    compiling._loaded.clear()
+    for option, dtype in (("score", np.float32), ("mask", bool)):
+        array = np.ones((20, 20), dtype)
+        sl.attention(q, q, q, **{option: array})
+        alive = weakref.ref(array)
+        del array
+        gc.collect()
+        assert alive() is None
+
+
+def test_so_many_kernels_are_loaded_at_most(rng, monkeypatch):
+    """The one that was used longest ago goes, and comes back when it is asked for; who holds one can run it."""
+    monkeypatch.setattr(compiling, "_loaded", {})
+    monkeypatch.setattr(compiling, "MOST_LOADED", 2)
+    inputs = [rng.standard_normal((1, 1, n, 16)).astype(t) for n, t in ((1, "f4"), (1, "f8"), (40, "f4"))]
+    options = [{"out": np.empty_like(x)} for x in inputs]
+
+    def call(n: int) -> bytes:
+        return sl.attention(inputs[n], inputs[n], inputs[n], **options[n]).tobytes()
+
+    want = [call(n) for n in range(3)]
+    assert len(compiling.loaded_kernels()) == 2
+    first, second = (weakref.ref(x) for x in compiling._loaded.values())
+    call(1)  # now the other is the oldest
+    held = second()
+    call(0)
+    gc.collect()
+    assert first() is not None and second() is held is not None
+    assert held.symbol not in compiling.loaded_kernels()
+    del held
+    gc.collect()
+    assert second() is None
+    for _ in range(3):
+        assert [call(n) for n in range(3)] == want
+        assert len(compiling.loaded_kernels()) == 2

@@ -276,24 +276,6 @@ def test_damaged_files_are_named(rng, tmp_path):
         sl.KVCache.load(tmp_path / "none.safetensors")
 
 
-def test_merge(rng):
-    q, k, v = qkv(rng, "float32", 1, 4, 2, 9, 300, 16, 16)
-    want, lse = sl.attention(q, k, v, return_lse=True)
-    for cut in (0, 1, 120, 300):
-        parts = [sl.attention(q, k[:, :, at], v[:, :, at], return_lse=True) for at in (slice(cut), slice(cut, None))]
-        out, merged = sl.merge(*parts[0], *parts[1])
-        assert out.dtype == merged.dtype == np.float32
-        np.testing.assert_allclose(out, want, atol=2e-6)
-        np.testing.assert_allclose(merged, lse, atol=2e-6)
-    nothing = np.zeros_like(want), np.full_like(lse, -np.inf)
-    out, merged = sl.merge(*nothing, *nothing)
-    assert not out.any() and (merged == -np.inf).all()
-    poisoned = np.full_like(want, np.nan), nothing[1]
-    assert np.isfinite(sl.merge(*poisoned, want, lse)[0]).all()
-    with pytest.raises(sl.ArgumentError, match="lse2: expected shape"):
-        sl.merge(want, lse, want, lse[:, :1])
-
-
 class Machine(RuleBasedStateMachine):
     """Any order of calls, against arrays that are simply concatenated."""
 

@@ -12,7 +12,7 @@ import pytest
 README = (Path(__file__).parent.parent / "README.md").read_text()
 
 
-MODULES = ("", ".api", ".reference", ".tracing", ".patterns", ".caches", ".cpu.workers")
+MODULES = ("", ".api", ".merging", ".reference", ".tracing", ".patterns", ".caches", ".cpu.workers")
 
 
 @pytest.mark.parametrize("name", [f"speedlight{x}" for x in MODULES])

@@ -22,9 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import numpy_dtype, qkv
 from test_forward import CASES, NAN
+from test_merge import CASES as MERGED
 from tolerance import assert_within, plain
 
 import speedlight as sl
+from speedlight import reference
 from speedlight.arrays import pages
 from speedlight.gpu import launch, lower
 from speedlight.gpu.tiles import Row, Tile
@@ -343,11 +345,23 @@ def test_offsets_past_2_to_the_31(which):
 
 def test_merge(rng):
     q, k, v = (tensor(x) for x in qkv(rng, "float32", 1, 2, 1, 40, 60, 16, 16))
-    halves = [launch_run(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 0), (0, 25), (25, 60))]
-    out, lse = launch.merged(*launch.merged(*halves[0], *halves[1]), *halves[2])
+    parts = [launch_run(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 0), (0, 25), (25, 60))]
+    out, lse = launch.merged([out for out, _ in parts], [lse for _, lse in parts])
     whole = launch_run(q, k, v)
     torch.testing.assert_close(out, whole[0])
     torch.testing.assert_close(lse, whole[1])
+    two = launch.merged(*(list(xs) for xs in zip(parts[1], parts[2], strict=True)))
+    assert same([out, lse], two)  # what saw nothing has no say
+
+
+@pytest.mark.parametrize("case", MERGED, ids=[c[0] for c in MERGED])
+def test_special_values_of_merge(case):
+    outs, lses = ([np.array([x], np.float32) for x in xs] for xs in zip(*case[1], strict=True))
+    got = [plain(x.cpu()) for x in launch.merged([tensor(x) for x in outs], [tensor(x) for x in lses])]
+    want = np.array([case[2]])
+    assert np.array_equal(got[0], want, equal_nan=True) and (np.signbit(got[0]) == np.signbit(want))[want == 0].all()
+    for x, y, bound in zip(got, reference.merge(outs, lses), reference.merge_bound(outs, lses), strict=True):
+        assert_within(x, y, bound, zeros_allowed=True)
 
 
 def launch_run(q, k, v):

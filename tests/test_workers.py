@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from conftest import FULL
+from injection import interrupted, needs_places, places, spread
 from problems import qkv
 
 import speedlight as sl
@@ -178,11 +183,135 @@ def test_measuring_can_be_interrupted(threads):
     code = (
         "import speedlight as sl; from speedlight import machine; from speedlight.cpu import roof, workers\n"
         "workers._openmp = lambda _: None\n"
-        "def wait(self, helpers): raise KeyboardInterrupt\n"
-        "workers.Pool.wait = wait\n"
+        "started = workers._started\n"
+        "class Late(list):\n"
+        "    def __iter__(self):\n"
+        "        yield from list.__iter__(self)\n"
+        "        raise KeyboardInterrupt\n"
+        "workers._started = lambda count: Late(started(count))\n"
         "for call in (lambda n: roof.peak_flops(machine.current_isa(), 'f32', n), roof.bandwidth):\n"
         f"    try: call({threads})\n"
         "    except KeyboardInterrupt: print('interrupted')\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "interrupted\ninterrupted\n", done.stderr
+
+
+SIGNALS = """
+import os, random, signal, time
+rng = np.random.default_rng(0)
+q, k, v = (rng.standard_normal((1, 1, n, 64), dtype=np.float32) for n in (512, 3000, 3000))
+out, inside, more = np.empty_like(q), [False], [0]
+sl.set_threads(3)
+want = sl.attention(q, k, v, out=out).tobytes()
+class Interrupt(BaseException): pass
+def handler(*_):
+    more[0] -= 1
+    if more[0] <= 0: signal.setitimer(signal.ITIMER_REAL, 0)
+    if inside[0]: raise Interrupt
+signal.signal(signal.SIGALRM, handler)
+start = time.perf_counter()
+sl.attention(q, k, v, out=out)
+length = time.perf_counter() - start
+before = len(os.listdir("/proc/self/task"))
+random.seed(0)
+ended = late = wrong = 0
+for i in range(COUNT):
+    more[0], inside[0] = 3, True
+    out.fill(0)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, length), random.uniform(2e-5, 4e-4))
+            sl.attention(q, k, v, out=out)
+        finally: inside[0] = False
+    except Interrupt:
+        ended += 1
+        left = out.tobytes()
+        time.sleep(3e-3)
+        late += out.tobytes() != left
+    while more[0] > 0: time.sleep(1e-4)
+    if i % 8 == 0: wrong += sl.attention(q, k, v).tobytes() != want
+print(ended > COUNT / 8, late, wrong, len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_signals_end_a_call_when_nobody_is_inside(with_torch):
+    """Three signals some 0.2 ms apart: what comes during the wait for other threads neither ends it nor costs a thread."""
+    code = ("import torch\n" if with_torch else "") + BIG + SIGNALS.replace("COUNT", "600" if FULL else "60")
+    assert run(code).split() == ["True", "0", "0", "0"]
+
+
+@needs_places
+@pytest.mark.parametrize(("runtime", "regions"), [("pool", 1), ("pool", 5), ("openmp", 1)])
+def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, runtime, regions):
+    """At each place of the engine where CPython looks for signals: no slot stays taken, nobody inside, no thread more."""
+    import torch  # noqa: F401 - brings OpenMP
+
+    if runtime == "pool":
+        monkeypatch.setattr(workers, "_openmp", lambda _: None)
+    monkeypatch.setattr(workers, "_REGION_SECONDS", 1.0 if regions == 1 else 1e-4)
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 256, 64, 64)
+    out = np.empty_like(q)
+    sl.set_threads(3)
+
+    def call() -> None:
+        sl.attention(q, k, v, out=out)
+
+    call()
+    want, threads = out.tobytes(), count_threads()
+    found = places(call)
+    for n in spread(found, 100_000 if FULL else 40):
+        out.fill(0)
+        ended = interrupted(call, n)
+        left = out.tobytes()
+        assert workers._region == [None] and count_threads() <= threads
+        if n % 4 == 0:
+            time.sleep(1e-3)
+            assert out.tobytes() == left
+        if not ended:
+            assert left == want
+        call()
+        assert out.tobytes() == want
+
+
+def count_threads() -> int:
+    return len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else threading.active_count()
+
+
+@needs_places
+def test_an_interrupt_while_threads_are_started(rng, monkeypatch):
+    """A helper is in the list before it is up: whenever the start was interrupted, the next call starts what is missing, once."""
+    monkeypatch.setattr(workers, "_openmp", lambda _: None)
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 256, 64, 64)
+    sl.set_threads(3)
+    want = sl.attention(q, k, v).tobytes()
+
+    def call() -> None:
+        let_go(workers._helpers)
+        sl.attention(q, k, v)
+
+    for n in places(call):
+        threads = count_threads()
+        interrupted(call, n)
+        assert sl.attention(q, k, v).tobytes() == want
+        assert len(workers._helpers) == 2
+        # one that let_go() told to leave may still have been up: the call after that starts it anew
+        wait_until(lambda: sl.attention(q, k, v).tobytes() == want and all(x.up.locked() for x in workers._helpers))
+        wait_until(lambda threads=threads: count_threads() <= threads)
+
+
+def let_go(helpers: list[workers._Helper]) -> None:
+    """Ends their threads."""
+    leave: Any = SimpleNamespace(entry=sys.exit)
+    for x in helpers:
+        x.regions.put((leave, (ctypes.c_int64 * 1)()))
+    helpers.clear()
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(1e-3)

@@ -1,8 +1,10 @@
 """Kernels: their names, object code, and the cache of object files.
 
 A cached kernel is a plain object file, named by a hash of everything that went into it: the specialisation, the
-target, llvmlite's version and the sources of the emitters. There is no index and no pickle. Nothing is read from a
+target, llvmlite's version and the sources of the package. There is no index and no pickle. Nothing is read from a
 directory or file that others could have written; any failure of the cache warns once and the kernel is compiled.
+
+In memory a kernel is known by its structure: no array is kept for it, and what runs nowhere is unloaded in time.
 """
 
 from __future__ import annotations
@@ -12,25 +14,33 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import os
+import re
 import stat
 import sys
-import tempfile
 import threading
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CompileError
+from ..modes import standard
 
 if TYPE_CHECKING:
-    from .microkernels import Shape
+    from . import merging, microkernels
 
-_MAGIC = b"speedlight object 1\n"
-_HEADER = len(_MAGIC) + 64  # then sha256 of the object, sha256 of the IR, the object
+    Shape = microkernels.Shape | merging.MergeShape
+
+_OURS = b"speedlight object "
+_MAGIC = _OURS + b"2\n"
+_HEADER = len(_MAGIC) + 64  # then sha256 of the file's name and the object, sha256 of the IR, the object
+_NAME = re.compile(r"[a-z0-9_]+_[0-9a-f]{12}_[0-9a-f]{64}\.o")
+MOST_LOADED = 256  # kernels; beyond them that which was used longest ago is unloaded, or as soon as it runs no more
 _lock = threading.RLock()
-_loaded: dict[Any, Any] = {}
-_engines: list[Any] = []  # the execution engines own the machine code
+_loaded: dict[Any, Kernel] = {}
+_turns = itertools.count()  # a clock of uses
 _warned = False
 
 # Nobody forks while a kernel is being compiled: LLVM's lock would stay taken in the child.
@@ -39,41 +49,83 @@ if hasattr(os, "register_at_fork"):
 
 
 class Kernel:
-    """Machine code with its name. `entry(address of arguments)` runs it; the GIL is released meanwhile."""
+    """Machine code with its name, which lives as long as this object. The GIL is released while it runs.
 
-    __slots__ = ("address", "entry", "from_cache", "symbol")
+    `entry(address of arguments)` does one thread's share of a region. `joined(address)` does so, too, and returns when nobody
+    is inside any more.
+    """
 
-    def __init__(self, symbol: str, address: int, from_cache: bool) -> None:
-        self.symbol, self.address, self.from_cache = symbol, address, from_cache
-        self.entry = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+    __slots__ = ("__weakref__", "address", "entry", "from_cache", "joined", "last", "owner", "symbol")
+
+    def __init__(self, symbol: str, code: bytes, from_cache: bool) -> None:
+        self.symbol, self.from_cache, self.owner, self.last = symbol, from_cache, _load(code), 0
+        self.address = _find(self.owner, symbol)
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self.entry, self.joined = call(self.address), call(_find(self.owner, f"{symbol}_joined"))
+
+    def used(self) -> None:
+        """Tells that it is in use, so that others are unloaded first."""
+        self.last = next(_turns)
+
+
+def _find(owner: Any, name: str) -> int:
+    """The address of a function that an execution engine owns."""
+    address = owner.get_function_address(name)
+    if not address:
+        raise CompileError(f"kernel {name} is not in its own object file. Please report this.")
+    return address
 
 
 def symbol_of(shape: Shape) -> str:
     """The kernel's identity: the same string in profiles, in the cache and in benchmark rows."""
-    if not shape.vectors:
-        return f"decode_{shape.storage}_{shape.isa.name}_{_digest(shape)[:12]}"
-    return f"forward_{shape.storage}_{shape.isa.name}_{shape.rows}x{shape.vectors}_{_digest(shape)[:12]}"
+    return f"{shape.stem}_{_digest(shape)[:12]}"
 
 
 def kernel_of(shape: Shape) -> Kernel:
-    """The forward or decode kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
-    kernel = _loaded.get(shape)
+    """The forward, decode or merge kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
+    key = _structure(shape)
+    kernel = _loaded.get(key)
     if kernel is None:
         with _lock:
-            kernel = _loaded.get(shape)
+            kernel = _loaded.get(key)
             if kernel is None:
-                kernel = _loaded[shape] = _make(shape)
+                kernel = _make(shape)
+                _make_room()
+                _loaded[key] = kernel
+    kernel.used()
     return kernel
 
 
+def _structure(shape: Any) -> Any:
+    """What makes the kernel, and nothing else: equal to `shape`, without the arrays and numbers of its expressions."""
+    program = getattr(shape, "program", None)
+    return shape if program is None else replace(shape, program=replace(program, mask=None, score=None))
+
+
+def _make_room() -> None:
+    """For one more. Who runs a kernel holds it, and it lives until then."""
+    while len(_loaded) >= MOST_LOADED:
+        del _loaded[min(_loaded, key=lambda key: _loaded[key].last)]
+
+
+def loaded_kernels() -> list[str]:
+    """The symbols of the kernels that are loaded."""
+    return sorted(kernel.symbol for kernel in list(_loaded.values()))
+
+
+@standard
 def emit(shape: Shape) -> str:
     """The LLVM IR of the kernel."""
     from .decode import decode_module
     from .forward import forward_module
+    from .merging import MergeShape, merge_module
 
+    if isinstance(shape, MergeShape):
+        return str(merge_module(shape, symbol_of(shape)))
     return str((forward_module if shape.vectors else decode_module)(shape, symbol_of(shape)))
 
 
+@standard
 def compile_ir(shape: Shape, text: str, triple: str | None = None, *, assembly: bool = False) -> Any:
     """Object code (or assembly) of `text` for the shape's target."""
     from llvmlite import binding
@@ -108,7 +160,7 @@ def _make(shape: Shape) -> Kernel:
         code = compile_ir(shape, text, _host_triple(shape))
         if path:
             _write(path, code, text)
-    return Kernel(symbol, _load(code, symbol), hit)
+    return Kernel(symbol, code, hit)
 
 
 def _host_triple(shape: Shape) -> str | None:
@@ -120,7 +172,8 @@ def _host_triple(shape: Shape) -> str | None:
     return binding.get_process_triple()
 
 
-def _load(code: bytes, symbol: str) -> int:
+def _load(code: bytes) -> Any:
+    """The execution engine that owns the machine code: it is unloaded with it."""
     from llvmlite import binding
 
     binding.initialize_native_target()
@@ -129,28 +182,31 @@ def _load(code: bytes, symbol: str) -> int:
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
     engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
-    address = engine.get_function_address(symbol)
-    if not address:
-        raise CompileError(f"kernel {symbol} is not in its own object file. Please report this.")
-    _engines.append(engine)
-    return address
+    return engine
 
 
 @functools.cache
 def _sources() -> bytes:
-    """A digest of the emitters: changed code never meets an old object."""
+    return digest_of(Path(__file__).parent.parent)
+
+
+def digest_of(package: Path) -> bytes:
+    """Of every source: changed code never meets an old object, for kernels are made of numbers from everywhere. Some 3 ms."""
     total = hashlib.sha256()
-    here = Path(__file__).parent
-    others = [here.parent / name for name in ("arrays.py", "bounds.py", "machine.py", "planning.py", "tree.py")]
-    for path in (*sorted(here.glob("*.py")), *others):
-        total.update(path.read_bytes())
+    for path in sorted(package.rglob("*.py")):
+        source = path.read_bytes()
+        total.update(f"{path.relative_to(package).as_posix()} {len(source)}\n".encode() + source)
     return total.digest()
 
 
-@functools.cache
 def _digest(shape: Shape) -> str:
+    return _digest_of(_structure(shape))
+
+
+@functools.lru_cache(maxsize=4 * MOST_LOADED)
+def _digest_of(structure: Any) -> str:
     versions = importlib.metadata.version("llvmlite")
-    return hashlib.sha256(repr((shape, versions, sys.platform)).encode() + _sources()).hexdigest()
+    return hashlib.sha256(repr((structure, versions, sys.platform)).encode() + _sources()).hexdigest()
 
 
 # --- the cache of object files
@@ -176,11 +232,25 @@ def cache_path(shape: Shape) -> Path | None:
 
 
 def kept_kernels() -> dict[Path, int]:
-    """The object files that are kept, and their bytes."""
+    """The object files that are kept, and their bytes. Whatever else lies in the directory is none of ours."""
     directory = cache_directory()
-    if directory is None or not directory.is_dir() or directory.is_symlink():
+    if directory is None:
         return {}
-    return {path: path.stat().st_size for path in sorted(directory.glob("*.o")) if path.is_file() and not path.is_symlink()}
+    try:
+        _check_directory(directory)
+        return {path: path.stat().st_size for path in sorted(directory.glob("*.o")) if _is_ours(path)}
+    except OSError:
+        return {}
+
+
+def _is_ours(path: Path) -> bool:
+    """An object file that some version of speedlight has written: by its name and by how it begins."""
+    if not _NAME.fullmatch(path.name):
+        return False
+    try:
+        return _content(path, len(_OURS)) == _OURS
+    except OSError:
+        return False
 
 
 def clear_kernels() -> int:
@@ -218,43 +288,64 @@ def _check_directory(directory: Path) -> None:
         raise PermissionError(f"{directory} belongs to, or can be written by, somebody else")
 
 
+def _content(path: Path, size: int = -1) -> bytes:
+    """What a regular file of our own holds. Anything else is not even opened: a pipe would wait, a device act."""
+    _check_file(path, os.lstat(path))
+    with open(path, "rb") as f:
+        _check_file(path, os.fstat(f.fileno()))
+        return f.read(size)
+
+
+def _check_file(path: Path, info: os.stat_result) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise PermissionError(f"{path.name} is not a file (a symbolic link is not followed)")
+    if not _trusted(info):
+        raise PermissionError(f"{path.name} belongs to, or can be written by, somebody else")
+
+
 def _read(path: Path) -> bytes | None:
     """The object, if the cache has it whole and nobody else could have put it there."""
     try:
         _check_directory(path.parent)
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
+        data = _content(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         _warn("cannot be read", error)
         return None
-    try:
-        with os.fdopen(descriptor, "rb") as f:
-            info = os.fstat(f.fileno())
-            if not stat.S_ISREG(info.st_mode) or not _trusted(info):
-                raise PermissionError(f"{path.name} belongs to, or can be written by, somebody else")
-            data = f.read()
-    except OSError as error:
-        _warn("cannot be read", error)
-        return None
-    digest = data[len(_MAGIC) : len(_MAGIC) + 32]
-    if not data.startswith(_MAGIC) or hashlib.sha256(data[_HEADER:]).digest() != digest:
-        return None  # truncated or damaged: compile, and write it anew
-    return data[_HEADER:]
+    code = data[_HEADER:]
+    if data[: _HEADER - 32] != _MAGIC + _sum(path, code):
+        return None  # truncated, damaged or another kernel's: compile, and write it anew
+    return code
+
+
+def _sum(path: Path, code: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + b"\n" + code).digest()
 
 
 def _write(path: Path, code: bytes, text: str) -> None:
-    """Under a temporary name first, then renamed: a reader sees all of it or none."""
-    temporary = None
+    """Under a temporary name first, then renamed: a reader sees all of it or none. Nothing is left behind, whatever happens."""
+    temporary = path.parent / f".new-{os.getpid()}-{os.urandom(8).hex()}"
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_directory(path.parent)
         _check_directory(path.parent)
-        descriptor, temporary = tempfile.mkstemp(prefix=".new-", dir=path.parent)  # mode 0600
-        with os.fdopen(descriptor, "wb") as f:
-            f.write(_MAGIC + hashlib.sha256(code).digest() + hashlib.sha256(text.encode()).digest() + code)
+        with open(temporary, "xb") as f:
+            if hasattr(os, "fchmod"):
+                os.fchmod(f.fileno(), 0o600)
+            f.write(_MAGIC + _sum(path, code) + hashlib.sha256(text.encode()).digest() + code)
         os.replace(temporary, path)
     except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         _warn("cannot be written", error)
+    finally:
+        try:  # noqa: SIM105 - no Python is called before it, so no signal comes before it
+            os.unlink(temporary)
+        except OSError:
+            pass
+
+
+def _make_directory(directory: Path) -> None:
+    """With those above it, for us alone all the way, whatever the umask. What is there already stays as it is."""
+    if not directory.exists():
+        _make_directory(directory.parent)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)

@@ -20,11 +20,12 @@ from .lower import expression_row
 from .microkernels import (
     LARGE,
     Shape,
-    exp2,
+    exp4,
     is_empty,
     largest,
     load_unit,
     load_units,
+    log_sum_exp,
     merged,
     multiply_add,
     narrowed,
@@ -239,14 +240,14 @@ def weigh(module: Module, s: Shape) -> Any:
         xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
         es = [k.fma(x, c, -base) for x in xs]
         es = [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e in es]
-        ws = [k.select(seen(x, j + i * n)[0], w, hidden) for i, (x, w) in enumerate(zip(xs, exp2(k, s, es, any_x=True), strict=True))]
+        ws = [k.select(seen(x, j + i * n)[0], w, hidden) for i, (x, w) in enumerate(zip(xs, exp4(k, s, es, any_x=True), strict=True))]
         if s.dot:
             pairs = k.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vec(BF16, 2 * n), ws[1], ws[0])
             k.store(pairs.bits(vec(I16, 2 * n)), p["scores"], j * 2)
         else:
             for i, w in enumerate(ws):
                 k.store(w, p["scores"], (j + i * n) * s.number_bytes)
-    (alpha,) = exp2(k, s, [old - base], any_x=True)
+    (alpha,) = exp4(k, s, [old - base], any_x=True)
     for x, where in ((top, p["state"]), (alpha, p["alpha"])):
         k.store(_first(k, x), where)
     return k.finish(k.zext(k.any(gone.get()), I64))
@@ -418,7 +419,7 @@ def merge_row(module: Module, s: Shape) -> Any:
     keep, copy = is_empty(m2, l2), is_empty(m1, l1)
     top = k.max(m1, m2)
     base = k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
-    first, second = exp2(k, s, [m1 - base, m2 - base], any_x=True)
+    first, second = exp4(k, s, [m1 - base, m2 - base], any_x=True)
     total = merged(k, l1, l2, first, second, keep, copy)
     with k.range(1, p["slots"] + 1) as slot:
         at = slot * _slot_bytes(s)
@@ -430,7 +431,7 @@ def merge_row(module: Module, s: Shape) -> Any:
 
 
 def store_row(module: Module, s: Shape, log: Any) -> Any:
-    """out = acc / sum and lse = ln2·max + ln sum, of one row."""
+    """out = acc / sum and lse = ln4·max + ln sum, of one row."""
     k = module.function("store_row", {"state": PTR, "out": PTR, "lse": PTR, "value_dim": I64, "slots": I64, "column": I64, "with_lse": I64})
     p, n = k.p, s.lanes
     m, total = (k.load(s.number, p["state"], i * s.number_bytes) for i in (0, 1))
@@ -450,10 +451,7 @@ def store_row(module: Module, s: Shape, log: Any) -> Any:
                     one = narrowed(k, s, k.load(s.number, lanes, lane * s.number_bytes))
                     k.store(one, p["out"], (column + lane) * p["column"])
     with k.when(p["with_lse"].differs(0)):
-        m, total = (x if s.wide else k.extend(x, F64) for x in (m, total))
-        lse = k.fma(m, k.const(0.6931471805599453, F64), k.call(log, total))
-        lse = k.select(empty, k.const(float("-inf"), F64), lse)
-        k.store(lse if s.wide else k.narrow(lse, F32), p["lse"])
+        k.store(log_sum_exp(k, s, log, m, total), p["lse"])
     return k.finish()
 
 

@@ -1,11 +1,11 @@
-"""The struct a forward kernel is called with: names and places, for the emitter and for the caller."""
+"""The struct a kernel is called with: names and places, for the emitter and for the caller."""
 
 from __future__ import annotations
 
-# one int64 word each; `ticket` has a cache line of its own
+# one int64 word each; `ticket` has a cache line of its own. What every kernel's struct begins with: a region reads no more
+HEAD = ("ticket", "worker", "left", "pad3", "pad4", "pad5", "pad6", "pad7", "limit", "scratch", "scratch_stride")
 FIELDS = (
-    "ticket", "worker", "left", "pad3", "pad4", "pad5", "pad6", "pad7",
-    "limit", "q", "k", "v", "out", "lse", "items", "item_count", "scratch", "scratch_stride",
+    *HEAD, "q", "k", "v", "out", "lse", "items", "item_count",
     "q_head", "q_row", "q_column", "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
     "out_head", "out_row", "out_column", "lse_head", "lse_row",
     "head_dim", "value_dim", "group", "panels", "causal", "c", "flip", "stage_k", "stage_v", "counts",
@@ -25,4 +25,4 @@ def field(name: str) -> int:
     return FIELDS.index(name) * 8
 
 
-WORKER, LEFT, LIMIT = (FIELDS.index(name) for name in ("worker", "left", "limit"))
+TICKET, WORKER, LEFT, LIMIT = (HEAD.index(name) for name in ("ticket", "worker", "left", "limit"))

@@ -20,6 +20,7 @@ from .microkernels import (
     is_empty,
     load_unit,
     load_units,
+    log_sum_exp,
     merge_states,
     narrowed,
     natural_log,
@@ -159,7 +160,7 @@ def _halves(k: Function, s: Shape, row: Value, t: Value) -> Value:
 
 
 def store_panel(module: Module, s: Shape, log: Any) -> Any:
-    """out = acc / running_sum and lse = ln2·running_max + ln running_sum for the first `count` lanes."""
+    """out = acc / running_sum and lse = ln4·running_max + ln running_sum for the first `count` lanes."""
     k = module.function("store_panel", {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64})
     p = k.p
     acc = k.at(p["state"], 2 * s.row_bytes)
@@ -184,10 +185,7 @@ def store_panel(module: Module, s: Shape, log: Any) -> Any:
                 k.store(narrowed(k, s, x), row, c * p["column"])
     with k.when(k.load(I64, p["lse_table"]).differs(0)), k.range(0, p["count"]) as lane:
         m, running_sum = (k.load(s.number, p["state"], i * s.row_bytes + lane * s.number_bytes) for i in (0, 1))
-        m, running_sum = (x if s.wide else k.extend(x, F64) for x in (m, running_sum))
-        lse = k.fma(m, k.const(0.6931471805599453, F64), k.call(log, running_sum))
-        lse = k.select(is_empty(m, running_sum), k.const(float("-inf"), F64), lse)
-        k.store(lse if s.wide else k.narrow(lse, F32), k.load(PTR, p["lse_table"], lane * 8))
+        k.store(log_sum_exp(k, s, log, m, running_sum), k.load(PTR, p["lse_table"], lane * 8))
     return k.finish()
 
 

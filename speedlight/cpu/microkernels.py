@@ -20,12 +20,14 @@ from llvmlite import ir
 from ..arrays import STORAGE_BYTES
 from ..machine import Isa
 from ..planning import BLOCK, TILE, lanes_of, register_rows, uses_dot
-from . import functions
-from .vector import BF16, F16, F32, F64, I8, I16, I32, I64, PTR, Function, Module, Value, vec
+from . import conversions, functions
+from .vector import BF16, F32, F64, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 
+# Weights are powers of 4: |log4 e · score| is below any finite |score|, so it is finite, which log2 e · score need not be.
 # Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
 # down and exponents are clamped at 0, so that the largest weight is exactly 1 for any finite score.
-LARGE = 2.0**24
+LARGE = 2.0**23
+LN4 = 2 * 0.6931471805599453
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative): errors 9.2e-8, 3.4e-18, and 1.0e-4 where P becomes bf16
 _EXP2 = {
@@ -49,6 +51,13 @@ class Shape:
     program: Any = None  # the mask and score, a lower.Program
     cached: bool = False  # keys and values lie as a cache keeps them: keys in lane order, values of the dot class in pairs
     quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
+
+    @property
+    def stem(self) -> str:
+        """The readable part of the kernel's name."""
+        if not self.vectors:
+            return f"decode_{self.storage}_{self.isa.name}"
+        return f"forward_{self.storage}_{self.isa.name}_{self.rows}x{self.vectors}"
 
     @property
     def dot(self) -> bool:
@@ -139,25 +148,31 @@ def multiply_add(k: Function, s: Shape, a: Value, b: Value, total: Value) -> Val
     return k.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", s.vector, total, a.bits(pairs), b.bits(pairs))
 
 
-def exp2(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
-    """2^x for x <= 0 (a little above is fine), several vectors in step. Integer arithmetic scales.
+def lowest_exponent(s: Shape) -> float:
+    """4^x is +0 below: the result would be subnormal."""
+    return -511.0 if s.wide else -63.0
+
+
+def exp4(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
+    """4^x for x <= 0 (a little above is fine), several vectors in step. Integer arithmetic scales.
 
     In step, because one vector's chain of dependent operations would fill the CPU's scheduler before it ends.
     With `any_x`, +0 below the smallest normal exponent, and NaN stays. Without, the caller has proved that x is neither.
     """
-    shift, low = (52, -1022.0) if s.wide else (23, -126.0)
-    magic = k.const(1.5 * 2.0**shift, s.vector)  # adding it rounds to an integer that then lies in the low bits
+    shift = 52 if s.wide else 23
+    magic = k.const(1.5 * 2.0 ** (shift - 1), s.vector)  # adding it rounds to a half; how many halves lies in the low bits then
     ts = [x + magic for x in xs]
     rounded = [t - magic for t in ts]
     fs = [x - r for x, r in zip(xs, rounded, strict=True)]
-    coefficients = _EXP2["dot" if s.dot else "f64" if s.wide else "f32"]
+    coefficients = [c * 2.0**n for n, c in enumerate(_EXP2["dot" if s.dot else "f64" if s.wide else "f32"], 1)]
     ps = [k.const(coefficients[-1], s.vector)] * len(xs)
     for c in (*coefficients[-2::-1], 1.0):
         ps = [k.fma(p, f, k.const(c, s.vector)) for p, f in zip(ps, fs, strict=True)]
     ys = [p.bits(s.ivector) + (t.bits(s.ivector) << shift) for p, t in zip(ps, ts, strict=True)]
     if not any_x:
         return [y.bits(s.vector) for y in ys]
-    zeroed = [k.select(x >= low, y, k.const(0, s.ivector)).bits(s.vector) for x, y in zip(xs, ys, strict=True)]
+    low, zero = lowest_exponent(s), k.const(0, s.ivector)
+    zeroed = [k.select(x >= low, y, zero).bits(s.vector) for x, y in zip(xs, ys, strict=True)]
     return [k.select(x.differs(x), k.abs(x), y) for x, y in zip(xs, zeroed, strict=True)]
 
 
@@ -260,7 +275,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     for v, top in enumerate(tops):
         total, lowest = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 2))
         finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top.get()) < LARGE)
-        normal = normal & k.all(k.fma(lowest, c, -top.get()) >= (-1022.0 if s.wide else -126.0))
+        normal = normal & k.all(k.fma(lowest, c, -top.get()) >= lowest_exponent(s))
     with k.when((finite ^ 1) | (p["full"] < p["n_keys"])):
         for v, top in enumerate(tops):
             top.set(_careful_max(k, s, c, old[v], limits[v], v, k.select(finite, p["full"], k.i64(0))))
@@ -327,7 +342,7 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
         es = [k.fma(x, c, -base[v]) for x, (_, v) in zip(xs, place, strict=True)]
         if careful:
             es = [k.select((k.abs(base[v]) >= LARGE) & (e > 0.0), zero, e) for e, (_, v) in zip(es, place, strict=True)]
-        ws = exp2(k, s, es, any_x=careful)
+        ws = exp4(k, s, es, any_x=careful)
         if careful:
             ws = [k.select(_seen(k, s, x, j + i, limits[v]), w, hidden) for w, x, (i, v) in zip(ws, xs, place, strict=True)]
         return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]
@@ -362,7 +377,7 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
         with k.range(start, p["n_keys"]) as j:
             step(j, 1, careful=True)
     for v in range(s.vectors):
-        (alpha,) = exp2(k, s, [old[v] - base[v]], any_x=True)
+        (alpha,) = exp4(k, s, [old[v] - base[v]], any_x=True)
         running_sum = k.load(s.vector, p["state"], s.row_bytes + s.lane_offset(v))
         k.store(top[v], p["state"], s.lane_offset(v))
         k.store(k.fma(running_sum, alpha, total[v].get()), p["state"], s.row_bytes + s.lane_offset(v))
@@ -491,7 +506,7 @@ def merge_states(module: Module, s: Shape) -> Any:
         top = k.max(m1, m2)
         base = k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
         for factors, m in ((first, m1), (second, m2)):
-            factors += exp2(k, s, [m - base], any_x=True)
+            factors += exp4(k, s, [m - base], any_x=True)
         k.store(top, p["total"], at)
         k.store(merged(k, l1, l2, first[v], second[v], keep[v], copy[v]), p["total"], s.row_bytes + at)
     with k.range(2, p["width"] + 2) as row:
@@ -518,12 +533,7 @@ def load_units(k: Function, s: Shape, row: Value, t: Value, *, stored: bool = Fa
         return k.load(s.ivector, row, t * 4)
     if stored and s.quantised:
         return k.to_float(Value(k, k.b.sext(k.load(vec(I8, s.lanes), row, t).x, s.ivector)), s.vector)
-    at = t * s.storage_bytes
-    if s.storage == "f16":
-        return k.extend(k.load(vec(F16, s.lanes), row, at), s.vector)
-    if s.storage == "bf16":
-        return (k.zext(k.load(vec(I16, s.lanes), row, at), s.ivector) << 16).bits(s.vector)
-    return k.load(s.vector, row, at)
+    return conversions.load(k, s.storage, row, t * s.storage_bytes, s.lanes)
 
 
 def load_unit(k: Function, s: Shape, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False) -> Value:
@@ -535,27 +545,25 @@ def load_unit(k: Function, s: Shape, row: Value, t: Value, column: Value, count:
         low = k.zext(k.load(I16, row, t * 2 * column), I32)
         high = k.zext(k.load(I16, row, k.min(second, count - 1) * column), I32)
         return low | k.select(second < count, high << 16, k.const(0, I32))
-    if s.storage == "f16":
-        return k.extend(k.load(F16, row, t * column), F32)
-    if s.storage == "bf16":
-        return (k.zext(k.load(I16, row, t * column), I32) << 16).bits(F32)
-    return k.load(s.number, row, t * column)
+    return conversions.load(k, s.storage, row, t * column)
 
 
 def narrowed(k: Function, s: Shape, x: Value) -> Value:
-    """A result in the storage type, rounded to nearest even; bf16 by integers, so that every CPU agrees."""
-    if s.storage == "f16":
-        return k.narrow(x, vec(F16, s.lanes) if isinstance(x.type, ir.VectorType) else F16)
-    if s.storage != "bf16":
-        return x
-    vector = isinstance(x.type, ir.VectorType)
-    bits = x.bits(s.ivector if vector else I32)
-    rounded = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
-    out = k.select(x.differs(x), (bits >> 16) | 0x40, rounded)
-    return k.trunc(out, vec(I16, s.lanes) if vector else I16)
+    """A result in the storage type."""
+    return conversions.narrowed(k, s.storage, x)
 
 
 def natural_log(module: Module) -> Any:
     """ln x of one f64."""
     k = module.function("natural_log", {"x": F64}, F64)
     return k.finish(functions.natural_log(k, k.p["x"]))
+
+
+def log_sum_exp(k: Function, s: Shape, log: Any, running_max: Value, running_sum: Value) -> Value:
+    """ln 4 · max + ln sum of one row, rounded once. -inf says that nothing was seen, so rounding does not make it of a finite score."""
+    m, total = (x if s.wide else k.extend(x, F64) for x in (running_max, running_sum))
+    most = k.const(1.7976931348623157e308 if s.wide else 3.4028234663852886e38, F64)
+    lse = k.fma(m, k.const(LN4, F64), k.call(log, total))
+    lse = k.max(-most, k.min(most, lse))  # NaN stays
+    lse = k.select(is_empty(m, total), k.const(float("-inf"), F64), lse)
+    return lse if s.wide else k.narrow(lse, F32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,7 +97,7 @@ def region(module: Module, task: Any) -> Any:
 
 
 def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
-    """The public function: the caller's rounding mode and flush-to-zero are put aside around the region."""
+    """The public functions, `symbol` and what `joined` makes of it: the caller's rounding mode and flush-to-zero are put aside."""
     k = module.function(symbol, {"a": PTR}, public=True)
     if isa.arch == "x86_64":
         with k.b.goto_entry_block():
@@ -111,4 +112,22 @@ def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
         k.intrinsic("llvm.aarch64.set.fpcr", VOID, k.i64(0))
         k.call(run, k.p["a"])
         k.intrinsic("llvm.aarch64.set.fpcr", VOID, saved)
-    return k.finish()
+    share = k.finish()
+    joined(module, share, symbol)
+    return share
+
+
+def joined(module: Module, share: Any, symbol: str) -> None:
+    """The public function `symbol`_joined: a share of the region, then a wait until nobody is inside.
+
+    One call for both, because Python sees signals between calls only. Who comes later finds no ticket and touches the words alone.
+    """
+    k = module.function(f"{symbol}_joined", {"a": PTR}, public=True)
+    a = k.p["a"]
+    k.call(share, a)
+    with k.forever() as leave_if:
+        left = k.fetch_add(a, field("left"), 0)  # before `worker`: then all who had come by that time have left
+        leave_if(left.equals(k.fetch_add(a, field("worker"), 0)))
+        if sys.platform != "win32":
+            k.intrinsic("sched_yield", I32)
+    k.finish()

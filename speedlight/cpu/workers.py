@@ -2,28 +2,37 @@
 
 On the OpenMP runtime already in the process if there is one (two runtimes that alternate cost 5 to 8 times), else on
 a few threads of our own; inline for little work. Kernels never raise and never call Python.
+
+CPython handles signals, and changes threads, only after calls, at jumps back and at the start of functions. So a slot is
+claimed and given back by plain stores without a call between, and a wait that must not end early is one call into a kernel.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import ctypes
 import functools
 import os
+import queue
 import sys
 import threading
 import time
+import warnings
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..machine import available_threads
 from .compile import Kernel
-from .fields import LEFT, LIMIT, WORKER
+from .fields import LEFT, LIMIT, TICKET, WORKER
+
+_REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
 
 _threads: int | None = None
 _forked = False  # GNU OpenMP hangs in a forked child: there we use threads of our own
-_region = threading.Lock()  # one region at a time; other callers run inline
-_pool: Pool | None = None
+_region: list[object] = [None]  # whose region runs: one at a time; other callers run inline
+_helpers: list[_Helper] = []  # touched by the region's owner alone
+_warned = False
 
 
 def set_threads(n: int | None) -> None:
@@ -87,82 +96,153 @@ def runtime() -> str:
     return "openmp" if not _forked and _openmp("torch" in sys.modules) else "pool"
 
 
+def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds: float) -> None:
+    """All tickets of a call; `seconds` is how long one thread may take. Raises as run_region does.
+
+    In the main thread, where signals are handled, a long call is one region after another. The bits don't know.
+    """
+    if seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
+        words[LIMIT] = tickets
+        run_region(kernel, words, threads)
+        return
+    step = max(1, round(tickets * _REGION_SECONDS / seconds / threads)) * threads
+    done = 0
+    while done < tickets:
+        end = min(tickets, done + step)
+        words[TICKET], words[WORKER], words[LEFT], words[LIMIT] = done, 0, 0, end
+        start = time.perf_counter()
+        run_region(kernel, words, threads)
+        passed = max(time.perf_counter() - start, 1e-6)
+        step = max(1, min(4 * step, round((end - done) * _REGION_SECONDS / passed)) // threads) * threads
+        done = end
+
+
 def run_region(kernel: Kernel, words: Any, threads: int) -> None:
     """Runs one region to its end on up to `threads` threads; `words` is the ctypes array of its arguments.
 
-    Raises only what signal handlers raise, and only when no thread works on the region any more.
+    Raises only what signal handlers raise (and MemoryError), and only when no thread works on the region any more.
     """
-    arguments = ctypes.addressof(words)
-    if threads == 1 or not _region.acquire(blocking=False):
-        kernel.entry(arguments)
-        return
+    token = object()
     try:
-        parallel = None if _forked else _openmp("torch" in sys.modules)
-        if parallel is not None:
-            parallel(kernel.address, arguments, threads, 0)
+        if threads > 1 and _region[0] is None:
+            _region[0] = token
+        if _region[0] is not token:
+            kernel.entry(ctypes.addressof(words))
+        elif _forked or (parallel := _openmp("torch" in sys.modules)) is None:
+            _run_on_helpers(kernel, words, threads - 1)
         else:
-            _run_on_pool(kernel, words, threads - 1)
+            parallel(kernel.address, ctypes.addressof(words), _startable(threads), 0)
     finally:
-        _region.release()
+        if _region[0] is token:
+            _region[0] = None
 
 
-def _run_on_pool(kernel: Kernel, words: Any, helpers: int) -> None:
+def _run_on_helpers(kernel: Kernel, words: Any, count: int) -> None:
     """Our own threads help; the caller alone could do all of it, so a helper that comes late finds nothing left."""
-    global _pool
-    pool = _pool
-    if pool is None:
-        pool = _pool = Pool()
+    words = type(words).from_buffer_copy(words)  # who comes late reads them, whatever the caller does next with its own
+    arguments = ctypes.addressof(words)
     try:
-        pool.start(kernel.entry, words, helpers)
-        kernel.entry(ctypes.addressof(words))
-        pool.wait(helpers)
-    except BaseException:  # a signal handler raised: give up these threads, and leave once none is inside
-        _pool = None
-        words[LIMIT] = 0
-        while words[WORKER] != words[LEFT]:
-            time.sleep(1e-4)
+        for helper in _started(count):
+            helper.regions.put((kernel, words))
+    except BaseException:
+        words[LIMIT] = 0  # nobody draws another ticket
         raise
+    finally:
+        kernel.joined(arguments)
 
 
-class Pool:
-    """Threads that wait for a region each. Python threads: ctypes releases the GIL while a kernel runs."""
+def _started(count: int) -> list[_Helper]:
+    """Helpers, as many of `count` as there can be."""
+    while len(_helpers) < count:
+        _helpers.append(_Helper())
+    for helper in _helpers[:count]:
+        if not helper.up.locked():
+            try:
+                _thread.start_new_thread(helper.run, ())
+            except RuntimeError as error:
+                _warn(error)
+                return [x for x in _helpers[:count] if x.up.locked()]
+    return _helpers[:count]
+
+
+class _Helper:
+    """A thread that waits for regions. ctypes releases the GIL while a kernel runs.
+
+    Whoever starts one may be interrupted before or after it has come up. So it is started until it is up, and is up but once.
+    """
+
+    __slots__ = ("regions", "up")
 
     def __init__(self) -> None:
-        self.workers: list[_Worker] = []
+        self.regions: queue.SimpleQueue[tuple[Kernel, Any]] = queue.SimpleQueue()
+        self.up = threading.Lock()
 
-    def start(self, entry: Any, words: Any, helpers: int) -> None:
-        while len(self.workers) < helpers:
-            self.workers.append(_Worker(len(self.workers)))
-        for worker in self.workers[:helpers]:
-            worker.job = (entry, words)
-            worker.go.release()
+    def run(self) -> None:
+        if self.up.acquire(blocking=False):
+            try:
+                while True:
+                    self._help(*self.regions.get())
+            finally:
+                self.up.release()
 
-    def wait(self, helpers: int) -> None:
-        for worker in self.workers[:helpers]:
-            worker.done.acquire()
+    @staticmethod
+    def _help(kernel: Kernel, words: Any) -> None:
+        """Holds kernel and words while it runs, and no longer."""
+        kernel.entry(ctypes.addressof(words))
 
 
-class _Worker:
-    def __init__(self, number: int) -> None:
-        self.go, self.done = threading.Lock(), threading.Lock()
-        self.go.acquire()
-        self.done.acquire()
-        self.job: Any = None
-        threading.Thread(target=self._loop, name=f"speedlight-{number}", daemon=True).start()
+_calling = threading.local()  # .threads: how many OpenMP threads this calling thread has had
 
-    def _loop(self) -> None:
-        while True:
-            self.go.acquire()
-            entry, words = self.job
-            entry(ctypes.addressof(words))
-            self.job = None
-            self.done.release()
+
+def _startable(threads: int) -> int:
+    """So many threads, or one: GNU OpenMP ends the process where it cannot start a thread, so that is tried before."""
+    if threads > getattr(_calling, "threads", 1):
+        if not _try_threads(threads - 1):
+            return 1
+        _calling.threads = threads
+    return threads
+
+
+def _try_threads(count: int) -> bool:
+    """Whether so many more threads can be there at once; when it returns True, they are gone."""
+    came: list[int] = []
+    gate = threading.Lock()
+
+    def wait() -> None:
+        came.append(threading.get_native_id())
+        with gate:
+            pass
+
+    try:
+        with gate:
+            for _ in range(count):
+                _thread.start_new_thread(wait, ())
+    except RuntimeError as error:
+        _warn(error)
+        return False
+    while len(came) < count or any(os.path.exists(f"/proc/self/task/{n}") for n in came):
+        time.sleep(5e-5)
+    return True
+
+
+def _warn(error: object) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"speedlight: no more threads can be started ({error}); calls run on fewer. Raise the limit (ulimit -u, or a container's "
+            "limit of processes), or ask for fewer: SPEEDLIGHT_THREADS=1.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _after_fork() -> None:
-    """The child has none of the parent's threads and may find the lock taken."""
-    global _forked, _region, _pool
-    _forked, _region, _pool = True, threading.Lock(), None
+    """The child has none of the parent's threads, and no region runs there."""
+    global _forked
+    _forked = True
+    _helpers.clear()
+    _region[0] = None
 
 
 if hasattr(os, "register_at_fork"):

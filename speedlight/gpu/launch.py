@@ -13,6 +13,7 @@ import triton
 
 from ..errors import ArgumentError, ArgumentTypeError, CompileError, UnsupportedError
 from ..machine import interpreting
+from ..modes import standard
 from ..problem import LAYOUTS, Problem, check_precision, page_lists
 from ..tree import out_of_range
 from .decode import combine
@@ -224,6 +225,7 @@ def shape_of(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile
     return Shape(have, tile, short, pack, rows, -(-most_rows * pack // rows), splits, causal, hiding)
 
 
+@standard
 def launches(
     p: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, ready: Ready,
     wrong: torch.Tensor | None, precision: str, have: tuple[int, int], tile: Tile | None = None,
@@ -278,6 +280,7 @@ def launches(
     return found
 
 
+@standard
 def start(each: Launch) -> None:
     kernel, arguments = each.kernel, each.arguments
     if 0 in each.grid:
@@ -351,13 +354,14 @@ def _factor(p: Problem) -> tuple[float, int]:
     return (abs(c), 1 if c > 0 else -1) if c else (1.0, 0)
 
 
-def merged(out1: torch.Tensor, lse1: torch.Tensor, out2: torch.Tensor, lse2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two sets of keys, from the attention over each; what saw nothing has no say."""
-    top = torch.maximum(lse1, lse2).double()
-    safe = torch.where(torch.isneginf(top), 0.0, top)
-    weights = [torch.exp(x.double() - safe) for x in (lse1, lse2)]
-    total = weights[0] + weights[1]
-    parts = [torch.where((w == 0)[..., None], 0.0, x.double() * w[..., None]) for x, w in ((out1, weights[0]), (out2, weights[1]))]
-    out = (parts[0] + parts[1]) / torch.where(total == 0, 1.0, total)[..., None]
-    lse = torch.where(total == 0, -torch.inf, safe + torch.log(total))
-    return out.to(out1.dtype), lse.to(lse1.dtype)
+def merged(outs: list[torch.Tensor], lses: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over several sets of keys, from the attention over each, in float64; what saw nothing has no say."""
+    logs = [x.double() for x in lses]
+    top = functools.reduce(torch.fmax, logs)
+    base = torch.where(torch.isneginf(top), 0.0, top)
+    weights = [torch.exp(x - base) for x in logs]
+    total = functools.reduce(torch.add, weights)
+    out = torch.where(torch.isneginf(top), 0.0, -0.0)[..., None]  # -0 adds nothing, to the sign of zeros
+    for x, log, weight in zip(outs, logs, weights, strict=True):
+        out = out + torch.where(torch.isneginf(log)[..., None], -0.0, x.double() * (weight / total)[..., None])
+    return out.to(outs[0].dtype), (base + torch.log(total)).to(lses[0].dtype)

@@ -13,6 +13,7 @@ import torch
 from ..bounds import Exact, Walk, hides, largest_integer, visible
 from ..errors import ArgumentError, ExpressionError
 from ..machine import interpreting
+from ..modes import standard
 from ..problem import Problem
 from ..tiles import Many
 from . import lower
@@ -93,6 +94,7 @@ def _table_on(table: Any, device: str) -> torch.Tensor:
 _prepared: dict[Any, Ready] = {}
 
 
+@standard
 def prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Ready:
     key = problem, device, firsts
     found = _prepared.get(key)

@@ -1,0 +1,177 @@
+"""merge(): attention over several sets of keys, from the attention over each."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any, overload
+
+from . import arrays
+from . import engine as engines
+from .arrays import STORAGE_BYTES, Array
+from .compiling import leaves_graph
+from .errors import ArgumentError, ArgumentTypeError
+from .machine import current_isa
+
+_TICKET_BYTES = 128 << 10  # of outputs that a thread takes at a time
+_INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
+_BYTES, _ROW_SECONDS = 5e9, 20e-9  # what a thread is guessed to do: bytes per second, and seconds for a row of a state
+
+
+@overload
+def merge(outs: Sequence[Any], lses: Sequence[Any], /) -> tuple[Any, Any]: ...
+
+
+@overload
+def merge(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[Any, Any]: ...
+
+
+@leaves_graph
+def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any, Any]:
+    """Attention over several sets of keys, from the attention over each: what shards of a sequence need.
+
+    `merge(out1, lse1, out2, lse2)` takes two states, `merge(outs, lses)` lists (or tuples) of any number of them; of an array
+    with the states first, pass `list(outs)`. A state whose lse is -inf saw nothing: it has no say, whatever stands in its
+    output. Where none saw anything, out is 0 and lse -inf. NaN in a state that did see something comes out, as does NaN in
+    an lse; an lse of +inf makes its row NaN. One state alone is copied, its rows that saw nothing as zeros.
+
+    Args:
+        out1, out2, …: (…, n_q, value_dim), the outputs for the same queries over disjoint keys. float32, float64, float16 or
+            bfloat16, of any strides; those of one call may differ.
+        lse1, lse2, …: (…, n_q), their log-sum-exps (natural logarithms), of these dtypes likewise.
+
+    Returns:
+        (out, lse), of the kinds and dtypes of out1 and lse1. Computed in float64 in the order of the states and rounded at the
+        end: the same bits on every CPU, for any threads, strides and place in a batch, but not those of one call over all keys.
+
+    Raises:
+        ArgumentError: shapes, devices or numbers of arrays that don't go together, naming the argument.
+        ArgumentTypeError: something that is no array, or of another dtype.
+        UnsupportedError: a tensor that requires grad, or lies on a device of another kind.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 4, 2), np.float32)
+    >>> parts = [sl.attention(x, x[:, :, a:b], x[:, :, a:b], return_lse=True) for a, b in ((0, 1), (1, 3), (3, 4))]
+    >>> out, lse = sl.merge([out for out, _ in parts], [lse for _, lse in parts])
+    >>> bool(np.allclose(lse, sl.attention(x, x, x, return_lse=True)[1]))
+    True
+    """
+    outs, lses = _described(out1, lse1, out2, lse2)
+    _check(outs, lses)
+    first, first_lse = outs[0], lses[0]
+    if first.device != "cpu":
+        out, lse = engines.gpu().merged([x.tensor for x in outs], [x.tensor for x in lses])
+    else:
+        out, to = arrays.empty_like(first, first.shape, first.dtype)
+        lse, lse_to = arrays.empty_like(first_lse, first_lse.shape, first_lse.dtype)
+        _run(outs, lses, to, lse_to)
+    return arrays.like_input(first, out), arrays.like_input(first_lse, lse)
+
+
+def _described(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[list[Array], list[Array]]:
+    """Where the arrays of both forms lie."""
+    if not isinstance(out1, (list, tuple)) and not isinstance(lse1, (list, tuple)):
+        for name, x in (("out2", out2), ("lse2", lse2)):
+            if x is None:
+                raise ArgumentTypeError(f"{name}: expected an array; got None. Or pass lists: merge([out1, …], [lse1, …]).")
+        pairs = ((out1, "out1"), (out2, "out2")), ((lse1, "lse1"), (lse2, "lse2"))
+    else:
+        for name, x in (("outs", out1), ("lses", lse1)):
+            if not isinstance(x, (list, tuple)):
+                raise ArgumentTypeError(f"{name}: expected a list or tuple of arrays; got {type(x).__name__}. Use list({name}).")
+        if out2 is not None or lse2 is not None:
+            raise ArgumentError("out2: expected nothing beside lists of states; got more. Put all states into the lists.")
+        if not out1:
+            raise ArgumentError("outs: expected one state or more; got none.")
+        if len(lse1) != len(out1):
+            raise ArgumentError(f"lses: expected {len(out1)} arrays, one for each of outs; got {len(lse1)}.")
+        pairs = tuple([(x, f"{name}[{i}]") for i, x in enumerate(xs)] for name, xs in (("outs", out1), ("lses", lse1)))
+    outs, lses = ([arrays.describe(x, name, gpu=True) for x, name in several] for several in pairs)
+    return outs, lses
+
+
+def _check(outs: list[Array], lses: list[Array]) -> None:
+    first = outs[0]
+    if not first.shape:
+        raise ArgumentError(f"{first.name}: expected shape (…, n_q, value_dim); got ().")
+    for several, shape in ((outs, first.shape), (lses, first.shape[:-1])):
+        for x in several:
+            if x.shape != shape:
+                raise ArgumentError(f"{x.name}: expected shape {shape}, to go with {first.name}; got {x.shape}.")
+            if x.device != first.device:
+                raise ArgumentError(
+                    f"{x.name}: expected an array on {first.device}, as {first.name}; got one on {x.device}. Move one of them."
+                )
+
+
+def _rows(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
+    """Sizes of as few dims of rows as will do, and each array's steps: neighbours that are one in every array are joined."""
+    sizes: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for d, size in enumerate(shape):
+        if size == 1:
+            continue
+        if sizes and all(own[-1] == x[d] * size for own, x in zip(steps, strides, strict=True)):
+            sizes[-1] *= size
+            for own in steps:
+                own.pop()
+        else:
+            sizes.append(size)
+        for own, x in zip(steps, strides, strict=True):
+            own.append(x[d])
+    return (sizes, steps) if sizes else ([1], [[0]] * len(strides))
+
+
+_KINDS = {name: list(STORAGE_BYTES).index(storage) for name, (storage, _) in arrays.DTYPES.items()}  # as the kernel counts them
+
+
+def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
+    """Fills `out` and `lse`, which are contiguous."""
+    from .cpu import merging as kernels
+    from .cpu.compile import kernel_of
+    from .cpu.workers import get_threads, run_tickets
+
+    rows, width, states = math.prod(lse.shape), out.shape[-1], len(outs)
+    if not rows:
+        return
+    sizes, steps = _rows(lse.shape, [x.strides[:-1] for x in outs] + [x.strides for x in lses])
+    row_bytes = width * sum(arrays.DTYPES[x.dtype][1] for x in (*outs, out)) + 16 * states
+    ticket_rows = max(1, _TICKET_BYTES // row_bytes // kernels.BLOCK) * kernels.BLOCK
+    tickets = -(-rows // ticket_rows)
+    seconds = rows * (row_bytes / _BYTES + states * _ROW_SECONDS)
+    threads = min(get_threads(), tickets) if seconds > _INLINE_SECONDS else 1
+    table = _table(outs, lses, steps)
+    state_words, size_words = (ctypes.c_int64 * len(table))(*table), (ctypes.c_int64 * len(sizes))(*sizes)
+    stride = -(-kernels.scratch_bytes(states, len(sizes)) // 64) * 64 + 64  # no cache line belongs to two threads
+    scratch = (ctypes.c_char * (stride * threads))()
+    words = (ctypes.c_int64 * len(kernels.MERGE_FIELDS))()
+    for name, value in {
+        "scratch": ctypes.addressof(scratch),
+        "scratch_stride": stride,
+        "states": ctypes.addressof(state_words),
+        "count": states,
+        "state_bytes": ctypes.sizeof(state_words) // states,
+        "sizes": ctypes.addressof(size_words),
+        "dims": len(sizes),
+        "rows": rows,
+        "ticket_rows": ticket_rows,
+        "value_dim": width,
+        "strided": int(width > 1 and any(x.strides[-1] != arrays.DTYPES[x.dtype][1] for x in outs)),
+        "out": out.address,
+        "out_kind": _KINDS[out.dtype],
+        "lse": lse.address,
+        "lse_kind": _KINDS[lse.dtype],
+    }.items():
+        words[kernels.PLACES[name]] = value
+    run_tickets(kernel_of(kernels.MergeShape(current_isa())), words, tickets, threads, seconds)
+
+
+def _table(outs: list[Array], lses: list[Array], steps: list[list[int]]) -> list[int]:
+    """The kernel's table of states: what is in STATE, then the steps of out and lse in each dim of the rows."""
+    table: list[int] = []
+    for x, log, own, log_own in zip(outs, lses, steps, steps[len(outs) :], strict=False):
+        table += (x.address, _KINDS[x.dtype], x.strides[-1], log.address, _KINDS[log.dtype])
+        for pair in zip(own, log_own, strict=True):
+            table += pair
+    return table
