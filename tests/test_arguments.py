@@ -84,6 +84,7 @@ def test_memory_that_a_prepared_call_has_lost():
         sl.attention(q, q, v)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # PyTorch's own use of it
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
 def test_transforms_of_torch_are_refused(transform):
     q, k, v = tensors()
@@ -102,6 +103,7 @@ def test_transforms_of_torch_are_refused(transform):
         run()
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_tangents_and_gradients_are_refused():
     q, k, v = tensors()
     sl.attention(q, k, v)
@@ -385,11 +387,11 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
     monkeypatch.setattr(api, "_again", lambda *given: (calls.append(1), again(*given))[1])
     variants = _variants()
     for _ in range(500 if FULL else 250):
-        if rng.random() < 0.15:
+        if rng.random() < 0.2:
             options = dict(plain)
         name = str(rng.choice(list(variants)))
         options[name] = variants[name][rng.integers(len(variants[name]))]
-        if rng.random() < 0.5:
+        if rng.random() < 0.6:
             options[name] = plain[name]
         if rng.random() < 0.1:
             sl.set_threads(int(rng.integers(1, 3)))
@@ -492,7 +494,7 @@ def test_odd_objects_are_named(name):
             try:
                 function(**call)
             except sl.Error as error:
-                if str(error).split(":")[0] not in (argument, "q", "k", "v", "out", "cu_seqlens_k") and argument not in ("mask", "score"):
+                if str(error).split(":")[0] not in (argument, *_BESIDE) and argument not in ("mask", "score"):
                     wrong.append((argument, type(x).__name__, str(error)[:80]))
                 if not (out == 7).all():
                     wrong.append((argument, type(x).__name__, "out was written"))
