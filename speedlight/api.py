@@ -237,7 +237,7 @@ def attention_paged(
         raise ArgumentError(f"cu_seqlens_q: expected None for layout={layout!r}; packed sequences take layout='lhd'.")
     problem = from_cache(
         a, dtype=a.dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=v.shape[3], k_lengths=lengths, causal=causal, scale=scale,
-        layout=layout, q_lengths=rows, mask=mask, score=score, sink_logits=sink_logits,
+        layout=layout, q_lengths=rows, mask=mask, score=score, sink_logits=sink_logits, shortest=None if lengths_there is None else 1,
     )  # fmt: skip
     shape = (*a.shape[:-1], problem.value_dim)
     result, target = arrays.out_for(a, shape, out, (a, k, v), staged=out is not None and engines.may_fail(problem))

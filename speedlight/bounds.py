@@ -4,18 +4,28 @@ Integers are followed as intervals. Comparisons that are linear with unit coeffi
 and a conjunction of those is tested exactly: its bounds on i, j and i - j are tightened until they meet or cross. A mask
 is brought into disjunctive form for "is anything visible", and its negation for "is anything hidden". Everything else
 may be anything. The walk is written once: `ops` computes with Python integers, or writes machine code.
+
+Integers of expressions wrap, and intervals must not: only integers that stay within ±FOLLOWED over a whole problem are
+followed (`integers` tells which). Every smaller box has smaller intervals, so that 64 bits hold all of the walk.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .tree import Node
+from .errors import ExpressionError
+from .tree import INT_MAX, INT_MIN, Node
 
 SCAN = 8192  # entries of a table that are worth looking at for one box
-_MOST_TERMS = 32
+FOLLOWED = 1 << 57  # 2 * _MOST_SUMMANDS of these, and positions, make less than 2^62
+_MOST_SUMMANDS = 8  # free of i and j, on one side of a comparison
+_MOST_TERMS, _MOST_ATOMS = 32, 256
+_MOST_FOLLOWED = 400  # integers: the walk is compiled into kernels, at a cost of its own
+_FAR = 1 << 62  # beyond everything that is followed
+_SUMS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,)}
 _FLIPPED = {"lt": "ge", "le": "gt", "gt": "le", "ge": "lt", "eq": "ne", "ne": "eq"}
 
 
@@ -38,10 +48,14 @@ class Opaque:
 
 
 Term = tuple[Any, ...]  # HalfPlanes and Opaques that hold together
+Linear = tuple[int, int, tuple[tuple[int, Node], ...]]
 
 
 class Exact:
     """Arithmetic of the walk on Python integers and bools."""
+
+    followed: Collection[int] | None = None  # ids of the integers that are; None: those up to `most`, which Python can tell
+    most: float = FOLLOWED
 
     def __init__(self, box: dict[str, tuple[int, int]]) -> None:
         self.box = box
@@ -80,13 +94,13 @@ class Exact:
             return array
         return array[tuple(slice(a, b + 1) for a, b in index)]
 
-    def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any] | None:
-        """Least and greatest entry; an index that may be out of range must be looked at, key by key."""
+    def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any, Any] | None:
+        """Least and greatest entry, and whether every index is in range: if not, keys must be looked at, one by one."""
         box = self._box(node, index)
         if box is None or not box.size:
             return None
         low, high = node.value.ends() if box is node.value.array else (int(box.min()), int(box.max()))
-        return (bool(low), bool(high)) if node.kind == "bool" else (low, high)
+        return (bool(low), bool(high), True) if node.kind == "bool" else (low, high, True)
 
     def all_equal(self, node: Node, index: list[tuple[int, int]], number: Node) -> bool:
         """Whether a small box of floats holds one number alone."""
@@ -97,7 +111,7 @@ class Exact:
 def visible(root: Node, ops: Any) -> tuple[Any, Any]:
     """(something may be visible, all is visible) in ops.box."""
     walk = Walk(ops)
-    some, none = terms(root, True), terms(root, False)
+    some, none = (terms(root, positive, walk.fits) for positive in (True, False))
     if some is None or none is None:
         low, high = walk.interval(root) or (ops.truth(False), ops.truth(True))
         return high, low
@@ -112,18 +126,44 @@ def hides(score: Node, ops: Any) -> Any:
     return None if interval is None else interval[0] & ops.minus_infinity(score.args[1])
 
 
-def terms(node: Node, positive: bool) -> list[Term] | None:
-    """`node` (or its negation) as a disjunction of conjunctions; None where that grows too long."""
-    if node.op == "not":
-        return terms(node.args[0], not positive)
-    if node.op in ("and", "or") and node.kind == "bool":
-        parts = [terms(a, positive) for a in node.args]
-        if parts[0] is None or parts[1] is None:
-            return None
-        together = (node.op == "and") == positive
-        joined = [a + b for a in parts[0] for b in parts[1]] if together else parts[0] + parts[1]
-        return joined if len(joined) <= _MOST_TERMS else None
-    if node.op in _FLIPPED and node.args[0].kind == "int":
+def terms(root: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term] | None:
+    """`root` (or its negation) as a disjunction of conjunctions; None where that grows too long.
+
+    fits: whether the interval of an integer is known, so that it does not wrap.
+    """
+    found: dict[tuple[int, bool], list[Term] | None] = {}
+    stack = [(root, positive)]
+    while stack:
+        node, sign = stack[-1]
+        logic = node.kind == "bool" and node.op in ("not", "and", "or")
+        wanted = [(a, sign != (node.op == "not")) for a in node.args] if logic else []
+        waiting = [x for x in wanted if (id(x[0]), x[1]) not in found]
+        if waiting:
+            stack.extend(waiting)
+            continue
+        stack.pop()
+        parts = [found[id(a), s] for a, s in wanted]
+        if not parts:
+            found[id(node), sign] = _atoms(node, sign, fits)
+        elif len(parts) == 1:
+            found[id(node), sign] = parts[0]
+        else:
+            found[id(node), sign] = _joined(*parts, together=(node.op == "and") == sign)
+    return found[id(root), positive]
+
+
+def _joined(a: list[Term] | None, b: list[Term] | None, together: bool) -> list[Term] | None:
+    if a is None or b is None:
+        return None
+    if not together:
+        return a + b if len(a) + len(b) <= _MOST_TERMS else None
+    if len(a) * len(b) > _MOST_TERMS or max(map(len, a)) + max(map(len, b)) > _MOST_ATOMS:
+        return None
+    return [x + y for x in a for y in b]
+
+
+def _atoms(node: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term]:
+    if node.op in _FLIPPED and node.args[0].kind == "int" and all(map(fits, node.args)):
         found = _half_planes(node.op if positive else _FLIPPED[node.op], *node.args)
         if found is not None:
             return found
@@ -135,7 +175,7 @@ def _half_planes(op: str, a: Node, b: Node) -> list[Term] | None:
     if left is None or right is None:
         return None
 
-    def below(x: Any, y: Any, constant: int) -> HalfPlane | None:
+    def below(x: Linear, y: Linear, constant: int) -> HalfPlane | None:
         signs = x[0] - y[0], x[1] - y[1]
         if signs not in {(0, 0), (1, 0), (-1, 0), (0, 1), (0, -1), (1, -1), (-1, 1)}:
             return None
@@ -150,44 +190,93 @@ def _half_planes(op: str, a: Node, b: Node) -> list[Term] | None:
     return [tuple(found)] if op != "ne" else [(x,) for x in found]
 
 
-def linear(node: Node) -> tuple[int, int, tuple[tuple[int, Node], ...]] | None:
-    """Coefficients of i and j, and what is free of both; None for anything else."""
-    if not node.uses & {"i", "j"}:
-        return 0, 0, ((1, node),)
+def linear(root: Node) -> Linear | None:
+    """Coefficients of i and j, and up to _MOST_SUMMANDS that are free of both; None for anything else. As long as nothing wraps."""
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        waiting = [a for a in node.args if _unknown(a)] if node.op in _SUMS and _unknown(node) else []
+        if waiting:
+            stack.extend(waiting)
+            continue
+        stack.pop()
+        if _unknown(node):
+            node.linear = _linear(node)
+    return _known_linear(root)
+
+
+def _unknown(node: Node) -> bool:
+    return node.linear is ... and bool(node.uses & {"i", "j"})
+
+
+def _known_linear(node: Node) -> Linear | None:
+    return node.linear if node.uses & {"i", "j"} else (0, 0, ((1, node),))  # which is not kept: a node would hold itself
+
+
+def _linear(node: Node) -> Linear | None:
     if node.op == "symbol":
         return (1, 0, ()) if node.value == "i" else (0, 1, ())
-    if node.op not in ("add", "sub", "neg"):
+    if node.op not in _SUMS:
         return None
-    parts = [linear(a) for a in node.args]
-    sign = 1 if node.op == "add" else -1
-    total: tuple[int, int, tuple[tuple[int, Node], ...]] = (0, 0, ())
-    for n, part in enumerate(parts):
+    i, j, rest = 0, 0, ()
+    for part, by in zip(map(_known_linear, node.args), _SUMS[node.op], strict=True):
         if part is None:
             return None
-        by = 1 if n == 0 and node.op != "neg" else sign
-        total = total[0] + by * part[0], total[1] + by * part[1], total[2] + tuple((by * s, x) for s, x in part[2])
-    return total
+        i, j, rest = i + by * part[0], j + by * part[1], rest + tuple((by * s, x) for s, x in part[2])
+    return (i, j, rest) if max(abs(i), abs(j)) < FOLLOWED and len(rest) <= _MOST_SUMMANDS else None
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """What is known of an expression's integers over a whole problem."""
+
+    most: int | None  # none of them is larger in size; None where that is unknown
+    followed: frozenset[int]  # ids of those whose intervals fit, of very long expressions the first
+    others: tuple[int, ...]  # places of the others among the nodes
+
+    @property
+    def narrow(self) -> bool:
+        """Every one fits 32 bits."""
+        return self.most is not None and self.most < 1 << 31
 
 
 class _Anywhere(Exact):
     """Bounds that hold for any index: entries are drawn into range, so a table's own ends bound them."""
 
-    def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any] | None:
+    most = math.inf
+
+    def table(self, node: Node, index: list[tuple[int, int]]) -> tuple[Any, Any, Any] | None:
         if node.value.tensor is not None:
-            return (False, True) if node.kind == "bool" else None
-        return node.value.ends() if node.value.array.size else (0, 0)
+            return (False, True, True) if node.kind == "bool" else None
+        low, high = node.value.ends() if node.value.array.size else (0, 0)
+        return low, high, True
 
 
-def largest_integer(nodes: list[Node], box: dict[str, tuple[int, int]]) -> int | None:
-    """The size that no integer of these nodes exceeds in the box; None where that is unknown."""
-    walk, most = Walk(_Anywhere(box)), 0
-    for node in nodes:
-        if node.kind == "int":
-            interval = walk.interval(node)
-            if interval is None:
-                return None
-            most = max(most, *(abs(x) for x in interval))
-    return most
+def integers(expressions: Iterable[Any], box: dict[str, tuple[int, int]]) -> Integers:
+    """Of the mask and the score of a problem, one after the other, whose box this is.
+
+    Raises ExpressionError where an integer may leave int64 as far as intervals can tell. Integers of which they cannot
+    (bit operations, floats made whole) wrap.
+    """
+    walk, most, followed, others = Walk(_Anywhere(box)), 0, set(), []
+    for n, (role, node) in enumerate((x.role, node) for x in expressions for node in x.nodes):
+        if node.kind != "int":
+            continue
+        interval = walk.interval(node)
+        if interval is None:
+            most = None
+            others.append(n)
+            continue
+        low, high = interval
+        if low < INT_MIN or high > INT_MAX:
+            far = low if low < INT_MIN else high
+            raise ExpressionError(f"{role}: {node!r} may reach {far}, which int64 cannot hold. Use sl.cast(…, float), or bound it with %.")
+        most = None if most is None else max(most, -low, high)
+        if max(-low, high) <= FOLLOWED and len(followed) < _MOST_FOLLOWED:
+            followed.add(id(node))
+        else:
+            others.append(n)
+    return Integers(most, frozenset(followed), tuple(others))
 
 
 class Walk:
@@ -196,6 +285,7 @@ class Walk:
     def __init__(self, ops: Any) -> None:
         self.ops = ops
         self.known: dict[int, Any] = {}
+        self.sure: dict[int, Any] = {}  # of integers that come from a table: whether every index is in range
 
     def any_possible(self, found: list[Term]) -> Any:
         result: Any = None
@@ -245,33 +335,83 @@ class Walk:
             if interval is None:
                 return None
             total = interval[0] + total if sign > 0 else -interval[1] + total
-        return total
+        sure = self._together(node for _, node in atom.rest)
+        return total if sure is None else self.ops.where(sure, total, -_FAR)
 
-    def interval(self, node: Node) -> tuple[Any, Any] | None:
+    def _together(self, nodes: Iterable[Node]) -> Any:
+        """Whether all of these are sure; None where nothing can be wrong."""
+        result: Any = None
+        for one in (self.sure.get(id(n)) for n in nodes):
+            result = one if result is None else result if one is None else result & one
+        return result
+
+    def fits(self, node: Node) -> bool:
+        """Whether an integer's interval is known, and the integer does not wrap."""
+        if self.ops.followed is not None:
+            return id(node) in self.ops.followed
+        return self.interval(node) is not None
+
+    def interval(self, root: Node) -> tuple[Any, Any] | None:
         """Least and greatest value; None if unknown. Floats are not followed."""
-        if id(node) not in self.known:
-            self.known[id(node)] = None if node.kind in ("float", "double") else self._interval(node)
-        return self.known[id(node)]
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            waiting = [a for a in self._needed(node) if id(a) not in self.known] if id(node) not in self.known else []
+            if waiting:
+                stack.extend(reversed(waiting))
+                continue
+            stack.pop()
+            if id(node) not in self.known:
+                self.known[id(node)] = self._interval(node)
+        return self.known[id(root)]
+
+    def _needed(self, node: Node) -> tuple[Node, ...]:
+        """Of which nodes the interval is wanted first."""
+        if node.is_float or (node.kind == "int" and self.ops.followed is not None and id(node) not in self.ops.followed):
+            return ()
+        return node.args[0].args if _compares_floats(node) else node.args
 
     def _interval(self, node: Node) -> tuple[Any, Any] | None:
         ops, op = self.ops, node.op
-        if op == "symbol":
-            return ops.box[node.value]
+        if node.is_float:
+            return None
+        if node.kind == "int":
+            if ops.followed is not None and id(node) not in ops.followed:
+                return None
+            found = self._integer(op, node)
+            return None if found is None or (ops.followed is None and max(-found[0], found[1]) > ops.most) else found
         if op == "number":
             return (ops.number(node),) * 2
-        args = [self.interval(a) for a in node.args]
-        if op == "table" and None not in args:
-            return ops.table(node, args)
-        if op in ("and", "or") and node.kind == "bool":
+        args = [self.known[id(a)] for a in self._needed(node)]
+        if op == "table":
+            return None if None in args else self._looked_up(node, args)
+        if op in ("and", "or"):
             return self._logic(op, *args)
-        if op == "eq" and node.args[0].op == "table" and node.args[0].is_float and node.args[1].op == "number":
-            index = [self.interval(a) for a in node.args[0].args]
-            return None if None in index else (ops.all_equal(node.args[0], index, node.args[1]), ops.truth(True))
+        if _compares_floats(node):
+            if None in args:
+                return None
+            every = ops.all_equal(node.args[0], args, node.args[1])
+            sure = self._together(node.args[0].args)
+            return every if sure is None else every & sure, ops.truth(True)
         if any(a is None for a in args):
             return None
+        return self._condition(op, node, *args)
+
+    def _looked_up(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any] | None:
+        """Entries of a table. Where an index may be out of range they may be anything, so that keys are looked at."""
+        ops = self.ops
+        found = ops.table(node, index)
+        if found is None:
+            return None
+        low, high, inside = found
+        sure = self._together(node.args)
+        inside = inside if sure is None else inside & sure
+        if inside is True:
+            return low, high
         if node.kind == "bool":
-            return self._condition(op, node, *args)
-        return self._integer(op, node, *args)
+            return low & inside, high | ops.invert(inside)
+        self.sure[id(node)] = inside
+        return low, high
 
     def _logic(self, op: str, a: Any, b: Any) -> tuple[Any, Any]:
         no, yes = self.ops.truth(False), self.ops.truth(True)
@@ -286,6 +426,12 @@ class Walk:
             return (a[0] & b[0]) | (ops.invert(a[1]) & c[0]), (a[1] & b[1]) | (ops.invert(a[0]) & c[1])
         if node.args[0].kind != "int" or op not in _FLIPPED:
             return None
+        always, ever = self._compared(op, a, b)
+        sure = self._together(node.args)
+        return (always, ever) if sure is None else (always & sure, ever | ops.invert(sure))
+
+    def _compared(self, op: str, a: Any, b: Any) -> tuple[Any, Any]:
+        ops = self.ops
         match op:
             case "lt":
                 return a[1] < b[0], a[0] < b[1]
@@ -299,7 +445,23 @@ class Walk:
         meet = (a[0] <= b[1]) & (b[0] <= a[1])
         return (same, meet) if op == "eq" else (ops.invert(meet), ops.invert(same))
 
-    def _integer(self, op: str, node: Node, a: Any, b: Any = None, c: Any = None) -> tuple[Any, Any] | None:
+    def _integer(self, op: str, node: Node) -> tuple[Any, Any] | None:
+        ops = self.ops
+        if op == "symbol":
+            return ops.box[node.value]
+        if op == "number":
+            return (ops.number(node),) * 2
+        args = [self.known[id(a)] for a in node.args]
+        if any(a is None for a in args):
+            return None
+        if op == "table":
+            return self._looked_up(node, args)
+        sure = self._together(node.args)
+        if sure is not None:
+            self.sure[id(node)] = sure
+        return self._computed(op, node, *args)
+
+    def _computed(self, op: str, node: Node, a: Any, b: Any = None, c: Any = None) -> tuple[Any, Any] | None:
         ops = self.ops
         match op:
             case "cast":
@@ -339,3 +501,8 @@ class Walk:
         for x in ends[1:]:
             low, high = self.ops.minimum(low, x), self.ops.maximum(high, x)
         return low, high
+
+
+def _compares_floats(node: Node) -> bool:
+    """An entry of a table of floats with a number, which a look into the table may tell."""
+    return node.op == "eq" and node.args[0].op == "table" and node.args[0].is_float and node.args[1].op == "number"

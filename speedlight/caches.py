@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import threading
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import arrays, engine
+from . import arrays, engine, saved
 from .blocks import Store, make_stores
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError
-from .files import read_arrays, read_metadata, write_arrays
+from .forks import renew_after_fork
 from .machine import current_isa
 from .planning import BLOCK, ENDLESS, SLACK, Pages
-from .problem import SPAN, TILE, cache_dtype, cache_sizes, check_index, check_tokens, from_cache, new_counts, new_totals, shorter_lengths
-from .rings import PIECE, ring_of
+from .problem import (
+    SPAN,
+    TILE,
+    cache_dtype,
+    cache_sizes,
+    check_index,
+    check_list,
+    check_tokens,
+    from_cache,
+    new_counts,
+    new_totals,
+    shorter_lengths,
+)
+from .rings import PIECE, SPARE, ring_of
 from .tracing import kept
 
-_FORMAT, _VERSION = "speedlight key-value cache", 1
 _STEPS = 64  # prepared steps kept
 _INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
-_MOST = 1 << 46
 _SCALES = (type(None), float)
 _ALL = slice(None)
+_Overwritten = tuple[list[int], np.ndarray, np.ndarray]  # blocks, and what was in them of keys and values
 
 
 class KVCache:
@@ -93,11 +103,15 @@ class KVCache:
         self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=False)
         self._pages, self._list = self._layout()
         self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
-        self._lengths = [[0] * self.batch for _ in range(self.layers)]
-        self._written = [[0] * self.batch for _ in range(self.layers)]  # past the last token that was ever there: what a ring has forgotten
-        self._locks = [threading.Lock() for _ in range(self.layers)]
+        # Of each layer the lengths; and past the last token that was ever there, which tells what a ring has forgotten. A call
+        # takes effect by one store of such a pair, the lists of which never change.
+        self._held = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
+        self._claims: set[int] = set()  # layers that somebody writes to
+        self._every = set(range(self.layers))
+        self._undo: dict[int, _Overwritten] = {}  # of rings that somebody writes to
         self._steps: dict[Any, engine.Prepared] = {}
         self._known_steps: dict[Any, engine.Prepared] = {}
+        renew_after_fork(self)
 
     def _layout(self) -> tuple[Pages, np.ndarray]:
         """How kernels find a token, and the list of pages of every sequence."""
@@ -127,15 +141,15 @@ class KVCache:
     def used_bytes(self) -> int:
         """Of the tokens that are held."""
         most = self._fixed + self._ring or self.capacity
-        return sum(min(n, most) for lengths in self._lengths for n in lengths) * self.token_bytes
+        return sum(min(n, most) for lengths, _ in self._held for n in lengths) * self.token_bytes
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens of every sequence."""
-        return tuple(self._lengths[self._layer(layer)])
+        return tuple(self._held[self._layer(layer)][0])
 
     def length(self, layer: int, item: int = 0) -> int:
         """Tokens of one sequence."""
-        return self._lengths[self._layer(layer)][self._item(item)]
+        return self._held[self._layer(layer)][0][self._item(item)]
 
     def keys(self, layer: int) -> np.ndarray:
         """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of int8, codes · scales in float32.
@@ -149,7 +163,7 @@ class KVCache:
         return self._copied(self._values[self._layer(layer)], layer)
 
     def _copied(self, store: Store, layer: int) -> np.ndarray:
-        lengths = self._lengths[layer]
+        lengths = self._held[layer][0]
         if self.window is None:
             out = store.get(_ALL, max(lengths))
             for item, n in enumerate(lengths):
@@ -170,12 +184,7 @@ class KVCache:
         layer = self._layer(layer)
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         self._same_count(k, v)
-        counts = self._counts(new_lengths, k.shape[2])
-        with self._writing(layer), self._restored(layer, counts):
-            for at, some in self._piecewise(counts, k.shape[2]):
-                totals = self._totals(layer, some)
-                self._write(layer, k[:, :, at:], v[:, :, at:], some)
-                self._set_layer(layer, totals)
+        self._grow(layer, k, v, self._counts(new_lengths, k.shape[2]), None)
 
     @leaves_graph
     def attend(
@@ -216,79 +225,143 @@ class KVCache:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
-            rows = getattr(q, "shape", (0, 0, 0))[2:3]
-            for item, n in enumerate(self._lengths[layer] if self._ring and rows else ()):
-                if self._lost(layer, item, n - rows[0] + 1):
+            lengths, written = self._held[layer]
+            rows = arrays.describe(q, "q").shape[2:3]
+            for item, (n, w) in enumerate(zip(lengths, written, strict=True) if rows else ()):
+                if self._rings.lost(n - rows[0], n, w):
                     raise ArgumentError(
                         f"q: expected fewer queries; of sequence {item} the window has forgotten what {rows[0]} of them see."
                     )
-            return self._run(layer, q, self._lengths[layer], None, False, options, return_lse, out)
+            return self._run(layer, q, lengths, None, False, options, return_lse, out)
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         self._same_count(k, v)
         counts = self._counts(new_lengths, k.shape[2])
-        shape = getattr(q, "shape", ())
+        shape = arrays.describe(q, "q").shape
         if len(shape) == 4 and shape[2] != k.shape[2]:
-            raise ArgumentError(f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {tuple(shape)}).")
-        with self._writing(layer), self._restored(layer, counts):
-            totals = self._totals(layer, counts)
-            if self._ring and k.shape[2] > PIECE:
-                return self._pieces(layer, q, k, v, counts, options, return_lse, out)
-            self._write(layer, k, v, counts)
-            result = self._run(layer, q, totals, None if new_lengths is None else counts, True, options, return_lse, out)
-            if new_lengths is out is None and type(q) is np.ndarray and q.size and min(totals):
-                step = self._step(q, totals, True, options)
-                if step is not None:
-                    if len(self._known_steps) >= _STEPS:
-                        self._known_steps.clear()
-                    self._known_steps[_form(q, k, v, mask, score, scale, totals)] = step
-            self._set_layer(layer, totals)
-        return result
+            raise ArgumentError(f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {shape}).")
+        return self._grow(layer, k, v, counts, (q, options, return_lse, out, new_lengths is None))
+
+    def _grow(self, layer: int, k: np.ndarray, v: np.ndarray, counts: list[int], query: tuple[Any, ...] | None) -> Any:
+        """New tokens, and what a query then sees; all of it or nothing.
+
+        Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of plain
+        stores, operators and returns. Claims are made and released, and everything takes effect, in such runs.
+        """
+        claims, mine, claimed, undo, result = self._claims, {layer}, False, self._undo, None
+        keys, values = self._keys[layer].memory, self._values[layer].memory
+        try:
+            if claims & mine:
+                raise _busy(layer)
+            claims |= mine
+            claimed = True
+            lengths, written = self._held[layer]
+            totals = new_totals(layer, lengths, counts, self.capacity)
+            after = totals, self._reached(written, totals)
+            below = self._overwritten(layer, totals, written)
+            if below is not None:
+                undo[layer] = below
+            if query is None:
+                self._write(layer, lengths, k, v, counts)
+            elif self._ring and k.shape[2] > PIECE:
+                result = self._pieces(layer, k, v, counts, *query[:4])
+            else:
+                q, options, return_lse, out, even = query
+                self._write(layer, lengths, k, v, counts)
+                result = self._run(layer, q, totals, None if even else counts, True, options, return_lse, out)
+                if even and out is None:
+                    self._remember(q, k, v, totals, options)
+            self._held[layer] = after  # from here to the return nothing comes between
+            return result
+        except BaseException:
+            if claimed and layer in undo:
+                blocks, some_keys, some_values = undo[layer]
+                keys[:, :, blocks] = some_keys
+                values[:, :, blocks] = some_values
+            raise
+        finally:
+            if claimed:
+                if layer in undo:
+                    del undo[layer]
+                claims -= mine
+
+    def _reached(self, written: list[int], totals: list[int]) -> list[int]:
+        return [max(a, b) for a, b in zip(written, totals, strict=True)] if self._ring else totals
+
+    def _overwritten(self, layer: int, totals: list[int], written: list[int]) -> _Overwritten | None:
+        """What new tokens of a ring are written over, though somebody may go back to it."""
+        if not self._ring:
+            return None
+        places = {n // BLOCK for total, w in zip(totals, written, strict=True) for n in self._rings.overwritten(total, w)}
+        blocks = sorted(places)
+        return (blocks, self._keys[layer].memory[:, :, blocks], self._values[layer].memory[:, :, blocks]) if blocks else None
+
+    def after_fork(self) -> None:
+        """In the child: nobody writes, and what another thread of the parent had begun has not been."""
+        for layer, (blocks, keys, values) in self._undo.items():
+            self._keys[layer].memory[:, :, blocks] = keys
+            self._values[layer].memory[:, :, blocks] = values
+        self._claims, self._undo = set(), {}
+
+    def _remember(self, q: Any, k: np.ndarray, v: np.ndarray, totals: list[int], options: dict[str, Any]) -> None:
+        """A step of this form need not be checked again."""
+        if options["sink_logits"] is None and type(q) is np.ndarray and q.size and min(totals):
+            step = self._step(q, totals, True, options)
+            if step is not None:
+                if len(self._known_steps) >= _STEPS:
+                    self._known_steps.clear()
+                self._known_steps[_form(q, k, v, options["mask"], options["score"], options["scale"], totals)] = step
 
     def _known(self, layer: int, q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any, return_lse: Any) -> Any:
         """A step of a form that was checked before, told by shapes, dtypes and options; None for any other."""
         if not (type(q) is type(v) is np.ndarray and type(return_lse) is bool and kept(mask) and kept(score) and type(scale) in _SCALES):
             return None
-        new, lengths = k.shape[2:3], self._lengths[layer]
+        new, held = k.shape[2:3], self._held[layer]
+        lengths, written = held
         totals = [n + new[0] for n in lengths] if new else lengths
         step = self._known_steps.get(_form(q, k, v, mask, score, scale, totals))
-        if step is None or max(totals) > self.capacity:
+        if step is None or max(totals) > self.capacity or (self._ring and new[0] > SPARE):
             return None
-        with self._writing(layer):
-            if self._lengths[layer] is not lengths:
+        claims, mine, claimed = self._claims, {layer}, False
+        try:  # as in _grow
+            if claims & mine:
+                raise _busy(layer)
+            claims |= mine
+            claimed = True
+            if self._held[layer] is not held:
                 return None  # somebody appended since
             if self.batch == 1:
                 self._put(layer, _ALL, lengths[0], k, v)
             else:
-                self._write(layer, k, v, [new[0]] * self.batch)
+                self._write(layer, lengths, k, v, [new[0]] * self.batch)
+            after = totals, self._reached(written, totals)
             result = self._again(step, layer, q, totals, return_lse)
-            self._set_layer(layer, totals)
-        return result
+            self._held[layer] = after
+            return result
+        finally:
+            if claimed:
+                claims -= mine
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        lost = lambda item, n: any(self._lost(layer, item, n) for layer in range(self.layers))  # noqa: E731
-        self._set_lengths(shorter_lengths(length, self._lengths, lost))
+        claims, mine, claimed = self._claims, self._every, False
+        try:  # as in _grow
+            if claims & mine:
+                raise _busy(min(claims & mine))
+            claims |= mine
+            claimed = True
+            self._held = self._shorter(length)
+        finally:
+            if claimed:
+                claims -= mine
 
-    def _lost(self, layer: int, item: int, position: int) -> bool:
-        """Whether a ring has written over what a token at `position` sees."""
-        return self._rings.lost(position, self._written[layer][item])
+    def _shorter(self, length: int | Sequence[int]) -> list[tuple[list[int], list[int]]]:
+        lost = lambda item, n: any(self._rings.lost(n, n, written[item]) for _, written in self._held)  # noqa: E731
+        lengths = shorter_lengths(length, [lengths for lengths, _ in self._held], lost)
+        return [(lengths, [n and w for n, w in zip(lengths, old, strict=True)] if self._ring else lengths) for _, old in self._held]
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._set_lengths([0] * self.batch)
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        """In every layer, or in none."""
-        with contextlib.ExitStack() as stack:
-            for layer in range(self.layers):
-                stack.enter_context(self._writing(layer))
-            self._lengths = [list(lengths) for _ in range(self.layers)]
-            self._written = [[n and w for n, w in zip(lengths, old, strict=True)] for old in self._written]
-
-    def _set_layer(self, layer: int, totals: list[int]) -> None:
-        self._lengths[layer] = totals
-        if self._ring:
-            self._written[layer] = [max(a, b) for a, b in zip(self._written[layer], totals, strict=True)]
+        self.truncate(0)
 
     def copy(self) -> KVCache:
         """An independent cache with the same content."""
@@ -296,47 +369,39 @@ class KVCache:
 
     def select(self, batch_indices: Sequence[int]) -> KVCache:
         """A new cache of these sequences, in this order and as often: for beams."""
-        indices = [self._item(i) for i in batch_indices]
+        indices = [self._item(i) for i in check_list("batch_indices", batch_indices, "ints")]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
         new = KVCache(**(self._sizes() | {"batch": len(indices)}), dtype=self.dtype)
         if new._isa != self._isa:
             raise UnsupportedError("select: SPEEDLIGHT_ISA has changed since this cache was made. Set it once, at the start.")
-        for layer in range(self.layers):
+        for layer, (lengths, written) in enumerate(self._held):
             for to, item in enumerate(indices):
-                n = self._lengths[layer][item]
-                blocks = -(-self._held(layer, item) // BLOCK)
+                blocks = -(-self._rings.held(lengths[item], written[item]) // BLOCK)
                 for mine, theirs in ((self._keys, new._keys), (self._values, new._values)):
                     theirs[layer].memory[to, :, :blocks] = mine[layer].memory[item, :, :blocks]
-                new._lengths[layer][to], new._written[layer][to] = n, self._written[layer][item]
+            new._held[layer] = [lengths[i] for i in indices], [written[i] for i in indices]
         return new
 
     def _sizes(self) -> dict[str, Any]:
         names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "window", "keep_first")
         return {n: getattr(self, n) for n in names}
 
-    def _held(self, layer: int, item: int) -> int:
-        """Tokens of a sequence in memory, from its start, whether or not they are still seen."""
-        n = self._lengths[layer][item]
-        return min(max(n, self._written[layer][item]), self._fixed + self._ring) if self._ring else n
-
     # --- files
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file: under a temporary name first, then renamed."""
-        path = Path(path)
-        if path.suffix != ".safetensors":
-            raise FileError(f"{path}: expected a name that ends in .safetensors.")
-        found = {"lengths": np.array(self._lengths, np.int64), "written": np.array(self._written, np.int64)}
-        for layer in range(self.layers):
-            held = [self._held(layer, item) for item in range(self.batch)]
-            for name, stores in (("key", self._keys), ("value", self._values)):
-                for part, x in zip(("", "_scale"), stores[layer].parts(_ALL, max(held)), strict=False):
-                    for item, n in enumerate(held):
-                        x[item, :, n:] = 0
-                    found[f"{name}{part}s.{layer}"] = x
-        words = {n: str(x) for n, x in self._sizes().items() if x is not None}
-        write_arrays(path, found, {"format": _FORMAT, "version": str(_VERSION), "dtype": self.dtype} | words)
+        where, held = saved.checked_path(path), list(self._held)
+        parts = []
+        for layer, pairs in enumerate(held):
+            counts = [self._rings.held(*pair) for pair in zip(*pairs, strict=True)]
+            both = [stores[layer].parts(_ALL, max(counts)) for stores in (self._keys, self._values)]
+            for x in itertools.chain(*both):
+                for item, n in enumerate(counts):
+                    x[item, :, n:] = 0
+            parts.append(tuple(both))
+        sizes = {n: x for n, x in self._sizes().items() if x is not None}
+        saved.write(where, saved.Saved(sizes, self.dtype, held, parts))
 
     @classmethod
     def load(cls, path: str | Path) -> KVCache:
@@ -345,56 +410,17 @@ class KVCache:
         Raises:
             FileError: the file is missing, damaged, or something else.
         """
-        path = Path(path)
-        if path.suffix != ".safetensors":
-            raise FileError(f"{path}: expected a name that ends in .safetensors.")
-        words = read_metadata(path)
-        if words.get("format") != _FORMAT:
-            raise FileError(f"{path}: expected a file that KVCache.save() wrote; got format {words.get('format')!r}.")
-        if words.get("version") != str(_VERSION):
-            raise FileError(f"{path}: expected version {_VERSION}; got {words.get('version')!r}. Save it anew with this release.")
-        names = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
+        where = saved.checked_path(path)
+        found = saved.read(where)
         try:
-            sizes = {n: int(words[n]) for n in names} | {n: int(words[n]) for n in ("window", "keep_first") if n in words}
-        except (KeyError, ValueError) as error:
-            raise FileError(f"{path}: a size is missing or no number ({error}).") from None
-        wrong = any(not (0 if n == "keep_first" else 1) <= x <= _MOST for n, x in sizes.items())
-        if wrong or words.get("dtype") not in (*arrays.DTYPES, "int8") or (sizes.get("keep_first") and "window" not in sizes):
-            raise FileError(f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}.")
-        found = read_arrays([path])
-        try:
-            cache = cls(**sizes, dtype=words["dtype"])
+            cache = cls(**found.sizes, dtype=found.dtype)
         except (OSError, OverflowError, MemoryError, ValueError) as error:
-            raise FileError(f"{path}: a cache of {sizes} cannot be reserved ({error}).") from None
-        cache._fill(path, found)
+            raise FileError(f"{where}: a cache of {found.sizes} cannot be reserved ({error}).") from None
+        for layer, both in enumerate(found.parts):
+            for stores, parts in zip((cache._keys, cache._values), both, strict=True):
+                stores[layer].fill(parts)
+        cache._held = found.held
         return cache
-
-    def _fill(self, path: Path, found: dict[str, np.ndarray]) -> None:
-        """Takes the arrays of a file, if they are those that its sizes announce."""
-        shape = (self.layers, self.batch)
-        for name in ("lengths", "written"):
-            x = found.get(name)
-            if x is None or x.shape != shape or x.dtype != np.int64:
-                raise FileError(f"{path}: expected {name} of {self.layers} layers and {self.batch} sequences.")
-            if x.size and (x.min() < 0 or x.max() > self.capacity):
-                raise FileError(f"{path}: expected {name} from 0 to the capacity {self.capacity}; got {x.min()} to {x.max()}.")
-        self._lengths, self._written = found["lengths"].tolist(), found["written"].tolist()
-        for layer in range(self.layers):
-            held = max(self._held(layer, item) for item in range(self.batch))
-            for name, store in (("key", self._keys[layer]), ("value", self._values[layer])):
-                parts = []
-                for part, plane in zip(("", "_scale"), store.planes, strict=False):
-                    x = found.get(f"{name}{part}s.{layer}")
-                    wanted = (self.batch, self.kv_heads, held, 1 if part else store.dim)
-                    if x is None or x.shape != wanted or x.dtype != plane.dtype:
-                        got = "none" if x is None else f"{x.shape} of {x.dtype}"
-                        raise FileError(f"{path}: expected {name}{part}s.{layer} of shape {wanted} and dtype {plane.dtype}; got {got}.")
-                    parts.append(x)
-                if len(parts) > 1:
-                    if (parts[1] < 0).any() or np.isinf(parts[1]).any():
-                        raise FileError(f"{path}: expected {name}_scales.{layer} of finite numbers that are not negative.")
-                    parts[1] = np.where(np.isnan(parts[1]), np.float32(np.nan), parts[1])  # of one sign: the kernels read it
-                store.fill(parts)
 
     # --- inside
 
@@ -419,15 +445,11 @@ class KVCache:
     def _counts(self, new_lengths: Any, n_new: int) -> list[int]:
         return new_counts(new_lengths, self.batch, n_new)
 
-    def _totals(self, layer: int, counts: list[int]) -> list[int]:
-        return new_totals(layer, self._lengths[layer], counts, self.capacity)
-
-    def _write(self, layer: int, k: np.ndarray, v: np.ndarray, counts: list[int]) -> None:
+    def _write(self, layer: int, lengths: list[int], k: np.ndarray, v: np.ndarray, counts: list[int]) -> None:
         """Past the lengths, so that nobody sees it yet."""
-        lengths = self._lengths[layer]
         first, n = lengths[0], counts[0]
         if counts.count(n) == len(counts) and lengths.count(first) == len(counts):
-            self._put(layer, slice(None), first, k[:, :, :n], v[:, :, :n])
+            self._put(layer, _ALL, first, k[:, :, :n], v[:, :, :n])
             return
         for item, (at, n) in enumerate(zip(lengths, counts, strict=True)):
             self._put(layer, slice(item, item + 1), at, k[item : item + 1, :, :n], v[item : item + 1, :, :n])
@@ -443,50 +465,26 @@ class KVCache:
                 store.put(items, place, x if whole else x[:, :, done : done + count])
             done += count
 
-    def _piecewise(self, counts: list[int], n_new: int) -> Iterator[tuple[int, list[int]]]:
-        """Where each piece of an append starts, and its tokens of every sequence."""
-        step = PIECE if self._ring else max(n_new, 1)
-        for at in range(0, max(n_new, 1), step):
-            yield at, [min(max(n - at, 0), step) for n in counts]
-
     def _pieces(
-        self, layer: int, q: Any, k: np.ndarray, v: np.ndarray, counts: list[int], options: dict[str, Any], return_lse: bool, out: Any
+        self, layer: int, k: np.ndarray, v: np.ndarray, counts: list[int], q: Any, options: dict[str, Any], return_lse: bool, out: Any
     ) -> Any:  # fmt: skip
         """A chunk that is longer than a window has room for: each piece sees what is still there."""
         a = arrays.describe(q, "q")
         result, target, lse, where = self._results(a, return_lse, out, options)
-        for at, some in self._piecewise(counts, k.shape[2]):
-            totals = self._totals(layer, some)
-            self._write(layer, k[:, :, at:], v[:, :, at:], some)
+        lengths = self._held[layer][0]
+        for at in range(0, k.shape[2], PIECE):
             here = slice(at, at + PIECE)
+            some = [min(max(n - at, 0), PIECE) for n in counts]
+            self._write(layer, lengths, k[:, :, here], v[:, :, here], some)
+            lengths = [a + b for a, b in zip(lengths, some, strict=True)]
             given = None if set(some) == {len(range(*here.indices(k.shape[2])))} else some
             rows, piece = (arrays.describe(x.numpy()[:, :, here], x.name) for x in (target, a))
             some_lse = where and arrays.describe(np.empty(piece.shape[:-1], where.numpy().dtype), "lse")
-            self._compute(layer, piece, totals, given, True, options, rows, some_lse)
+            self._compute(layer, piece, lengths, given, True, options, rows, some_lse)
             if where and some_lse:
                 where.numpy()[:, :, here] = some_lse.numpy()
-            self._set_layer(layer, totals)
         arrays.deliver(target)
         return self._given(a, result, lse, out)
-
-    @contextlib.contextmanager
-    def _restored(self, layer: int, counts: list[int]) -> Iterator[None]:
-        """After an exception, what several pieces have written over is there again."""
-        if not self._ring or max(counts) <= PIECE:
-            yield
-            return
-        kept_memory = [store.memory.copy() for store in (self._keys[layer], self._values[layer])]
-        lengths, written = self._lengths[layer], self._written[layer]
-        try:
-            yield
-        except BaseException:
-            for store, memory in zip((self._keys[layer], self._values[layer]), kept_memory, strict=True):
-                store.memory[...] = memory
-            self._lengths[layer], self._written[layer] = lengths, written
-            raise
-
-    def _writing(self, layer: int) -> _Writing:
-        return _Writing(self._locks[layer], layer)
 
     def _run(
         self, layer: int, q: Any, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any],
@@ -523,11 +521,12 @@ class KVCache:
         prepared.run(q.address, *self._addresses[layer], out.address, lse.address if lse else 0)
 
     def _prepare(
-        self, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any], strides: tuple[int, ...]
-    ) -> engine.Prepared:
+        self, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any],
+        strides: tuple[int, ...], shortest: int | None = None,
+    ) -> engine.Prepared:  # fmt: skip
         problem = from_cache(
             q, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=tuple(totals),
-            causal=causal, q_lengths=counts, hiding=self._rings.mask(causal), **options,
+            causal=causal, q_lengths=counts, hiding=self._rings.mask(causal), shortest=shortest, **options,
         )  # fmt: skip
         lists = [self._list.ctypes.data] * self.batch
         return engine.prepare_pages(problem, "bhld", q, self._pages, lists, strides, None, engine.threads_now(), self._isa)
@@ -538,12 +537,13 @@ class KVCache:
         if options["sink_logits"] is not None or not (kept(mask) and kept(score) and type(scale) in _SCALES):
             return None
         spans = 1 << (max(totals) - 1 >> 10).bit_length()
-        key = (q.shape, q.strides, q.dtype, causal, mask, score, scale, spans, engine.threads_now())
+        # it depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and rows in
+        key = (q.shape, q.strides, q.dtype, causal, mask, score, scale or str(scale), spans, engine.threads_now())
         prepared = self._steps.get(key)
         if prepared is None:
             most = [min(spans * SPAN, self.capacity)] * self.batch
             strides = np.empty((*q.shape[:-1], self.value_dim), q.dtype).strides
-            prepared = self._prepare(arrays.describe(q, "q"), most, None, causal, options, strides)
+            prepared = self._prepare(arrays.describe(q, "q"), most, None, causal, options, strides, q.shape[2] if causal else 1)
             if len(self._steps) >= _STEPS:
                 self._steps.clear()
             self._steps[key] = prepared
@@ -563,22 +563,11 @@ class KVCache:
 
 
 def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any, score: Any, scale: Any, totals: list[int]) -> tuple[Any, ...]:
-    """What two steps share that need the same checks and the same prepared call."""
+    """What two steps share that need the same checks and the same prepared call. -0.0 is another scale than 0.0."""
     spans = max(totals) - 1 >> 10
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, spans, engine.threads_now()
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale or str(scale), spans, engine.threads_now()
 
 
-class _Writing:
-    """One appender at a time; a second one is told so instead of waiting."""
-
-    __slots__ = ("layer", "lock")
-
-    def __init__(self, lock: threading.Lock, layer: int) -> None:
-        self.lock, self.layer = lock, layer
-
-    def __enter__(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            raise CacheBusy(f"layer {self.layer}: another thread is appending to it. Append from one thread at a time.")
-
-    def __exit__(self, *_: object) -> None:
-        self.lock.release()
+def _busy(layer: int) -> CacheBusy:
+    """A second appender is told so instead of waiting."""
+    return CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")

@@ -15,8 +15,8 @@ import numpy as np
 
 from . import planning
 from .arrays import DTYPES, Array, pages
-from .bounds import Exact, Walk, largest_integer
-from .errors import ArgumentError, ExpressionError, UnsupportedError, shown
+from .bounds import Exact, Walk, integers
+from .errors import ArgumentError, UnsupportedError, shown
 from .machine import Isa, current_isa, interpreting
 from .modes import standard
 from .problem import LAYOUTS, Problem
@@ -127,13 +127,10 @@ def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any]
     parts = [x for x in (problem.mask, problem.score) if x is not None]
     if not parts:
         return None, [], None
-    roots = [n for x in parts for n in x.nodes]
-    most = largest_integer(roots, problem.box())
-    if most is not None and most >= 1 << 62:
-        raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
+    known = integers(parts, problem.box())
     key = "\n".join(x.key for x in parts)
     mask, score = (None if x is None else x.root for x in (problem.mask, problem.score))
-    program = lower.Program(key, mask, score, narrow=most is not None and most < 1 << 31)
+    program = lower.Program(key, mask, score, known.narrow, known.others)
     numbers, tables, found = program.slots()
     words = np.zeros(len(numbers) + 1, np.int64)
     table_words = np.zeros((len(set(tables.values())) + 1, lookups.TABLE_WORDS), np.int64)
@@ -143,6 +140,10 @@ def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any]
             words[numbers[id(node)]] = value
         elif node.op == "table":
             array = node.value.array
+            if node.value.tensor is not None:
+                raise ArgumentError(
+                    f"{node.value.name}: expected an array on the CPU, as q; got one on {node.value.tensor.device}. Use .cpu()."
+                )
             row = table_words[tables[id(node)]]
             row[1 : 1 + array.ndim], row[5 : 5 + array.ndim] = array.shape, array.strides
             row[0] = array.ctypes.data

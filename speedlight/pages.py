@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,51 +14,48 @@ from . import arrays, engine
 from .blocks import make_stores
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull
+from .forks import renew_after_fork
 from .machine import current_isa
 from .planning import BLOCK, DECODE_ROWS, SLACK, Pages
-from .problem import SPAN, cache_dtype, check_index, check_sizes, check_tokens, from_cache
+from .problem import SPAN, cache_dtype, check_index, check_list, check_sizes, check_tokens, from_cache
 from .tracing import kept
 
 _STEPS = 64  # prepared steps kept
+_numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
 
 
-class _State:
-    """What the pool knows of a sequence: `count` pages. Kernels read `table`, a number for each block of 16 tokens; what is
+class _Held(NamedTuple):
+    """What a sequence holds. Never changed: an append makes another.
 
-    past those of `count` pages is nobody's: an append writes there first.
+    table: a number for each block of 16 tokens, which kernels read; past those of `used` pages it is nobody's.
+    lengths: tokens of each layer.
     """
 
-    __slots__ = ("count", "generation", "lengths", "lock", "table")
-
-    def __init__(self, layers: int) -> None:
-        self.generation, self.lock = 0, threading.Lock()
-        self.reset(layers)
-
-    def reset(self, layers: int) -> None:
-        self.table, self.count, self.lengths = np.zeros(SLACK, np.int64), 0, [0] * layers
+    table: np.ndarray
+    used: int
+    lengths: list[int]
 
 
 class Sequence:
     """A sequence of a PagePool: a handle that ends with free()."""
 
-    __slots__ = ("_generation", "_state", "pool")
+    __slots__ = ("_number", "pool")
 
-    def __init__(self, pool: PagePool, state: _State) -> None:
-        self.pool, self._state, self._generation = pool, state, state.generation
+    def __init__(self, pool: PagePool, number: int) -> None:
+        self.pool, self._number = pool, number
 
     def __repr__(self) -> str:
-        if self._state.generation != self._generation:
-            return "Sequence(freed)"
-        return f"Sequence({max(self._state.lengths)} tokens, {self._state.count} pages)"
+        held = self.pool._held.get(self._number)
+        return "Sequence(freed)" if held is None else f"Sequence({max(held.lengths)} tokens, {held.used} pages)"
 
     def length(self, layer: int = 0) -> int:
         """Tokens of a layer."""
-        return self.pool._state(self).lengths[self.pool._layer(layer)]
+        return self.pool._of(self).lengths[self.pool._layer(layer)]
 
     @property
     def pages(self) -> tuple[int, ...]:
         """The pages it holds, in order."""
-        return tuple(self.pool._pages_of(self.pool._state(self)))
+        return tuple(self.pool._pages_of(self.pool._of(self)))
 
     def fork(self) -> Sequence:
         """Another sequence of the same tokens. Pages are shared until one of the two writes to them."""
@@ -68,11 +63,13 @@ class Sequence:
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
-        self.pool._truncate(self, length)
+        if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+            raise ArgumentTypeError(f"length: expected an int; got {type(length).__name__}.")
+        self.pool._shorten(self, int(length))
 
     def free(self) -> None:
         """Returns its pages. The handle is of no use afterwards."""
-        self.pool._free_sequence(self)
+        self.pool._shorten(self, None)
 
     def keys(self, layer: int) -> np.ndarray:
         """A copy: (kv_heads, length, head_dim). Of int8, codes · scales in float32."""
@@ -119,11 +116,14 @@ class PagePool:
         self.dtype, self._isa = cache_dtype(dtype), current_isa()
         self._blocks = self.page_size // BLOCK
         self._apart = self.kv_heads * self._blocks  # numbers from one page to the next
+        self._held: dict[int, _Held] = {}  # by the numbers of their handles
+        self._claims: set[Any] = set()  # of sequences that somebody writes to
         self._free = list(range(self.pages - 1, -1, -1))
-        self._uses = [0] * self.pages
-        self._states: list[_State] = []  # of sequences that were freed
-        self._lock = threading.Lock()  # of the accounts
+        self._others = [0] * self.pages  # how often a page is held besides once
+        self._dropped: list[list[int]] = []  # pages that were let go, to be counted by whom it concerns next
+        self._taking = threading.RLock()
         self._steps: dict[Any, engine.Prepared] = {}
+        renew_after_fork(self)
         self._cuda: Any = None
         self._keys: list[Any]
         self._values: list[Any]
@@ -149,6 +149,7 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
+        self._count_dropped()
         return len(self._free)
 
     @property
@@ -160,73 +161,136 @@ class PagePool:
     @property
     def used_bytes(self) -> int:
         """Bytes of the pages that sequences hold; a shared page counts once."""
-        return (self.pages - len(self._free)) * self.page_bytes
+        return (self.pages - self.free_pages) * self.page_bytes
+
+    # Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of plain stores,
+    # operators and returns. Claims are made and released, pages change hands, and everything takes effect, in such runs.
+
+    def _count_dropped(self) -> None:
+        """Pages that nobody holds any more are free."""
+        dropped, free, others = self._dropped, self._free, self._others
+        while dropped:
+            pages = dropped[-1]
+            if not pages:
+                del dropped[-1]
+                continue
+            page = pages[-1]
+            del pages[-1]
+            if others[page]:
+                others[page] -= 1
+            else:
+                free += [page]
+
+    def _take(self, layer: int, count: int) -> list[int]:
+        """So many free pages, or none."""
+        free, taken = self._free, []
+        try:
+            with self._taking:
+                self._count_dropped()
+                if count > len(free):
+                    raise CacheFull(
+                        f"layer {layer}: {count} pages are needed, {len(free)} of {self.pages} are free. "
+                        "free() or truncate() sequences, or make a pool of more pages.",
+                        count,
+                        len(free),
+                    )
+                for _ in range(count):
+                    page = free[-1]
+                    del free[-1]
+                    taken += [page]
+        except BaseException:
+            self._dropped += [taken]
+            raise
+        return taken
+
+    def after_fork(self) -> None:
+        """In the child: nobody writes, and pages that another thread of the parent had taken are free."""
+        if self._claims:
+            held = Counter(page for x in self._held.values() for page in self._pages_of(x))
+            self._others[:] = [max(held[page] - 1, 0) for page in range(self.pages)]
+            self._free[:] = [page for page in reversed(range(self.pages)) if not held[page]]
+            self._dropped[:] = []
+        self._claims, self._taking = set(), threading.RLock()
 
     # --- sequences
 
     def sequence(self) -> Sequence:
         """A new sequence, without tokens."""
-        with self._lock:
-            return Sequence(self, self._states.pop() if self._states else _State(self.layers))
+        new = Sequence(self, next(_numbers))
+        empty = _Held(np.zeros(SLACK, np.int64), 0, [0] * self.layers)
+        self._held[new._number] = empty
+        return new
 
-    def _state(self, sequence: Any) -> _State:
+    def _of(self, sequence: Any) -> _Held:
         if not isinstance(sequence, Sequence):
             raise ArgumentTypeError(f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}.")
         if sequence.pool is not self:
             raise ArgumentError("sequences: expected sequences of this pool; got one of another pool.")
-        if sequence._state.generation != sequence._generation:
+        held = self._held.get(sequence._number)
+        if held is None:
             raise ArgumentError("sequences: this sequence was freed. Make a new one with pool.sequence().")
-        return sequence._state
+        return held
 
     def _layer(self, layer: Any) -> int:
         return check_index("layer", layer, self.layers)
 
     def _fork(self, sequence: Sequence) -> Sequence:
-        with self._writing([self._state(sequence)]), self._lock:
-            old = self._state(sequence)
-            new = self._states.pop() if self._states else _State(self.layers)
-            new.table, new.count, new.lengths = old.table.copy(), old.count, list(old.lengths)
-            for page in self._pages_of(new):
-                self._uses[page] += 1
-            return Sequence(self, new)
+        claims, mine, claimed, shared = self._claims, {sequence._number}, False, []
+        try:
+            if claims & mine:
+                raise _busy()
+            claims |= mine
+            claimed = True
+            old, others = self._of(sequence), self._others
+            new = Sequence(self, next(_numbers))
+            copied = old._replace(table=old.table.copy())
+            for page in self._pages_of(old):
+                others[page] += 1
+                shared += [page]
+            self._held[new._number] = copied
+            return new
+        except BaseException:
+            self._dropped += [shared]
+            raise
+        finally:
+            if claimed:
+                claims -= mine
 
-    def _truncate(self, sequence: Sequence, length: int) -> None:
-        state = self._state(sequence)
-        if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
-            raise ArgumentTypeError(f"length: expected an int; got {type(length).__name__}.")
-        if not 0 <= length <= min(state.lengths):
-            raise ArgumentError(f"length: expected 0 to {min(state.lengths)}, the tokens in every layer; got {length}.")
-        with self._writing([state]), self._lock:
-            state.lengths = [int(length)] * self.layers
-            still = -(-int(length) // self.page_size)
-            self._return(self._pages_of(state)[still:])
-            state.count = still
+    def _shorten(self, sequence: Sequence, length: int | None) -> None:
+        """To so many tokens; None frees it."""
+        held, claims, mine, claimed = self._held, self._claims, {sequence._number}, False
+        try:
+            if claims & mine:
+                raise _busy()
+            claims |= mine
+            claimed = True
+            old = self._of(sequence)
+            least = min(old.lengths)
+            if length is not None and not 0 <= length <= least:
+                raise ArgumentError(f"length: expected 0 to {least}, the tokens in every layer; got {length}.")
+            still = -(-(length or 0) // self.page_size)
+            left = [self._pages_of(old)[still:]] if still < old.used else []
+            if length is None:
+                del held[sequence._number]
+            else:
+                new = _Held(old.table, still, [length] * self.layers)
+                held[sequence._number] = new
+            self._dropped += left
+        finally:
+            if claimed:
+                claims -= mine
 
-    def _free_sequence(self, sequence: Sequence) -> None:
-        state = self._state(sequence)
-        with self._writing([state]), self._lock:
-            self._return(self._pages_of(state))
-            state.generation += 1
-            state.reset(self.layers)
-            self._states.append(state)
-
-    def _pages_of(self, state: _State) -> list[int]:
-        return (state.table[: state.count * self._blocks : self._blocks] // self._apart).tolist()
+    def _pages_of(self, held: _Held) -> list[int]:
+        return (held.table[: held.used * self._blocks : self._blocks] // self._apart).tolist()
 
     def _set_page(self, table: np.ndarray, at: int, page: int) -> None:
         first = page * self._apart
         table[at * self._blocks : (at + 1) * self._blocks] = range(first, first + self._blocks)
 
-    def _return(self, pages: list[int]) -> None:
-        for page in pages:
-            self._uses[page] -= 1
-            if not self._uses[page]:
-                self._free.append(page)
-
     def _tokens(self, sequence: Sequence, layer: int, stores: list[Any]) -> np.ndarray:
-        state, layer = self._state(sequence), self._layer(layer)
-        n = state.lengths[layer]
-        used = self._pages_of(state)[: -(-n // self.page_size)]
+        held, layer = self._of(sequence), self._layer(layer)
+        n = held.lengths[layer]
+        used = self._pages_of(held)[: -(-n // self.page_size)]
         if self._cuda:
             return self._cuda.tokens(layer, stores[layer], used, n)
         each = stores[layer].get(np.array(used, np.int64), self.page_size)  # (pages, heads, page_size, dim)
@@ -237,12 +301,11 @@ class PagePool:
     @leaves_graph
     def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after the other's."""
-        layer, states = self._layer(layer), [self._state(x) for x in sequences]
+        layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
-        counts = self._counts(new_lengths, len(states), k.shape[0])
+        counts = self._counts(new_lengths, len(sequences), k.shape[0])
         self._check_new(k, v, counts)
-        with self._writing(states), self._reserved(layer, states, counts) as tables:
-            self._write(layer, states, tables, counts, k, v)
+        self._grow(layer, sequences, counts, k, v, None)
 
     @leaves_graph
     def attend(
@@ -270,25 +333,63 @@ class PagePool:
 
         After any exception the pool and its sequences are as they were.
         """
-        layer, states = self._layer(layer), [self._state(x) for x in sequences]
+        layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         if not isinstance(return_lse, bool):
             raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
         options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
         a = self._cuda.described(q, "q") if self._cuda else arrays.describe(q, "q")
         if len(a.shape) != 3:
             raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {a.shape}.")
-        counts = self._counts(new_lengths, len(states), a.shape[0])
+        counts = self._counts(new_lengths, len(sequences), a.shape[0])
         if k is None or v is None:
             if k is not None or v is not None:
                 raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
-            tables = [s.table for s in states]
-            return self._run(layer, a, counts, [s.lengths[layer] for s in states], tables, False, options, return_lse, out)
+            held = [self._of(x) for x in sequences]
+            return self._run(layer, a, counts, [x.lengths[layer] for x in held], [x.table for x in held], False, options, return_lse, out)
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         self._check_new(k, v, counts)
-        with self._writing(states), self._reserved(layer, states, counts) as tables:
-            self._write(layer, states, tables, counts, k, v)
-            totals = [s.lengths[layer] + n for s, n in zip(states, counts, strict=True)]
-            return self._run(layer, a, counts, totals, tables, True, options, return_lse, out)
+        return self._grow(layer, sequences, counts, k, v, (a, options, return_lse, out))
+
+    def _grow(self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: tuple[Any, ...] | None) -> Any:
+        """New tokens, and what a query then sees; all of it or nothing."""
+        numbers = [getattr(x, "_number", None) for x in sequences]
+        claims, mine, claimed, taken, result = self._claims, set(numbers), False, [], None
+        if len(mine) != len(numbers) and all(self._of(x) for x in sequences):
+            raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
+        try:
+            if claims & mine:
+                raise _busy()
+            claims |= mine
+            claimed = True
+            before = [self._of(x) for x in sequences]
+            starts = [x.lengths[layer] for x in before]
+            totals = [a + n for a, n in zip(starts, counts, strict=True)]
+            copies = self._to_copy(before, starts, totals)
+            fresh = [max(0, -(-n // self.page_size) - x.used) for x, n in zip(before, totals, strict=True)]
+            needed = sum(fresh) + len(copies)
+            if needed:
+                taken = self._take(layer, needed)
+            tables, replaced = self._tables(before, fresh, copies, taken)
+            self._write(layer, starts, tables, counts, k, v)
+            if query is not None:
+                q, options, return_lse, out = query
+                result = self._run(layer, q, counts, totals, tables, True, options, return_lse, out)
+            after = {}
+            for number, old, table, n, total in zip(numbers, before, tables, fresh, totals, strict=True):
+                lengths = old.lengths[:]
+                lengths[layer] = total
+                after[number] = _Held(table, old.used + n, lengths)
+            held, dropped, left = self._held, self._dropped, [replaced] if replaced else []
+            held |= after  # from here to the return nothing comes between
+            dropped += left
+            return result
+        except BaseException:
+            if taken:
+                self._dropped += [taken]
+            raise
+        finally:
+            if claimed:
+                claims -= mine
 
     def _new(self, x: Any, name: str, dim: int) -> Any:
         if self._cuda:
@@ -317,77 +418,39 @@ class PagePool:
             if x.shape[0] != sum(counts):
                 raise ArgumentError(f"{name}: expected {sum(counts)} tokens, as q and new_lengths have; got {x.shape[0]}.")
 
-    @contextlib.contextmanager
-    def _writing(self, states: list[_State]) -> Iterator[None]:
-        """One writer at a time of a sequence; a second one is told so."""
-        if len({id(s) for s in states}) != len(states):
-            raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
-        with contextlib.ExitStack() as stack:
-            for state in states:
-                if not state.lock.acquire(blocking=False):
-                    raise CacheBusy("sequences: another thread is writing to one of them. Write to a sequence from one thread at a time.")
-                stack.callback(state.lock.release)
-            yield
+    def _tables(
+        self, before: list[_Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
+    ) -> tuple[list[np.ndarray], list[int]]:
+        """Each sequence's table with so many fresh pages, in which none that is written to is shared; and the pages that gave way."""
+        left, tables, replaced = iter(taken), [], []
+        for which, (held, n) in enumerate(zip(before, fresh, strict=True)):
+            mine = [at for owner, at in copies if owner == which] if copies else []
+            table, end = held.table, held.used * self._blocks
+            if mine or end + n * self._blocks + SLACK > len(table):
+                table = np.zeros(max(len(table), 2 * (end + n * self._blocks) + SLACK), np.int64)
+                table[:end] = held.table[:end]
+            for at in mine:
+                old, new = int(table[at * self._blocks]) // self._apart, next(left)
+                self._copy_page(new, old)
+                replaced.append(old)
+                self._set_page(table, at, new)
+            for at in range(held.used, held.used + n):
+                self._set_page(table, at, next(left))
+            tables.append(table)
+        return tables, replaced
 
-    @contextlib.contextmanager
-    def _reserved(self, layer: int, states: list[_State], counts: list[int]) -> Iterator[list[np.ndarray]]:
-        """Room for new tokens: each sequence's table of pages, in which none that is written to is shared. Kept if all goes well."""
-        totals = [s.lengths[layer] + n for s, n in zip(states, counts, strict=True)]
-        with self._lock:
-            copies = self._to_copy(layer, states, totals)
-            wanted = [-(-n // self.page_size) for n in totals]
-            fresh = [max(0, w - s.count) for s, w in zip(states, wanted, strict=True)]
-            needed = sum(fresh) + len(copies)
-            if needed > len(self._free):
-                raise CacheFull(
-                    f"layer {layer}: {needed} pages are needed, {len(self._free)} of {self.pages} are free. "
-                    "free() or truncate() sequences, or make a pool of more pages.",
-                    needed,
-                    len(self._free),
-                )
-            taken = [self._free.pop() for _ in range(needed)]
-        try:
-            left = iter(taken)
-            tables, replaced = [], []
-            for state, n in zip(states, fresh, strict=True):
-                mine = [at for owner, at in copies if owner is state]
-                table, used = state.table, state.count * self._blocks
-                if mine or used + n * self._blocks + SLACK > len(table):
-                    table = np.zeros(max(len(table), 2 * (used + n * self._blocks) + SLACK), np.int64)
-                    table[:used] = state.table[:used]
-                for at in mine:
-                    old, new = int(table[at * self._blocks]) // self._apart, next(left)
-                    self._copy_page(new, old)
-                    replaced.append(old)
-                    self._set_page(table, at, new)
-                for at in range(state.count, state.count + n):
-                    self._set_page(table, at, next(left))
-                tables.append(table)
-            yield tables
-        except BaseException:
-            with self._lock:
-                self._free.extend(reversed(taken))
-            raise
-        with self._lock:
-            for page in taken:
-                self._uses[page] = 1
-            self._return(replaced)
-            for state, table, n, total in zip(states, tables, fresh, totals, strict=True):
-                state.table, state.count, state.lengths[layer] = table, state.count + n, total
-
-    def _to_copy(self, layer: int, states: list[_State], totals: list[int]) -> list[tuple[_State, int]]:
+    def _to_copy(self, before: list[_Held], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
         """Shared pages that would be written to. The last of those who share one writes to it, if the others end before."""
         left: Counter[int] = Counter()
         away: dict[int, int] = {}  # of a page, the longest that has left it
         found = []
-        for state, total in zip(states, totals, strict=True):
-            start = state.lengths[layer]
-            for at in range(start // self.page_size, min(state.count, -(-total // self.page_size))):
-                page = int(state.table[at * self._blocks]) // self._apart
-                if self._uses[page] - left[page] > 1 or away.get(page, 0) > start:
+        for which, (held, start, total) in enumerate(zip(before, starts, totals, strict=True)):
+            for at in range(start // self.page_size, min(held.used, -(-total // self.page_size))):
+                page = int(held.table[at * self._blocks]) // self._apart
+                if self._others[page] > left[page] or away.get(page, 0) > start:
                     left[page] += 1
                     away[page] = max(away.get(page, 0), start)
-                    found.append((state, at))
+                    found.append((which, at))
         return found
 
     def _copy_page(self, new: int, old: int) -> None:
@@ -404,8 +467,7 @@ class PagePool:
             for t, n in zip(tables, totals, strict=True)
         ]
 
-    def _write(self, layer: int, states: list[_State], tables: list[np.ndarray], counts: list[int], k: Any, v: Any) -> None:
-        starts = [s.lengths[layer] for s in states]
+    def _write(self, layer: int, starts: list[int], tables: list[np.ndarray], counts: list[int], k: Any, v: Any) -> None:
         if self._cuda:
             totals = [a + b for a, b in zip(starts, counts, strict=True)]
             self._cuda.write(layer, self._page_lists(tables, totals), starts, counts, k, v)
@@ -436,7 +498,7 @@ class PagePool:
         addresses = (q.address, *self._addresses[layer], target.address, where.address if where else 0)
         for which in self._parts(q.shape[1], counts):
             some, starts, lengths = ([x[i] for i in which] for x in (counts, first, totals))
-            lists = [tables[i].ctypes.data for i in which]
+            lists = [arrays.address_of(tables[i]) for i in which]
             step, alike = self._step(q, which, some, starts, lengths, lists, causal, options, target.strides)
             items = step.items_for(lengths, lists) if alike else None
             step.run(*addresses, items=ctypes.addressof(items) if items is not None else 0)
@@ -457,17 +519,20 @@ class PagePool:
         """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
         mask, score, scale = options["mask"], options["score"], options["scale"]
         alike = options["sink_logits"] is None and kept(mask) and kept(score) and type(scale) in (type(None), float) and max(totals) > 0
-        key = None
+        key = shortest = None
         if alike:
+            shortest = max(counts) if causal else 1
             spans = 1 << (max(totals) - 1 >> 10).bit_length()
-            key = (*which, *counts, q.shape, q.strides, q.dtype, strides, causal, mask, score, scale, spans, engine.threads_now())
+            # it depends on these, on what the pool is, and on no length or page: items_for() puts them in
+            places = tuple(which), tuple(counts), tuple(first)
+            key = places, q.shape, q.strides, q.dtype, strides, causal, mask, score, scale or str(scale), spans, engine.threads_now()
             prepared = self._steps.get(key)
             if prepared is not None:
                 return prepared, True
             totals = [spans * SPAN] * len(totals)
         problem = from_cache(
             q, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=tuple(totals),
-            causal=causal, layout="lhd", q_lengths=counts, items=tuple(which), **options,
+            causal=causal, layout="lhd", q_lengths=counts, items=tuple(which), shortest=shortest, **options,
         )  # fmt: skip
         prepared = engine.prepare_pages(problem, "lhd", q, self._pages, lists, strides, tuple(first), engine.threads_now(), self._isa)
         if key is not None:
@@ -475,3 +540,8 @@ class PagePool:
                 self._steps.clear()
             self._steps[key] = prepared
         return prepared, alike
+
+
+def _busy() -> CacheBusy:
+    """A second writer is told so instead of waiting."""
+    return CacheBusy("sequences: another thread is writing to one of them. Write to a sequence from one thread at a time.")

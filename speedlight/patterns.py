@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import numbers
 from typing import Any
 
-from .errors import ArgumentError
-from .tracing import Expression, expression, table, tanh
+import numpy as np
+
+from .errors import ArgumentError, ArgumentTypeError, shown
+from .tracing import Expression, Table, expression, table, tanh
+
+_MOST = 1 << 46  # positions and distances
+_FLOATS = ("float", "double")
 
 
 def causal() -> Expression:
@@ -20,6 +26,7 @@ def window(left: int | None, right: int | None = 0) -> Expression:
     >>> sl.window(1024, 0)
     mask (((i - j) <= 1024) & ((j - i) <= 0))
     """
+    left, right = (None if x is None else _integer(name, x, -_MOST) for name, x in (("left", left), ("right", right)))
     if left is None and right is None:
         raise ArgumentError("left: expected a number for left or right; got None for both. Leave the mask out.")
     if right is None:
@@ -31,12 +38,13 @@ def window(left: int | None, right: int | None = 0) -> Expression:
 
 def prefix(n: int) -> Expression:
     """j < n: the first n keys, for every query. Joined by | to causal(): a prefix language model."""
+    n = _integer("n", n, 0)
     return expression(lambda b, h, i, j: j < n)
 
 
 def documents(ids: Any) -> Expression:
-    """Query and key in the same document: ids[i] == ids[j], one id per absolute position."""
-    of = table(ids, "ids")
+    """Query and key in the same document: ids[i] == ids[j], one id per absolute position; or ids[b, i] == ids[b, j]."""
+    of = _table(ids, "ids", ("bool", "int"), (1, 2))
     if of.array.ndim == 2:
         return expression(lambda b, h, i, j: of[b, i] == of[b, j])
     return expression(lambda b, h, i, j: of[i] == of[j])
@@ -44,8 +52,7 @@ def documents(ids: Any) -> Expression:
 
 def dilated(k: int) -> Expression:
     """Every k-th key, counted from the query: (i - j) % k == 0."""
-    if k < 1:
-        raise ArgumentError(f"k: expected at least 1; got {k}.")
+    k = _integer("k", k, 1)
     return expression(lambda b, h, i, j: (i - j) % k == 0)
 
 
@@ -54,21 +61,43 @@ def alibi(slopes: Any) -> Expression:
 
     Source: Press et al., Train Short, Test Long (2022).
     """
-    of = table(slopes, "slopes")
+    of = _table(slopes, "slopes", ("int", *_FLOATS), (1,))
+    if not np.isfinite(of.array).all():
+        raise ArgumentError("slopes: expected finite numbers; got NaN or infinity among them.")
     return expression(lambda s, b, h, i, j: s + of[h] * (j - i))
 
 
 def softcap(c: float) -> Expression:
     """c · tanh(s / c): scores stay within ±c."""
-    if not c > 0:
-        raise ArgumentError(f"c: expected a positive number; got {c}.")
+    if isinstance(c, (bool, np.bool_)) or not isinstance(c, numbers.Real):
+        raise ArgumentTypeError(f"c: expected a number; got {shown(c)}.")
+    if not 2.0**-126 <= c < 2.0**127:  # float32 holds it and its inverse
+        raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.")
     return expression(lambda s, b, h, i, j: c * tanh(s / c))
 
 
 def relative_bias(bias: Any) -> Expression:
     """s + bias[h, i - j + n - 1] for a table of (q_heads, 2n - 1) distances from -(n - 1) to n - 1."""
-    of = table(bias, "bias")
-    if of.array.ndim != 2 or of.array.shape[1] % 2 == 0:
+    of = _table(bias, "bias", ("int", *_FLOATS), (2,))
+    if of.array.shape[1] % 2 == 0:
         raise ArgumentError(f"bias: expected shape (q_heads, 2n - 1); got {of.array.shape}.")
     middle = of.array.shape[1] // 2
     return expression(lambda s, b, h, i, j: s + of[h, i - j + middle])
+
+
+def _integer(name: str, x: Any, least: int) -> int:
+    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Integral):
+        raise ArgumentTypeError(f"{name}: expected an int; got {shown(x)}.")
+    if not least <= int(x) <= _MOST:
+        raise ArgumentError(f"{name}: expected an int from {least} to 2^46; got {shown(x)}.")
+    return int(x)
+
+
+def _table(x: Any, name: str, kinds: tuple[str, ...], dims: tuple[int, ...]) -> Table:
+    """A table of the kinds and dimensions that a pattern needs."""
+    of = table(x, name)
+    if of.kind not in kinds:
+        raise ArgumentTypeError(f"{name}: expected {' or '.join(kinds)} entries; got dtype {of.array.dtype}.")
+    if of.array.ndim not in dims:
+        raise ArgumentError(f"{name}: expected {' or '.join(map(str, dims))} dimensions; got shape {of.array.shape}.")
+    return of

@@ -11,7 +11,7 @@ import numpy as np
 from .arrays import STORAGE_BYTES
 from .machine import Isa, blocking, level2_bytes
 from .problem import SPAN, TILE, Problem
-from .tiles import Rows, counted_pairs, pairs, tally
+from .tiles import Rows, counted_pairs, integers_of, pairs, tally
 
 _TASK_FLOPS = 800_000_000
 
@@ -379,10 +379,10 @@ def _count_expressions(problem: Problem, panel: int, exact: bool) -> tuple[Any, 
         items.setdefault((key, item if "b" in uses else 0), []).append(item)
     heads, each = (range(problem.kv_heads), 1) if "h" in uses else (range(min(1, problem.kv_heads)), problem.kv_heads)
     visible: int | None = 0
-    sums = [0] * 5
+    sums, known = [0] * 5, integers_of(problem)
     for alike in items.values():
         for head in heads:
-            rows, times = Rows(problem, alike[0], head, panel), len(alike) * each
+            rows, times = Rows(problem, alike[0], head, panel, known), len(alike) * each
             found = tally(rows)
             tiles = -(-rows.keys // TILE) * rows.panels
             for n, x in enumerate((found.full, found.mixed, tiles - found.full - found.mixed, found.keys, found.mixed_keys)):

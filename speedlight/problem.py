@@ -16,7 +16,7 @@ import numpy as np
 from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .modes import standard
-from .tracing import Expression, Symbol, Table, expression, score_chain, where
+from .tracing import Expression, Symbol, Table, expression, is_tensor, score_chain, where
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
@@ -46,6 +46,7 @@ class Problem:
     rows: int | None = None  # of out per item, where q_lengths leave some of them without a query
     quantised: bool = False  # keys and values are int8 with a scale per token and head
     items: tuple[int, ...] | None = None  # what a mask calls the items, where not 0, 1, …
+    first_row: int | None = None  # run for other lengths of keys, too: for rows from this position to the last key
 
     @property
     def batch(self) -> int:
@@ -64,6 +65,8 @@ class Problem:
         ends = [(start, start + n - 1) for start, n in zip(self.q_starts, self.q_lengths, strict=True) if n]
         rows = (min(a for a, _ in ends), max(b for _, b in ends)) if ends else (0, 0)
         last = self.k_start + max(max(self.k_lengths, default=0), 1) - 1
+        if self.first_row is not None:
+            rows = self.first_row, last
         items = max(self.items) if self.items else max(self.batch, 1) - 1
         return {"b": (0, items), "h": (0, max(self.q_heads, 1) - 1), "i": rows, "j": (self.k_start, last)}
 
@@ -223,11 +226,12 @@ def _functions_of(mask: Any, score: Any) -> list[Any]:
 def from_cache(
     q: Array, *, dtype: str, kv_heads: int, head_dim: int, value_dim: int, k_lengths: tuple[int, ...], causal: Any, scale: Any,
     layout: str = "bhld", q_lengths: Any = None, mask: Any = None, score: Any = None, sink_logits: Any = None,
-    hiding: Expression | None = None, items: tuple[int, ...] | None = None,
+    hiding: Expression | None = None, items: tuple[int, ...] | None = None, shortest: int | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of queries over a cache's keys and values, which are known to be right. The last query is the last key's.
 
     `hiding` is a mask of the cache itself, joined to the caller's. Packed queries ("lhd") have q_lengths that are right, too.
+    `shortest`: what is made of the problem is used for any k_lengths from this to those given.
     """
     dims = len(layout)
     if len(q.shape) != dims:
@@ -250,7 +254,8 @@ def from_cache(
         q_lens = _lengths("q_lengths", q_lengths, q.shape[0], q_len)
         rows = None if q_lengths is None else q_len
     problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lens, k_lengths, causal, None, 0, scale)
-    problem = replace(problem, sinks=_sinks(sink_logits, problem), rows=rows, quantised=dtype == "int8", items=items)
+    first_row = None if shortest is None else shortest - max(q_lens, default=0)
+    problem = replace(problem, sinks=_sinks(sink_logits, problem), rows=rows, quantised=dtype == "int8", items=items, first_row=first_row)
     square = (q_len, max(k_lengths, default=0))
     if hiding is not None:
         mask = hiding if mask is None else hiding & _mask(mask, problem, layout == "lhd", square)
@@ -327,9 +332,8 @@ def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None
         return None if x is None else expression(x, "mask")
     table = _dense("mask", x, problem, packed, square)
     if table.kind != "bool":
-        raise ArgumentTypeError(
-            f"mask: expected a bool array; got {table.array.dtype}. Pass an array that is added to scores as score=[array]."
-        )
+        way = "Use mask.bool() or mask.astype(bool)" if table.kind == "int" else "Pass an array that is added to scores as score=[array]"
+        raise ArgumentTypeError(f"mask: expected a bool array, True where a key is seen; got {table.array.dtype}. {way}.")
     return expression(lambda b, h, i, j: _entry(table, problem, b, h, i, j), "mask")
 
 
@@ -342,7 +346,8 @@ def _score(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | Non
             continue
         table = _dense("score", one, problem, packed, square)
         if table.kind not in ("float", "double"):
-            raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. Pass a bool array as mask=.")
+            way = "Pass it as mask=" if table.kind == "bool" else "Use score.float() or score.astype('float32')"
+            raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. {way}.")
         found.append(expression(lambda s, b, h, i, j, t=table: _plus(s, _entry(t, problem, b, h, i, j)), "score"))
     return score_chain(found)
 
@@ -356,9 +361,9 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
     """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
     if packed:
         raise ArgumentError(f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their own.")
-    if not (hasattr(x, "dtype") and hasattr(x, "shape")):
+    if not (is_tensor(x) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
         raise ArgumentTypeError(f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.")
-    table = Table(x, name, copy=False) if len(x.shape) else Table(x.reshape(1), name, copy=False)
+    table = Table(x, name, copy=False)
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
@@ -373,7 +378,7 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
 def _entry(table: Table, problem: Problem, b: Symbol, h: Symbol, i: Symbol, j: Symbol) -> Any:
     """The entry of a dense array; positions become rows and columns again."""
     starts = problem.q_starts
-    first: Any = starts[0] if len(set(starts)) <= 1 else Table(np.array(starts, np.int64), "q_start")[b]
+    first: Any = max(starts, default=0) if len(set(starts)) <= 1 else Table(np.array(starts, np.int64), "q_start")[b]
     index = (b, h, i - first, j - problem.k_start)
     return table[tuple(b * 0 if n == 1 else x for x, n in zip(index, table.array.shape, strict=True))]
 
@@ -511,6 +516,14 @@ def check_index(name: str, x: Any, count: int) -> int:
     return int(x)
 
 
+def check_list(name: str, x: Any, of: str) -> list[Any]:
+    """Several things, by name; `of`: what they should be."""
+    try:
+        return list(x)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__}.") from None
+
+
 def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
     """Sizes of a cache, by name."""
     for name, x in sizes.items():
@@ -586,7 +599,7 @@ def cache_sizes(
 def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, int], bool]) -> list[int]:
     """What truncate() leaves of every sequence; lengths: per layer. lost(item, n): a window has forgotten what token n would see."""
     batch = len(lengths[0])
-    wanted = [length] * batch if isinstance(length, (int, np.integer)) else list(length)
+    wanted = [length] * batch if isinstance(length, (int, np.integer)) else check_list("length", length, "ints, or one int")
     if len(wanted) != batch:
         raise ArgumentError(f"length: expected one int, or {batch} (one per sequence); got {len(wanted)}.")
     for item, n in enumerate(wanted):

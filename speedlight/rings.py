@@ -8,6 +8,7 @@ from .patterns import prefix, window
 from .tracing import Expression
 
 PIECE = 256  # tokens that a windowed cache takes at a time
+SPARE = 16  # oldest tokens of a ring that nobody counts on: a call that fails may have written over so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +29,28 @@ class Ring:
         """Where a token lies."""
         return position if position < self.fixed or not self.size else self.fixed + (position - self.fixed) % self.size
 
+    def held(self, length: int, written: int) -> int:
+        """Tokens in memory, from its start, whether or not they are still seen."""
+        return min(max(length, written), self.tokens) if self.size else length
+
     def shown(self, length: int) -> list[int]:
         """Positions that a next token would see, besides itself."""
         first = max(self.keep_first, length - (self.window or 1) + 1)
         return [*range(min(self.keep_first, length)), *range(first, length)]
 
-    def lost(self, position: int, written: int) -> bool:
-        """Whether what a token at `position` sees has been written over; `written`: past the last token that was ever there."""
-        if not self.size or position <= self.fixed:
+    def lost(self, position: int, length: int, written: int) -> bool:
+        """Whether of what a query at `position` sees, of a sequence of this length, anything may have been written over.
+
+        written: past the last token that was ever there.
+        """
+        if not self.size:
             return False
-        return max(position - (self.window or 1) + 1, self.fixed) < written - self.size
+        return max(position - (self.window or 1) + 1, self.fixed) < min(length, written + SPARE - self.size)
+
+    def overwritten(self, total: int, written: int) -> list[int]:
+        """Places of tokens that are counted on, and that those up to `total` are written over."""
+        first = max(written + SPARE, self.fixed + self.size, total - self.size)
+        return [self.place(n) for n in range(first, total)] if self.size else []
 
     def mask(self, causal: bool) -> Expression | None:
         """What the window hides from queries that are, or are not, hidden from later keys anyway."""

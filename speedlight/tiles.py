@@ -7,13 +7,13 @@ memory follow the edges of a mask and not the square.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from .bounds import Exact, HalfPlane, hides, largest_integer, terms, visible
+from .bounds import Exact, HalfPlane, Integers, hides, integers, terms, visible
 from .problem import PART, SPAN, TILE, Problem
 from .tree import Node, evaluate
 
@@ -25,10 +25,13 @@ class Many(Exact):
 
     minimum: Any = staticmethod(np.minimum)
     maximum: Any = staticmethod(np.maximum)
-    where: Any = staticmethod(np.where)
 
-    def __init__(self, box: dict[str, tuple[Any, Any]]) -> None:
-        self.box = box
+    def __init__(self, box: dict[str, tuple[Any, Any]], followed: Collection[int]) -> None:
+        """followed: as `integers` tells of the whole problem."""
+        self.box, self.followed = box, followed
+
+    def where(self, condition: Any, yes: Any, no: Any) -> Any:
+        return np.where(condition, *(np.int64(x) if isinstance(x, int) else x for x in (yes, no)))
 
     def invert(self, x: Any) -> Any:
         return np.logical_not(x)
@@ -39,11 +42,11 @@ class Many(Exact):
     def floordiv(self, a: Any, b: Any) -> Any:
         return np.floor_divide(a, np.where(b == 0, 1, b)) * (b != 0)
 
-    def table(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    def table(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any, Any]:
         """Each box of the table that is asked for, looked at once."""
-        unknown = (False, True) if node.kind == "bool" else (-(1 << 58), 1 << 58)
-        found = self._each(index, lambda box: super(Many, self).table(node, box) or unknown)
-        return found[..., 0], found[..., 1]
+        found = self._each(index, lambda box: super(Many, self).table(node, box) or (0, 0, False))
+        low, high = (x != 0 if node.kind == "bool" else x for x in (found[..., 0], found[..., 1]))
+        return low, high, found[..., 2] != 0
 
     def all_equal(self, node: Node, index: list[tuple[Any, Any]], number: Node) -> Any:
         return self._each(index, lambda box: super(Many, self).all_equal(node, box, number))
@@ -63,6 +66,7 @@ class Rows:
     item: int
     head: int  # of k and v
     panel: int  # rows
+    integers: Integers  # of the problem
 
     @property
     def count(self) -> int:
@@ -90,11 +94,16 @@ class Rows:
         return np.clip(position - self.problem.k_start + 1, 0, self.keys)
 
 
+def integers_of(p: Problem) -> Integers:
+    """What is known of the mask's and the score's integers."""
+    return integers([x for x in (p.mask, p.score) if x is not None], p.box())
+
+
 def classes(rows: Rows, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
     """0, 1 or 2 of each box of positions: nothing, something, or everything is visible. Ends are inclusive."""
     p = rows.problem
     h = rows.head * p.group
-    ops = Many({"b": (rows.item, rows.item), "h": (h, h + p.group - 1), "i": i, "j": j})
+    ops = Many({"b": (rows.item, rows.item), "h": (h, h + p.group - 1), "i": i, "j": j}, rows.integers.followed)
     some, every = visible(p.mask.root, ops) if p.mask is not None else (ops.truth(True),) * 2
     hidden = None if p.score is None else hides(p.score.root, ops)
     some = some if hidden is None else some & ~hidden
@@ -125,7 +134,7 @@ def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     if not rows.panels or not rows.keys:
         return
     splits = rows.problem.score is None or rows.problem.score.root.op != "where"  # a part of a visible box is visible
-    stack = [np.array([[0, rows.panels, 0, -(-rows.keys // TILE)]], _integers(rows.problem)).T]
+    stack = [np.array([[0, rows.panels, 0, -(-rows.keys // TILE)]], _type(rows)).T]
     while stack:
         boxes = stack.pop()
         if boxes.shape[1] > _TOGETHER:
@@ -151,12 +160,11 @@ def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
             stack.append(_halves(rest))
 
 
-def _integers(p: Problem) -> Any:
-    """32-bit where all fit: twice as quick."""
-    nodes = [n for x in (p.mask, p.score) if x is not None for n in x.nodes]
-    most = largest_integer(nodes, p.box())
+def _type(rows: Rows) -> Any:
+    """32-bit where all fit, and sums of a few: twice as quick."""
+    p, most = rows.problem, rows.integers.most
     ends = max((abs(x) for pair in p.box().values() for x in pair), default=0) + SPAN
-    return np.int32 if most is not None and max(most, ends * p.group) < 1 << 30 else np.int64
+    return np.int32 if most is not None and max(most, ends * p.group) < 1 << 26 else np.int64
 
 
 def _halves(boxes: np.ndarray) -> np.ndarray:
@@ -227,7 +235,7 @@ def pairs(rows: Rows) -> int | None:
     p = rows.problem
     if _hiding(p) is not None:
         return None
-    found = [()] if p.mask is None else terms(p.mask.root, True)
+    found = [()] if p.mask is None else terms(p.mask.root, True, lambda node: id(node) in rows.integers.followed)
     if found is None:
         return None
     walked = [[_plane(rows, atom) for atom in term] for term in found]

@@ -16,27 +16,36 @@ import functools
 import hashlib
 import inspect
 import numbers
+import operator
+import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError, ExpressionError
-from .tree import BITS, KINDS, NUMPY, SYMBOLS, Node, convert, order
+from .arrays import check_plain_tensor, is_masked
+from .errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, shown
+from .tree import BITS, COMPARISONS, FUNCTIONS, INT_MAX, INT_MIN, KINDS, NUMPY, SYMBOLS, Node, convert, order
 
-_MOST_NODES = 10_000
+_MOST = 4_000  # operations: such a kernel compiles in about two seconds
+_HEAVY, _LONG = 16, {"table", "floordiv", "mod", *FUNCTIONS}  # which count for more than one
 
 
 class Table:
     """An array that masks and scores may look up: `t = sl.table(ids)`, then `t[j]` inside a function.
 
     Args:
-        array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64. It is copied, so later
-            changes do not matter.
+        array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is copied, so later
+            changes do not matter, and gradients do not reach it.
         name: what error messages call it.
 
     An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
     come as int64, float16 and bfloat16 as float.
+
+    Raises:
+        speedlight.ArgumentError, ArgumentTypeError: other dimensions or dtypes, a masked array, a sparse tensor …
+        speedlight.UnsupportedError: a tensor that requires grad.
 
     >>> import numpy as np, speedlight as sl
     >>> ids = sl.table(np.array([0, 0, 1, 1]))
@@ -49,21 +58,32 @@ class Table:
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         self.tensor: Any = None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
         self.copies: dict[str, Any] = {}  # by device
-        if type(array).__module__.split(".")[0] == "torch" and array.device.type != "cpu" and not copy:
-            self.tensor = array.detach()
-            array = np.broadcast_to(np.zeros((), _torch_dtype(array)), tuple(array.shape))
-        elif type(array).__module__.split(".")[0] == "torch":
-            array = array.detach().cpu()
-            array = array.float().numpy() if str(array.dtype) == "torch.bfloat16" else array.numpy()
-        array = np.asarray(array)
+        if is_tensor(array):
+            check_plain_tensor(array, name)
+            if array.device.type == "meta":
+                raise UnsupportedError(f"{name}: expected a tensor with values; got one on device meta.")
+            array = array.detach()
+            if array.device.type != "cpu" and not copy:
+                self.tensor = array if array.ndim else array.reshape(1)
+        array = (
+            _entries(array, name) if self.tensor is None else np.broadcast_to(np.zeros((), _torch_dtype(array, name)), self.tensor.shape)
+        )
+        if not array.ndim and not copy:
+            array = array.reshape(1)
         if not 1 <= array.ndim <= 4:
             raise ArgumentError(f"{name}: expected 1 to 4 dimensions; got shape {array.shape}.")
         self.kind = _table_kind(array.dtype)
         if self.kind is None:
             raise ArgumentTypeError(f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {array.dtype}.")
+        if not array.dtype.isnative:
+            if not copy:
+                raise ArgumentTypeError(
+                    f"{name}: expected native byte order; got {array.dtype.str}. Use {name}.astype({array.dtype.name!r})."
+                )
+            array = array.astype(array.dtype.newbyteorder("="))
         if array.dtype.name == "bfloat16":
             array = array.astype(np.float32)
-        elif array.dtype == np.uint64 and array.size and array.max() >= 1 << 63:
+        elif array.dtype == np.uint64 and array.size and array.max() > INT_MAX:
             raise ArgumentError(f"{name}: expected integers that int64 can hold; got {array.max()}.")
         if copy:
             array = np.array(array, order="C")
@@ -101,17 +121,17 @@ class Table:
 
     def host(self) -> np.ndarray:
         """The entries, wherever they lie."""
-        return self.array if self.tensor is None else np.asarray(self.tensor.cpu())
+        return self.array if self.tensor is None else _entries(self.tensor, self.name)
 
     def __getitem__(self, index: Any) -> Any:
         index = index if isinstance(index, tuple) else (index,)
         if len(index) != self.array.ndim:
             raise ExpressionError(f"{self.name}: expected {self.array.ndim} indices; got {len(index)}.")
         for at, (x, n) in enumerate(zip(index, self.array.shape, strict=True)):
-            if isinstance(x, (int, np.integer)) and not 0 <= x < n:
-                raise ExpressionError(f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {x} (shape {self.array.shape}).")
-        if not any(isinstance(x, Symbol) for x in index):
-            return self.array[tuple(index)].item()
+            if isinstance(x, numbers.Integral) and not 0 <= int(x) < n:
+                raise ExpressionError(f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {shown(x)} (shape {self.array.shape}).")
+        if all(isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index) and self.tensor is None:
+            return self.array[tuple(int(x) for x in index)].item()
         nodes = tuple(_node(x) for x in index)
         for at, x in enumerate(nodes):
             if x.kind != "int":
@@ -131,9 +151,30 @@ class Table:
         return f"table({self.name}, {self.array.dtype.name}{list(self.array.shape)})"
 
 
-def _torch_dtype(x: Any) -> Any:
-    name = str(x.dtype).removeprefix("torch.")
-    return np.float32 if name == "bfloat16" else np.dtype(name)
+def is_tensor(x: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
+
+
+def _entries(x: Any, name: str) -> np.ndarray:
+    """What NumPy reads of an array, a tensor or a list."""
+    if is_masked(x):
+        raise ArgumentTypeError(f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(…).")
+    try:
+        if is_tensor(x):
+            x = x.cpu()
+            return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
+        return np.asarray(x)
+    except Exception as error:  # lists of different lengths, quantised tensors, another library's code
+        raise ArgumentTypeError(f"{name}: expected an array that NumPy can read; got {shown(x)} ({error}).") from error
+
+
+def _torch_dtype(x: Any, name: str) -> Any:
+    which = str(x.dtype).removeprefix("torch.")
+    try:
+        return np.float32 if which == "bfloat16" else np.dtype(which)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {x.dtype}.") from None
 
 
 def _table_kind(dtype: np.dtype) -> str | None:
@@ -159,16 +200,23 @@ def _node(x: Any) -> Node:
     if isinstance(x, (bool, np.bool_)):
         return Node("number", "bool", value=bool(x))
     if isinstance(x, numbers.Integral):
-        if not -(1 << 62) <= int(x) <= 1 << 62:
-            raise ExpressionError(f"number {x}: expected an integer up to 2^62 in size. Use a float.")
+        if not INT_MIN <= int(x) <= INT_MAX:
+            raise ExpressionError(f"number {shown(x)}: expected an integer that int64 holds. Use a float.")
         return Node("number", "int", value=int(x))
     if isinstance(x, numbers.Real):
-        return Node("number", "float", value=float(x))
-    if isinstance(x, np.ndarray) and x.ndim == 0:
+        return Node("number", "float", value=_float(x))
+    if isinstance(x, np.ndarray) and x.ndim == 0 and x.dtype.kind in "biuf":
         return _node(x.item())
     raise ExpressionError(
         f"{type(x).__name__}: expected a symbol or a Python number in an expression. Look arrays up through sl.table(array)."
     )
+
+
+def _float(x: Any) -> float:
+    try:
+        return float(x)
+    except OverflowError:
+        raise ExpressionError(f"number {shown(x)}: expected one that float64 holds.") from None
 
 
 def _promoted(*args: Node) -> tuple[Node, ...]:
@@ -187,8 +235,6 @@ class Symbol:
     """What a mask or score function is called with: every operator of Python numbers builds the tree."""
 
     __slots__ = ("node",)
-    __hash__ = None  # type: ignore[assignment]
-    __array_ufunc__ = None  # NumPy scalars and arrays leave the operators to us
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -197,6 +243,25 @@ class Symbol:
         return repr(self.node)
 
     __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __complex__ = __array__ = __round__ = __contains__ = _no_branch
+    __hash__ = __trunc__ = __floor__ = __ceil__ = __reversed__ = _no_branch  # type: ignore[assignment]
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
+        """np.float32(2) * i, np.exp(s) …: the operations that we have, too."""
+        op = _UFUNCS.get(ufunc)
+        if op is None or method != "__call__" or options:
+            name = getattr(ufunc, "__name__", "a ufunc")
+            raise ExpressionError(
+                f"np.{name}: expected operators, sl.where, sl.exp, sl.minimum … in an expression; symbols have no values."
+            )
+        return op(*inputs)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ExpressionError("a symbol is one number and has no entries. Look arrays up through sl.table(array).")
+
+    def __matmul__(self, other: Any) -> Any:
+        raise ExpressionError("a symbol is one number and has no product of matrices. Use *.")
+
+    __rmatmul__ = __matmul__
 
     def __getattr__(self, name: str) -> Any:
         raise ExpressionError(f"a symbol has no attribute {name!r}; an expression is built of operators and sl.where, sl.exp, sl.table …")
@@ -237,17 +302,28 @@ class Symbol:
     def __rmod__(self, other: Any) -> Symbol:
         return _arithmetic("mod", other, self)
 
-    def __pow__(self, n: Any) -> Symbol:
+    def __divmod__(self, other: Any) -> tuple[Symbol, Symbol]:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> tuple[Symbol, Symbol]:
+        return other // self, other % self
+
+    def __pow__(self, n: Any, modulus: Any = None) -> Symbol:
+        if modulus is not None:
+            raise ExpressionError("pow: expected two arguments in an expression; got a third. Use %.")
         if isinstance(n, numbers.Integral) and 0 <= int(n) <= 64:
             result: Any = 1
             for bit in bin(int(n))[2:]:
                 result = result * result if isinstance(result, Symbol) else result
                 result = self * result if bit == "1" else result
             return result if isinstance(result, Symbol) else self * 0 + 1
-        return sqrt(self) if isinstance(n, numbers.Real) and float(n) == 0.5 else exp2(log2(self) * n)
+        return sqrt(self) if isinstance(n, numbers.Real) and _float(n) == 0.5 else exp2(log2(self) * n)
 
     def __rpow__(self, base: Any) -> Symbol:
-        return exp2(self * float(np.log2(float(base)))) if isinstance(base, numbers.Real) else NotImplemented
+        number = _node(base)
+        if number.op != "number" or not number.value > 0:
+            raise ExpressionError(f"**: expected a positive base; got {shown(base)}.")
+        return exp2(self * float(np.log2(float(number.value))))
 
     def __neg__(self) -> Symbol:
         return Symbol(Node("neg", self.node.kind, (self.node,))) if self.node.kind != "bool" else 0 - self
@@ -324,8 +400,8 @@ def _bits(op: str, a: Any, b: Any) -> Symbol:
         _no_float(BITS[op], Symbol(x))
     if op in ("shl", "shr"):
         x, y = convert(x, "int"), convert(y, "int")
-        if y.op == "number" and not 0 <= y.value < 32:
-            raise ExpressionError(f"{BITS[op]}: expected a shift of 0 to 31; got {y.value}.")
+        if y.op == "number" and not 0 <= y.value < 64:
+            raise ExpressionError(f"{BITS[op]}: expected a shift of 0 to 63; got {y.value}.")
     return Symbol(Node(op, x.kind, (x, y)))
 
 
@@ -426,11 +502,11 @@ def floor(x: Any) -> Any:
 def cast(x: Any, dtype: Any) -> Any:
     """x as another kind: bool, int (any integer type means int64), float or float32 (what scores are computed in), float64.
 
-    A float becomes an int by dropping its fraction.
+    A float becomes an int by dropping its fraction; NaN becomes 0, and what int64 cannot hold its least or greatest number.
     """
     kind = {bool: "bool", int: "int", float: "float"}.get(dtype) if isinstance(dtype, type) else None
     if kind is None:
-        kind = _table_kind(np.dtype(dtype))
+        kind = _kind_named(dtype)
     if kind is None:
         raise ExpressionError(f"cast: expected bool, int, float32 or float64; got {dtype!r}.")
     node = _node(x)
@@ -439,13 +515,33 @@ def cast(x: Any, dtype: Any) -> Any:
     return Symbol(convert(node, kind))
 
 
+def _kind_named(dtype: Any) -> str | None:
+    """The kind of a dtype as NumPy, ml_dtypes, PyTorch or a string name it."""
+    try:
+        return None if dtype is None else _table_kind(np.dtype(str(dtype)[6:] if str(dtype).startswith("torch.") else dtype))
+    except TypeError:
+        return "float" if str(dtype) == "torch.bfloat16" else None
+
+
+_UFUNCS: dict[Any, Callable[..., Any]] = {
+    **{NUMPY[op]: functools.partial(_arithmetic, op) for op in ("add", "sub", "mul", "div")},
+    np.floor_divide: functools.partial(_arithmetic, "floordiv"), np.mod: functools.partial(_arithmetic, "mod"),
+    **{NUMPY[op]: functools.partial(_compare, op) for op in COMPARISONS},
+    **{NUMPY[op]: functools.partial(_bits, op) for op in ("and", "or", "xor")},
+    np.left_shift: functools.partial(_bits, "shl"), np.right_shift: functools.partial(_bits, "shr"),
+    **{NUMPY[name]: functools.partial(_function, name) for name in FUNCTIONS if name != "sigmoid"},
+    np.negative: operator.neg, np.absolute: abs, np.invert: operator.invert, np.logical_not: operator.invert, np.floor: floor,
+    np.minimum: minimum, np.maximum: maximum, np.power: operator.pow,
+}  # fmt: skip
+
+
 class Expression:
     """A traced mask or score. Masks combine with & | ~. Two are equal if they compute the same from the same tables and numbers."""
 
-    __slots__ = ("__dict__", "role", "root")
+    __slots__ = ("__dict__", "role", "root", "size")
 
-    def __init__(self, role: str, root: Node) -> None:
-        self.role, self.root = role, root
+    def __init__(self, role: str, root: Node, size: int) -> None:
+        self.role, self.root, self.size = role, root, size  # size: operations, at most
 
     @functools.cached_property
     def nodes(self) -> list[Node]:
@@ -485,7 +581,9 @@ class Expression:
         return f"{self.role}\n" + "\n".join(lines)
 
     def _identity(self) -> tuple[Any, ...]:
-        return self.key, tuple(n.value for n in self.numbers), tuple(id(t.array if t.tensor is None else t.tensor) for t in self.tables)
+        """The structure (with every number's kind), numbers by their bits, and which tables."""
+        words = tuple(struct.pack("<d", n.value) if n.is_float else n.value for n in self.numbers)
+        return self.key, words, tuple(id(t.array if t.tensor is None else t.tensor) for t in self.tables)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Expression) and self._identity() == other._identity()
@@ -502,7 +600,7 @@ class Expression:
             other = expression(other)
         if not isinstance(other, Expression) or self.role != "mask" or other.role != "mask":
             raise ExpressionError(f"{BITS[op]}: expected two masks; got {self!r} and {other!r}.")
-        return Expression("mask", Node(op, "bool", (self.root, other.root)))
+        return _checked("mask", Node(op, "bool", (self.root, other.root)), self.size + other.size)
 
     def __and__(self, other: Any) -> Expression:
         return self._joined("and", other)
@@ -519,7 +617,7 @@ class Expression:
     def __invert__(self) -> Expression:
         if self.role != "mask":
             raise ExpressionError(f"~: expected a mask; got {self!r}.")
-        return Expression("mask", Node("not", "bool", (self.root,)))
+        return _checked("mask", Node("not", "bool", (self.root,)), self.size)
 
     def __bool__(self) -> bool:
         raise ExpressionError("a mask has no truth value: combine masks with & | ~, not with and, or, not.")
@@ -540,12 +638,16 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     >>> sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4))
     mask ((j <= i) & ((i - j) < 4))
     """
+    if role not in (None, "mask", "score"):
+        raise ArgumentError(f"role: expected 'mask', 'score' or None; got {shown(role)}.")
     if isinstance(function, Expression):
         if role and function.role != role:
             raise ExpressionError(f"{role}: expected a {role}; got the {function!r}.")
         return function
     if not callable(function):
-        raise ArgumentTypeError(f"{role or 'function'}: expected a function, a pattern such as sl.causal(), or an array; got {function!r}.")
+        raise ArgumentTypeError(
+            f"{role or 'function'}: expected a function, a pattern such as sl.causal(), or an array; got {shown(function)}."
+        )
     count = _arity(function)
     role = role or {4: "mask", 5: "score"}.get(count or 0)
     if role is None or count not in (None, 4 if role == "mask" else 5):
@@ -561,16 +663,20 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
         raise ExpressionError(f"mask: expected a bool result; got {root.kind} {root!r}. Write a comparison.")
     if role == "score":
         root = convert(root, "float")
+    if not root.uses <= set(names):
+        raise ExpressionError(f"{role}: expected a result made of {', '.join(names)}; got {', '.join(root.uses - set(names))} in {root!r}.")
     return _checked(role, root)
 
 
-def _checked(role: str, root: Node) -> Expression:
-    found = Expression(role, root)
-    if len(found.nodes) > _MOST_NODES:
+def _checked(role: str, root: Node, most: int = _MOST) -> Expression:
+    """The expression, if it is not too long; `most`: operations without the last, as far as is known without looking."""
+    size = most + 1 if most < _MOST else sum(_HEAVY if node.op in _LONG else 1 for node in order(root))
+    if size > _MOST:
         raise ExpressionError(
-            f"{role}: expected at most {_MOST_NODES:,} operations; got {len(found.nodes):,}. Put constants into an sl.table."
+            f"{role}: expected at most {_MOST:,} operations (a lookup, a function, // and % count as {_HEAVY}); got {size:,}. "
+            "Put constants into an sl.table."
         )
-    return found
+    return Expression(role, root, size)
 
 
 def _arity(function: Callable[..., Any]) -> int | None:

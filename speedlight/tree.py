@@ -1,12 +1,13 @@
 """The tree of a traced mask or score: nodes, their order, and their values in NumPy. It knows no engine.
 
-Kinds of values are bool < int < float < double. `int` is int64; `float` is what scores are computed in: float32, or
-float64 for float64 arrays.
+Kinds of values are bool < int < float < double. `int` is int64, and its arithmetic wraps; `float` is what scores are
+computed in: float32, or float64 for float64 arrays. `evaluate` is the definition of every operation: docs/numerics.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,15 +21,18 @@ COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "
 BITS = {"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
 FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "sqrt", "sigmoid")  # of one float
 _INFIX = ARITHMETIC | COMPARISONS | BITS
+INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1
+_SHOWN = 800  # characters of an expression that a message shows
 
 
 class Node:
-    """One operation. `value` is a number, a Table, or a symbol's name."""
+    """One operation. `value` is a number, a Table, or a symbol's name; `linear` is bounds.py's memo."""
 
-    __slots__ = ("args", "kind", "op", "uses", "value")
+    __slots__ = ("args", "kind", "linear", "op", "uses", "value")
 
     def __init__(self, op: str, kind: str, args: tuple[Node, ...] = (), value: Any = None) -> None:
         self.op, self.kind, self.args, self.value = op, kind, args, value
+        self.linear: Any = ...
         own = {value} if op == "symbol" else set()
         self.uses: frozenset[str] = frozenset(own.union(*(a.uses for a in args)))
 
@@ -37,7 +41,13 @@ class Node:
         return self.kind in ("float", "double")
 
     def __repr__(self) -> str:
-        args = [repr(a) for a in self.args]
+        texts: dict[int, str] = {}
+        for node in order(self):
+            text = node._text([texts[id(a)] for a in node.args])
+            texts[id(node)] = text if len(text) <= _SHOWN else node._text(["…"] * len(node.args))
+        return texts[id(self)]
+
+    def _text(self, args: list[str]) -> str:
         if self.op in ("symbol", "number"):
             return str(self.value)
         if self.op == "table":
@@ -54,7 +64,8 @@ def convert(a: Node, kind: str) -> Node:
     if a.kind == kind:
         return a
     if a.op == "number":
-        return Node("number", kind, value={"bool": bool, "int": int}.get(kind, float)(a.value))
+        value = int(whole(np.float64(a.value))) if kind == "int" and a.is_float else {"bool": bool, "int": int}.get(kind, float)(a.value)
+        return Node("number", kind, value=value)
     return Node("cast", kind, (a,))
 
 
@@ -74,14 +85,57 @@ def order(root: Node) -> list[Node]:
     return list(seen.values())
 
 
+def steps(root: Node) -> Iterator[tuple[Node, list[int]]]:
+    """Every node once, arguments first; with it, by id, the arguments that nobody needs after it."""
+    nodes = order(root)
+    left = Counter(id(a) for node in nodes for a in node.args)
+    for node in nodes:
+        left.subtract(id(a) for a in node.args)
+        yield node, [at for at in {id(a) for a in node.args} if not left[at]]
+
+
+def whole(x: Any) -> Any:
+    """Floats as int64: the fraction is dropped, NaN is 0, and what is beyond int64 becomes its nearest end."""
+    x = np.asarray(x)
+    inside = (x >= -(2.0**63)) & (x < 2.0**63)
+    return np.where(inside, np.where(inside, x, 0).astype(np.int64), np.where(x > 0, INT_MAX, np.where(x < 0, INT_MIN, 0)))
+
+
+def _floordiv(a: Any, b: Any) -> Any:
+    """Of integers: rounded down, 0 where b is 0; INT_MIN // -1 wraps to INT_MIN."""
+    if np.asarray(a).dtype.kind == "f":
+        return np.floor_divide(a, b)
+    usual = (b != 0) & (b != -1)
+    return np.where(usual, np.floor_divide(a, np.where(usual, b, 1)), np.where(b == 0, 0, np.negative(a)))
+
+
+def _mod(a: Any, b: Any) -> Any:
+    """Of integers: of the divisor's sign, 0 where b is 0 or -1."""
+    if np.asarray(a).dtype.kind == "f":
+        return np.mod(a, b)
+    usual = (b != 0) & (b != -1)
+    return np.where(usual, np.mod(a, np.where(usual, b, 1)), 0)
+
+
+def _shl(a: Any, n: Any) -> Any:
+    """0 where n is not in 0 … 63."""
+    inside = (n >= 0) & (n < 64)
+    return np.where(inside, np.left_shift(a, np.where(inside, n, 0)), 0)
+
+
+def _shr(a: Any, n: Any) -> Any:
+    """The sign, 0 or -1, where n is not in 0 … 63."""
+    return np.right_shift(a, np.where((n >= 0) & (n < 64), n, 63))
+
+
 def _sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-np.asarray(x)))
 
 
 NUMPY: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": np.floor_divide, "mod": np.mod,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": _floordiv, "mod": _mod,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": np.left_shift, "shr": np.right_shift,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": _shl, "shr": _shr,
     "neg": np.negative, "abs": np.abs, "not": np.logical_not, "min": np.minimum, "max": np.maximum, "where": np.where, "floor": np.floor,
     "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt, "sigmoid": _sigmoid,
 }  # fmt: skip
@@ -98,24 +152,27 @@ def evaluate(root: Node, env: dict[str, Any], float_type: Any = np.float64, seen
     """
     values: dict[int, Any] = {}
     with np.errstate(all="ignore"):
-        for node in order(root):
-            kind = numpy_type(node.kind, float_type)
-            args = [values[id(a)] for a in node.args]
-            if node.op == "symbol":
-                value = np.asarray(env[node.value])
-                value = value.astype(kind) if value.dtype != kind else value
-            elif node.op == "number":
-                value = kind.type(node.value)
-            elif node.op == "table":
-                value = _look_up(node, args, seen).astype(kind)
-            elif node.op == "cast":
-                value = np.asarray(np.trunc(args[0]) if node.kind == "int" and node.args[0].is_float else args[0]).astype(kind)
-            elif node.op in ("floordiv", "mod") and node.kind == "int":
-                value = np.where(args[1] == 0, 0, NUMPY[node.op](args[0], np.where(args[1] == 0, 1, args[1])))
-            else:
-                value = NUMPY[node.op](*args)
-            values[id(node)] = value
+        for node, gone in steps(root):
+            values[id(node)] = _value(node, [values[id(a)] for a in node.args], env, float_type, seen)
+            for at in gone:
+                del values[at]
     return values[id(root)]
+
+
+def _value(node: Node, args: list[Any], env: dict[str, Any], float_type: Any, seen: Any) -> Any:
+    """What one operation makes of its arguments' values."""
+    kind = numpy_type(node.kind, float_type)
+    match node.op:
+        case "symbol":
+            value = np.asarray(env[node.value])
+            return value.astype(kind) if value.dtype != kind else value
+        case "number":
+            return kind.type(node.value)
+        case "table":
+            return _look_up(node, args, seen).astype(kind)
+        case "cast":
+            return whole(args[0]) if node.kind == "int" and node.args[0].is_float else np.asarray(args[0]).astype(kind)
+    return NUMPY[node.op](*args)
 
 
 def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
@@ -144,24 +201,17 @@ def rounding_error(root: Node, env: dict[str, Any], s_error: Any, unit: float) -
     value: dict[int, Any] = {}
     error: dict[int, Any] = {}
     with np.errstate(all="ignore"):
-        for node in order(root):
+        for node, gone in steps(root):
             v = [value[id(a)] for a in node.args]
             e = [error[id(a)] for a in node.args]
-            leaf = Node(node.op, node.kind, (), node.value)
-            if node.op == "symbol":
-                y, off = evaluate(leaf, env), s_error if node.value == "s" else 0.0
-            elif node.op in ("number", "table"):
-                y = evaluate(leaf, env) if node.op == "number" else _look_up(node, v, False).astype(numpy_type(node.kind, np.float64))
-                off = 0.0
-            elif node.op == "cast":
-                y, off = np.asarray(v[0]).astype(numpy_type(node.kind, np.float64)), e[0]
-            else:
-                y = NUMPY[node.op](*v)
-                off = _spread(node.op, v, e, y)
+            y = _value(node, v, env, np.float64, False)
+            off = _spread(node.op, v, e, y) if v and node.op != "table" else s_error if node.value == "s" else 0.0
             rounded = node.is_float and node.op not in ("symbol", "neg", "abs", "min", "max", "where")
             units = 3 * unit if node.op in FUNCTIONS else unit
             total = off + (units * np.abs(y) if rounded else 0.0)
             value[id(node)], error[id(node)] = y, np.where(np.isinf(y), 0.0, total) if node.is_float else total  # an infinity is exact
+            for at in gone:
+                del value[at], error[at]
     return value[id(root)], error[id(root)]
 
 
@@ -183,7 +233,7 @@ def _spread(op: str, v: list[Any], e: list[Any], y: Any) -> Any:
             return 1.5 * e[0] / np.maximum(a - e[0], 1e-300)
         case "sqrt":
             return e[0] / np.maximum(np.sqrt(np.maximum(a - e[0], 0)), np.sqrt(e[0]) + 1e-300)
-        case "tanh" | "sigmoid" | "neg" | "abs":
+        case "tanh" | "sigmoid" | "neg" | "abs" | "cast":
             return e[0]
         case "floor":
             return np.where(np.floor(v[0] - e[0]) == np.floor(v[0] + e[0]), 0.0, 1.0)

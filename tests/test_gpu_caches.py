@@ -118,7 +118,7 @@ def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     assert (error.value.needed, error.value.free) == (4, 3)
     assert same([before], [cache.keys(0)]) and cache.length(0) == 7
     # what a graph's replay does: the host's lengths are not asked
-    cache._lengths = [[0]]
+    cache._held = [([0], [0])]
     cache._captured = True
     strides = k.stride(), v.stride()
     step = cache._rows[0].put(k, v, strides, cache._device_lengths[0], 4, cache._status, arrived=cache._arrived[0], capacity=10)

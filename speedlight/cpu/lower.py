@@ -12,7 +12,7 @@ from typing import Any
 from llvmlite import ir
 
 from ..tree import FUNCTIONS as _NAMES
-from ..tree import Node, order
+from ..tree import INT_MAX, INT_MIN, Node, order
 from .fields import field as field_at
 from .functions import FUNCTIONS, like
 from .lookups import TABLE_WORDS, Stream, added, as_number, direction, drawn, entries, splat_like, stride_of
@@ -30,6 +30,7 @@ class Program:
     mask: Node | None = field(compare=False, repr=False, default=None)
     score: Node | None = field(compare=False, repr=False, default=None)
     narrow: bool = False  # every integer fits 32 bits, which vectors do twice as fast
+    unbounded: tuple[int, ...] = ()  # integers, by place among nodes(), whose intervals bounds.py must not follow
 
     @property
     def hiding(self) -> bool:
@@ -38,6 +39,11 @@ class Program:
 
     def nodes(self) -> list[Node]:
         return [n for root in (self.mask, self.score) if root is not None for n in order(root)]
+
+    def followed(self) -> frozenset[int]:
+        """Ids of the integers whose intervals are known to fit."""
+        nodes = self.nodes()
+        return frozenset(id(n) for n in nodes if n.kind == "int") - {id(nodes[n]) for n in self.unbounded}
 
     def slots(self) -> tuple[dict[int, int], dict[int, int], list[tuple[Node, int]]]:
         """Slots of numbers and of tables by node, and every (lookup, dimension) that may be out of range."""
@@ -122,9 +128,11 @@ class Lowering:
             case "xor":
                 return args[0] ^ args[1]
             case "shl":
-                return Value(k, k.b.shl(args[0].x, args[1].x))
+                inside = self._may_shift(args[1])
+                return k.select(inside, Value(k, k.b.shl(args[0].x, (args[1] & 63).x)), k.const(0, args[0].type))
             case "shr":
-                return Value(k, k.b.ashr(args[0].x, args[1].x))
+                by = k.select(self._may_shift(args[1]), args[1], k.const(63, args[1].type))
+                return Value(k, k.b.ashr(args[0].x, by.x))
             case "neg":
                 return -args[0]
             case "not":
@@ -152,22 +160,30 @@ class Lowering:
         number = word.bits(F64)
         return number if self.type_of(node.kind) is F64 else self.k.narrow(number, F32)
 
+    def _may_shift(self, by: Value) -> Value:
+        """LLVM leaves shifts by anything else undefined. Integers that are shifted have 64 bits: their intervals are unknown."""
+        assert self.int is I64
+        return (by >= 0) & (by < 64)
+
     def _divided(self, op: str, a: Value, b: Value) -> Value:
         k = self.k
         if a.is_float:
             whole = k.unary("floor", a / b)
             return whole if op == "floordiv" else k.fma(-whole, b, a)
         none = b.equals(0)
-        by = k.select(none, k.const(1, b.type), b)
         if isinstance(a.type, ir.VectorType) and self.int is I32:  # no vector unit divides integers; float64 is exact here
+            by = k.select(none, k.const(1, b.type), b)
             wide = vec(F64, a.type.count)
             floor = k.unary("floor", k.to_float(a, wide) / k.to_float(by, wide))
+            floor = k.min(floor, k.const(2.0**31 - 1, wide))  # in a lane that nobody looks at
             quotient = Value(k, k.b.fptosi(floor.x, a.type))
             return k.select(none, k.const(0, a.type), quotient if op == "floordiv" else a - quotient * by)
-        quotient = Value(k, k.b.sdiv(a.x, by.x))
-        rest = a - quotient * by
-        over = rest.differs(0) & ((rest ^ by) < 0)
-        result = k.select(over, quotient - 1, quotient) if op == "floordiv" else k.select(over, rest + by, rest)
+        minus = b.equals(-1)  # INT_MIN // -1 stops the process
+        by = k.select(none | minus, k.const(1, b.type), b)
+        quotient = k.select(minus, -a, Value(k, k.b.sdiv(a.x, by.x)))
+        rest = a - quotient * b
+        over = rest.differs(0) & ((rest ^ b) < 0)
+        result = k.select(over, quotient - 1, quotient) if op == "floordiv" else k.select(over, rest + b, rest)
         return k.select(none, k.const(0, a.type), result)
 
     def _cast(self, x: Value, kind: str, to: ir.Type) -> Value:
@@ -178,9 +194,10 @@ class Lowering:
         if kind == "int":
             return k.to_float(x, t)
         if to is self.int:
-            x = k.select(x.differs(x), k.const(0.0, x.type), x)
-            x = k.max(k.min(x, k.const(2.0**62, x.type)), k.const(-(2.0**62), x.type))
-            return Value(k, k.b.fptosi(x.x, t))
+            assert self.int is I64
+            inside = (x >= -(2.0**63)) & (x < 2.0**63)
+            ends = k.select(x > 0.0, k.const(INT_MAX, t), k.select(x < 0.0, k.const(INT_MIN, t), k.const(0, t)))
+            return k.select(inside, Value(k, k.b.fptosi(k.select(inside, x, k.const(0.0, x.type)).x, t)), ends)
         if x.type == t:
             return x
         return k.extend(x, t) if to is F64 else k.narrow(x, t)

@@ -13,14 +13,12 @@ from .lower import Lowering, Program
 from .microkernels import Shape
 from .vector import F64, I1, I64, PTR, Value
 
-_ANYTHING = 1 << 58
-
 
 class _Scalars:
     """bounds.py's arithmetic, written as scalar code."""
 
-    def __init__(self, lowering: Lowering, box: dict[str, tuple[Value, Value]]) -> None:
-        self.lowering, self.k, self.box = lowering, lowering.k, box
+    def __init__(self, lowering: Lowering, box: dict[str, tuple[Value, Value]], followed: frozenset[int]) -> None:
+        self.lowering, self.k, self.box, self.followed = lowering, lowering.k, box, followed
 
     def minimum(self, a: Value, b: Value | int) -> Value:
         return self.k.min(a, self._int(b))
@@ -55,16 +53,14 @@ class _Scalars:
     def _words(self, node: Node) -> Value:
         return self.k.at(self.lowering.tables_at, self.lowering.tables[id(node)] * TABLE_WORDS * 8)
 
-    def table(self, node: Node, index: list[tuple[Value, Value]]) -> tuple[Value, Value]:
-        """Least and greatest entry of a small box; of the whole table where the box is large."""
+    def table(self, node: Node, index: list[tuple[Value, Value]]) -> tuple[Value, Value, Value]:
+        """Least and greatest entry of a small box, of the whole table where the box is large; and whether it is inside."""
         k, at = self.k, self._words(node)
         box = Box(k, node, at, index)
-        # an index that may be out of range must be looked at, key by key: then the entry may be anything
-        whole = (k.select(box.inside, k.load(I64, at, 8 * (ENDS + n)), k.i64(x)) for n, x in ((0, -_ANYTHING), (1, _ANYTHING)))
-        least, most = (k.variable(x) for x in whole)
+        least, most = (k.variable(k.load(I64, at, 8 * (ENDS + n))) for n in (0, 1))
         box.ends_of(least, most)
-        found = least.get(), most.get()
-        return (found[0] > 0, found[1] > 0) if node.kind == "bool" else found
+        low, high = least.get(), most.get()
+        return (low > 0, high > 0, box.inside) if node.kind == "bool" else (low, high, box.inside)
 
     def all_equal(self, node: Node, index: list[tuple[Value, Value]], number: Node) -> Value:
         wanted = self.lowering._number(number)
@@ -78,7 +74,7 @@ def visibility(module: Any, s: Shape, program: Program) -> Any:
     p = k.p
     lowering = Lowering(k, s, program, *(k.load(PTR, p["a"], field(n)) for n in ("numbers", "tables")))
     box = {"b": (p["batch"], p["batch"]), "h": (p["h_low"], p["h_high"]), "i": (p["i_low"], p["i_high"]), "j": (p["j_low"], p["j_high"])}
-    ops = _Scalars(lowering, box)
+    ops = _Scalars(lowering, box, program.followed())
     some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True), ops.truth(True))
     hidden = None if program.score is None else hides(program.score, ops)
     some = some if hidden is None else some & ops.invert(hidden)

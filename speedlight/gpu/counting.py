@@ -13,7 +13,7 @@ from ..arrays import STORAGE_BYTES
 from ..bounds import hides, visible
 from ..machine import interpreting, isa_named
 from ..problem import Problem
-from ..tiles import Many
+from ..tiles import Many, integers_of
 from .launch import Keys, capability, check, shape_of
 from .tiles import COARSE_DIMS
 
@@ -54,15 +54,17 @@ def _tiles(p: Problem, rows: int, keys: int, pack: int) -> tuple[int, int, int, 
     hiding = p.mask is not None or (p.score is not None and p.score.root.op == "where")
     uses = frozenset().union(*(x.root.uses for x in expressions)) if hiding else frozenset()
     heads = p.q_heads // pack
-    totals = np.zeros(4, dtype=object)
+    totals, followed = np.zeros(4, dtype=object), integers_of(p).followed
     for item in range(p.batch):
         for head in range(heads if "h" in uses else 1):
-            found = _of_head(p, item, head, rows, keys, pack, hiding)
+            found = _of_head(p, item, head, rows, keys, pack, hiding, followed)
             totals += np.array(found, dtype=object) * (1 if "h" in uses else heads)
     return tuple(int(x) for x in totals)  # type: ignore[return-value]
 
 
-def _of_head(p: Problem, item: int, head: int, rows: int, keys: int, pack: int, hiding: bool) -> tuple[int, int, int, int]:
+def _of_head(
+    p: Problem, item: int, head: int, rows: int, keys: int, pack: int, hiding: bool, followed: frozenset[int]
+) -> tuple[int, int, int, int]:
     q_len, k_len, start = p.q_lengths[item], p.k_lengths[item], p.q_starts[item]
     blocks, tiles = -(-q_len * pack // rows), -(-k_len // keys)
     if not blocks or not tiles:
@@ -82,7 +84,7 @@ def _of_head(p: Problem, item: int, head: int, rows: int, keys: int, pack: int, 
     for at in range(0, blocks, step):
         here = slice(at, at + step)
         box = {"b": (name, name), "h": (head * pack, head * pack + pack - 1), "i": (first[here, None], last[here, None])}
-        ops = Many(box | {"j": (j, np.minimum(j + keys, p.k_start + k_len) - 1)})
+        ops = Many(box | {"j": (j, np.minimum(j + keys, p.k_start + k_len) - 1)}, followed)
         shown, every = visible(p.mask.root, ops) if p.mask is not None else (ops.truth(True),) * 2
         hidden = None if p.score is None else hides(p.score.root, ops)
         shown = shown if hidden is None else shown & ~hidden

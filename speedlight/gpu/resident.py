@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,20 @@ import torch
 from .. import arrays
 from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError, shown
+from ..forks import renew_after_fork
 from ..machine import interpreting
-from ..problem import Problem, cache_dtype, cache_sizes, check_index, check_tokens, from_cache, new_counts, new_totals, shorter_lengths
+from ..problem import (
+    Problem,
+    cache_dtype,
+    cache_sizes,
+    check_index,
+    check_list,
+    check_tokens,
+    from_cache,
+    new_counts,
+    new_totals,
+    shorter_lengths,
+)
 from ..rings import PIECE, ring_of
 from ..tracing import kept
 from .decode import store
@@ -121,14 +132,16 @@ class CudaCache:
         )  # fmt: skip
         self.dtype, self.device = cache_dtype(dtype), device_of(device)
         self.window, self.keep_first, self._ring = window, keep_first, ring_of(window, keep_first, 1)
-        self._written = [[0] * self.batch for _ in range(self.layers)]  # past the last token that was ever there
         shape, dims = (self.batch, self.kv_heads, self._ring.tokens or self.capacity), (self.head_dim, self.value_dim)
         self._rows = [Rows(shape, self.dtype, dims, self.device, tokens_first=False) for _ in range(self.layers)]
         self._device_lengths = torch.zeros((self.layers, self.batch), dtype=torch.int32, device=self.device)
         self._arrived = torch.zeros((self.layers, self.batch), dtype=torch.int32, device=self.device)
         self._status = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._lengths = [[0] * self.batch for _ in range(self.layers)]
-        self._locks = [threading.Lock() for _ in range(self.layers)]
+        # of each layer the lengths, as far as the host knows them; and past the last token that was ever there
+        self._held = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
+        self._claims: set[int] = set()  # layers that somebody writes to
+        self._every = set(range(self.layers))
+        renew_after_fork(self)
         self._captured = False  # a graph has seen this cache: only the device knows the lengths
 
     def __repr__(self) -> str:
@@ -148,11 +161,11 @@ class CudaCache:
     def used_bytes(self) -> int:
         """Of the tokens that are held."""
         most = self._ring.tokens or self.capacity
-        return sum(min(n, most) for lengths in self._now() for n in lengths) * self.token_bytes
+        return sum(min(n, most) for lengths, _ in self._now() for n in lengths) * self.token_bytes
 
     def lengths(self, layer: int) -> tuple[int, ...]:
         """Tokens of every sequence. Waits for the device if a graph has seen this cache."""
-        return tuple(self._now()[check_index("layer", layer, self.layers)])
+        return tuple(self._now()[check_index("layer", layer, self.layers)][0])
 
     def length(self, layer: int, item: int = 0) -> int:
         """Tokens of one sequence."""
@@ -187,21 +200,24 @@ class CudaCache:
             CacheFull: a replayed step did not fit. It stored nothing, and its output means nothing.
         """
         noted = int(self._status.item())
-        self._lengths = self._device_lengths.tolist()
-        self._written = [list(map(max, a, b)) for a, b in zip(self._written, self._lengths, strict=True)]
+        there = self._device_lengths.tolist()
+        self._held = [(lengths, list(map(max, written, lengths))) for lengths, (_, written) in zip(there, self._held, strict=True)]
         if noted:
             self._status.zero_()
-            layer = max(range(self.layers), key=lambda n: max(self._lengths[n]))
-            free = self.capacity - max(self._lengths[layer])
+            free = self.capacity - max(map(max, there))
             raise CacheFull(
                 f"a step of a CUDA graph found no room: {free} of {self.capacity} tokens are free. truncate() it.", free + 1, free
             )
 
-    def _now(self) -> list[list[int]]:
+    def _now(self) -> list[tuple[list[int], list[int]]]:
         """The lengths, wherever they are known."""
         if self._captured and not capturing():
             self.synchronize()
-        return self._lengths
+        return self._held
+
+    def after_fork(self) -> None:
+        """In the child nobody writes."""
+        self._claims = set()
 
     # --- growing and shrinking
 
@@ -229,7 +245,7 @@ class CudaCache:
     ) -> Any:  # fmt: skip
         layer = check_index("layer", layer, self.layers)
         capture = capturing()
-        lengths = self._now()[layer]
+        lengths, written = self._now()[layer]
         new = [self._new(x, n, d) for x, n, d in ((k, "k", self.head_dim), (v, "v", self.value_dim)) if x is not None]
         n_new = new[0].shape[2] if new else 0
         if new and new[1].shape[2] != n_new:
@@ -237,48 +253,70 @@ class CudaCache:
         if capture and new_lengths is not None:
             raise UnsupportedError("new_lengths: expected None while a CUDA graph is captured; a replay could not change them.")
         counts = new_counts(new_lengths, self.batch, n_new)
-        totals = new_totals(layer, lengths, counts, self.capacity)
         a = described(q, "q", self.device) if q is not None else None
         shape = a.shape if a is not None else ()
         if new and len(shape) == 4 and shape[2] != n_new:
             raise ArgumentError(f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {tuple(shape)}).")
         rows = shape[2] if len(shape) == 4 else 0
-        if not new and any(self._ring.lost(n - rows + 1, w) for n, w in zip(lengths, self._written[layer], strict=True)):
+        if not new and any(self._ring.lost(n - rows, n, w) for n, w in zip(lengths, written, strict=True)):
             raise ArgumentError(f"q: expected fewer queries; the window has forgotten what some of the {rows} see.")
         if capture and self.capacity == _ENDLESS:
             raise UnsupportedError("capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none.")
+        query = a, options, return_lse, out, new_lengths is not None, capture
+        return self._grow(layer, new, counts, query) if new else self._attend(layer, [], counts, lengths, query)
+
+    def _grow(self, layer: int, new: list[arrays.Array], counts: list[int], query: tuple[Any, ...]) -> Any:
+        """New tokens, and what a query then sees; all of it or nothing. Claims and commits as in caches.KVCache."""
+        claims, mine, claimed, before, below, places = self._claims, {layer}, False, None, [], []
+        parts = self._rows[layer].parts
+        try:
+            if claims & mine:
+                raise _busy(layer)
+            claims |= mine
+            claimed = True
+            lengths, written = self._held[layer]
+            totals = new_totals(layer, lengths, counts, self.capacity)
+            after = totals, list(map(max, written, totals))
+            if not query[-1]:  # of a CUDA graph only the device knows
+                places = sorted({n for total, w in zip(totals, written, strict=True) for n in self._ring.overwritten(total, w)})
+                below = [x[:, :, places] for x in parts] if places else []
+                before = torch.tensor(lengths, dtype=torch.int32)
+            result = self._attend(layer, new, counts, totals, query)
+            self._held[layer] = after  # from here to the return nothing comes between
+            return result
+        except BaseException:
+            if before is not None:
+                self._device_lengths[layer].copy_(before)
+                for part, x in zip(parts, below, strict=False):
+                    part[:, :, places] = x
+            raise
+        finally:
+            if claimed:
+                claims -= mine
+
+    def _attend(
+        self, layer: int, new: list[arrays.Array], counts: list[int], totals: list[int], query: tuple[Any, ...]
+    ) -> Any:  # fmt: skip
+        """Enqueues the stores and kernels of a call. A ring takes a long chunk in pieces: each sees what is still there."""
+        a, options, return_lse, out, uneven, capture = query
+        n_new = new[0].shape[2] if new else 0
         result = target = lse = where = None
         if a is not None:
             staged = not (options["mask"] is options["score"] is None)
             result, target = arrays.out_for(a, (*a.shape[:-1], self.value_dim), out, (a,), staged=staged)
             lse, where = arrays.empty_like(a, a.shape[:-1], "float32") if return_lse else (None, None)
-        # a ring takes a long chunk in pieces: each sees what is still there
         step = PIECE if self._ring.size else max(n_new, 1)
         pieces = [slice(at, at + step) for at in range(0, max(n_new, 1), step)]
-        problems = [self._problem(a, x, counts, totals, new_lengths, capture, bool(new), options) for x in pieces if a is not None]
-        if not self._locks[layer].acquire(blocking=False):
-            raise CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")
-        before = [x.clone() for x in self._rows[layer].parts] if len(pieces) > 1 else None
-        try:
-            self._captured |= capture
-            for n, piece in enumerate(pieces):
-                if new:
-                    some = [min(max(x - piece.start, 0), step) for x in counts]
-                    self._put(layer, [x.tensor[:, :, piece] for x in new], some, new_lengths is not None)
-                if a is not None and target is not None:
-                    most = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
-                    views = [None if x is None else x.tensor[:, :, piece] if n_new else x.tensor for x in (a, target, where)]
-                    self._run(layer, problems[n], *views, most)  # type: ignore[arg-type]
-            self._lengths[layer] = totals
-            self._written[layer] = list(map(max, self._written[layer], totals))
-        except BaseException:
-            if new and not capture:
-                self._device_lengths[layer].copy_(torch.tensor(lengths, dtype=torch.int32))
-                for part, x in zip(self._rows[layer].parts, before or (), strict=False):
-                    part.copy_(x)
-            raise
-        finally:
-            self._locks[layer].release()
+        problems = [self._problem(a, x, counts, totals, uneven, capture, bool(new), options) for x in pieces if a is not None]
+        self._captured |= capture
+        for n, piece in enumerate(pieces):
+            if new:
+                some = [min(max(x - piece.start, 0), step) for x in counts]
+                self._put(layer, [x.tensor[:, :, piece] for x in new], some, uneven)
+            if a is not None and target is not None:
+                most = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
+                views = [None if x is None else x.tensor[:, :, piece] if n_new else x.tensor for x in (a, target, where)]
+                self._run(layer, problems[n], *views, most)  # type: ignore[arg-type]
         if a is None or target is None:
             return None
         arrays.deliver(target)
@@ -286,7 +324,7 @@ class CudaCache:
         return (result, arrays.like_input(a, lse)) if return_lse else result
 
     def _problem(
-        self, a: arrays.Array, piece: slice, counts: list[int], totals: list[int], new_lengths: Any, capture: bool, causal: bool,
+        self, a: arrays.Array, piece: slice, counts: list[int], totals: list[int], uneven: bool, capture: bool, causal: bool,
         options: dict[str, Any],
     ) -> Problem:  # fmt: skip
         """A problem is kept and used again, so it speaks of a power of two of keys; arrays as masks want the lengths themselves."""
@@ -295,10 +333,11 @@ class CudaCache:
         longest = (bucket,) * self.batch if known or capture else tuple(totals)
         rows = a.shape[2] if len(a.shape) == 4 else 0
         some = replace(a, shape=(*a.shape[:2], len(range(rows)[piece]), a.shape[3])) if causal and rows else a
-        given = None if new_lengths is None else [min(max(n - piece.start, 0), piece.stop - piece.start) for n in counts]
+        shortest = (len(range(rows)[piece]) if causal else 1) if known or capture else None
+        given = None if not uneven else [min(max(n - piece.start, 0), piece.stop - piece.start) for n in counts]
         problem = from_cache(
             some, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=longest,
-            causal=causal, q_lengths=given, hiding=self._ring.mask(causal), **options,
+            causal=causal, q_lengths=given, hiding=self._ring.mask(causal), shortest=shortest, **options,
         )  # fmt: skip
         check(problem, str(self.device), "ieee")
         return problem
@@ -326,18 +365,38 @@ class CudaCache:
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        now = self._now()
-        wanted = shorter_lengths(length, now, lambda item, n: any(self._ring.lost(n, x[item]) for x in self._written))
-        self._set([wanted] * self.layers)
+
+        def shorter() -> list[list[int]]:
+            now = self._now()
+            lost = lambda item, n: any(self._ring.lost(n, n, written[item]) for _, written in now)  # noqa: E731
+            return [shorter_lengths(length, [lengths for lengths, _ in now], lost)] * self.layers
+
+        self._shorten(shorter)
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._set([[0] * self.batch] * self.layers)
+        self._shorten(lambda: [[0] * self.batch] * self.layers)
 
-    def _set(self, lengths: list[list[int]]) -> None:
-        self._device_lengths.copy_(torch.tensor(lengths, dtype=torch.int32))
-        self._lengths = [list(x) for x in lengths]
-        self._written = [[n and w for n, w in zip(x, y, strict=True)] for x, y in zip(lengths, self._written, strict=True)]
+    def _shorten(self, choose: Callable[[], list[list[int]]]) -> None:
+        claims, mine, claimed, before = self._claims, self._every, False, None
+        try:  # as in _grow
+            if claims & mine:
+                raise _busy(min(claims & mine))
+            claims |= mine
+            claimed = True
+            lengths, held = choose(), self._held
+            after = [(x, [n and w for n, w in zip(x, y, strict=True)]) for x, (_, y) in zip(lengths, held, strict=True)]
+            there = torch.tensor(lengths, dtype=torch.int32)
+            before = self._device_lengths.clone()
+            self._device_lengths.copy_(there)
+            self._held = after
+        except BaseException:
+            if before is not None:
+                self._device_lengths.copy_(before)
+            raise
+        finally:
+            if claimed:
+                claims -= mine
 
     def copy(self) -> CudaCache:
         """An independent cache with the same content."""
@@ -345,7 +404,7 @@ class CudaCache:
 
     def select(self, batch_indices: Sequence[int]) -> CudaCache:
         """A new cache of these sequences, in this order and as often: for beams."""
-        indices = [check_index("batch index", i, self.batch) for i in batch_indices]
+        indices = [check_index("batch index", i, self.batch) for i in check_list("batch_indices", batch_indices, "ints")]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
         names = ("layers", "kv_heads", "head_dim", "value_dim", "capacity", "dtype", "window", "keep_first")
@@ -355,12 +414,17 @@ class CudaCache:
         for mine, theirs in zip(self._rows, new._rows, strict=True):
             for a, b in zip(mine.parts, theirs.parts, strict=True):
                 b.copy_(a[indices])
-        new._written = [[x[i] for i in indices] for x in self._written]
-        new._set([[x[i] for i in indices] for x in now])
+        new._held = [([lengths[i] for i in indices], [written[i] for i in indices]) for lengths, written in now]
+        new._device_lengths.copy_(torch.tensor([lengths for lengths, _ in new._held], dtype=torch.int32))
         return new
 
     def save(self, path: Any) -> None:
         raise UnsupportedError("save: expected a cache on the CPU; one on a GPU is not saved yet. Copy keys() and values() to the CPU.")
+
+
+def _busy(layer: int) -> CacheBusy:
+    """A second appender is told so instead of waiting."""
+    return CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")
 
 
 class PoolMemory:

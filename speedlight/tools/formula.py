@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import ast
+import operator
 from typing import Any
 
 import speedlight as sl
 
-from ..errors import ArgumentError, Error
+from ..errors import ArgumentError, Error, shown
 from ..tracing import Symbol
+from ..tree import INT_MAX, INT_MIN
 
 _PATTERNS = ("causal", "window", "prefix", "dilated", "softcap", "alibi")
 _FUNCTIONS = ("where", "minimum", "maximum", "exp", "exp2", "log", "log2", "tanh", "sqrt", "abs", "sigmoid", "floor")
-_ALLOWED = (
-    ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.Call, ast.Name, ast.Constant, ast.List, ast.Tuple, ast.keyword, ast.Load,
-    ast.operator, ast.unaryop, ast.cmpop,
-)  # fmt: skip
+_BINARY = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor, ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+}  # fmt: skip
+_UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}
+_COMPARE = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+}
 _MOST_PARTS = 10_000  # names, numbers and operators
 
 
@@ -24,58 +36,129 @@ def read_formula(option: str, text: str, symbols: str) -> Any:
 
     Raises ArgumentError, naming the option, for anything but numbers, operators, the patterns and the functions.
     """
+    tree = _parsed(option, text)
     names = {n: getattr(sl, n) for n in (*_PATTERNS, *_FUNCTIONS)}
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for name in used - {*names, *symbols}:
+        known = ", ".join([*symbols, *_PATTERNS, *_FUNCTIONS])
+        raise ArgumentError(f"{option}: expected one of the names {known}; got {name!r}.")
+    _check(option, text, tree)
+    if not used & set(symbols):
+        return _evaluated(option, text, tree, names)
+    if symbols.startswith("s"):
+        if used & set(_PATTERNS):
+            raise ArgumentError(f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in {_shortened(text)}.")
+        return sl.expression(
+            lambda s, b, h, i, j: _evaluated(option, text, tree, names | {"s": s, "b": b, "h": h, "i": i, "j": j}), "score"
+        )
+    patterns = {n: _inlined(names[n]) for n in _PATTERNS}
+    return sl.expression(lambda b, h, i, j: _evaluated(option, text, tree, names | patterns | {"b": b, "h": h, "i": i, "j": j}), "mask")
+
+
+def _parsed(option: str, text: str) -> ast.expr:
     try:
-        tree = ast.parse(text.strip(), mode="eval")
-        nodes = list(ast.walk(tree))
-        code = compile(tree, option, "eval") if len(nodes) <= _MOST_PARTS else None
+        tree = ast.parse(text.strip(), mode="eval").body
+        if sum(1 for _ in ast.walk(tree)) <= _MOST_PARTS:
+            return tree
     except (SyntaxError, ValueError) as error:
         raise ArgumentError(
             f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {_shortened(text)} ({error})."
         ) from None
     except (RecursionError, MemoryError):
-        nodes, code = [], None
-    if code is None:
-        raise ArgumentError(
-            f"{option}: expected a formula of at most {_MOST_PARTS:,} parts, less deeply nested; got {_shortened(text)}. "
-            "Use Python and sl.table()."
-        )
-    used = set()
-    for node in nodes:
-        if not isinstance(node, _ALLOWED):
-            raise ArgumentError(
-                f"{option}: expected numbers, operators, patterns and functions; got {type(node).__name__} in {_shortened(text)}."
-            )
-        if isinstance(node, ast.Name):
-            used.add(node.id)
-            if node.id not in names and node.id not in tuple(symbols):
-                known = ", ".join([*symbols, *_PATTERNS, *_FUNCTIONS])
-                raise ArgumentError(f"{option}: expected one of the names {known}; got {node.id!r}.")
-        if isinstance(node, ast.Constant) and type(node.value) not in (int, float, bool, type(None)):
-            raise ArgumentError(f"{option}: expected numbers; got {node.value!r}.")
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
-            raise ArgumentError(f"{option}: expected no power; got {_shortened(text)}. Multiply, or use exp2(log2(x) * n).")
+        pass
+    raise ArgumentError(
+        f"{option}: expected a formula of at most {_MOST_PARTS:,} parts, less deeply nested; got {_shortened(text)}. "
+        "Use Python and sl.table()."
+    )
 
-    def value(**here: Any) -> Any:
-        try:
-            return eval(code, {"__builtins__": {}}, names | here)  # nothing but the names above can be reached
-        except (TypeError, ValueError, ArithmeticError, RecursionError, MemoryError) as error:
-            if isinstance(error, Error):
-                raise
-            raise ArgumentError(f"{option}: {_shortened(text)}: {error}.") from None
 
-    if not used & set(symbols):
-        return value()
-    if symbols.startswith("s"):
-        if used & set(_PATTERNS):
-            raise ArgumentError(f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in {_shortened(text)}.")
-        return sl.expression(lambda s, b, h, i, j: value(s=s, b=b, h=h, i=i, j=j), "score")
-    patterns = {n: _inlined(names[n]) for n in _PATTERNS}
-    return sl.expression(lambda b, h, i, j: value(b=b, h=h, i=i, j=j, **patterns), "mask")
+def _check(option: str, text: str, tree: ast.expr) -> None:
+    stack = [tree]
+    try:
+        while stack:
+            stack.extend(_operands(stack.pop()))
+    except ValueError as error:
+        raise ArgumentError(f"{option}: {error} in {_shortened(text)}.") from None
 
 
 def _shortened(text: str) -> str:
     return repr(text if len(text) <= 100 else f"{text[:100]}…")
+
+
+def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) -> Any:
+    """What the formula makes of these names. Nothing else can be reached: the tree is walked here, and not run by Python."""
+    values: dict[ast.AST, Any] = {}
+    stack: list[ast.AST] = [tree]
+    try:
+        while stack:
+            node = stack[-1]
+            waiting = [x for x in _operands(node) if x not in values]
+            stack.extend(reversed(waiting))
+            if not waiting:
+                values[node] = _value(node, values, names)
+                stack.pop()
+    except (TypeError, ValueError, ArithmeticError, MemoryError) as error:
+        if isinstance(error, Error):
+            raise
+        raise ArgumentError(f"{option}: {_shortened(text)}: {error}.") from None
+    return values[tree]
+
+
+def _operands(node: ast.AST) -> list[ast.expr]:
+    """What a node's value is made of; an error for anything that is no part of a formula."""
+    match node:
+        case ast.BinOp(op=op) if type(op) in _BINARY:
+            return [node.left, node.right]
+        case ast.UnaryOp(op=op) if type(op) in _UNARY:
+            return [node.operand]
+        case ast.Compare(ops=[op]) if type(op) in _COMPARE:
+            return [node.left, *node.comparators]
+        case ast.Call(func=ast.Name()):
+            return [*node.args, *(x.value for x in node.keywords)]
+        case ast.List() | ast.Tuple():
+            return node.elts
+        case ast.Name():
+            return []
+        case ast.Constant(value=value) if type(value) in (int, float, bool, type(None)):
+            return []
+        case ast.Constant(value=value):
+            raise ValueError(f"expected numbers; got {shown(value)}")
+        case ast.BinOp(op=ast.Pow()):
+            raise ValueError("expected no power: multiply, or use exp2(log2(x) * n)")
+        case ast.Compare():
+            raise ValueError("expected comparisons of two, with < <= > >= == !=, joined by &: (0 < i) & (i < 9)")
+    raise ValueError(f"expected numbers, operators, patterns and functions; got {type(node).__name__}")
+
+
+def _value(node: ast.AST, values: dict[ast.AST, Any], names: dict[str, Any]) -> Any:
+    match node:
+        case ast.Constant():
+            return node.value
+        case ast.Name():
+            return names[node.id]
+        case ast.List() | ast.Tuple():
+            return [values[x] for x in node.elts]
+        case ast.UnaryOp():
+            return _UNARY[type(node.op)](values[node.operand])
+        case ast.Compare():
+            return _COMPARE[type(node.ops[0])](values[node.left], values[node.comparators[0]])
+        case ast.Call(func=ast.Name(id=name)):
+            if not callable(names[name]):
+                raise ValueError(f"expected a function; got {name}(…)")
+            return names[name](*(values[x] for x in node.args), **{x.arg or "": values[x.value] for x in node.keywords})
+        case ast.BinOp():
+            return _joined(type(node.op), values[node.left], values[node.right])
+    raise AssertionError(node)
+
+
+def _joined(op: type[ast.operator], left: Any, right: Any) -> Any:
+    """Python's integers may grow without end: ours have 64 bits."""
+    if op is ast.LShift and type(right) is int and right > 63:
+        raise ValueError(f"<<: expected a shift of 0 to 63; got {shown(right)}")
+    found = _BINARY[op](left, right)
+    if type(found) is int and not INT_MIN <= found <= INT_MAX:
+        raise ValueError(f"expected integers that int64 holds; got {shown(found)}")
+    return found
 
 
 def read_formulas(mask: str | None, score: str | None) -> dict[str, Any]:
@@ -88,4 +171,4 @@ def read_formulas(mask: str | None, score: str | None) -> dict[str, Any]:
 
 def _inlined(pattern: Any) -> Any:
     """A pattern whose mask is a condition among symbols."""
-    return lambda *numbers: Symbol(pattern(*numbers).root)
+    return lambda *numbers, **named: Symbol(pattern(*numbers, **named).root)

@@ -10,7 +10,7 @@ import numpy as np
 from .. import reference
 from ..errors import ArgumentError, FileError
 from ..planning import Plan
-from ..tiles import Rows, grid
+from ..tiles import Rows, grid, integers_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = {"skipped": "#f2f2f2", "mixed": "#e69f00", "full": "#0072b2"}  # told apart by every eye, and in grey
@@ -42,7 +42,7 @@ def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
     from matplotlib.patches import Patch
 
     p = plan.problem
-    rows = Rows(p, 0, head // p.group, plan.panel)
+    rows = Rows(p, 0, head // p.group, plan.panel, integers_of(p))
     kinds, queries, keys = grid(rows)
     figure, axes = plt.subplots(figsize=(7.2, 7.0), layout="constrained")
     # the last cell may reach past the end: draw it whole and cut the axes there
