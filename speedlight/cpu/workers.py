@@ -21,7 +21,7 @@ import time
 import warnings
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..machine import available_threads
 from .compile import Kernel
 from .fields import LEFT, LIMIT, TICKET, WORKER
@@ -49,8 +49,8 @@ def set_threads(n: int | None) -> None:
         if not isinstance(n, int) or isinstance(n, bool):
             raise ArgumentTypeError(f"n: expected an int or None; got {type(n).__name__}.")
         if not 1 <= n <= 1024:
-            raise ArgumentError(f"n: expected 1 to 1024 threads; got {n}.")
-    _threads = n
+            raise ArgumentError(f"n: expected 1 to 1024 threads; got {shown(n)}.")
+    _threads = None if n is None else int(n)
 
 
 def get_threads() -> int:
