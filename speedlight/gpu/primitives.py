@@ -11,6 +11,7 @@ import triton.language as tl
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+MOST: tl.constexpr = tl.constexpr(3.4028234663852886e38)  # float32's greatest
 
 
 @triton.jit
@@ -20,13 +21,39 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def finite_max(running_max):
+    """The maximum, or 0 where nothing has been seen, so that -inf - max is -inf."""
+    return tl.where(running_max == float("-inf"), 0.0, running_max)
+
+
+@triton.jit
+def exponents(top, factor):
+    """(by, base) of rows with these maxima: weights are 2^(x · by - base), one multiply-add each; `by` is `factor` for ordinary rows.
+
+    From |top · factor| = 2^28 on, unequal scores differ by 16 at least, and roundings of the product by as much. A power of two
+    has none and never overflows: the largest score takes all.
+    """
+    exact = ((~top.to(tl.int32, bitcast=True) & 0x7F800000) + (39 << 23)).to(tl.float32, bitcast=True)  # |top| · exact >= 2^40
+    by = tl.where(tl.abs(top * factor) < 268435456.0, factor, exact)
+    return by, finite_max(top * by)
+
+
+@triton.jit
 def online_softmax(x, factor, running_max, running_sum):
-    """2^(x · factor - new max), the new max and sum, and what earlier results are multiplied by. A score of -inf is hidden."""
-    new_max = tl.maximum(running_max, tl.max(x, 1) * factor)
-    least = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing seen yet: exp2(-inf - 0) = 0
-    p = tl.math.exp2(x * factor - least[:, None])
-    alpha = tl.math.exp2(running_max - least)
+    """Weights, the new max and sum, and what earlier results are multiplied by. A score of -inf is hidden."""
+    new_max = tl.maximum(running_max, tl.max(x, 1))
+    by, base = exponents(new_max, factor)
+    p = tl.math.exp2(x * by[:, None] - base[:, None])
+    alpha = tl.math.exp2(running_max * by - base)
     return p, new_max, running_sum * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def log_sum_exp(running_max, running_sum):
+    """From the maximum as a logit. Where nothing was seen -inf, which rounding does not make of a finite score."""
+    lse = running_max + tl.math.log2(tl.where(running_sum == 0.0, 1.0, running_sum)) * LN2
+    lse = tl.where(lse > MOST, MOST, tl.where(lse < -MOST, -MOST, lse))
+    return tl.where(running_sum == 0.0, float("-inf"), lse)
 
 
 @triton.jit
