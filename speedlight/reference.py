@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import arrays
+from .modes import standard
 from .planning import TILE
 from .problem import LAYOUTS, SPAN, Problem, from_arrays
 from .tree import evaluate, rounding_error
@@ -41,6 +42,7 @@ def attention_row(score: np.ndarray, v: np.ndarray, visible: np.ndarray) -> tupl
     return (p[:, None] * v).sum(axis=0) / p.sum(), float(top + np.log(p.sum()))
 
 
+@standard
 def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
     """What `speedlight.attention` with the same arguments should return, in float64.
 
