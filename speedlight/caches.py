@@ -12,7 +12,7 @@ import numpy as np
 
 from . import arrays, engine, saved
 from .blocks import Store, make_stores
-from .compiling import leaves_graph
+from .compiling import in_graph, outside
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError
 from .forks import renew_after_fork
 from .machine import current_isa
@@ -178,15 +178,15 @@ class KVCache:
 
     # --- growing and shrinking
 
-    @leaves_graph
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
+        if in_graph():
+            return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer = self._layer(layer)
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         self._same_count(k, v)
         self._grow(layer, k, v, self._counts(new_lengths, k.shape[2]), None)
 
-    @leaves_graph
     def attend(
         self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
         score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
@@ -213,6 +213,9 @@ class KVCache:
 
         After any exception the cache is as it was.
         """
+        if in_graph():
+            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            return outside(KVCache.attend, self, layer, q, k, v, new_lengths=new_lengths, **options)
         if new_lengths is out is sink_logits is None and type(k) is np.ndarray and type(layer) is int and 0 <= layer < self.layers:
             result = self._known(layer, q, k, v, scale, mask, score, return_lse)
             if result is not None:

@@ -16,21 +16,27 @@ def leaves_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> _R:
-        if "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_compiling():
-            return _outside(function, args, options)
+        if in_graph():
+            return outside(function, *args, **options)
         return function(*args, **options)
 
     return call
 
 
+def in_graph() -> bool:
+    """Whether torch.compile is looking at this call."""
+    return "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_compiling()
+
+
 _untraced: dict[Any, Any] = {}
 
 
-def _outside(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def outside(function: Any, *args: Any, **options: Any) -> Any:
+    """The call as it is. For methods of caches, that say so themselves: when a decorator's call returns, signals are looked for."""
     if function not in _untraced:
         _untraced[function] = sys.modules["torch"].compiler.disable(function)
     return _untraced[function](*args, **options)
 
 
 # What torch.compiler.disable() itself marks functions with; here before torch is imported, if it ever is
-vars(_outside).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="speedlight's kernels are no graph nodes")
+vars(outside).update(_torchdynamo_disable=True, _torchdynamo_disable_msg="speedlight's kernels are no graph nodes")

@@ -15,6 +15,7 @@ import numpy as np
 from .arrays import numpy_dtype
 from .errors import FileError
 
+_UNPACKED, _RATIO = 64 << 20, 32  # bytes that a compressed file may hold whatever its size; and beyond them for each of its own
 _SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I32": "int32",
                 "I64": "int64"}  # fmt: skip
 
@@ -57,7 +58,15 @@ def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     found = {}
     with zipfile.ZipFile(path) as archive:
+        promised, room = sum(x.file_size for x in archive.infolist()), path.stat().st_size
+        if promised > max(_UNPACKED, _RATIO * room):
+            raise FileError(
+                f"{path}: {room:,} bytes promise {promised:,}; expected up to {_RATIO} times the file, or {_UNPACKED:,}. "
+                "Save it with numpy.savez, which does not compress."
+            )
         for member in archive.infolist():
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise FileError(f"{path}: expected members that NumPy writes; got a compression of type {member.compress_type}.")
             if member.filename.endswith(".npy"):
                 with archive.open(member) as f:
                     found[member.filename[:-4]] = _read_npy(f, member.file_size, member.filename)

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import arrays, engine
 from .blocks import make_stores
-from .compiling import leaves_graph
+from .compiling import in_graph, outside
 from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull
 from .forks import renew_after_fork
 from .machine import current_isa
@@ -298,16 +298,16 @@ class PagePool:
 
     # --- append and attend
 
-    @leaves_graph
     def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after the other's."""
+        if in_graph():
+            return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         counts = self._counts(new_lengths, len(sequences), k.shape[0])
         self._check_new(k, v, counts)
         self._grow(layer, sequences, counts, k, v, None)
 
-    @leaves_graph
     def attend(
         self, layer: int, sequences: Any, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None,
         mask: Any = None, score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
@@ -333,6 +333,9 @@ class PagePool:
 
         After any exception the pool and its sequences are as they were.
         """
+        if in_graph():
+            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            return outside(PagePool.attend, self, layer, sequences, q, k, v, new_lengths=new_lengths, **options)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         if not isinstance(return_lse, bool):
             raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")

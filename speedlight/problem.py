@@ -590,9 +590,9 @@ def cache_sizes(
     sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
     check_sizes(sizes | {"window": 1 if window is None else window})
+    check_sizes({"keep_first": keep_first}, least=0)
     if window is None and keep_first:
         raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
-    check_sizes({"keep_first": keep_first}, least=0)
     return tuple(map(int, sizes.values()))  # type: ignore[return-value]
 
 

@@ -28,16 +28,19 @@ class Interrupt(KeyboardInterrupt):
     """What is raised."""
 
 
-def places(call: Callable[[], Any]) -> range:
-    """The numbers of all places of a call, which is made once. It must take the same way each time."""
-    probe = _Probe(-1)
+def places(call: Callable[[], Any], within: str = "") -> range:
+    """The numbers of all places of a call, which is made once. It must take the same way each time.
+
+    within: only in functions of files whose name has this in it.
+    """
+    probe = _Probe(-1, within)
     probe.run(call)
     return range(1, probe.count + 1)
 
 
-def interrupted(call: Callable[[], Any], at: int) -> bool:
+def interrupted(call: Callable[[], Any], at: int, within: str = "") -> bool:
     """Whether the call was ended by an exception at its `at`-th place."""
-    probe = _Probe(at)
+    probe = _Probe(at, within)
     try:
         probe.run(call)
     except Interrupt:
@@ -66,8 +69,8 @@ def _code(code: CodeType) -> tuple[dict[int, str], dict[int, Any]]:
 class _Probe:
     """Counts places and raises at one of them."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.count, self.raised = at, 0, False
+    def __init__(self, at: int, within: str = "") -> None:
+        self.at, self.within, self.count, self.raised = at, within, 0, False
         self.last: dict[FrameType, int] = {}  # the instruction that a frame is in
         self.told: set[FrameType] = set()  # whose call in progress has places of its own
         self.depth: FrameType | None = None
@@ -86,7 +89,9 @@ class _Probe:
             if enabled:
                 gc.enable()
 
-    def place(self) -> None:
+    def place(self, frame: FrameType) -> None:
+        if self.within not in frame.f_code.co_filename:
+            return
         self.count += 1
         if self.count == self.at:
             self.raised = True
@@ -98,9 +103,11 @@ class _Probe:
             return None
         if frame.f_back is not None:
             self.told.add(frame.f_back)
+        if self.within not in frame.f_code.co_filename:
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if frame.f_back is not self.depth:
-            self.place()
+            self.place(frame)
         return self.instruction
 
     def instruction(self, frame: FrameType, event: str, _: Any) -> Any:
@@ -109,7 +116,7 @@ class _Probe:
             told = frame in self.told
             self.told.discard(frame)
             if before is not None and self.checked(frame, before, told):
-                self.place()
+                self.place(frame)
         elif event == "return":
             self.last.pop(frame, None)
             self.told.discard(frame)
@@ -134,9 +141,9 @@ class _Probe:
             self.told.add(frame)
         elif event == "c_return" and frame.f_code is not _Probe.run.__code__:
             self.told.add(frame)
-            self.place()
+            self.place(frame)
         elif event == "return" and frame.f_back is not None and frame.f_back is not self.depth and self.by_c(frame):
-            self.place()
+            self.place(frame)
 
     def by_c(self, frame: FrameType) -> bool:
         """Whether a Python function was called through C, where signals are looked for once more when it has returned."""

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import hashlib
 import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 ENOUGH = 38
-SECONDS = 900  # after which a suite that hangs has seen the fault
+OWN_SECONDS, SECONDS = 200, 1200  # after which tests that hang have seen the fault
 FAILED, NOTHING_RAN = 1, (4, 5)  # exit codes of pytest
 
 
@@ -360,20 +362,23 @@ def copied(to: Path) -> Path:
     return to
 
 
-def run_tests(tree: Path, arguments: list[str], *, mutated: bool) -> tuple[int, str]:
+def run_tests(tree: Path, arguments: list[str], seconds: int, *, mutated: bool) -> tuple[int, str]:
     """pytest's exit code, and the first test that failed; no test run at all is an error. A mutation has kernels of its own."""
     place = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} | ({"SPEEDLIGHT_CACHE_DIR": str(tree / "kernels")} if mutated else {})
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *arguments]
-    try:
-        done = subprocess.run(
-            command, cwd=tree, env=os.environ | place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return FAILED, f"no end within {SECONDS} s"
-    if done.returncode in NOTHING_RAN:
-        raise ValueError(f"pytest {shlex.join(arguments)}: {done.stdout[-500:]}")
-    lines = [x for x in done.stdout.splitlines() if x.startswith(("FAILED", "ERROR"))]
-    return done.returncode, (lines or done.stdout.splitlines()[-1:] or [""])[0][:150]
+    options: dict[str, Any] = {"cwd": tree, "env": os.environ | place, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return FAILED, f"no end within {seconds} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # whatever a test has left, too
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode in NOTHING_RAN:
+        raise ValueError(f"pytest {shlex.join(arguments)}: {said[-500:]}")
+    lines = [x for x in said.splitlines() if x.startswith(("FAILED", "ERROR"))]
+    return process.returncode, (lines or said.splitlines()[-1:] or [""])[0][:150]
 
 
 def try_out(mutation: Mutation | None, tests: str, rest: bool) -> dict[str, Any]:
@@ -383,10 +388,10 @@ def try_out(mutation: Mutation | None, tests: str, rest: bool) -> dict[str, Any]
         tree = copied(Path(name))
         if mutation is not None:
             mutation.apply(tree)
-        code, first = run_tests(tree, shlex.split(tests), mutated=mutation is not None)
+        code, first = run_tests(tree, shlex.split(tests), OWN_SECONDS, mutated=mutation is not None)
         by = "its own room" if code else "nothing"
         if mutation is not None and rest and not code:
-            code, first = run_tests(tree, ["-n", "2", "tests"], mutated=True)
+            code, first = run_tests(tree, ["-n", "2", "tests"], SECONDS, mutated=True)
             by = "the rest" if code else "nothing"
     return {"caught": by, "test": first, "seconds": round(time.perf_counter() - start, 1)}
 

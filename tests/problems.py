@@ -238,3 +238,18 @@ def _numbers(rng: np.random.Generator, dtype: str, what: str, shape: tuple[int, 
         case "tiny":
             x = x * TINY[dtype]
     return x.astype(numpy_dtype(dtype))
+
+
+def far_scores(dtype: str) -> list[float]:
+    """Finite scores beside which q · k is nothing: what other libraries' masks hold, and where log2 e times a score is infinite."""
+    most = float(np.finfo(np.float64 if dtype == "float64" else np.float32).max)
+    low = float(ml_dtypes.finfo(numpy_dtype(dtype)).min) if dtype == "bfloat16" else -most
+    return [low, -most, most, -most / 2, 0.6 * most, -0.74 * most]
+
+
+def without_far_scores(q: Any, k: Any, v: Any, far: float, every: int) -> tuple[Any, Any, Any]:
+    """With ordinary scores, what adding `far` to the scores of every so many keys comes to: they are hidden, or all there is."""
+    place = np.arange(k.shape[2]) % every == 0
+    if far < 0 and every > 1:
+        return q, k[:, :, ~place], v[:, :, ~place]
+    return np.zeros_like(q), k[:, :, place], v[:, :, place]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from problems import DTYPES, numpy_dtype, qkv
 from tolerance import assert_within
+from wrong import WRONG
 
 import speedlight as sl
 from speedlight.blocks import quantise
@@ -208,6 +210,47 @@ def test_every_failing_call_leaves_the_cache_as_it_was(rng, call, message):
         call(cache, *(x[:, :, :3] for x in (q, k, v)))
     assert (cache.keys(0).tobytes(), cache.values(0).tobytes(), cache.lengths(0)) == before
     cache.attend(0, q, k, v)
+
+
+def arguments(rng):
+    """Of every method of a cache: with what it is called."""
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 1, 1, 16, 16)
+    step = {"layer": 0, "q": q, "k": k, "v": v, "new_lengths": None, "scale": None, "mask": None, "score": None}
+    step |= {"sink_logits": None, "return_lse": False, "out": None}
+    return {
+        "attend": step,
+        "append": {n: step[n] for n in ("layer", "k", "v", "new_lengths")},
+        "truncate": {"length": 3},
+        "select": {"batch_indices": [0]},
+        "lengths": {"layer": 0},
+        "length": {"layer": 0, "item": 0},
+        "keys": {"layer": 0},
+        "save": {"path": "x"},
+    }
+
+
+def test_arguments_of_any_type(rng, tmp_path, monkeypatch):
+    """A speedlight error, or an answer; never an error of somebody else's, and nothing is changed by an error."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "capacity": 20}
+    _, k, v = qkv(rng, "float32", 2, 4, 2, 5, 5, 16, 16)
+    for method, usual in arguments(rng).items():
+        for name in usual:
+            for wrong in WRONG:
+                cache = sl.KVCache(**sizes)
+                cache.append(0, k, v)
+                before = cache.keys(0).tobytes(), cache.lengths(0)
+                try:
+                    getattr(cache, method)(**(usual | {name: wrong}))
+                except sl.Error as error:
+                    assert (cache.keys(0).tobytes(), cache.lengths(0)) == before and str(error), f"{method}({name}={wrong!r})"
+    for name in (*sizes, "dtype", "value_dim", "window", "keep_first", "device"):
+        for wrong in WRONG:
+            with contextlib.suppress(sl.Error):
+                sl.KVCache(**(sizes | {name: wrong}))
+    for wrong in WRONG:
+        with pytest.raises(sl.Error):
+            sl.KVCache.load(wrong)
 
 
 def test_one_appender_at_a_time(rng):

@@ -31,7 +31,7 @@ from tolerance import assert_within, plain
 import speedlight as sl
 from speedlight import planning, reference
 from speedlight.cpu import compile as compiler
-from speedlight.machine import host_isas, isa_named
+from speedlight.machine import Blocking, host_isas, isa_named
 from speedlight.planning import uses_dot
 from speedlight.tree import evaluate
 
@@ -41,16 +41,17 @@ Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, lengt
 @contextlib.contextmanager
 def kernels(form: Form, unit: str, short: bool, *, cached: bool = False) -> Iterator[None]:
     """On a vector unit; in a short run with panels of one width, and the decode kernel only where the form says so."""
-    worth, rows, before = planning._VECTOR_WORTH, planning.DECODE_ROWS, os.environ.get("SPEEDLIGHT_ISA")
+    blocking, rows, before = planning.blocking, planning.DECODE_ROWS, os.environ.get("SPEEDLIGHT_ISA")
     os.environ["SPEEDLIGHT_ISA"] = unit
     if short:
-        planning._VECTOR_WORTH = {n: 1.0 if n == vectors_of(form) else 1e-9 for n in (1, 2, 3)}
+        worth = tuple(1.0 if n == vectors_of(form) else 1e-9 for n in (1, 2, 3))
+        planning.blocking = lambda *_, **__: Blocking(worth, 8)  # type: ignore[arg-type, return-value]
         if form.extra != ("steps" if cached else "decode") or unit != units(form)[0]:
             planning.DECODE_ROWS = 0
     try:
         yield
     finally:
-        planning._VECTOR_WORTH, planning.DECODE_ROWS = worth, rows
+        planning.blocking, planning.DECODE_ROWS = blocking, rows
         if before is None:
             del os.environ["SPEEDLIGHT_ISA"]
         else:

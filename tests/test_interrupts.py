@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
+import traceback
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -220,3 +222,96 @@ def test_a_signal_at_any_moment_leaves_everything_as_it_was(kind):
         elif undo is not None:
             w = world(kind)
     assert ended > 20
+
+
+# --- forks
+
+
+def child(check):
+    """Whether check() ends well in a forked child; it has 20 s."""
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        try:
+            check()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def halfway(monkeypatch, owner, name, at, call):
+    """Begins a call in another thread and stops it where owner.name returns for the at-th time; gives what lets it go on."""
+    there, go, real, calls = threading.Event(), threading.Event(), getattr(owner, name), []
+
+    def stopped(*arguments, **options):
+        result = real(*arguments, **options)
+        calls.append(1)
+        if len(calls) == at and threading.current_thread() is thread:
+            there.set()
+            go.wait(60)
+        return result
+
+    monkeypatch.setattr(owner, name, stopped)
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert there.wait(60)
+
+    def finish():
+        go.set()
+        thread.join()
+
+    return finish
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize(
+    ("kind", "name", "stop", "at"),
+    [
+        ("cache", "attend", "_run", 1),
+        ("cache", "append", "_write", 1),
+        ("ring", "attend pieces", "_compute", 2),
+        ("ring", "attend many", "_write", 1),
+        ("pool", "attend", "_write", 1),
+        ("pool", "append", "_take", 1),
+        ("pool", "attend chunks", "_run", 1),
+    ],
+)
+def test_a_child_finds_everything_as_it_was(monkeypatch, kind, name, stop, at):
+    """What another thread of the parent had begun has not been; what it was writing to can be written to."""
+    call, _ = (POOL if "pool" in kind else CACHE | RING)[name]
+    wanted = result(world(kind), call)
+    w = world(kind)
+    before = w.state(w)
+
+    def check():
+        assert w.state(w) == before
+        assert result(w, call) == wanted
+
+    finish = halfway(monkeypatch, w.pool if "pool" in kind else w.cache, stop, at, lambda: call(w))
+    try:
+        assert child(check)
+    finally:
+        finish()
+    assert w.state(w) == wanted[1]  # and the parent goes on
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_of_a_thread_that_takes_pages():
+    w = world("pool")
+    there, go = threading.Event(), threading.Event()
+
+    def take():
+        with w.pool._taking:
+            there.set()
+            go.wait(60)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert there.wait(60)
+    try:
+        assert child(lambda: w.pool.append(0, [w.sequences[0]], w.few.k, w.few.v, new_lengths=[40]))
+    finally:
+        go.set()
+        thread.join()

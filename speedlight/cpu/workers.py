@@ -132,6 +132,8 @@ def run_region(kernel: Kernel, words: Any, threads: int) -> None:
             _run_on_helpers(kernel, words, threads - 1)
         else:
             parallel(kernel.address, ctypes.addressof(words), _startable(threads), 0)
+    except ctypes.ArgumentError as error:  # an address can be passed, so there was no memory for it
+        raise MemoryError(str(error)) from None
     finally:
         if _region[0] is token:
             _region[0] = None
@@ -148,7 +150,11 @@ def _run_on_helpers(kernel: Kernel, words: Any, count: int) -> None:
         words[LIMIT] = 0  # nobody draws another ticket
         raise
     finally:
-        kernel.joined(arguments)
+        try:
+            kernel.joined(arguments)
+        except (MemoryError, ctypes.ArgumentError):  # there was no memory for the call itself, so once more
+            kernel.joined(arguments)
+            raise
 
 
 def _started(count: int) -> list[_Helper]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .. import arrays
-from ..compiling import leaves_graph
+from ..compiling import in_graph, outside
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError, shown
 from ..forks import renew_after_fork
 from ..machine import interpreting
@@ -221,17 +221,20 @@ class CudaCache:
 
     # --- growing and shrinking
 
-    @leaves_graph
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
+        if in_graph():
+            return outside(CudaCache.append, self, layer, k, v, new_lengths=new_lengths)
         self._step(layer, None, k, v, new_lengths, {}, False, None)
 
-    @leaves_graph
     def attend(
         self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
         score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
     ) -> Any:  # fmt: skip
         """As KVCache.attend, on tensors of the cache's device."""
+        if in_graph():
+            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            return outside(CudaCache.attend, self, layer, q, k, v, new_lengths=new_lengths, **options)
         if not isinstance(return_lse, bool):
             raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
         if (k is None) != (v is None) or (k is None and new_lengths is not None):

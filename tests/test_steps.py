@@ -1,0 +1,183 @@
+"""Prepared steps that caches and pools remember: whatever differs from the last call, the bits are those of a fresh one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import FULL
+from problems import numpy_dtype, qkv
+
+import speedlight as sl
+
+COUNT = 10_000 if FULL else 120  # of each kind
+D, LONGEST = 16, 2300  # two spans and a bit
+IDS = [sl.table(np.arange(LONGEST + 50) // n, "ids") for n in (7, 11)]
+
+
+def sign(x):
+    """Tells 0.0 from -0.0."""
+    return sl.where(1 / x > 0, 1.0, 0.0)
+
+
+BEYOND = sl.expression(lambda b, h, i, j: (1000 - i) * 3_000_000 * (j % 2) > 0)  # 32 bits, at some rows
+OPTIONS = [  # few structures, each with several numbers and tables
+    {},
+    {"scale": 0.3},
+    {"mask": BEYOND},
+    {"mask": sl.window(50, 0)},
+    {"mask": sl.window(51, 0)},
+    {"mask": sl.expression(lambda b, h, i, j: j % (b + 2) != 1)},
+    *({"mask": sl.expression(lambda b, h, i, j, t=t: t[i] == t[j]), "score": sl.softcap(c)} for t in IDS for c in (2.0, 3.0)),
+    *({"score": sl.expression(lambda s, b, h, i, j, z=z: s + j / 64 * sign(s * 0 + z))} for z in (0.0, -0.0)),
+    *({"scale": z, "score": sl.expression(lambda s, b, h, i, j: j / 64 * sign(s + s))} for z in (0.0, -0.0)),
+]
+
+
+def options_of(rng, most):
+    return OPTIONS[rng.integers(most)] | {"return_lse": True}
+
+
+def strided(rng, x):
+    """The same numbers, lying in one of three ways."""
+    way = rng.integers(3)
+    if way == 1:
+        return np.ascontiguousarray(x.swapaxes(-3, -2)).swapaxes(-3, -2)
+    return np.concatenate([x, x], axis=-1)[..., : x.shape[-1]] if way == 2 else x
+
+
+def given(rng, shape, dtype):
+    """None, or an out= of other strides."""
+    return strided(rng, np.empty(shape, dtype)) if rng.random() < 0.3 else None
+
+
+def kinds(rng, dtype):
+    return numpy_dtype(str(rng.choice(["float32", "float16"])) if dtype == "int8" else dtype)
+
+
+def same(got, want, what):
+    for a, b in zip(got, want, strict=True):
+        assert a.tobytes() == b.tobytes(), what
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
+    sizes = {"layers": 1, "pages": 40, "page_size": 256, "kv_heads": 2, "head_dim": D, "dtype": dtype}
+    pool, count = sl.PagePool(**sizes), 4
+    sequences, lengths = [pool.sequence() for _ in range(count)], [0] * count
+    tokens = [qkv(rng, "float32", 1, 4, 2, 1, LONGEST + 50, D, D)[1:] for _ in range(count)]
+    tokens = [[x[0].swapaxes(0, 1) for x in both] for both in tokens]  # (token, head, dim) of each sequence
+    orders = [rng.permutation(count)[: rng.integers(1, count + 1)] for _ in range(6)]
+    for step in range(COUNT):
+        order = orders[rng.integers(len(orders))]  # few, so that steps are met again
+        counts = [int(rng.choice([0, 1, 1, 1, 2, 20])) for _ in order]
+        if not sum(counts):
+            continue
+        kind, options = kinds(rng, dtype), options_of(rng, 3 if dtype == "int8" else len(OPTIONS))
+        sl.set_threads(int(rng.integers(1, 3)))
+        for which in order:
+            if rng.random() < 0.4:  # to another length, in the same span or another
+                want = int(rng.integers(30, LONGEST))
+                if want > lengths[which]:
+                    new = [x[lengths[which] : want].astype(kind) for x in tokens[which]]
+                    pool.append(0, [sequences[which]], *new, new_lengths=[want - lengths[which]])
+                else:
+                    sequences[which].truncate(want)
+                lengths[which] = want
+        fresh = sl.PagePool(**sizes)
+        again = [fresh.sequence() for _ in order]
+        for sequence, which in zip(again, order, strict=True):
+            old = [getattr(sequences[which], name)(0).swapaxes(0, 1) for name in ("keys", "values")]
+            fresh.append(0, [sequence], *(x.astype(kind) for x in old) if dtype != "int8" else old, new_lengths=[lengths[which]])
+        q, k, v = (strided(rng, x[0].swapaxes(0, 1)) for x in qkv(rng, kind.name, 1, 4, 2, sum(counts), sum(counts), D, D))
+        new = (k, v) if rng.random() < 0.8 else (None, None)
+        out = given(rng, (sum(counts), 4, D), kind)
+        got = pool.attend(0, [sequences[n] for n in order], q, *new, new_lengths=counts, out=out, **options)
+        same(got, fresh.attend(0, again, q, *new, new_lengths=counts, **options), f"step {step}: {order}, {counts}, {options}")
+        for which in order:
+            sequences[which].truncate(lengths[which])
+
+
+@pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float32", 300), ("int8", None)])
+def test_a_cache_that_lives_long_says_what_a_fresh_one_says(rng, dtype, window):
+    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": D, "dtype": dtype, "capacity": LONGEST + 40, "window": window}
+    cache, base = sl.KVCache(**sizes), sl.KVCache(**sizes)
+    _, k, v = qkv(rng, "float32", 2, 4, 2, 1, LONGEST, D, D)
+    base.append(0, k, v)
+    for step in range(COUNT):
+        kind, options = kinds(rng, dtype), options_of(rng, 3 if window or dtype == "int8" else len(OPTIONS))
+        sl.set_threads(int(rng.integers(1, 3)))
+        n = int(rng.choice([1, 1, 2, 20]))
+        if rng.random() < 0.5:
+            lengths = [int(x) for x in rng.integers(30, LONGEST, 2)] if rng.random() < 0.7 else [int(rng.integers(30, LONGEST))] * 2
+            cache.clear()
+            cache.append(0, k[:, :, : max(lengths)], v[:, :, : max(lengths)], new_lengths=lengths)
+        fresh = cache.copy()
+        q, new_k, new_v = (strided(rng, x) for x in qkv(rng, kind.name, 2, 4, 2, n, n, D, D))
+        new = (new_k, new_v) if rng.random() < 0.8 else (None, None)
+        if not all(cache.lengths(0)):
+            continue
+        more = {"new_lengths": [n, int(rng.integers(n + 1))]} if new[0] is not None and rng.random() < 0.2 else {}
+        out = given(rng, (2, 4, n, D), kind)
+        before = cache.lengths(0)
+        if max(before) + n > LONGEST + 40:
+            cache.clear()
+            continue
+        got = cache.attend(0, q, *new, out=out, **options, **more)
+        same(got, fresh.attend(0, q, *new, **options, **more), f"step {step}: {before} and {n}, {options}")
+
+
+# --- integers beyond 32 bits at other positions than those that a step was prepared for
+
+
+@pytest.mark.parametrize("window", [None, 900])
+def test_a_step_may_be_run_at_any_position_of_its_span(rng, window):
+    """Prepared where all integers fit 32 bits, run where they do not."""
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 1100, 1100, D, D)
+    mask = BEYOND if window is None else BEYOND & sl.window(window - 1, 0)
+    want = sl.attention(q, k, v, causal=True, mask=mask)
+    assert not (want == sl.attention(q, k, v, causal=True)).all()
+    for first in (0, 990, 1023):
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=D, window=window, capacity=2048)
+        pool = sl.PagePool(layers=1, pages=70, page_size=16, kv_heads=2, head_dim=D)
+        sequence = pool.sequence()
+        cache.append(0, k[:, :, :first], v[:, :, :first])
+        pool.append(0, [sequence], *(x[0, :, :first].swapaxes(0, 1) for x in (k, v)), new_lengths=[first])
+        for at in range(first, first + 40):
+            here = [x[:, :, at : at + 1] for x in (q, k, v)]
+            assert cache.attend(0, *here, mask=BEYOND).tobytes() == want[:, :, at : at + 1].tobytes(), at
+            out = pool.attend(0, [sequence], *(x[0].swapaxes(0, 1) for x in here), mask=mask)
+            assert out.tobytes() == want[0, :, at].tobytes(), at
+
+
+def test_reading_begins_before_the_first_position(rng):
+    """More queries than keys: the first rows have negative positions, at which integers may be beyond 32 bits."""
+    mask = sl.expression(lambda b, h, i, j: (100 - i) * 21_000_000 * (j % 2 + 1) > 0)
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 6, 300, D, D)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=D, capacity=400)
+    for n in (300, 3, 90):
+        cache.clear()
+        cache.append(0, k[:, :, :n], v[:, :, :n])
+        want = sl.attention(q, k[:, :, :n], v[:, :, :n], mask=mask, q_start=n - 6)
+        assert cache.attend(0, q, mask=mask).tobytes() == want.tobytes()
+
+
+def test_rows_of_packed_queries_are_where_they_are_now(rng):
+    """The same lengths in another order, and with nothing beside: each sequence's rows lie elsewhere."""
+    q, k, v = (x[0].swapaxes(0, 1) for x in qkv(rng, "float32", 1, 4, 2, 33, 33, D, D))
+    results = {}
+    for counts in ([0, 1, 32], [32, 1, 0], [1, 32, 0], [1, 0, 32]):
+        pool, warm = (sl.PagePool(layers=1, pages=60, page_size=16, kv_heads=2, head_dim=D) for _ in range(2))
+        results[tuple(counts)] = pool.attend(0, [pool.sequence() for _ in range(3)], q, k, v, new_lengths=counts)
+    for order in (list(results), list(reversed(results))):
+        warm = sl.PagePool(layers=1, pages=60, page_size=16, kv_heads=2, head_dim=D)
+        for counts in order:
+            sequences = [warm.sequence() for _ in range(3)]
+            assert warm.attend(0, sequences, q, k, v, new_lengths=list(counts)).tobytes() == results[counts].tobytes(), counts
+            for sequence in sequences:
+                sequence.free()
+
+
+def test_expressions_with_zeros_of_other_signs_are_others():
+    plus, minus = (sl.expression(lambda s, b, h, i, j, z=z: s / z) for z in (0.0, -0.0))
+    assert plus != minus and plus == sl.expression(lambda s, b, h, i, j: s / 0.0)
+    assert sl.expression(lambda b, h, i, j: j < 1) != sl.expression(lambda b, h, i, j: j < True + 0.0)
