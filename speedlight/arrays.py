@@ -185,6 +185,8 @@ def check_plain_tensor(x: Any, name: str) -> None:
         )
     if x.is_conj() or x.is_neg():
         raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")
+    if x.device.type == "meta":
+        raise UnsupportedError(f"{name}: expected a tensor with values; got one on device meta.")
     if not _has_memory(x):
         raise ArgumentError(
             f"{name}: expected a tensor with memory for its {tuple(x.shape)}; its storage is missing or too short "

@@ -334,7 +334,7 @@ def _variants():
         "q_lengths": [None, [6, 2], [6, 2.0], np.array([6, 2], ">i4"), np.array([[6, 2]]), range(6, 8), [6, 7]],
         "return_lse": [False, True, 1, np.False_],
         "layout": ["bhld", "blhd", "lhd", b"bhld", None],
-        "mask": [None, sl.window(2, 2), sl.window(2, 3), sl.window(2, 2.0), *(_of_zero(z) for z in (0.0, -0.0)), np.arange(9) > 2],
+        "mask": [None, sl.window(2, 2), sl.window(2, 3), *(_of_zero(z) for z in (0.0, -0.0)), np.arange(9) > 2],
         "score": [None, sl.softcap(2.0), sl.softcap(2.5), [sl.softcap(2.0)], np.arange(9, dtype=np.float32)],
         "engine": [None, "cpu", "CPU"],
         "precision": ["ieee", "tf32", None],

@@ -436,3 +436,24 @@ def test_capabilities(monkeypatch, rng):
     monkeypatch.setattr(launch, "capability", lambda device: (7, 0))
     with pytest.raises(sl.UnsupportedError, match=r"expected compute capability 7.5 or newer; got 7.0"):
         attention(q, k, v)
+
+
+def test_out_stays_as_it_was_where_a_lookup_fails(rng):
+    """Also over caches and pools; a call without errors fills the caller's own tensor, whatever its strides."""
+    q, k, v = (tensor(x) for x in qkv(rng, "float32", 1, 2, 2, 20, 20, 16, 16))
+    limits = sl.table(np.arange(20), "limits")
+    right, wrong = (sl.expression(lambda b, h, i, j, n=n: j <= limits[i + n]) for n in (0, 1))
+    out = torch.full((1, 2, 20, 32), 7.0, device=DEVICE)[..., ::2]
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=32, device="cuda")
+    cache.append(0, k, v)
+    calls = [
+        lambda **options: sl.attention(q, k, v, engine="cuda", out=out, **options),
+        lambda **options: cache.attend(0, q, out=out, **options),
+    ]
+    for call in calls:
+        out[...] = 7
+        with pytest.raises(sl.ArgumentError, match="limits: expected index 1 from 0 to 19"):
+            call(mask=wrong)
+        assert (out == 7).all()
+        assert call(mask=right) is out
+        assert torch.equal(out, sl.attention(q, k, v, engine="cuda", mask=right))
