@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: demo test test-all bench readme check-arm gpu-check gpu clean
+.PHONY: demo test test-all mutations bench readme check-arm gpu-check gpu clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +33,10 @@ test: $(VENV)/.test
 
 test-all: $(VENV)/.test
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
+
+# does the suite see forty faults? Goes on where it was stopped; `python tests/mutations.py --only WORD` asks about one
+mutations: $(VENV)/.test
+	$(RUN) tests/mutations.py
 
 bench: $(VENV)/.bench
 	$(RUN) benchmarks/run.py

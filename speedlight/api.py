@@ -72,10 +72,12 @@ def attention(
         cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
         cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
         q_lengths: for a padded batch, queries of each item; rows past them get out 0 and lse -inf.
-        k_lengths: for a padded batch, keys of each item; those past them do not exist.
+        k_lengths: for a padded batch, keys of each item; those past them do not exist. Where q_len is k_len, one of the two alone is
+            refused if `causal`, `window` or a function of i looks at positions: the default q_start, by each item's lengths, is not
+            what a padded square means. Give both (self-attention), or q_start=0, which puts row i at key i.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
             (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out 0.
-        out: where to write the result, in the layout of q.
+        out: where to write the result, in the layout of q. If the call raises, a lookup out of range included, it is as it was.
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
         precision: of float32 products on a GPU: "ieee", or by tensor cores "tf32x3" (three products for each) or "tf32"
             (10 bits). The CPU, and a GPU with head dims above 128, always compute as "ieee".
@@ -190,7 +192,8 @@ def attention_paged(
         block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be anything.
         k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU, which
             nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize() raises it.
-        causal, mask, score, sink_logits, scale, layout, return_lse, out, engine: as for attention().
+        causal: False, or True: a query sees keys up to its own place.
+        mask, score, sink_logits, scale, layout, return_lse, out, engine: as for attention().
         cu_seqlens_q: for "lhd", offsets of the sequences in q. Default one query for each.
 
     Returns:

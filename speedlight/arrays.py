@@ -17,6 +17,7 @@ from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
 STORAGE_BYTES = dict(DTYPES.values())
+_MOST_LISTED = 1 << 24
 _DLPACK_NAMES = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16", (4, 16): "bfloat16"}
 
 
@@ -88,10 +89,15 @@ def on_gpu(x: Any) -> bool:
     """Whether an argument lies on an NVIDIA GPU."""
     if isinstance(x, np.ndarray):
         return False
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
+    if is_tensor(x):
         return x.is_cuda
     return _has_dlpack(x) and _dlpack_device(x, "q")[0] == 2
+
+
+def is_tensor(x: Any) -> bool:
+    """Whether it is PyTorch's, which is never imported to say so."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, torch.Tensor)
 
 
 def is_masked(x: Any) -> bool:
@@ -103,9 +109,8 @@ def is_masked(x: Any) -> bool:
 def _described(x: Any, name: str) -> Array:
     if isinstance(x, np.ndarray):
         return _from_numpy(x, name, "numpy", x)
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
-        return _from_torch(x, name, torch)
+    if is_tensor(x):
+        return _from_torch(x, name, sys.modules["torch"])
     if _has_dlpack(x):
         return _from_dlpack(x, name)
     if not isinstance(x, type) and hasattr(x, "__array_interface__"):
@@ -119,15 +124,19 @@ def _described(x: Any, name: str) -> Array:
 
 def listed(x: Any, name: str, what: str) -> list[Any]:
     """What a short list of numbers, an array or a tensor of them holds now."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(x, torch.Tensor):
+    if is_tensor(x):
         check_plain_tensor(x, name)
     elif is_masked(x):
         raise ArgumentTypeError(f"{name}: expected {what}; got a {type(x).__name__}. Use {name}.filled(0), or {name}.compressed().")
     elif isinstance(x, (type, str, bytes, bytearray)) or not (isinstance(x, Sequence) or hasattr(x, "tolist")):
         raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.")
     try:
+        count = len(x) if isinstance(x, Sequence) else math.prod(getattr(x, "shape", ()))
+        if count > _MOST_LISTED:
+            raise ArgumentError(f"{name}: expected {what}; got {count:,} entries, which are more than any call takes.")
         values = list(x) if isinstance(x, Sequence) else x.tolist()
+    except ArgumentError:
+        raise
     except Exception as error:  # another library's code, or a tensor without values
         raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__} ({error}).") from error
     if not isinstance(values, list):
@@ -176,7 +185,9 @@ def check_plain_tensor(x: Any, name: str) -> None:
         )
     if x.is_conj() or x.is_neg():
         raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")
-    if x.device.type != "meta" and not _has_memory(x):
+    if x.device.type == "meta":
+        raise UnsupportedError(f"{name}: expected a tensor with values; got one on device meta.")
+    if not _has_memory(x):
         raise ArgumentError(
             f"{name}: expected a tensor with memory for its {tuple(x.shape)}; its storage is missing or too short "
             f"(torch.func, resize_ …). Use {name}.clone()."

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, Array, check_plain_tensor, is_masked, listed
+from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .modes import standard
-from .tracing import Expression, Symbol, Table, expression, is_tensor, score_chain, where
+from .tracing import Expression, Symbol, Table, expression, score_chain, where
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
@@ -448,7 +448,7 @@ def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]
 
 def _block_table(x: Any) -> np.ndarray:
     """(batch, most pages) of ints, of any kind and byte order."""
-    if hasattr(x, "untyped_storage"):  # PyTorch's
+    if is_tensor(x):
         check_plain_tensor(x, "block_table")
         x = x.detach().cpu()
     try:

@@ -55,7 +55,7 @@ class Many(Exact):
         ends = np.broadcast_arrays(*(np.asarray(x) for pair in index for x in pair))
         columns, inverse = np.unique(np.stack([x.ravel() for x in ends], axis=1), axis=0, return_inverse=True)
         values = np.array([look([(int(a), int(b)) for a, b in row.reshape(-1, 2)]) for row in columns])
-        return values[inverse.ravel()].reshape(*ends[0].shape, *values.shape[1:])
+        return values[inverse.ravel()].reshape((*ends[0].shape, *values.shape[1:]))
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,14 +18,13 @@ import inspect
 import numbers
 import operator
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from .arrays import check_plain_tensor, is_masked
-from .errors import ArgumentError, ArgumentTypeError, ExpressionError, UnsupportedError, shown
+from .arrays import check_plain_tensor, is_masked, is_tensor
+from .errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from .tree import BITS, COMPARISONS, FUNCTIONS, INT_MAX, INT_MIN, KINDS, NUMPY, SYMBOLS, Node, convert, order
 
 _MOST = 4_000  # operations: such a kernel compiles in about two seconds
@@ -60,8 +59,6 @@ class Table:
         self.copies: dict[str, Any] = {}  # by device
         if is_tensor(array):
             check_plain_tensor(array, name)
-            if array.device.type == "meta":
-                raise UnsupportedError(f"{name}: expected a tensor with values; got one on device meta.")
             array = array.detach()
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)
@@ -149,11 +146,6 @@ class Table:
 
     def __repr__(self) -> str:
         return f"table({self.name}, {self.array.dtype.name}{list(self.array.shape)})"
-
-
-def is_tensor(x: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(x, torch.Tensor)
 
 
 def _entries(x: Any, name: str) -> np.ndarray:

@@ -49,6 +49,53 @@ def integers(draw: Any, depth: int = 2) -> Four:
     return lambda b, h, i, j: by(x(b, h, i, j), y(b, h, i, j))
 
 
+WIDE = sl.table(
+    np.array([*_rng.integers(-(1 << 63), (1 << 63) - 1, LENGTH - 6), -(1 << 63), (1 << 63) - 1, 0, -1, 1 << 31, -(1 << 62)]), "wide"
+)
+EDGES = (
+    0,
+    1,
+    -1,
+    2,
+    63,
+    64,
+    -64,
+    1 << 20,
+    -(1 << 31),
+    1 << 31,
+    3_000_000_000,
+    1 << 40,
+    1 << 57,
+    -(1 << 58),
+    1 << 62,
+    (1 << 63) - 1,
+    -(1 << 63),
+)
+
+
+@st.composite
+def wide_integers(draw: Any, depth: int = 2) -> Four:
+    """Integers of any size, which may wrap, shifted and divided by anything."""
+    kind = draw(st.sampled_from(["i", "j", "number", "wide", "ids"] + ["two"] * 8 * (depth > 0) + ["one", "where"] * (depth > 0)))
+    if kind == "number":
+        n = draw(st.sampled_from(EDGES) | numbers)
+        return lambda b, h, i, j: n + 0 * i
+    if kind in ("wide", "ids"):
+        table, key = {"wide": WIDE, "ids": IDS}[kind], draw(st.booleans())
+        return lambda b, h, i, j: table[i if key else j]
+    if kind in "ij":
+        return lambda b, h, i, j: {"i": i, "j": j}[kind]
+    x, y, n = draw(wide_integers(depth - 1)), draw(wide_integers(depth - 1)), draw(st.sampled_from(EDGES) | st.integers(-9, 20))
+    by = draw(st.sampled_from({
+        "two": [lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b, lambda a, b: a // b, lambda a, b: a % b, lambda a, b: a << b,
+                lambda a, b: a >> b, lambda a, b: a ^ b, lambda a, b: a & b, lambda a, b: a | b, sl.minimum, sl.maximum],
+        "one": [lambda a, b: a * n, lambda a, b: a // n, lambda a, b: a % n, lambda a, b: a + n, lambda a, b: n - a, lambda a, b: -a,
+                lambda a, b: sl.abs(a), lambda a, b: ~a, lambda a, b: sl.cast(sl.cast(a, float) * 1.5, int)],
+        "where": [lambda a, b: sl.where(a < b, a, b - n), lambda a, b: sl.where(b == 0, n, a // b)],
+    }[kind]))  # fmt: skip
+    return lambda b, h, i, j: by(x(b, h, i, j), y(b, h, i, j))
+
+
 @st.composite
 def masks(draw: Any, depth: int = 2) -> Four:
     kinds = ["causal", "window", "documents", "compare", "flags", "grid", "seen"]

@@ -48,3 +48,13 @@ def test_import_directions():
             target = f"{base}{module.replace('.', '/')}.py"
             if module and target in rank:
                 assert rank[target] < own, f"{path} imports {target}"
+
+
+def test_promises_name_tests_that_exist():
+    """Every test that docs/reliability.md names is there."""
+    tests = Path(__file__).parent
+    promises = (tests.parent / "docs" / "reliability.md").read_text()
+    named = re.findall(r"`(test_\w+\.py)::(\w+)`", promises)
+    assert len(named) > 60
+    for file, name in named:
+        assert re.search(rf"\b{name}\b", (tests / file).read_text()), f"{file} has no {name}"

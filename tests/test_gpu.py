@@ -20,7 +20,7 @@ from conftest import FULL
 from expressions import masks, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import numpy_dtype, qkv
+from problems import far_scores, numpy_dtype, qkv, without_far_scores
 from test_forward import CASES, NAN
 from test_merge import CASES as MERGED
 from tolerance import assert_within, plain
@@ -142,6 +142,38 @@ def test_special_values(dtype, rows, case):
     np.testing.assert_allclose(plain(got.cpu()), want, rtol=4 * sl.reference.ROUNDOFF[dtype], atol=0)
     if lse is not None:
         np.testing.assert_allclose(plain(got_lse.cpu()), np.broadcast_to(np.array(lse)[None, None], got_lse.shape), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [1, 70])
+def test_any_finite_score(rng, dtype, q_len):
+    q, k, v = arrays = qkv(rng, dtype, 1, 2, 1, q_len, 300, 16, 16)
+    for far, every in itertools.product(far_scores(dtype)[::2], (1, 3)):
+        score = lambda s, b, h, i, j, far=far, every=every: s + sl.where(j % every == 0, far, 0)  # noqa: E731
+        out, lse = attention(*arrays, score=score, return_lse=True)
+        near = without_far_scores(*arrays, far, every)
+        assert_within(out.cpu(), sl.reference.attention(*near), sl.reference.error_bound(*near, tile=16).out)
+        want = sl.reference.attention(*arrays, score=score, return_lse=True)[1]
+        assert_within(lse.cpu(), want, sl.reference.error_bound(*arrays, score=score, tile=16).lse, "lse")
+    most = float(np.finfo(np.float32).max)
+    out, lse = attention(q, k, v, sink_logits=[most, -most], return_lse=True)
+    assert not plain(out.cpu())[:, 0].any() and np.isfinite(plain(lse.cpu())).all()
+    assert same([out[:, 1:]], [attention(q, k, v)[:, 1:]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 40], ids=["decode", "prefill"])
+@pytest.mark.parametrize("size", [1.84e19, 3e5])
+def test_huge_logits_stay_finite(dtype, rows, size):
+    """As on the CPU: the largest score, and those that equal it, take all."""
+    kind = numpy_dtype(dtype)
+    for factor in (0.3, 0.77, 1.0):
+        q = np.full((1, 2, rows, 1), size * factor).astype(kind)
+        k = (np.array([1.0, -1.0, 0.5, -0.97, 1.0]) * size).reshape(1, 1, 5, 1).astype(kind)
+        v = np.array([7.0, 1, 2, 3, 5]).reshape(1, 1, 5, 1).astype(kind)
+        for scale in (1.0, 0.37, -1.0):
+            out = plain(attention(q, k, v, scale=scale).cpu())
+            assert (out == (6.0 if scale > 0 else 1.0)).all(), (factor, scale, out)
 
 
 HIDING = {
@@ -404,3 +436,24 @@ def test_capabilities(monkeypatch, rng):
     monkeypatch.setattr(launch, "capability", lambda device: (7, 0))
     with pytest.raises(sl.UnsupportedError, match=r"expected compute capability 7.5 or newer; got 7.0"):
         attention(q, k, v)
+
+
+def test_out_stays_as_it_was_where_a_lookup_fails(rng):
+    """Also over caches and pools; a call without errors fills the caller's own tensor, whatever its strides."""
+    q, k, v = (tensor(x) for x in qkv(rng, "float32", 1, 2, 2, 20, 20, 16, 16))
+    limits = sl.table(np.arange(20), "limits")
+    right, wrong = (sl.expression(lambda b, h, i, j, n=n: j <= limits[i + n]) for n in (0, 1))
+    out = torch.full((1, 2, 20, 32), 7.0, device=DEVICE)[..., ::2]
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=32, device="cuda")
+    cache.append(0, k, v)
+    calls = [
+        lambda **options: sl.attention(q, k, v, engine="cuda", out=out, **options),
+        lambda **options: cache.attend(0, q, out=out, **options),
+    ]
+    for call in calls:
+        out[...] = 7
+        with pytest.raises(sl.ArgumentError, match="limits: expected index 1 from 0 to 19"):
+            call(mask=wrong)
+        assert (out == 7).all()
+        assert call(mask=right) is out
+        assert torch.equal(out, sl.attention(q, k, v, engine="cuda", mask=right))

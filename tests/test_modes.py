@@ -64,6 +64,16 @@ def test_default_scales(rng, name):
 
 @x86
 @every_mode
+def test_the_reference(rng, name):
+    q, k, v = (x * 1e-160 for x in qkv(rng, "float64", 1, 2, 2, 9, 12, 8, 8))
+    v *= 1e-150  # subnormal
+    with set_to(name):
+        out = sl.reference.attention(q, k, v, sink_logits=[0.1, 0.7])
+    assert out.tobytes() == sl.reference.attention(q, k, v, sink_logits=[0.1, 0.7]).tobytes()
+
+
+@x86
+@every_mode
 def test_int8_caches(rng, name):
     q, k, v = qkv(rng, "float32", 1, 2, 2, 20, 20, 16, 16)
     k[..., :10, :] *= np.float32(1e-39)

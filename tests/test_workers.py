@@ -260,13 +260,15 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, run
         sl.attention(q, k, v, out=out)
 
     call()
+    wait_until(lambda: all(x.up.locked() for x in workers._helpers))
     want, threads = out.tobytes(), count_threads()
     found = places(call)
     for n in spread(found, 100_000 if FULL else 40):
         out.fill(0)
         ended = interrupted(call, n)
         left = out.tobytes()
-        assert workers._region == [None] and count_threads() <= threads
+        assert workers._region == [None]
+        wait_until(lambda: count_threads() <= threads)  # OpenMP's, and those that tried whether threads can be had, may be leaving
         if n % 4 == 0:
             time.sleep(1e-3)
             assert out.tobytes() == left
@@ -274,6 +276,44 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, run
             assert left == want
         call()
         assert out.tobytes() == want
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.parametrize("with_torch", [False, True])
+def test_no_thread_can_be_started(with_torch):
+    """There is no room for a stack: GNU OpenMP would end the process. Right results, one warning, and threads once there is room."""
+    code = ("import torch\n" if with_torch else "") + BIG + (
+        "import resource, warnings\nfrom speedlight.cpu import workers\n"
+        "sl.set_threads(1)\nwant = sl.attention(q, q, q).tobytes()\nsl.set_threads(3)\n"
+        "before = resource.getrlimit(resource.RLIMIT_AS)\n"
+        "with open('/proc/self/statm') as f: size = int(f.read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (size + (5 << 20), before[1]))\n"
+        "with warnings.catch_warnings(record=True) as w:\n"
+        "    warnings.simplefilter('always')\n"
+        "    right = [sl.attention(q, q, q).tobytes() == want for _ in range(3)]\n"
+        "resource.setrlimit(resource.RLIMIT_AS, before)\n"
+        "right += [sl.attention(q, q, q).tobytes() == want for _ in range(3)]\n"
+        "print(all(right), sum('no more threads can be started' in str(x.message) for x in w), len(w))\n"
+        "print(len(workers._helpers), workers._region)"
+    )  # fmt: skip
+    assert run(code).split() == ["True", "1", "1", "0" if with_torch else "2", "[None]"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_no_memory_for_scratch_is_a_memory_error(rng, monkeypatch):
+    from speedlight import engine
+
+    def full(size: int) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 20, 30, 16, 16)
+    want = sl.attention(q, k, v).tobytes()
+    engine._scratches.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "pages", full)
+        with pytest.raises(MemoryError, match="bytes of scratch cannot be reserved"):
+            sl.attention(q, k, v)
+    assert sl.attention(q, k, v).tobytes() == want
 
 
 def count_threads() -> int:
@@ -292,13 +332,15 @@ def test_an_interrupt_while_threads_are_started(rng, monkeypatch):
         let_go(workers._helpers)
         sl.attention(q, k, v)
 
+    def complete() -> bool:
+        assert sl.attention(q, k, v).tobytes() == want
+        return all(x.up.locked() for x in workers._helpers)
+
     for n in places(call):
         threads = count_threads()
         interrupted(call, n)
-        assert sl.attention(q, k, v).tobytes() == want
+        wait_until(complete)
         assert len(workers._helpers) == 2
-        # one that let_go() told to leave may still have been up: the call after that starts it anew
-        wait_until(lambda: sl.attention(q, k, v).tobytes() == want and all(x.up.locked() for x in workers._helpers))
         wait_until(lambda threads=threads: count_threads() <= threads)
 
 
@@ -315,3 +357,41 @@ def wait_until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(1e-3)
+
+
+def test_no_memory_anywhere_in_a_run(rng, monkeypatch):
+    """At each allocation of Python's own: MemoryError, nobody inside, the next call right."""
+    from speedlight.engine import Prepared
+
+    testing = pytest.importorskip("_testcapi")
+    monkeypatch.setattr(workers, "_openmp", lambda _: None)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # a helper may be the one who has none; it is started anew
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 128, 64, 64)
+    out = np.empty_like(q)
+    sl.set_threads(3)
+    calls = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Prepared, "run", lambda *given: calls.append(given))
+        sl.attention(q, k, v, out=out)
+    run_of, (prepared, *addresses) = Prepared.run, calls[0]
+    addresses[3] = out.ctypes.data
+    run_of(prepared, *addresses)
+    want, failed = out.tobytes(), 0
+    assert want == sl.attention(q, k, v).tobytes()
+    for n in range(150):
+        out.fill(0)
+        try:
+            testing.set_nomemory(n, n + 1)
+            run_of(prepared, *addresses)
+        except MemoryError:
+            failed += 1
+        finally:
+            testing.remove_mem_hooks()
+        left = out.tobytes()
+        assert workers._region == [None]
+        if n % 4 == 0:
+            time.sleep(5e-4)
+            assert out.tobytes() == left
+        run_of(prepared, *addresses)
+        assert out.tobytes() == want
+    assert failed > 10

@@ -143,11 +143,23 @@ def compile_ir(shape: Shape, text: str, triple: str | None = None, *, assembly: 
         module.verify()
         options = binding.create_pipeline_tuning_options(speed_level=2)
         options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-        builder = binding.create_pass_builder(machine, options)
-        builder.getModulePassManager().run(module, builder)
+        _optimise(module, binding.create_pass_builder(machine, options))
         return machine.emit_assembly(module) if assembly else machine.emit_object(module)
     except RuntimeError as error:
         raise CompileError(f"kernel {symbol_of(shape)} could not be compiled: {error}. Please report this.") from error
+
+
+def _optimise(module: Any, builder: Any) -> None:
+    """Runs LLVM's passes, and frees them: in llvmlite 0.50 ObjectRef's empty _dispose hides the one that does."""
+    from llvmlite.binding.ffi import ObjectRef
+    from llvmlite.binding.newpassmanagers import NewPassManager
+
+    passes = builder.getModulePassManager()
+    try:
+        passes.run(module, builder)
+    finally:
+        if type(passes)._dispose is ObjectRef._dispose:
+            NewPassManager._dispose(passes)
 
 
 def _make(shape: Shape) -> Kernel:

@@ -21,7 +21,7 @@ import time
 import warnings
 from typing import Any
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..machine import available_threads
 from .compile import Kernel
 from .fields import LEFT, LIMIT, TICKET, WORKER
@@ -49,8 +49,8 @@ def set_threads(n: int | None) -> None:
         if not isinstance(n, int) or isinstance(n, bool):
             raise ArgumentTypeError(f"n: expected an int or None; got {type(n).__name__}.")
         if not 1 <= n <= 1024:
-            raise ArgumentError(f"n: expected 1 to 1024 threads; got {n}.")
-    _threads = n
+            raise ArgumentError(f"n: expected 1 to 1024 threads; got {shown(n)}.")
+    _threads = None if n is None else int(n)
 
 
 def get_threads() -> int:
@@ -132,6 +132,8 @@ def run_region(kernel: Kernel, words: Any, threads: int) -> None:
             _run_on_helpers(kernel, words, threads - 1)
         else:
             parallel(kernel.address, ctypes.addressof(words), _startable(threads), 0)
+    except ctypes.ArgumentError as error:  # an address can be passed, so there was no memory for it
+        raise MemoryError(str(error)) from None
     finally:
         if _region[0] is token:
             _region[0] = None
@@ -148,7 +150,11 @@ def _run_on_helpers(kernel: Kernel, words: Any, count: int) -> None:
         words[LIMIT] = 0  # nobody draws another ticket
         raise
     finally:
-        kernel.joined(arguments)
+        try:
+            kernel.joined(arguments)
+        except (MemoryError, ctypes.ArgumentError):  # there was no memory for the call itself, so once more
+            kernel.joined(arguments)
+            raise
 
 
 def _started(count: int) -> list[_Helper]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from .forward import ITEM, split_size
-from .primitives import LN2, LOG2E
+from .primitives import LOG2E, finite_max, log_sum_exp
 
 GROUP = tl.constexpr(16)  # splits that are merged at once: the order of the sum depends on nothing else
 
@@ -40,27 +40,26 @@ def combine(
             top = tl.maximum(top, tl.load(stats + row * 2, mask=s + o_g < count, other=float("-inf")))
         running_max = tl.max(top, 0)
         if sinks is not None:
-            sink = tl.load(sinks + head) * LOG2E
+            sink = tl.load(sinks + head)
             running_max = tl.where(token < q_len, tl.maximum(running_max, sink), running_max)
-        least = tl.where(running_max == float("-inf"), 0.0, running_max)
+        least = finite_max(running_max)
         acc = tl.zeros([BLOCK_DV], tl.float32)
         running_sum = 0.0
         for s in tl.range(0, count, GROUP):
             row = (base + s + o_g) * padded_rows + r
             held = s + o_g < count
-            weight = tl.math.exp2(tl.load(stats + row * 2, mask=held, other=float("-inf")) - least)
+            weight = tl.math.exp2((tl.load(stats + row * 2, mask=held, other=float("-inf")) - least) * LOG2E)
             running_sum += tl.sum(weight * tl.load(stats + row * 2 + 1, mask=held, other=0.0), 0)
             states = tl.load(partial + row[:, None] * DV + o_dv[None, :], mask=held[:, None] & (o_dv < DV)[None, :], other=0.0)
             acc += tl.sum(weight[:, None] * states, 0)
         if sinks is not None:
-            running_sum += tl.where(token < q_len, tl.math.exp2(sink - least), 0.0)
+            running_sum += tl.where(token < q_len, tl.math.exp2((sink - least) * LOG2E), 0.0)
         total = tl.where(running_sum == 0.0, 1.0, running_sum)
         result = tl.math.div_rn(acc, total + tl.zeros([BLOCK_DV], tl.float32))
         p_out = out + item * o_item + (q_first + token) * o_row + head * o_head + o_dv * o_column
         tl.store(p_out, result.to(out.dtype.element_ty), mask=o_dv < DV)
         if lse is not None:
-            log_sum = tl.where(running_sum == 0.0, float("-inf"), (running_max + tl.math.log2(total)) * LN2)
-            tl.store(lse + item * l_item + head * l_head + (q_first + token) * l_row, log_sum)
+            tl.store(lse + item * l_item + head * l_head + (q_first + token) * l_row, log_sum_exp(running_max, running_sum))
 
 
 @triton.jit(do_not_specialize=["n_new", "capacity", "programs"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import LN2, LOG2E, dot, finite, lowest, online_softmax, outcome, packed, unusual
+from .primitives import LOG2E, dot, exponents, finite, finite_max, log_sum_exp, lowest, online_softmax, outcome, packed, unusual
 
 ITEM = tl.constexpr(6)  # words of an item: q_len, k_len, position of its first query, its first row of q and of k, what masks call it
 TILES = tl.constexpr(32)  # that are classified at once
@@ -237,6 +237,8 @@ def block_of_rows(
             at_once = tl.reshape(tl.where(sound == 0.0, 0, 1), [1, BM])  # a reduction to a scalar crashes Triton 3.6 for sm_100
             tl.store(flags + pid + tl.arange(0, 1), tl.max(at_once, 1))
         final_max = running_max
+        if apply is None:  # from here on a logit
+            running_max = tl.where(running_max == float("-inf"), running_max, running_max * tl.abs(scale))
         acc = tl.where(asked[:, None], acc, 0.0)
         running_sum = tl.where(asked, running_sum, 0.0)
         running_max = tl.where(asked, running_max, float("-inf"))
@@ -249,20 +251,20 @@ def block_of_rows(
             tl.store(stats + row * 2 + 1, running_sum, mask=token < out_len)
         else:
             if sinks is not None:
-                sink = tl.load(sinks + heads) * LOG2E
+                sink = tl.load(sinks + heads)
                 new_max = tl.maximum(running_max, sink)
-                least_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-                alpha = tl.math.exp2(running_max - least_max)
+                least_max = finite_max(new_max)
+                alpha = tl.math.exp2((running_max - least_max) * LOG2E)
                 acc = acc * alpha[:, None]
-                running_sum = running_sum * alpha + tl.where(asked, tl.math.exp2(sink - least_max), 0.0)
+                running_sum = running_sum * alpha + tl.where(asked, tl.math.exp2((sink - least_max) * LOG2E), 0.0)
                 running_max = tl.where(asked, new_max, running_max)
             total = tl.where(running_sum == 0.0, 1.0, running_sum)  # a row that sees nothing is 0
             result = tl.math.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
             p_out = out + item * o_item + (q_first + token[:, None]) * o_row + heads[:, None] * o_head + o_dv[None, :] * o_column
             tl.store(p_out, result.to(out.dtype.element_ty), mask=m_out)
             if lse is not None:
-                log_sum = tl.where(running_sum == 0.0, float("-inf"), (running_max + tl.math.log2(total)) * LN2)
-                tl.store(lse + item * l_item + heads * l_head + (q_first + token) * l_row, log_sum, mask=token < out_len)
+                p_lse = lse + item * l_item + heads * l_head + (q_first + token) * l_row
+                tl.store(p_lse, log_sum_exp(running_max, running_sum), mask=token < out_len)
         if REPAIR == AFTERWARDS:  # those that are visible come out as what they are, written after what stands there by now
             tl.debug_barrier()
             codes, _, _ = over_tiles(
@@ -386,8 +388,8 @@ def one_tile(
         value_scale = tl.load(base_vs + at_s, mask=held, other=0.0)
     if MODE == UNUSUAL:
         # running_max is the last one here; a weight that is 0 makes NaN of an infinity
-        least = tl.where(running_max == float("-inf"), 0.0, running_max)
-        seen = tl.where(tl.math.exp2(x * factor - least[:, None]) == 0.0, 2097152.0, 1.0)
+        by, base = exponents(running_max, factor)
+        seen = tl.where(tl.math.exp2(x * by[:, None] - base[:, None]) == 0.0, 2097152.0, 1.0)
         seen = tl.where(x == float("-inf"), 0.0, seen)
         strange = value_rows.to(tl.float32)
         if CODED:

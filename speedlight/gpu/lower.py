@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from ..bounds import hides, visible
+from ..bounds import Integers, hides, visible
 from ..problem import Problem
 from ..tree import FUNCTIONS, Node, order
 
 TABLE_WORDS = 11  # address, 4 sizes, 4 strides in elements, least and greatest entry
-_ANYTHING = 1 << 58
 _POINTERS = {
     "bool": "tl.int8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64", "uint8": "tl.uint8",
     "uint16": "tl.uint16", "uint32": "tl.uint32", "uint64": "tl.uint64", "float16": "tl.float16", "bfloat16": "tl.bfloat16",
@@ -29,7 +28,7 @@ _POINTERS = {
 }  # fmt: skip
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
-    "xor": "^", "shl": "<<", "shr": ">>",
+    "xor": "^",
 }  # fmt: skip
 
 
@@ -41,6 +40,7 @@ class Program:
     mask: Node | None = field(compare=False, repr=False, default=None)
     score: Node | None = field(compare=False, repr=False, default=None)
     narrow: bool = False  # every integer fits 32 bits
+    followed: frozenset[int] = field(compare=False, repr=False, default=frozenset())  # ids of integers whose intervals are known to fit
     checked: tuple[bool, ...] = ()  # of every (lookup, dimension): it may be out of range, and is looked at
 
     @property
@@ -87,7 +87,7 @@ class Program:
         for n, table in enumerate(self.tables):
             row = out[len(self.numbers) + TABLE_WORDS * n :]
             row[0], row[1 : 1 + len(table.shape)], row[5 : 5 + len(table.shape)] = addresses[n], table.shape, strides[n]
-            row[9], row[10] = table.known_ends() or (-_ANYTHING, _ANYTHING)
+            row[9], row[10] = table.known_ends() or (0, 1)  # of bools, if unknown
         return out
 
 
@@ -96,7 +96,7 @@ class _Text:
 
     def __init__(self, program: Program, before: _Text | None = None) -> None:
         self.program, self.before, self.lines = program, before, list[str]()
-        self.names: dict[Any, str] = {}
+        self.names: dict[Any, str] = {} if before is None else before.names  # one function's names are known to the other
         self.known: dict[str, str] = {}
 
     def let(self, value: str) -> str:
@@ -120,11 +120,8 @@ class _Text:
         for node in order(root):
             if id(node) in self.names:
                 continue
-            if self.before and not node.uses & {"j", "s"}:
-                self.before.value(node)
-                self.names.update(self.before.names)
-            else:
-                self.names[id(node)] = self.let(self.emit(node, [self.names[id(a)] for a in node.args]))
+            text = self.before if self.before and not node.uses & {"j", "s"} else self
+            self.names[id(node)] = text.let(text.emit(node, [self.names[id(a)] for a in node.args]))
         return self.names[id(root)]
 
     def number(self, node: Node) -> str:
@@ -157,8 +154,12 @@ class _Text:
                 return f"-{args[0]}"
             case "not":
                 return f"opposite({args[0]})"
+            case "abs" if kind == "int":
+                return f"tl.where({args[0]} < 0, -{args[0]}, {args[0]})"
             case "abs" | "floor":
                 return f"tl.{op}({args[0]})"
+            case "shl" | "shr":
+                return f"int_{op}({args[0]}, {args[1]})"
             case "min" | "max":
                 nan = ", propagate_nan=tl.PropagateNan.ALL" if node.is_float else ""
                 return f"tl.{op}imum({args[0]}, {args[1]}{nan})"
@@ -238,8 +239,9 @@ class _Ranges:
     """bounds.py's arithmetic, written as Triton source: scalars for a block of rows, vectors for many tiles."""
 
     def __init__(self, text: _Text) -> None:
-        self.text = text
-        self.box = {x: (_Range(text, f"{x}_low"), _Range(text, f"{x}_high")) for x in "hij"} | {"b": (_Range(text, "b"),) * 2}
+        self.text, self.followed = text, text.program.followed
+        ends = {name: _Range(text, text.let(f"{name}.to(tl.int64)")) for x in "hij" for name in (f"{x}_low", f"{x}_high")}
+        self.box = {x: (ends[f"{x}_low"], ends[f"{x}_high"]) for x in "hij"} | {"b": (_Range(text, text.let("b.to(tl.int64)")),) * 2}
 
     def _call(self, function: str, *args: Any) -> _Range:
         return _Range(self.text, self.text.let(f"{function}({', '.join(str(getattr(x, 'name', x)) for x in args)})"))
@@ -274,37 +276,38 @@ class _Ranges:
     def minus_infinity(self, node: Node) -> _Range:
         return _Range(self.text, self.text.let(f"tl.load(floats + {self.text.program.numbers[id(node)]}) == float('-inf')"))
 
-    def table(self, node: Node, index: list[tuple[_Range, _Range]]) -> tuple[_Range, _Range]:
-        """Least and greatest entry where the box is one short run of a row of the table; else of the whole table."""
+    def table(self, node: Node, index: list[tuple[_Range, _Range]]) -> tuple[_Range, _Range, _Range]:
+        """Least and greatest entry where the box is one short run of a row of the table, else of the whole table; and if it is inside."""
         text, at = self.text, self.text.program.table_at(node)
-        row = ["0", "h_low == h_low"]
+        start, alone, inside = "0", "h_low == h_low", "h_low == h_low"
         for d, (low, high) in enumerate(index[:-1]):
             size = text.let(f"tl.load(ints + {at + 1 + d})")
-            row[0] = text.let(f"{row[0]} + tl.minimum(tl.maximum({low.name}, 0), {size} - 1) * tl.load(ints + {at + 5 + d})")
-            row[1] = text.let(f"{row[1]} & ({low.name} == {high.name}) & ({low.name} >= 0) & ({low.name} < {size})")
+            start = text.let(f"{start} + tl.minimum(tl.maximum({low.name}, 0), {size} - 1) * tl.load(ints + {at + 5 + d})")
+            alone = text.let(f"{alone} & ({low.name} == {high.name})")
+            inside = text.let(f"{inside} & ({low.name} >= 0) & ({high.name} < {size})")
         low, high = (x.name for x in index[-1])
         pointer = text.let(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[node.value.dtype_name]}))")
         d = len(index)
-        both = text.let(
-            f"ends({pointer}, {row[0]}, {row[1]}, {low}, {high}, tl.load(ints + {at + d}), tl.load(ints + {at + 4 + d}), "
+        found = text.let(
+            f"ends({pointer}, {start}, {alone}, {inside}, {low}, {high}, tl.load(ints + {at + d}), tl.load(ints + {at + 4 + d}), "
             f"tl.load(ints + {at + 9}), tl.load(ints + {at + 10}), WIDTH)"
         )
-        found = _Range(text, text.let(f"{both}[0]")), _Range(text, text.let(f"{both}[1]"))
-        return (found[0] > 0, found[1] > 0) if node.kind == "bool" else found
+        least, most, inside = (_Range(text, text.let(f"{found}[{n}]")) for n in range(3))
+        return (least > 0, most > 0, inside) if node.kind == "bool" else (least, most, inside)
 
     def all_equal(self, node: Node, index: Any, number: Node) -> _Range:
         return self.truth(False)  # floats are looked at element by element
 
 
-def program_of(problem: Problem, narrow: bool, checked: tuple[bool, ...]) -> Program | None:
-    """The problem's mask and score."""
+def program_of(problem: Problem, known: Integers, checked: tuple[bool, ...]) -> Program | None:
+    """The problem's mask and score, of whose integers this is known."""
     parts = [x for x in (problem.mask, problem.score) if x is not None]
     if not parts:
         return None
     ones = [int(t.last_is_one) for x in parts for t in x.tables]
-    key = "\n".join((*(x.key for x in parts), f"{narrow} {ones} {[int(x) for x in checked]}"))
+    key = "\n".join((*(x.key for x in parts), f"{known.narrow} {known.others} {ones} {[int(x) for x in checked]}"))
     mask, score = (None if x is None else x.root for x in (problem.mask, problem.score))
-    return Program(key, mask, score, narrow, checked)
+    return Program(key, mask, score, known.narrow, known.followed, checked)
 
 
 def source(program: Program) -> str:
@@ -333,8 +336,8 @@ def _apply(program: Program) -> str:
     if program.score is not None:
         text.lines.extend(_notes(program, text, program.score))
     names = [line.split(" = ")[0] for line in before.lines]
-    body = "\n".join(text.lines)
-    held = [name for name in names if re.search(rf"\b{name}\b", body)]
+    words = set(re.findall(r"\w+", " ".join(text.lines)))
+    held = [name for name in names if name in words]
     lines = ["@triton.jit", "def known(b, h, i, ints, floats):"]
     lines.extend(f"    {line}" for line in before.lines)
     lines.append(f"    return ({', '.join([*held, '0'])},)")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bounds import Exact, Walk, hides, largest_integer, visible
-from ..errors import ArgumentError, ExpressionError
+from ..bounds import Exact, Walk, hides, integers, visible
+from ..errors import ArgumentError
 from ..machine import interpreting
 from ..modes import standard
 from ..problem import Problem
@@ -56,18 +56,15 @@ def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
     parts = [x for x in (problem.mask, problem.score) if x is not None]
     if not parts:
         return None, False
-    roots = [n for x in parts for n in x.nodes]
-    most = largest_integer(roots, problem.box())
-    if most is not None and most >= 1 << 62:
-        raise ExpressionError(f"{parts[0].role}: an integer may reach {most}, which int64 cannot hold. Use sl.cast(…, float).")
+    known = integers(parts, problem.box())
     walk = Walk(Exact(problem.box()))
-    first = lower.program_of(problem, True, ())
+    first = lower.program_of(problem, known, ())
     assert first is not None
     checked = []
     for node, d in first.lookups:
         ends = walk.interval(node.args[d])
         checked.append(ends is None or ends[0] < 0 or ends[1] >= node.value.shape[d])
-    return lower.program_of(problem, most is not None and most < 1 << 31, tuple(checked)), any(checked)
+    return lower.program_of(problem, known, tuple(checked)), any(checked)
 
 
 def _table_on(table: Any, device: str) -> torch.Tensor:
@@ -84,7 +81,7 @@ def _table_on(table: Any, device: str) -> torch.Tensor:
         array = array.view(np.int8) if array.dtype == bool else array
         if array.dtype.kind == "u" and array.itemsize > 1:
             array = array.view(array.dtype.str.replace("u", "i"))  # the same bits; kernels read them as they are
-        shared = array.flags.writeable and all(s >= 0 for s in array.strides)
+        shared = array.flags.writeable and all(s >= 0 and s % array.itemsize == 0 for s in array.strides)
         found = torch.from_numpy(array if shared else array.copy()).to(device)
         if not array.flags.writeable:
             table.copies[device] = found
@@ -165,7 +162,7 @@ def _classified(p: Problem, program: lower.Program, rows: int, keys: int, pack: 
         for head in range(heads):
             ends = (head * pack, head * pack + pack - 1) if "h" in uses else (0, p.q_heads - 1)
             name = item if p.items is None else p.items[item]
-            ops = Many({"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))})
+            ops = Many({"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))}, program.followed)
             some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
             hidden = None if program.score is None else hides(program.score, ops)
             some = some if hidden is None else some & ~hidden

@@ -11,6 +11,7 @@ import triton.language as tl
 
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+MOST: tl.constexpr = tl.constexpr(3.4028234663852886e38)  # float32's greatest
 
 
 @triton.jit
@@ -20,13 +21,39 @@ def dot(a, b, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def finite_max(running_max):
+    """The maximum, or 0 where nothing has been seen, so that -inf - max is -inf."""
+    return tl.where(running_max == float("-inf"), 0.0, running_max)
+
+
+@triton.jit
+def exponents(top, factor):
+    """(by, base) of rows with these maxima: weights are 2^(x · by - base), one multiply-add each; `by` is `factor` for ordinary rows.
+
+    From |top · factor| = 2^28 on, unequal scores differ by 16 at least, and roundings of the product by as much. A power of two
+    has none and never overflows: the largest score takes all.
+    """
+    exact = ((~top.to(tl.int32, bitcast=True) & 0x7F800000) + (39 << 23)).to(tl.float32, bitcast=True)  # |top| · exact >= 2^40
+    by = tl.where(tl.abs(top * factor) < 268435456.0, factor, exact)
+    return by, finite_max(top * by)
+
+
+@triton.jit
 def online_softmax(x, factor, running_max, running_sum):
-    """2^(x · factor - new max), the new max and sum, and what earlier results are multiplied by. A score of -inf is hidden."""
-    new_max = tl.maximum(running_max, tl.max(x, 1) * factor)
-    least = tl.where(new_max == float("-inf"), 0.0, new_max)  # nothing seen yet: exp2(-inf - 0) = 0
-    p = tl.math.exp2(x * factor - least[:, None])
-    alpha = tl.math.exp2(running_max - least)
+    """Weights, the new max and sum, and what earlier results are multiplied by. A score of -inf is hidden."""
+    new_max = tl.maximum(running_max, tl.max(x, 1))
+    by, base = exponents(new_max, factor)
+    p = tl.math.exp2(x * by[:, None] - base[:, None])
+    alpha = tl.math.exp2(running_max * by - base)
     return p, new_max, running_sum * alpha + tl.sum(p, 1), alpha
+
+
+@triton.jit
+def log_sum_exp(running_max, running_sum):
+    """From the maximum as a logit. Where nothing was seen -inf, which rounding does not make of a finite score."""
+    lse = running_max + tl.math.log2(tl.where(running_sum == 0.0, 1.0, running_sum)) * LN2
+    lse = tl.where(lse > MOST, MOST, tl.where(lse < -MOST, -MOST, lse))
+    return tl.where(running_sum == 0.0, float("-inf"), lse)
 
 
 @triton.jit
@@ -76,16 +103,29 @@ def opposite(condition):
 
 @triton.jit
 def int_floordiv(a, b):
-    """As Python's; 0 where b is."""
-    by = tl.where(b == 0, 1, b)
+    """As Python's; 0 where b is, and the least integer // -1 is itself."""
+    usual = (b != 0) & (b != -1)
+    by = tl.where(usual, b, 1)
     quotient = a // by
     quotient = quotient - tl.where((a - quotient * by != 0) & ((a ^ by) < 0), 1, 0)
-    return tl.where(b == 0, 0, quotient)
+    return tl.where(usual, quotient, tl.where(b == 0, 0, -a))
 
 
 @triton.jit
 def int_mod(a, b):
     return tl.where(b == 0, 0, a - int_floordiv(a, b) * b)
+
+
+@triton.jit
+def int_shl(a, n):
+    """0 where n is not in 0 … 63."""
+    return tl.where((n >= 0) & (n < 64), a << (n & 63), 0)
+
+
+@triton.jit
+def int_shr(a, n):
+    """The sign, 0 or -1, where n is not in 0 … 63."""
+    return a >> tl.where((n >= 0) & (n < 64), n, 63)
 
 
 @triton.jit
@@ -109,9 +149,11 @@ def float_mod(a, b):
 
 @triton.jit
 def whole(x):
-    """A float without its fraction, as an integer; NaN becomes 0."""
-    x = tl.where(x == x, x, 0.0).to(tl.float64)
-    return tl.minimum(tl.maximum(x, -4611686018427387904.0), 4611686018427387904.0).to(tl.int64)
+    """A float without its fraction, as an integer; NaN becomes 0, and what int64 cannot hold its nearest end."""
+    x = x.to(tl.float64)
+    inside = (x >= -9223372036854775808.0) & (x < 9223372036854775808.0)
+    ends = tl.where(x > 0, 9223372036854775807, tl.where(x < 0, -9223372036854775807 - 1, 0))
+    return tl.where(inside, tl.where(inside, x, 0.0).to(tl.int64), ends)
 
 
 @triton.jit
@@ -192,13 +234,14 @@ def note(p_wrong, bad, index, shown):
 
 
 @triton.jit
-def ends(p_table, row, known, low, high, size, stride, least, most, WIDTH: tl.constexpr):
+def ends(p_table, row, alone, inside, low, high, size, stride, least, most, WIDTH: tl.constexpr):
     """Least and greatest entry from `low` to `high` of a row of a table, for one such run or for many.
 
-    The whole table's ends where the run is longer than WIDTH or the row is not known; anything, where it may leave the table.
+    The whole table's ends where the run is longer than WIDTH, may leave the table, or is not of one row alone; and whether it
+    stays inside: if not, the keys must be looked at.
     """
-    inside = (low >= 0) & (high < size)
-    short = inside & known & (high - low < WIDTH)
+    inside = inside & (low >= 0) & (high < size)
+    short = inside & alone & (high - low < WIDTH)
     if len((low + high).shape) == 0:
         o_run = tl.arange(0, WIDTH)
         m = (o_run <= high - low) & short
@@ -212,6 +255,4 @@ def ends(p_table, row, known, low, high, size, stride, least, most, WIDTH: tl.co
         entries = tl.load(p_table + row + (first[:, None] + o_run).to(tl.int64) * stride, mask=m, other=0).to(tl.int64)
         a = tl.min(tl.where(m, entries, 1 << 60), 1)
         b = tl.max(tl.where(m, entries, -(1 << 60)), 1)
-    a = tl.where(short, a, tl.where(inside, least, -(1 << 58)))
-    b = tl.where(short, b, tl.where(inside, most, 1 << 58))
-    return a, b
+    return tl.where(short, a, least), tl.where(short, b, most), inside

@@ -10,7 +10,7 @@ import torch
 
 from .. import arrays
 from ..compiling import in_graph, outside
-from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError, shown
 from ..forks import renew_after_fork
 from ..machine import interpreting
 from ..problem import (
@@ -37,10 +37,10 @@ def device_of(device: Any) -> torch.device:
     """A GPU by name; in the interpreter, the CPU."""
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r} ({error}).") from None
+    except Exception as error:  # PyTorch's, of several kinds
+        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)} ({type(error).__name__}).") from None
     if found.type != "cuda":
-        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r}.")
+        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
     if interpreting():
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -40,6 +40,7 @@ def info(
         "vector_units": [x.name for x in machine.host_isas()], "threads": threads, "thread_runtime": workers.runtime(),
         "peak_flops": peaks, "read_bytes_per_second": read,
         "kernels": {"directory": str(directory) if directory else None, "count": len(kept), "bytes": sum(kept.values())},
+        "loaded": {"count": len(compile.loaded_kernels()), "most": compile.MOST_LOADED},
         "removed": removed,
     }  # fmt: skip
     if as_json:
@@ -62,6 +63,7 @@ def info(
         ("peak", ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items()) + f", {threads} threads, measured"),
         ("plain read", f"{read / 1e9:,.1f} GB/s, measured"),
         ("kernels", where),
+        ("loaded", f"{report['loaded']['count']} in this process; {compile.MOST_LOADED} at most in any"),
     ]
     print_rows(rows if removed is None else [*rows, ("removed", f"{removed} kernels")])
 

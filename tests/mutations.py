@@ -1,0 +1,437 @@
+"""Forty faults put into the code one at a time: does the suite see them?
+
+    python tests/mutations.py [--jobs 2] [--only NAME …] [--results FILE]
+
+Each mutation is an exact replacement in a copy of the tree. The tests of its own room run first, and only if they pass what
+else `make test` runs. Results are kept beside what they are of, so that a run that was stopped goes on where it was. Fails
+unless 38 of the 40 are caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+ENOUGH = 38
+OWN_SECONDS, SECONDS = 200, 1200  # after which tests that hang have seen the fault
+FAILED, NOTHING_RAN = 1, (4, 5)  # exit codes of pytest
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`old` becomes `new` in a file of speedlight/; `tests`: arguments of pytest, of the room's own tests."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+    def apply(self, tree: Path) -> None:
+        path = tree / "speedlight" / self.file
+        path.write_text(self.mutated(path.read_text()))
+
+    def mutated(self, text: str) -> str:
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: expected once in {self.file}, found {text.count(self.old)} times: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+FORWARD, MASKS, CACHES = "tests/test_forward.py", "tests/test_masks.py", "tests/test_caches.py"
+POOLS, GPU, GPU_CACHES = "tests/test_pages.py", "tests/test_gpu.py", "tests/test_gpu_caches.py"
+MUTATIONS = (
+    # --- kernels
+    Mutation(
+        "a step of the head dim is left out where the number is odd",
+        "cpu/microkernels.py",
+        "    with k.range(middle, high) as t:\n",
+        "    with k.range(high, high) as t:\n",
+        f"{FORWARD} -k every_dim",
+    ),
+    Mutation(
+        "keys past the end of the tile are read",
+        "cpu/microkernels.py",
+        'rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]',
+        'rows = [k.at(p["keys"], (j + m) * p["key_row"]) for m in range(s.rows)]',
+        "tests/test_memory.py -k test_guard_pages",
+    ),
+    Mutation(
+        "what came before a new maximum is not rescaled",
+        "cpu/microkernels.py",
+        "(alpha,) = exp2(k, s, [old[v] - base[v]], any_x=True)",
+        "(alpha,) = exp2(k, s, [old[v] - old[v]], any_x=True)",
+        f"{FORWARD} -k 'every_length and 255'",
+    ),
+    Mutation(
+        "hidden keys weigh +0",
+        "cpu/microkernels.py",
+        "w, hidden) for w, x, (i, v) in zip(ws, xs, place, strict=True)]",
+        "w, zero) for w, x, (i, v) in zip(ws, xs, place, strict=True)]",
+        f"{FORWARD} -k 'special_values and float32'",
+    ),
+    Mutation(
+        "a tile of which a lane sees nothing changes the sign of its zeros",
+        "cpu/microkernels.py",
+        "total = [k.variable(hidden) for _ in range(s.vectors)]",
+        "total = [k.variable(zero) for _ in range(s.vectors)]",
+        f"{MASKS} -k sign_of_its_zero",
+    ),
+    Mutation(
+        "values of hidden keys are multiplied",
+        "cpu/microkernels.py",
+        "return k.select(seen, k.fma(value, weight, total), total)",
+        "return k.fma(value, weight, total)",
+        f"{FORWARD} -k 'special_values and float32'",
+    ),
+    Mutation(
+        "merging takes one state's maximum for the other's",
+        "cpu/microkernels.py",
+        "for factors, m in ((first, m1), (second, m2)):",
+        "for factors, m in ((first, m2), (second, m1)):",
+        f"{FORWARD} -k 'every_length and 1025'",
+    ),
+    Mutation(
+        "the partner that an odd pair lacks is what lies there",
+        "cpu/microkernels.py",
+        "return low | k.select(second < count, high << 16, k.const(0, I32))",
+        "return low | high << 16",
+        f"{FORWARD} -k 'every_dim and bfloat16'",
+    ),
+    Mutation(
+        "a pair of which a lane sees one half is taken whole",
+        "cpu/forward.py",
+        "full = k.select(odd, full - 1, full)",
+        "full = k.select(odd, full, full)",
+        f"{FORWARD} -k 'special_values and bfloat16'",
+    ),
+    Mutation(
+        "the second span is not merged",
+        "cpu/forward.py",
+        "with k.when(last > SPAN), k.range(0, task.panels) as i, k.when(",
+        "with k.when(last > 2 * SPAN), k.range(0, task.panels) as i, k.when(",
+        f"{FORWARD} -k 'every_length and 1025'",
+    ),
+    Mutation(
+        "decoding touches values of scores of -inf",
+        "cpu/decode.py",
+        "mask, some = weight, weight.bits(s.integer) > -1",
+        "mask, some = weight, weight.bits(s.integer).differs(1)",
+        f"{CACHES} -k 'minus_infinity or decode_kernel'",
+    ),
+    Mutation(
+        "decoding leaves out the spans that no share divides",
+        "cpu/decode.py",
+        'first, end = (spans * x // self.of["blocks"] for x in (self.part, self.part + 1))',
+        'first, end = (spans // self.of["blocks"] * x for x in (self.part, self.part + 1))',
+        f"{CACHES} -k few_heads_share",
+    ),
+    Mutation(
+        "pages of a ring come round at the wrong place",
+        "cpu/places.py",
+        "slot.set(fixed + (page - fixed) % ring)",
+        "slot.set(fixed + page % ring)",
+        f"{CACHES} -k a_window_is_the_mask",
+    ),
+    Mutation(
+        "a step to the next page begins where the page is",
+        "cpu/places.py",
+        'run = k.min(p["end"] - here, size - inside)',
+        'run = k.min(p["end"] - here, size)',
+        f"{POOLS} -k raw_pages_have",
+    ),
+    # --- regions and threads
+    Mutation(
+        "the caller's modes are those of the kernel",
+        "cpu/region.py",
+        "k.store(k.const(0x1F80, I32), ours)",
+        "k.store(k.const(0x9FC0, I32), ours)",
+        f"{FORWARD} -k subnormals",
+    ),
+    Mutation(
+        "a forked child asks the parent's threads",
+        "cpu/workers.py",
+        "_forked, _region, _pool = True, threading.Lock(), None",
+        "_forked, _region = True, threading.Lock()",
+        "tests/test_workers.py -k fork",
+    ),
+    Mutation(
+        "the last item is looked for one too low",
+        "cpu/region.py",
+        "leave_if(high.get() - low.get() <= 1)",
+        "leave_if(high.get() - low.get() <= 2)",
+        f"{FORWARD} -k 'same_bits_however or packed'",
+    ),
+    # --- bounds and tiles
+    Mutation(
+        "a part of a tile that the mask cuts counts as visible",
+        "cpu/visibility.py",
+        "leave_if(classed(full.get(), after(full.get(), end.get())) < 2)",
+        "leave_if(classed(full.get(), after(full.get(), end.get())) < 1)",
+        f"{MASKS} -k 'patterns or random_expressions'",
+    ),
+    Mutation(
+        "i != j is taken for i < j",
+        "bounds.py",
+        'planes["ne"] = planes["lt"] + planes["gt"]',
+        'planes["ne"] = planes["lt"]',
+        "tests/test_bounds.py",
+    ),
+    Mutation(
+        "the bounds of a difference are those of a sum",
+        "bounds.py",
+        "return a[0] - b[1], a[1] - b[0]",
+        "return a[0] - b[0], a[1] - b[1]",
+        "tests/test_bounds.py",
+    ),
+    # --- lowering and lookups
+    Mutation(
+        "integers of 33 bits count as those of 32",
+        "engine.py",
+        "narrow=most is not None and most < 1 << 31",
+        "narrow=most is not None and most < 1 << 33",
+        "tests/test_combined.py -k products tests/test_tracing.py",
+    ),
+    Mutation(
+        "an index out of range is not noted",
+        "cpu/lower.py",
+        "k.store(k.i64(1), wrong, 16 * n)",
+        "k.store(k.i64(0), wrong, 16 * n)",
+        f"{MASKS} -k index_out_of_range",
+    ),
+    Mutation(
+        "the sign of // and % of long integers is that of the processor",
+        "cpu/lower.py",
+        "over = rest.differs(0) & ((rest ^ by) < 0)",
+        "over = rest.differs(0) & (rest < 0)",
+        "tests/test_tracing.py -k operators",
+    ),
+    Mutation(
+        "a lookup is one entry late",
+        "cpu/lookups.py",
+        "last = splat_like(k, length_of(k, at, d) - 1, x)",
+        "last = splat_like(k, length_of(k, at, d) - 2, x)",
+        f"{MASKS} -k 'patterns or dense_arrays'",
+    ),
+    Mutation(
+        "two expressions of other numbers are the same",
+        "tracing.py",
+        "return self.key, tuple(n.value for n in self.numbers),",
+        "return self.key, len(self.numbers),",
+        f"{MASKS} -k kept_expressions",
+    ),
+    # --- arguments and preparation
+    Mutation(
+        "the scale is left out where there is no score",
+        "engine.py",
+        "else problem.scale * math.log2(math.e)",
+        "else math.log2(math.e)",
+        f"{FORWARD} -k 'special_values and float64'",
+    ),
+    Mutation(
+        "values of an item lie where its keys would",
+        "engine.py",
+        "index * pages.v_item",
+        "index * pages.k_item",
+        f"{CACHES} -k batches_of_unequal",
+    ),
+    Mutation(
+        "queries of a short item are aligned by the longest",
+        "problem.py",
+        "starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))",
+        "starts = (max(k_lengths, default=0) - max(q_lengths, default=0),) * len(q_lengths)",
+        f"tests/test_batches.py -k padded {FORWARD}::test_packed_is_padded",
+    ),
+    Mutation(
+        "a page after the last is taken",
+        "problem.py",
+        "if used.size and (used.min() < 0 or used.max() >= pages):",
+        "if used.size and (used.min() < 0 or used.max() > pages):",
+        f"{POOLS} -k wrong_raw_pages",
+    ),
+    Mutation(
+        "out may overlap an input",
+        "arrays.py",
+        "        if overlap(out, x):\n",
+        "        if overlap(out, x) and out.shape == ():\n",
+        "tests/test_problem.py -k overlap",
+    ),
+    # --- caches and pools
+    Mutation(
+        "a pool's last owner writes where others left a longer part",
+        "pages.py",
+        " or away.get(page, 0) > start:",
+        ":",
+        POOLS,
+    ),
+    Mutation(
+        "a ring forgets one token late",
+        "rings.py",
+        "written - self.size",
+        "written - self.size - 1",
+        f"{CACHES} -k 'window or ring'",
+    ),
+    Mutation(
+        "codes are rounded down",
+        "blocks.py",
+        "codes = np.rint(x / ",
+        "codes = np.floor(x / ",
+        f"{CACHES} -k 'quantising or int8'",
+    ),
+    Mutation(
+        "a prepared step is taken for more spans than it is of",
+        "caches.py",
+        "return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, spans, engine.threads_now()",
+        "return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale, engine.threads_now()",
+        f"{CACHES} -k any_chunks",
+    ),
+    # --- the kernel cache and files
+    Mutation(
+        "a damaged object file is run",
+        "cpu/compile.py",
+        "hashlib.sha256(data[_HEADER:]).digest() != digest",
+        "len(digest) != 32",
+        "tests/test_cache.py -k damage",
+    ),
+    Mutation(
+        "what a group may write is trusted",
+        "cpu/compile.py",
+        "not info.st_mode & 0o022",
+        "not info.st_mode & 0o002",
+        "tests/test_cache.py -k others_can_write",
+    ),
+    Mutation(
+        "a header may promise more than the file holds",
+        "files.py",
+        "f.tell() + count * dtype.itemsize != size",
+        "f.tell() + count * dtype.itemsize < size",
+        "tests/test_cli.py -k 'promises or damaged'",
+    ),
+    # --- GPU kernels, in the interpreter
+    Mutation(
+        "GPU: the sum before a new maximum is not rescaled",
+        "gpu/primitives.py",
+        "running_sum * alpha + tl.sum(p, 1)",
+        "running_sum + tl.sum(p, 1)",
+        f"{GPU} -k 'special_values or every_length'",
+    ),
+    Mutation(
+        "GPU: the last split of the keys is left out",
+        "gpu/decode.py",
+        "count = tl.minimum((k_len + size - 1) // size, splits)",
+        "count = tl.minimum(k_len // size, splits)",
+        f"{GPU_CACHES} {GPU}",
+    ),
+    Mutation(
+        "GPU: the sign of // and % is that of the processor",
+        "gpu/primitives.py",
+        "((a ^ by) < 0)",
+        "(a < 0)",
+        f"{GPU} -k random_expressions",
+    ),
+)
+
+
+def digest(mutation: Mutation) -> str:
+    """Of the sources, the tests and the mutation: a result is of these alone."""
+    total = hashlib.sha256(repr(mutation).encode())
+    for path in sorted((*(ROOT / "speedlight").rglob("*.py"), *(ROOT / "tests").rglob("*.py"))):
+        if path.name != "mutations.py":
+            total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return total.hexdigest()
+
+
+def copied(to: Path) -> Path:
+    """What tests need of the tree."""
+    ignore = shutil.ignore_patterns("__pycache__", ".venv", ".git", ".pytest_cache", ".hypothesis", "results")
+    shutil.copytree(ROOT, to, ignore=ignore, symlinks=True, dirs_exist_ok=True)
+    return to
+
+
+def run_tests(tree: Path, arguments: list[str], seconds: int, *, mutated: bool) -> tuple[int, str]:
+    """pytest's exit code, and the first test that failed; no test run at all is an error. A mutation has kernels of its own."""
+    place = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} | ({"SPEEDLIGHT_CACHE_DIR": str(tree / "kernels")} if mutated else {})
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *arguments]
+    options: dict[str, Any] = {"cwd": tree, "env": os.environ | place, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **options) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return FAILED, f"no end within {seconds} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # whatever a test has left, too
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode in NOTHING_RAN:
+        raise ValueError(f"pytest {shlex.join(arguments)}: {said[-500:]}")
+    lines = [x for x in said.splitlines() if x.startswith(("FAILED", "ERROR"))]
+    return process.returncode, (lines or said.splitlines()[-1:] or [""])[0][:150]
+
+
+def try_out(mutation: Mutation | None, tests: str, rest: bool) -> dict[str, Any]:
+    """What the suite says to a mutation, its own room first, then the `rest`; None: what these tests say to the tree as it is."""
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="speedlight-mutation-") as name:
+        tree = copied(Path(name))
+        if mutation is not None:
+            mutation.apply(tree)
+        code, first = run_tests(tree, shlex.split(tests), OWN_SECONDS, mutated=mutation is not None)
+        by = "its own room" if code else "nothing"
+        if mutation is not None and rest and not code:
+            code, first = run_tests(tree, ["-n", "2", "tests"], SECONDS, mutated=True)
+            by = "the rest" if code else "nothing"
+    return {"caught": by, "test": first, "seconds": round(time.perf_counter() - start, 1)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", nargs="*", default=[], help="mutations whose names have one of these words")
+    parser.add_argument("--own", action="store_true", help="only the tests of each mutation's own room")
+    parser.add_argument("--results", type=Path, default=ROOT / ".mutations.json")
+    given = parser.parse_args()
+    kept: dict[str, Any] = json.loads(given.results.read_text()) if given.results.exists() else {}
+    wanted = [m for m in MUTATIONS if not given.only or any(x in m.name for x in given.only)]
+    for m in wanted:
+        m.mutated((ROOT / "speedlight" / m.file).read_text())
+    whole = Mutation("nothing", "", "", "", "")
+    rooms = {tests: digest(whole) + tests for tests in dict.fromkeys(m.tests for m in wanted)}
+    jobs = [(m, m.tests, digest(m)) for m in wanted] + [(None, tests, key) for tests, key in rooms.items()]
+    with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+        running = {pool.submit(try_out, m, tests, not given.own): (m, tests, key) for m, tests, key in jobs if key not in kept}
+        for future in concurrent.futures.as_completed(running):
+            m, tests, key = running[future]
+            kept[key] = future.result() | {"name": m.name if m else f"as it is: {tests}"}
+            given.results.write_text(json.dumps(kept, indent=1))
+            print(f"{kept[key]['seconds']:7.1f} s  {kept[key]['name']}: {kept[key]['caught']}  {kept[key]['test']}", flush=True)
+    return report(wanted, kept, rooms)
+
+
+def report(wanted: list[Mutation], kept: dict[str, Any], rooms: dict[str, str]) -> int:
+    """The table; 0 where enough are caught, by tests that pass without a mutation."""
+    broken = [tests for tests, key in rooms.items() if kept[key]["caught"] != "nothing"]
+    results = [kept[digest(m)] for m in wanted]
+    for m, r in zip(wanted, results, strict=True):
+        print(f"{m.file:22} {m.name:68} {r['caught']:13} {r['seconds']:6.1f} s  {r['test']}")
+    caught = sum(r["caught"] != "nothing" for r in results)
+    print(f"{caught} of {len(wanted)} caught, {sum(r['caught'] == 'its own room' for r in results)} by their own room's tests")
+    for tests in broken:
+        print(f"fails without a mutation: pytest {tests}")
+    return int(bool(broken) or len(wanted) - caught > len(MUTATIONS) - ENOUGH)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,22 @@
+"""The mutations of mutations.py still fit the code; `make mutations` tells whether the suite sees them."""
+
+from __future__ import annotations
+
+import ast
+import shlex
+
+import pytest
+from mutations import ENOUGH, MUTATIONS, ROOT
+
+
+def test_there_are_forty():
+    assert len({m.name for m in MUTATIONS}) == len(MUTATIONS) == 40 and ENOUGH == 38
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=[m.name for m in MUTATIONS])
+def test_it_applies(mutation):
+    text = (ROOT / "speedlight" / mutation.file).read_text()
+    changed = mutation.mutated(text)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(text)), "the code is what it was"
+    files = [x.split("::")[0] for x in shlex.split(mutation.tests) if x.startswith("tests/")]
+    assert files and all((ROOT / x).exists() for x in files)
