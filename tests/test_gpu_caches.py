@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,15 @@ from conftest import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from injection import interrupted, needs_places, places, spread
 from problems import numpy_dtype
 from test_gpu import DEVICE, same, tensor
 from tolerance import plain
+from wrong import WRONG
 
 import speedlight as sl
 from speedlight.gpu import launch
+from speedlight.rings import SPARE
 
 KINDS = ("float32", "float16", "bfloat16", "int8")
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
@@ -108,6 +113,81 @@ def test_a_failed_piece_leaves_the_window(rng, monkeypatch):
     assert len(calls) == 3 and cache.length(0) == 50 and same([before], [cache.keys(0)])
 
 
+@pytest.mark.parametrize("n", [17, 40])
+def test_a_failing_call_takes_nothing_from_a_ring(rng, n, monkeypatch):
+    """New tokens of a ring are written over old ones, to which truncate() could still go back."""
+    here, cache = (sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=20, **more) for more in ({}, {"device": "cuda"}))
+    x = tokens(rng, "float32", (1, 1, 600, 16), (1, 1, 600, 16), (1, 1, 600, 16))
+    cache.append(0, *(tensor(y) for y in x[1:]))
+    first = 600 - 276 + SPARE + 19
+    here.append(0, *(y[:, :, :first] for y in x[1:]))
+
+    def fail(*_, **__):
+        raise sl.CompileError("no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("speedlight.gpu.resident.run", fail)
+        with pytest.raises(sl.CompileError):
+            cache.attend(0, *(tensor(y[:, :, :n]) for y in x))
+    with pytest.raises(sl.ArgumentError, match="one whose window is still there"):
+        cache.truncate(first - 1)
+    cache.truncate(first)
+    one = [y[:, :, first : first + 1] for y in x]
+    close(cache.attend(0, *(tensor(y) for y in one)), here.attend(0, *one), "float32")
+
+
+def test_a_kept_expression_is_run_at_any_position(rng):
+    """Where its integers are beyond 32 bits, and where its indices are beyond a table: not only at those of the first call."""
+    x = tokens(rng, "float32", (1, 1, 16, 16), (1, 1, 16, 16), (1, 1, 16, 16))
+    beyond = sl.expression(lambda b, h, i, j: (16 - i) * 400_000_000 * (j % 2) > 0)
+    ids = sl.table(np.zeros(16, np.int64), "ids")
+    outside = sl.expression(lambda b, h, i, j: ids[3 * (15 - i)] == 0)
+    here, there = (sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=16, **more) for more in ({}, {"device": "cuda"}))
+    for first in (15, 9):
+        for cache, of in ((here, np.asarray), (there, tensor)):
+            cache.clear()
+            cache.append(0, *(of(y[:, :, :first]) for y in x[1:]))
+        one = [y[:, :, first : first + 1] for y in x]
+        want = here.attend(0, *one, mask=beyond)
+        close(there.attend(0, *(tensor(y) for y in one), mask=beyond), want, "float32")
+        there.truncate(first)
+        if first == 15:
+            there.attend(0, *(tensor(y) for y in one), mask=outside)
+        else:
+            with pytest.raises(sl.Error, match="ids"):
+                there.attend(0, *(tensor(y) for y in one), mask=outside)
+            assert there.length(0) == first
+
+
+@needs_places
+@pytest.mark.parametrize(("method", "window"), [("append", None), ("truncate", 20), ("attend", 20)])
+def test_an_interrupt_anywhere_leaves_a_cache_as_it_was(rng, method, window):
+    """At every place of the cache's own functions."""
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=600, window=window, device="cuda")
+    q, k, v = (tensor(x) for x in tokens(rng, "float32", (1, 1, 280, 16), (1, 1, 280, 16), (1, 1, 280, 16)))
+    cache.append(0, k, v)
+    q, k, v = (x[:, :, :18].clone() for x in (q, k, v))
+    call = {
+        "append": lambda cache: cache.append(0, k, v),
+        "truncate": lambda cache: cache.truncate(275),
+        "attend": lambda cache: cache.attend(0, q, k, v),
+    }[method]
+
+    def state():
+        cache.append(0, k[:, :, :0], v[:, :, :0])  # nobody is busy
+        return [cache.keys(0), cache.values(0)], [cache.length(0), cache._device_lengths.tolist(), cache._held]
+
+    before, probe = state(), cache.copy()
+    found = places(lambda: call(probe), "resident.py")
+    assert len(found) > 5
+    for n in spread(found, 1000 if FULL else 3):
+        assert interrupted(lambda: call(cache), n, "resident.py")
+        parts, lengths = state()
+        assert lengths == before[1] and same(parts, before[0]), n
+    call(cache)
+    assert cache.length(0) == (275 if method == "truncate" else 298)
+
+
 def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
     q, k, v = (tensor(x) for x in tokens(rng, "float32", (1, 1, 10, 16), (1, 1, 10, 16), (1, 1, 10, 16)))
@@ -183,6 +263,24 @@ def test_wrong_tokens(rng):
         with pytest.raises(sl.Error, match=message):
             call()
     assert cache.length(0) == 0
+
+
+def test_arguments_of_any_type(rng):
+    """A speedlight error, or an answer."""
+    x = tensor(np.zeros((1, 1, 1, 16), np.float32))
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
+    cache.append(0, x, x)
+    step = {"layer": 0, "q": x, "k": x, "v": x, "new_lengths": None, "return_lse": False, "out": None}
+    calls = [("attend", step), ("append", {n: step[n] for n in ("layer", "k", "v", "new_lengths")}), ("truncate", {"length": 1})]
+    calls += [("select", {"batch_indices": [0]}), ("lengths", {"layer": 0}), ("length", {"layer": 0, "item": 0}), ("save", {"path": "x"})]
+    for method, usual in calls:
+        for name in usual:
+            for wrong in WRONG:
+                with contextlib.suppress(sl.Error):
+                    getattr(cache, method)(**(usual | {name: wrong}))
+                    cache.clear()
+                    cache.append(0, x, x)
+                assert cache.length(0) == 1 and not cache._claims
 
 
 # --- pages

@@ -249,7 +249,8 @@ class CudaCache:
         layer = check_index("layer", layer, self.layers)
         capture = capturing()
         lengths, written = self._now()[layer]
-        new = [self._new(x, n, d) for x, n, d in ((k, "k", self.head_dim), (v, "v", self.value_dim)) if x is not None]
+        wanted = ((k, "k", self.head_dim), (v, "v", self.value_dim))
+        new = [self._new(x, n, d) for x, n, d in wanted if x is not None or q is None]
         n_new = new[0].shape[2] if new else 0
         if new and new[1].shape[2] != n_new:
             raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {new[1].shape[2]} (shape {new[1].shape}).")
