@@ -450,9 +450,8 @@ def _block_table(x: Any) -> np.ndarray:
     """(batch, most pages) of ints, of any kind and byte order."""
     if is_tensor(x):
         check_plain_tensor(x, "block_table")
-        x = x.detach().cpu()
     try:
-        table = np.array(x)
+        table = np.array(x.detach().cpu().numpy() if is_tensor(x) else x)
     except Exception as error:  # ragged lists, other libraries' code
         raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from None
     if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
