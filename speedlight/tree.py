@@ -91,8 +91,8 @@ def numpy_type(kind: str, float_type: Any) -> np.dtype:
     return np.dtype({"bool": np.bool_, "int": np.int64, "float": float_type, "double": np.float64}[kind])
 
 
-def evaluate(root: Node, env: dict[str, Any], float_type: Any = np.float64, seen: Any = True) -> Any:
-    """The tree over arrays that broadcast: env maps s, b, h, i, j to them.
+def evaluate(root: Node, env: dict[str, Any], float_type: Any = np.float64, seen: Any = True, beyond: float = np.inf) -> Any:
+    """The tree over arrays that broadcast: env maps s, b, h, i, j to them. Floats from ±`beyond` on are infinite.
 
     Raises ArgumentError where an index is out of range at an element that is visible (`seen`).
     """
@@ -114,6 +114,8 @@ def evaluate(root: Node, env: dict[str, Any], float_type: Any = np.float64, seen
                 value = np.where(args[1] == 0, 0, NUMPY[node.op](args[0], np.where(args[1] == 0, 1, args[1])))
             else:
                 value = NUMPY[node.op](*args)
+            if node.kind == "float" and beyond < np.inf:
+                value = np.where(np.abs(value) >= beyond, np.copysign(np.inf, value), value)
             values[id(node)] = value
     return values[id(root)]
 
