@@ -516,7 +516,7 @@ def test_int8_against_the_oracle_and_in_any_chunks(isa, rng, dtype, d, dv, optio
     q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
     stored = [codes.astype(np.float64) * scales for codes, scales in map(quantise, (k, v))]
     want, want_lse = sl.reference.attention(q.astype(np.float64), *stored, causal=True, return_lse=True, **options)
-    bounds = sl.reference.error_bound(q.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, **options)
+    bounds = sl.reference.error_bound(q.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, int8=True, **options)
     step = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     whole = made("int8", d, dv).attend(0, q, k, v, return_lse=True, **options)
     assert whole[0].dtype == q.dtype

@@ -452,7 +452,7 @@ def test_raw_pages_of_torch(rng):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"block_table": [[0, 9], [1, 2]]}, r"block_table: expected pages from 0 to 4; got 9 at \[0, 1\]"),
+        ({"block_table": [[0, 5], [1, 2]]}, r"block_table: expected pages from 0 to 4; got 5 at \[0, 1\]"),
         ({"block_table": [[0, -1], [1, 2]]}, r"block_table: expected pages from 0 to 4; got -1 at \[0, 1\]"),
         ({"block_table": [[0, 2**63], [1, 2]]}, "block_table: expected"),
         ({"block_table": [[0.0, 1.0], [1, 2]]}, "block_table: expected ints"),

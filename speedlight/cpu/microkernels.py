@@ -560,10 +560,13 @@ def natural_log(module: Module) -> Any:
 
 
 def log_sum_exp(k: Function, s: Shape, log: Any, running_max: Value, running_sum: Value) -> Value:
-    """ln 4 · max + ln sum of one row, rounded once. -inf says that nothing was seen, so rounding does not make it of a finite score."""
+    """ln 4 · max + ln sum of one row, rounded once. -inf says that nothing was seen, so rounding does not make it of a finite score.
+
+    A sink of -inf is nothing, too: its sum is 1.
+    """
     m, total = (x if s.wide else k.extend(x, F64) for x in (running_max, running_sum))
     most = k.const(1.7976931348623157e308 if s.wide else 3.4028234663852886e38, F64)
     lse = k.fma(m, k.const(LN4, F64), k.call(log, total))
     lse = k.max(-most, k.min(most, lse))  # NaN stays
-    lse = k.select(is_empty(m, total), k.const(float("-inf"), F64), lse)
+    lse = k.select(m.equals(float("-inf")) & total.equals(total), k.const(float("-inf"), F64), lse)
     return lse if s.wide else k.narrow(lse, F32)
