@@ -105,6 +105,27 @@ def test_forks_share_until_one_writes(rng):
     assert c.length() == 0
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_failed_step_leaves_a_longer_owner_of_a_shared_page_its_tokens(rng, order, monkeypatch):
+    """The last of two owners may write to the page they share, unless the other one's tokens are there."""
+    pool = made(pages=6)
+    q, k, v = packed(rng, "float32", 12)
+    longer = pool.sequence()
+    pool.append(0, [longer], k[:10], v[:10])
+    shorter = longer.fork()
+    shorter.truncate(4)
+
+    def fails(*_):
+        raise MemoryError("in a test")
+
+    monkeypatch.setattr(pool, "_run", fails)
+    both = [(longer, shorter)[n] for n in order]
+    with pytest.raises(MemoryError):
+        pool.attend(0, both, q[10:], k[10:], v[10:])
+    assert longer.keys(0).tobytes() == k[:10].swapaxes(0, 1).tobytes() and shorter.keys(0).tobytes() == k[:4].swapaxes(0, 1).tobytes()
+    assert pool.free_pages == 5
+
+
 def test_the_last_page_can_be_used_and_one_more_is_refused(rng):
     pool = made(pages=4)
     a, b = pool.sequence(), pool.sequence()
