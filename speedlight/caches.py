@@ -163,13 +163,13 @@ class KVCache:
         return self._copied(self._values[self._layer(layer)], layer)
 
     def _copied(self, store: Store, layer: int) -> np.ndarray:
-        lengths = self._held[layer][0]
+        lengths, written = self._held[layer]
         if self.window is None:
             out = store.get(_ALL, max(lengths))
             for item, n in enumerate(lengths):
                 out[item, :, n:] = 0
             return out
-        whole = store.get(_ALL, self._fixed + self._ring)
+        whole = store.get(_ALL, max(map(self._rings.held, lengths, written)))
         shown = [self._rings.shown(n) for n in lengths]
         out = np.zeros((*whole.shape[:2], max(map(len, shown)), whole.shape[3]), whole.dtype)
         for item, positions in enumerate(shown):

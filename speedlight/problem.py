@@ -7,7 +7,7 @@ import itertools
 import math
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -450,9 +450,11 @@ def _block_table(x: Any) -> np.ndarray:
     """(batch, most pages) of ints, of any kind and byte order."""
     if is_tensor(x):
         check_plain_tensor(x, "block_table")
-        x = x.detach().cpu()
+    elif isinstance(x, Sequence):  # of rows, whose lengths are looked at before NumPy copies them
+        what = "ints of shape (batch, most pages)"
+        x = [row if hasattr(row, "shape") else listed(row, "block_table", what) for row in listed(x, "block_table", what)]
     try:
-        table = np.array(x)
+        table = np.array(x.detach().cpu().numpy() if is_tensor(x) else x)
     except Exception as error:  # ragged lists, other libraries' code
         raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from None
     if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):

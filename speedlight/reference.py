@@ -6,11 +6,13 @@ Slow, in memory that grows with q_len x k_len of one head, and plain on purpose.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import arrays
+from .errors import ArgumentError
 from .modes import standard
 from .planning import TILE
 from .problem import LAYOUTS, SPAN, Problem, from_arrays
@@ -19,6 +21,10 @@ from .tree import evaluate, rounding_error
 # unit roundoff of a result in each dtype, and half its smallest subnormal
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _TINY = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
+
+_BEYOND = 2.0**128 - 2.0**103  # rounds to infinity in float32, in which a score's expression is computed
+
+_MOST = float(np.finfo(np.float64).max)
 
 # of float32 products on tensor cores: of S for the scores, and of M for the sum of values
 _COARSE = {"ieee": 0.0, "tf32x3": 2.0**-19, "tf32": 2.0**-9}
@@ -69,14 +75,32 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     return (case.outward(out), lse) if return_lse else case.outward(out)
 
 
-def error_bound(q: Any, k: Any, v: Any, *, dot: bool = False, tile: int | None = None, precision: str = "ieee", **options: Any) -> Bounds:
-    """How far a result may be from `attention`, element by element. docs/numerics.md has the formula.
+def error_bound(
+    q: Any, k: Any, v: Any, *, proven: bool = False, dot: bool = False, int8: bool = False, tile: int | None = None,
+    precision: str = "ieee", **options: Any,
+) -> Bounds:  # fmt: skip
+    """How far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
 
-    `dot`: bfloat16 by the dot instruction. `tile`: by the GPU engine, keys of whose blocks these are, at least;
-    `precision` is that of its float32 products.
+    Args:
+        q, k, v, **options: as for `attention`.
+        proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order). Default:
+            what rounding errors that are not all of one sign add up to, several times less.
+        dot: bfloat16 by the dot instruction.
+        int8: k and v are codes · scales of an int8 cache, as its keys() and values() give them.
+        tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
+
+    Raises:
+        ArgumentError: `proven` of the GPU engine, whose tensor cores add in an order of their own.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4), np.float32)
+    >>> bool((sl.reference.error_bound(x, x, x).out < 1e-5).all())
+    True
     """
+    if proven and tile is not None:
+        raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
     case = _Case(q, k, v, options)
-    case.dot, case.tile, case.precision = dot, tile, precision
+    case.proven, case.dot, case.int8, case.tile, case.precision = proven, dot, int8, tile, precision
     out, lse = case.results()
     with np.errstate(all="ignore"):
         for place in case.heads():
@@ -152,7 +176,7 @@ class _Case:
         described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
         defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
         self.layout = options.get("layout", "bhld")
-        self.dot, self.precision = False, "ieee"
+        self.proven, self.dot, self.int8, self.precision = False, False, False, "ieee"
         self.tile: int | None = None
         self.problem, self.cu_q, self.cu_k = from_arrays(*described, **(defaults | options))
         self.dtype = self.problem.dtype
@@ -177,6 +201,16 @@ class _Case:
                     yield _Head(self, item, head, (head, rows), (head // p.group, keys))
 
 
+def _product(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
+    """a @ b. To judge float64 as a tree of short sums: in one long chain roundings of equal terms add up to more than the engine's."""
+    if dtype != "float64":
+        return a @ b
+    parts = [a[:, i : i + 32] @ b[i : i + 32] for i in range(0, max(len(b), 1), 32)]
+    while len(parts) > 1:
+        parts = [parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
 class _Head:
     """One q head of one item."""
 
@@ -194,12 +228,17 @@ class _Head:
             self.visible = self.visible & mask
             evaluate(p.mask.root, self.env, number, seen=self.visible)
 
-    def scores(self) -> np.ndarray:
+    def products(self) -> np.ndarray:
+        """[q_len, k_len]: scale · QKᵀ."""
+        return _product(self.q, self.k.T, self.problem.dtype) * self.problem.scale
+
+    def scores(self, s: np.ndarray | None = None) -> np.ndarray:
         """[q_len, k_len]: scaled, and through the score expression."""
-        s = self.q @ self.k.T * self.problem.scale
+        s = self.products() if s is None else s
         if self.problem.score is None:
             return s
-        return np.broadcast_to(evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible), s.shape)
+        beyond = np.inf if self.problem.dtype == "float64" else _BEYOND
+        return np.broadcast_to(evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible, beyond=beyond), s.shape)
 
     def add_sink(self, score: np.ndarray) -> np.ndarray:
         """A sink is one more key, of a score given, that every query sees and whose value is zeros."""
@@ -218,48 +257,127 @@ class _Head:
             top = score.max(axis=1, keepdims=True)
             p = np.exp(score - top)
             total = p.sum(axis=1, keepdims=True)
-            out[self.at], lse[self.at] = p @ self.v / total, (top + np.log(total))[:, 0]
+            out[self.at], lse[self.at] = _product(p, self.v, self.problem.dtype) / total, (top + np.log(total))[:, 0]
             return
         rows = [attention_row(row, self.v, seen) for row, seen in zip(score, self.visible, strict=True)]
         if rows:
             out[self.at], lse[self.at] = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
 
     def bound(self, out: np.ndarray, lse: np.ndarray) -> None:
-        """Per element: M = Σ p|v| and S = max over visible keys of scale · Σ|q||k|."""
-        p, name, d = self.problem, self.problem.dtype, self.problem.head_dim
-        if not self.q.size or not (self.k.size or p.sinks):
+        """Per element, from M = Σ p|v|."""
+        if not self.q.size or not (self.k.size or self.problem.sinks):
             return
-        size = np.abs(self.q) @ np.abs(self.k).T * abs(p.scale)
-        scores = self.scores()
+        rules, products = _Rules.of(self), self.products()
+        scores = self.scores(products)
+        errors = self.logit_errors(rules, products, scores)
         score = self.add_sink(scores)
-        visible = self.visible & (score != -np.inf)
+        if self.problem.sinks is not None:
+            errors = np.concatenate([errors, 2 * rules.u * np.abs(score[:, -1:])], axis=1)
+        values, visible = np.abs(self.v), self.visible & (score != -np.inf)
         score = np.where(visible, score, -np.inf)
-        weight = np.exp(score - np.maximum(score.max(axis=1, keepdims=True), -1e300))
+        top = np.maximum(score.max(axis=1, keepdims=True), -_MOST)
+        weight = np.exp(score - top)
         total = weight.sum(axis=1, keepdims=True)
         weight /= np.where(total == 0, 1, total)
-        m = weight @ np.abs(self.v)
-        u = ROUNDOFF["float64" if name == "float64" else "float32"]
-        normal = 2.0**-1022 if name == "float64" else 2.0**-126
-        steps = max(3.0, np.sqrt(d))
-        if p.score is not None:  # the expression carries the error of s on; then as if a plain score were so far off
-            _, off = rounding_error(p.score.root, self.env | {"s": self.q @ self.k.T * p.scale}, u * steps * (size + 1), u)
-            size = off / (u * steps) + np.abs(scores)
-        if p.sinks is not None:
-            size = np.concatenate([size, np.full((len(self.q), 1), abs(p.sinks[int(self.env["h"])]))], axis=1)
-        size = np.where(visible, size, 0).max(axis=1, keepdims=True)
-        case = self.case
-        tile, runs = (TILE, SPAN) if case.tile is None else (2 * 64, case.tile)
-        relative = u * (tile / 2 + len(self.k) / runs + steps * (4 + size))
-        if name in ("float16", "bfloat16"):
-            relative = relative + (2.0 if case.dot or case.tile else 1.6) * ROUNDOFF[name]
-            if name == "float16" and case.tile:
-                normal = 2.0**-25  # weights are float16 there
-        relative = relative + _COARSE[case.precision] * (1 + size)
-        dot = case.dot
-        # a sum of subnormals is off by half of the smallest in each step; the dot instruction flushes them
-        tiny = _TINY[name] + (normal if dot else 2.0**-1074 if name == "float64" else 2.0**-150) * (1.02 * visible.sum(axis=1) + 4)
-        out[self.at] = relative * m + tiny[:, None] + normal * (visible.astype(np.float64) @ np.abs(self.v))
-        logs = np.abs(np.where(total == 0, 0, score.max(axis=1, keepdims=True) + np.log(total)))
-        lse[self.at] = (
-            max(4, np.sqrt(d)) * u * (4 + size + logs) + _COARSE[case.precision] * size + (ROUNDOFF["bfloat16"] if dot else 0.0)
-        )[:, 0]
+        error = np.where(visible, errors, 0).max(axis=1, keepdims=True)
+        if rules.proven:
+            error = error + rules.u * np.where(visible, np.minimum(top - score, rules.deepest), 0).max(axis=1, keepdims=True)
+            # so large a maximum is rounded down, and exponents are clamped
+            error = error + np.where((np.abs(top) > 2.0**22) & (total > 0), 4 * rules.u * np.abs(top), 0)
+        logs = np.abs(np.where(total == 0, 0, top + np.log(total)))
+        out[self.at] = rules.relative(error) * (weight @ values) + rules.floor(values, visible, weight)
+        lse[self.at] = rules.of_lse(error, logs)[:, 0]
+
+    def logit_errors(self, rules: _Rules, products: np.ndarray, scores: np.ndarray) -> np.ndarray:
+        """[q_len, k_len]: how far every score may be off, its product with log4 e included."""
+        p, u = self.problem, rules.u
+        scale = max(abs(p.scale), rules.normal * 2) if p.scale else 0.0
+        size = np.abs(self.q) @ np.abs(self.k).T * scale
+        off = (u * rules.chain + rules.coarse) * size + p.head_dim * rules.tiny * abs(p.scale)
+        if rules.biased:
+            off += u * rules.biased * np.abs(products)
+        if rules.dot:  # subnormal numbers count as zeros
+            q, k = (np.where(np.abs(x) < rules.normal, np.abs(x), 0) for x in (self.q, self.k))
+            if q.any() or k.any():
+                off += (q @ np.abs(self.k).T + np.abs(self.q) @ k.T) * abs(p.scale)
+        if p.score is None:
+            return off
+        _, off = rounding_error(p.score.root, self.env | {"s": products}, off, u)
+        return off + 2 * u * np.abs(scores)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """How errors add up for one head: the constants of docs/numerics.md."""
+
+    proven: bool
+    dot: bool
+    gpu: bool
+    wide: bool
+    u: float  # unit roundoff of what is computed in
+    chain: float  # of a score, in u · |scale| Σ|q||k|
+    biased: float  # of a score, in u · |score|: what roundings of equal products add up to
+    sums: float  # of the sums over keys, of quotients and products, in u
+    exponential: float  # of a weight and what it is multiplied by later
+    coarse: float  # of float32 products on tensor cores
+    weights: float  # of weights that are rounded
+    out: float  # of the result
+    tiny_out: float  # half the smallest subnormal of the result
+    keys: int
+
+    @classmethod
+    def of(cls, head: _Head) -> _Rules:
+        case, p, n = head.case, head.problem, len(head.k)
+        wide, low = p.dtype == "float64", p.dtype in ("float16", "bfloat16")
+        u, d = ROUNDOFF["float64" if wide else "float32"], p.head_dim + p.head_dim % 2 * case.dot
+        tiles, merges = min(-(-n // TILE), SPAN // TILE), -(-n // SPAN) + (p.sinks is not None)
+        out = ROUNDOFF[p.dtype] if low else 0.0
+        weights = ROUNDOFF["bfloat16"] if case.dot else out if case.tile else 0.0
+        if case.proven:
+            chain, biased = d + 2 + 2 * case.int8 + (p.score is not None), 0.0
+            sums = 2 * min(n, TILE) + 2 * tiles + 4 * merges + 1 + 2 * case.int8
+            exponential = (1.1e-4 if case.dot else 4 * u) * (tiles + merges)
+        else:
+            chain, biased = 6.0 + 2 * case.int8, d / 4
+            sums = TILE / 2 + n / (case.tile or SPAN) + 12
+            exponential = 0.0
+        return cls(
+            case.proven, case.dot, case.tile is not None, wide, u, chain, biased, sums, exponential, _COARSE[case.precision], weights, out,
+            _TINY[p.dtype], n + 1,
+        )  # fmt: skip
+
+    @property
+    def normal(self) -> float:
+        """The smallest normal number: weights below are 0."""
+        return 2.0**-1022 if self.wide else 2.0**-126
+
+    @property
+    def tiny(self) -> float:
+        """What an operation may be off whose result is subnormal."""
+        return self.normal if self.dot else _TINY["float64" if self.wide else "float32"]
+
+    @property
+    def deepest(self) -> float:
+        """A key so far below the maximum weighs 0."""
+        return 709.0 if self.wide else 88.0
+
+    def relative(self, error: Any) -> Any:
+        """Of out, in units of M."""
+        if self.proven:
+            shared = error + self.exponential + self.weights
+            return np.expm1(1.01 * (2 * shared + self.u * self.sums)) * (1 + self.out) + self.out
+        return self.u * self.sums + error + self.weights + self.out + self.coarse
+
+    def of_lse(self, error: Any, logs: Any) -> Any:
+        if self.proven:
+            shared = error + self.exponential + self.weights
+            return 1.01 * (shared + self.u * self.sums) + 4 * self.u * logs
+        return self.u * (self.sums + 2 * logs) + error + self.weights
+
+    def floor(self, values: Any, visible: Any, weight: Any) -> Any:
+        """What does not shrink with M: weights and sums that underflow."""
+        lost = 2.0**-25 if self.gpu and self.out == ROUNDOFF["float16"] else self.normal  # weights of the GPU are float16 there
+        floor = self.tiny_out + self.tiny * (2 * self.keys) + lost * (visible.astype(np.float64) @ values)
+        if self.dot:
+            floor = floor + weight @ np.where(values < self.normal, values, 0)
+        return floor

@@ -176,7 +176,7 @@ def _table_kind(dtype: np.dtype) -> str | None:
         return "int"
     if dtype.name in ("float16", "bfloat16", "float32"):
         return "float"
-    return "double" if dtype == np.float64 else None
+    return "double" if dtype.name == "float64" else None
 
 
 def table(array: Any, name: str = "table") -> Table:
@@ -373,6 +373,10 @@ class Symbol:
         return _compare("ne", self, other)
 
 
+def _power(a: Any, b: Any) -> Symbol:
+    return a**b if isinstance(a, Symbol) else b.__rpow__(a)  # a NumPy number would ask us again
+
+
 def _no_float(op: str, x: Any) -> Any:
     raise ExpressionError(f"{op}: expected bool or integers; got a float in {x!r}. Use sl.cast(x, int).")
 
@@ -523,7 +527,7 @@ _UFUNCS: dict[Any, Callable[..., Any]] = {
     np.left_shift: functools.partial(_bits, "shl"), np.right_shift: functools.partial(_bits, "shr"),
     **{NUMPY[name]: functools.partial(_function, name) for name in FUNCTIONS if name != "sigmoid"},
     np.negative: operator.neg, np.absolute: abs, np.invert: operator.invert, np.logical_not: operator.invert, np.floor: floor,
-    np.minimum: minimum, np.maximum: maximum, np.power: operator.pow,
+    np.minimum: minimum, np.maximum: maximum, np.power: _power,
 }  # fmt: skip
 
 

@@ -145,15 +145,18 @@ def numpy_type(kind: str, float_type: Any) -> np.dtype:
     return np.dtype({"bool": np.bool_, "int": np.int64, "float": float_type, "double": np.float64}[kind])
 
 
-def evaluate(root: Node, env: dict[str, Any], float_type: Any = np.float64, seen: Any = True) -> Any:
-    """The tree over arrays that broadcast: env maps s, b, h, i, j to them.
+def evaluate(root: Node, env: dict[str, Any], float_type: Any = np.float64, seen: Any = True, beyond: float = np.inf) -> Any:
+    """The tree over arrays that broadcast: env maps s, b, h, i, j to them. Floats from ±`beyond` on are infinite.
 
     Raises ArgumentError where an index is out of range at an element that is visible (`seen`).
     """
     values: dict[int, Any] = {}
     with np.errstate(all="ignore"):
         for node, gone in steps(root):
-            values[id(node)] = _value(node, [values[id(a)] for a in node.args], env, float_type, seen)
+            value = _value(node, [values[id(a)] for a in node.args], env, float_type, seen)
+            if node.kind == "float" and beyond < np.inf:
+                value = np.where(np.abs(value) >= beyond, np.copysign(np.inf, value), value)
+            values[id(node)] = value
             for at in gone:
                 del values[at]
     return values[id(root)]

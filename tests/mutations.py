@@ -262,7 +262,7 @@ MUTATIONS = (
         "pages.py",
         " or away.get(page, 0) > start:",
         ":",
-        f"{POOLS} -k longer_owner",
+        f"{POOLS} -k takes_nothing_from",
     ),
     Mutation(
         "a ring forgets one token late",

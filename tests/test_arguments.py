@@ -250,7 +250,7 @@ BAD_CAPSULES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", BAD_CAPSULES, ids=str)
+@pytest.mark.parametrize("fields", BAD_CAPSULES, ids=",".join)
 def test_bad_dlpack_capsules_are_named(fields):
     q = Capsule().array
     for name in "qkv":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from wrong import WRONG
 
 import speedlight as sl
 from speedlight.blocks import quantise
+from speedlight.rings import SPARE
 
 OPTIONS = [{}, {"sink_logits": [0.5, -1, 2, 0]}, {"mask": sl.window(200, 0) | sl.prefix(3)}, {"score": sl.softcap(2.0)}]
 
@@ -320,6 +323,53 @@ def test_damaged_files_are_named(rng, tmp_path):
         sl.KVCache.load(tmp_path / "none.safetensors")
 
 
+def written(path, change):
+    """A saved cache with other words in its header."""
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 70, "keep_first": 5, "capacity": None}])
+def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
+    """Every size is held against the file before anything is made: at once, and in little memory."""
+    pytest.importorskip("safetensors")
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+    cache, path = made("float32", **kind), tmp_path / "c.safetensors"
+    cache.append(0, k, v)
+    cache.save(path)
+    data = path.read_bytes()
+    for name in ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "window", "keep_first"):
+        for size in ("0", "-1", "2", "17", "3000000", str(1 << 31), str(1 << 46), str(1 << 63), "9" * 5000, "1e3", "", "٣"):
+            path.write_bytes(data)
+            written(path, lambda header: header["__metadata__"].update({name: size}))  # noqa: B023
+            start = time.process_time()
+            try:
+                again = sl.KVCache.load(path)
+            except sl.FileError as error:
+                assert "c.safetensors" in str(error)
+            else:
+                assert name in ("capacity", "window", "keep_first") or size == str(getattr(cache, name))
+                assert again.lengths(0) == cache.lengths(0)
+                assert again.keys(0).tobytes() == cache.keys(0).tobytes() or name == "window"
+            assert time.process_time() - start < 2, (name, size)
+
+
+def test_an_empty_file_of_many_layers_is_refused_at_once(tmp_path):
+    save = pytest.importorskip("safetensors.numpy").save_file
+    words = {"format": "speedlight key-value cache", "version": "1", "dtype": "float32", "layers": "3000000", "batch": "1"}
+    words |= {"kv_heads": "1", "head_dim": "1", "value_dim": "1", "capacity": "1"}
+    save({"lengths": np.zeros((1, 1), np.int64)}, tmp_path / "c.safetensors", words)
+    start = time.process_time()
+    with pytest.raises(sl.FileError, match="cannot hold 3000000 layers"):
+        sl.KVCache.load(tmp_path / "c.safetensors")
+    assert time.process_time() - start < 1
+
+
 class Machine(RuleBasedStateMachine):
     """Any order of calls, against arrays that are simply concatenated."""
 
@@ -464,7 +514,7 @@ def test_int8_against_the_oracle_and_in_any_chunks(isa, rng, dtype, d, dv, optio
     q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
     stored = [codes.astype(np.float64) * scales for codes, scales in map(quantise, (k, v))]
     want, want_lse = sl.reference.attention(q.astype(np.float64), *stored, causal=True, return_lse=True, **options)
-    bounds = sl.reference.error_bound(q.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, **options)
+    bounds = sl.reference.error_bound(q.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, int8=True, **options)
     step = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     whole = made("int8", d, dv).attend(0, q, k, v, return_lse=True, **options)
     assert whole[0].dtype == q.dtype
@@ -542,6 +592,58 @@ def test_a_failing_long_chunk_leaves_a_windowed_cache_as_it_was(rng):
     with pytest.raises(sl.ArgumentError, match="q: expected fewer queries"):
         cache.attend(0, q)
     assert np.isfinite(cache.attend(0, q[:, :, :50])).all()
+
+
+class Broken(Exception):
+    pass
+
+
+def fail(*_, **__):
+    raise Broken
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("keep", [0, 20])
+def test_a_failing_call_takes_nothing_from_a_ring(rng, dtype, keep, monkeypatch):
+    """New tokens of a ring are written over old ones, to which truncate() could still go back."""
+    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, 1700, 1700, 16, 16)
+    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype}
+    whole = sl.KVCache(**sizes, capacity=1700)
+    mask = sl.window(99, 0) | sl.prefix(keep)
+    want = whole.attend(0, q, k, v, mask=mask)
+    for n in (1, SPARE, SPARE + 1, 200, 300, 900):
+        cache = sl.KVCache(**sizes, window=100, keep_first=keep)
+        cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
+        held = cache.keys(0).tobytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "_run" if n <= 256 else "_given", fail)
+            with pytest.raises(Broken):
+                cache.attend(0, *(x[:, :, :n] for x in (q, k, v)))
+        assert cache.keys(0).tobytes() == held and cache.lengths(0) == (750, 730)
+        ring = cache._rings
+        first = [m - ring.size + SPARE + 99 for m in (750, 730)]  # what the next token sees begins with the oldest that is counted on
+        for item in (0, 1):
+            with pytest.raises(sl.ArgumentError, match="one whose window is still there"):
+                cache.truncate([m - (i == item) for i, m in enumerate(first)])
+        cache.truncate(first)
+        one = [np.stack([x[i, :, m : m + 1] for i, m in enumerate(first)]) for x in (q, k, v)]
+        out = cache.attend(0, *one)
+        for i, m in enumerate(first):
+            assert out[i].tobytes() == want[i, :, m : m + 1].tobytes(), f"{n} tokens, sequence {i}"
+
+
+@pytest.mark.parametrize("keep", [0, 5])
+def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 900, 900, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=100, keep_first=keep)
+    cache.append(0, k, v)
+    want = sl.attention(q, k, v, mask=sl.window(99, None) | sl.prefix(keep))
+    most = cache._rings.size - SPARE - 99
+    for n in (1, 50, most - 1, most):
+        assert cache.attend(0, q[:, :, 900 - n :]).tobytes() == want[:, :, 900 - n :].tobytes()
+    for n in (most + 1, most + SPARE + 1, 700, 890, 899, 900):  # of few first tokens, too, that stay: they see later ones
+        with pytest.raises(sl.ArgumentError, match="q: expected fewer queries"):
+            cache.attend(0, q[:, :, 900 - n :])
 
 
 def test_a_window_stays_small_however_long_the_sequence(rng):

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from problems import DIMS, DTYPES, LENGTHS, numpy_dtype, qkv, random_problem
-from tolerance import assert_accurate, plain
+from problems import DIMS, DTYPES, LENGTHS, far_scores, numpy_dtype, qkv, random_problem, without_far_scores
+from tolerance import assert_accurate, assert_within, plain
 
 import speedlight as sl
+from speedlight.machine import current_isa
+from speedlight.planning import uses_dot
 
 NAN, INF = float("nan"), float("inf")
 
@@ -119,10 +121,14 @@ def test_special_values(isa, dtype, case):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "size"), [("float32", 1e19), ("float32", 1e5), ("bfloat16", 1e19), ("bfloat16", 3e4), ("float64", 1e154), ("float64", 1e9)]
-)
+    ("dtype", "size"),
+    [
+        ("float32", 1.84e19), ("float32", 1e19), ("float32", 1e5), ("bfloat16", 1.84e19), ("bfloat16", 1e19), ("bfloat16", 3e4),
+        ("float64", 1.34e154), ("float64", 1e154), ("float64", 1e9),
+    ],
+)  # fmt: skip
 def test_huge_logits_stay_finite(isa, dtype, size):
-    """Scores of 1e38 (1e308): the largest weight is exactly 1, whatever rounding does to the product."""
+    """Scores of 3.4e38 (1.8e308): the largest weight is exactly 1, whatever rounding does to the product."""
     kind = numpy_dtype(dtype)
     for factor in np.linspace(0.3, 1.0, 23):
         q = np.full((1, 1, 3, 1), size * factor).astype(kind)
@@ -132,6 +138,57 @@ def test_huge_logits_stay_finite(isa, dtype, size):
         for scale in (1.0, 0.37, -1.0):
             out = plain(sl.attention(q, k, v, scale=scale))
             assert (out == (7.0 if scale > 0 else 1.0)).all(), (factor, scale, out)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [2, 60])
+def test_any_finite_score(isa, rng, dtype, q_len):
+    arrays = qkv(rng, dtype, 1, 2, 1, q_len, 1300, 16, 16)
+    dot = uses_dot(current_isa(), "bf16") and dtype == "bfloat16"
+    for far, every in itertools.product(far_scores(dtype), (1, 3)):
+        score = lambda s, b, h, i, j, far=far, every=every: s + sl.where(j % every == 0, far, 0)  # noqa: E731
+        out, lse = sl.attention(*arrays, score=score, return_lse=True)
+        same = without_far_scores(*arrays, far, every)
+        want = sl.reference.attention(*same)
+        assert_within(out, want, sl.reference.error_bound(*same, dot=dot).out)
+        exact, exact_lse = sl.reference.attention(*arrays, score=score, return_lse=True)
+        np.testing.assert_allclose(exact, want, rtol=1e-9, atol=1e-12)
+        assert_within(lse, exact_lse, sl.reference.error_bound(*arrays, score=score, dot=dot).lse, "lse")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_finite_score_everywhere(rng, dtype):
+    """Arrays of them, several at once, sinks; caches, pools and packed sequences have the same bits."""
+    q, k, v = qkv(rng, dtype, 1, 2, 2, 40, 40, 16, 16)
+    most = float(np.finfo(np.float64 if dtype == "float64" else np.float32).max)
+    number = np.float64 if dtype == "float64" else np.float32
+    zeros = np.zeros_like(q)
+    dot = uses_dot(current_isa(), "bf16") and dtype == "bfloat16"
+    mean, bound = sl.reference.attention(zeros, k, v), sl.reference.error_bound(zeros, k, v, dot=dot).out
+    whole, half = (np.full((40, 40), x, number) for x in (-most, -most / 2))
+    assert_within(sl.attention(q, k, v, score=whole), mean, bound)
+    assert_within(sl.attention(q, k, v, score=[half, half]), mean, bound)
+    out, lse = sl.attention(q, k, v, score=[whole, whole], return_lse=True)  # the sum is -inf, and that is hidden
+    assert not plain(out).any() and (plain(lse) == -INF).all()
+    assert (sl.reference.attention(q, k, v, score=[whole, whole]) == 0).all()
+    out, lse = sl.attention(q, k, v, sink_logits=[most, -most], return_lse=True)
+    assert not plain(out)[:, 0].any() and np.isfinite(plain(lse)).all()
+    assert (out[:, 1] == sl.attention(q, k, v)[:, 1]).all()
+
+    score = lambda s, b, h, i, j: s - 0.99 * most  # noqa: E731
+    want = sl.attention(q, k, v, score=score, causal=True)
+    assert_within(want, sl.reference.attention(zeros, k, v, causal=True), bound)
+    sizes = {"kv_heads": 2, "head_dim": 16, "value_dim": 16, "dtype": dtype}
+    cache = sl.KVCache(layers=1, batch=1, capacity=64, **sizes)
+    pool = sl.PagePool(layers=1, pages=4, page_size=16, **sizes)
+    packed, sequences = [x[0].swapaxes(0, 1) for x in (q, k, v)], [pool.sequence()]
+    for low, high in ((0, 39), (39, 40)):
+        here = [x[:, :, low:high] for x in (q, k, v)]
+        assert cache.attend(0, *here, score=score).tobytes() == want[:, :, low:high].tobytes()
+        out = pool.attend(0, sequences, *(x[low:high] for x in packed), new_lengths=[high - low], score=score)
+        assert out.swapaxes(0, 1).tobytes() == want[0, :, low:high].tobytes()
+    out = sl.attention(*packed, layout="lhd", cu_seqlens_q=[0, 40], cu_seqlens_k=[0, 40], score=score, causal=True)
+    assert out.swapaxes(0, 1).tobytes() == want[0].tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -15,9 +15,10 @@ import torch
 if not torch.cuda.is_available():
     import gpu_interpreter  # noqa: F401  (before Triton)
 
+import test_integers
 import triton  # noqa: F401
 from conftest import FULL
-from expressions import masks, scores
+from expressions import LENGTH, masks, scores, wide_integers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import far_scores, numpy_dtype, qkv, without_far_scores
@@ -254,6 +255,53 @@ def test_dense_arrays(rng, q_len):
             score=lambda s, b, h, i, j: sl.where(tables[1][h, i, j] == -np.inf, -np.inf, s + tables[1][h, i, j]),
         )  # fmt: skip
         assert_within(got.cpu(), want, bound)
+
+
+def seen_keys(q_len, k_len, batch=1, **options):
+    """Which keys a call sees, [batch, q_len, k_len]."""
+    q, k = np.zeros((batch, 1, q_len, 16), np.float32), np.zeros((batch, 1, k_len, 16), np.float32)
+    v = np.tile(np.eye(k_len, dtype=np.float32), (batch, 1, 1, 1))
+    with small_blocks():
+        return attention(q, k, v, **options).cpu().numpy()[:, 0] != 0
+
+
+def test_every_operation_on_integers():
+    """The table of every edge, of 64 bits and of 32."""
+    rows, keys, n = len(test_integers.EDGES), len(test_integers.SHIFTS), len(test_integers.SMALL)
+    assert seen_keys(rows, keys, q_start=0, mask=lambda b, h, i, j: test_integers.every_operation(i, j)).all()
+    for j_too in (False, True):
+        assert seen_keys(n, n, q_start=0, mask=test_integers.narrow_case(j_too)).all()
+
+
+@pytest.mark.parametrize("name", test_integers.TRAPS)
+def test_integers_as_in_the_definition(name):
+    mask = test_integers.TRAPS[name]
+    for q_len in (1, 40):
+        assert (seen_keys(q_len, 40, mask=mask, q_start=0)[0] == test_integers.right_of(mask, q_len, 40)).all()
+
+
+@settings(max_examples=200 if FULL else 12, deadline=None)
+@given(wide_integers(3), wide_integers(2), st.sampled_from(["__lt__", "__eq__"]), st.integers(0, LENGTH - 150))
+def test_any_integers(x, y, compare, start):
+    mask = sl.expression(lambda b, h, i, j: getattr(x(b, h, i, j) + 0 * i, compare)(y(b, h, i, j)))
+    try:
+        found = seen_keys(40, 130, mask=mask, q_start=start)[0]
+    except sl.ExpressionError as error:
+        assert "int64 cannot hold" in str(error)
+        return
+    assert (found == test_integers.right_of(mask, 40, 130, start)).all()
+
+
+@pytest.mark.parametrize("factor", [1, 64, 1 << 50])
+def test_an_index_that_may_be_out_of_range_is_looked_at(factor):
+    """Whatever is computed from the entry, and if it is the index of a row that is wrong."""
+    ids, grid = sl.table(np.arange(50) % 3, "ids"), sl.table(np.ones((20, 200), bool), "grid")
+    for q_len in (1, 40):
+        with pytest.raises(sl.ArgumentError, match="ids: expected index 1 from 0 to 49"):
+            seen_keys(q_len, 130, q_start=0, mask=lambda b, h, i, j: (ids[j] * factor >= 0) & (ids[j] * factor <= 3 * factor))
+    if factor == 1:
+        with pytest.raises(sl.ArgumentError, match="grid: expected index 1 from 0 to 19"):
+            seen_keys(40, 130, q_start=0, mask=lambda b, h, i, j: grid[i, j])
 
 
 def tiles_computed(monkeypatch, call):

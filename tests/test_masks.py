@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from conftest import FULL
 from expressions import LENGTH, masks, scores
 from hypothesis import given, settings
@@ -60,6 +61,32 @@ def test_dense_arrays_of_any_strides_and_types(isa, rng, dtype):
         assert_accurate(q, k, v, mask=mask)
     for score in (bias.astype(np.float16), bias.astype(np.float32)[..., ::-1], bias, bias[:, :1].astype(np.float32), bias[..., :1]):
         assert_accurate(q, k, v, score=score)
+
+
+def test_dense_arrays_of_odd_places(rng):
+    """Unaligned, fields of records, read-only, without elements, and of no batch at all."""
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 60, 8, 8)
+    bias = rng.standard_normal((30, 60)).astype(np.float32)
+    want = sl.attention(q, k, v, score=bias)
+    unaligned = np.zeros(bias.nbytes + 1, np.uint8)[1:].view(np.float32).reshape(30, 60)
+    records = np.zeros((30, 60), [("flag", "i1"), ("bias", "f4")])
+    fixed = bias.copy()
+    unaligned[:], records["bias"], fixed.flags.writeable = bias, bias, False
+    assert not unaligned.flags.aligned and records["bias"].strides[1] == 5
+    for score in (unaligned, records["bias"], fixed, torch.from_numpy(bias), sl.table(bias).array):
+        assert sl.attention(q, k, v, score=score).tobytes() == want.tobytes()
+    for options in (
+        {"mask": bias > 0},
+        {"score": bias},
+        {"mask": np.ones((0, 2, 30, 60), bool)},
+        {"score": bias[None, None], "window": (3, 0)},
+    ):
+        out, lse = sl.attention(q[:0], k[:0], v[:0], return_lse=True, **options)
+        assert out.shape == (0, 2, 30, 8) and lse.shape == (0, 2, 30)
+        assert sl.plan(q[:0], k[:0], v[:0], **options).flops == 0
+    none = sl.attention(q[:, :, :0], k, v, mask=np.ones((0, 60), bool))
+    empty = sl.attention(q, k[:, :, :0], v[:, :, :0], score=np.ones((30, 0)))
+    assert none.shape == (1, 2, 0, 8) and (empty == 0).all()
 
 
 def test_hidden_parts_of_dense_arrays_are_skipped(isa, rng):
@@ -233,6 +260,24 @@ def test_kept_expressions_are_prepared_once_and_told_apart(rng):
         ({"score": lambda s, b, h, i, j: s if i > j else 0}, "use sl.where"),
         ({"score": sl.causal()}, "score: expected a score"),
         ({"score": [lambda s, b, h, i, j: np.zeros(3)]}, "Look arrays up through sl.table"),
+        ({"mask": np.ones((30, 60), np.int64)}, r"mask: expected a bool array, .*got int64. Use mask.bool\(\) or mask.astype\(bool\)"),
+        ({"mask": torch.ones(30, 60, dtype=torch.uint8)}, r"mask: expected a bool array, .*got uint8. Use mask.bool\(\)"),
+        ({"score": np.ones((30, 60), np.int32)}, r"score: expected a float array; got int32. Use score.float\(\)"),
+        ({"score": np.ones((30, 60), ">f4")}, r"score: expected native byte order; got >f4. Use score.astype\('float32'\)"),
+        ({"score": np.ma.zeros((30, 60))}, "score: expected an array without a mask of its own; got MaskedArray"),
+        ({"score": np.zeros((30, 60), complex)}, "score: .*got dtype complex128"),
+        ({"score": np.zeros((30, 60), object)}, "score: .*got dtype object"),
+        ({"mask": [[True] * 60] * 30}, "mask: expected a function, a pattern such as .*got list"),
+        ({"score": torch.zeros(30, 60, requires_grad=True)}, r"score: requires grad.*score.detach\(\)"),
+        ({"score": [sl.softcap(2.0), torch.zeros(60, requires_grad=True)]}, r"score: requires grad.*score.detach\(\)"),
+        ({"score": torch.complex(torch.zeros(30, 60), torch.zeros(30, 60)).conj().imag}, r"score: .*score.resolve_neg\(\)"),
+        ({"score": torch.zeros(30, 60).to_sparse()}, r"score: expected a strided tensor.*score.to_dense\(\)"),
+        (
+            {"score": torch.nested.nested_tensor([torch.ones(60)] * 30, layout=torch.jagged)},
+            "score: expected a tensor whose numbers lie in memory; got NestedTensor",
+        ),
+        ({"mask": torch.ones(30, 60, device="meta") > 0}, "mask: .*device meta"),
+        ({"score": torch._efficientzerotensor((30, 60))}, "score: .*storage is missing"),
     ],
 )
 def test_wrong_arguments(rng, options, message):

@@ -106,24 +106,30 @@ def test_forks_share_until_one_writes(rng):
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_failed_step_leaves_a_longer_owner_of_a_shared_page_its_tokens(rng, order, monkeypatch):
-    """The last of two owners may write to the page they share, unless the other one's tokens are there."""
-    pool = made(pages=6)
-    q, k, v = packed(rng, "float32", 12)
+def test_a_failing_batch_takes_nothing_from_those_who_share(rng, order, monkeypatch):
+    """The longer one gets a copy; the shorter may not write to what it left, which is the longer's again when the call fails."""
+    pool = made()
+    _, k, v = packed(rng, "float32", 14)
     longer = pool.sequence()
-    pool.append(0, [longer], k[:10], v[:10])
+    pool.append(0, [longer], k[:14], v[:14])
     shorter = longer.fork()
-    shorter.truncate(4)
+    shorter.truncate(3)
+    both = [longer, shorter]
+    new = packed(rng, "float32", 4)
+    free, held = pool.free_pages, [(s.keys(0).tobytes(), s.values(0).tobytes()) for s in both]
 
-    def fails(*_):
-        raise MemoryError("in a test")
+    def fail(*_, **__):
+        raise sl.CompileError("no")
 
-    monkeypatch.setattr(pool, "_run", fails)
-    both = [(longer, shorter)[n] for n in order]
-    with pytest.raises(MemoryError):
-        pool.attend(0, both, q[10:], k[10:], v[10:])
-    assert longer.keys(0).tobytes() == k[:10].swapaxes(0, 1).tobytes() and shorter.keys(0).tobytes() == k[:4].swapaxes(0, 1).tobytes()
-    assert pool.free_pages == 5
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "_run", fail)
+        with pytest.raises(sl.CompileError):
+            pool.attend(0, [both[n] for n in order], *new, new_lengths=[2, 2])
+    assert [(s.keys(0).tobytes(), s.values(0).tobytes()) for s in both] == held and pool.free_pages == free
+    check_accounts(pool, both)
+    pool.append(0, [both[n] for n in order], *new[1:], new_lengths=[2, 2])
+    check_accounts(pool, both)
+    assert longer.keys(0)[:, :14].tobytes() == k[:14].swapaxes(0, 1).tobytes() and shorter.length() == 5
 
 
 def test_the_last_page_can_be_used_and_one_more_is_refused(rng):

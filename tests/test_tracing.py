@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import subprocess
 import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
+from conftest import FULL
 
 import speedlight as sl
 from speedlight.tree import evaluate
 
+LEAKED = []
+sl.expression(lambda s, b, h, i, j: LEAKED.append(s) or s)
 TABLE = sl.table(np.arange(12).reshape(3, 4), "grid")
 
 
@@ -34,6 +41,10 @@ def value(function, **env):
         ),
         (lambda s, b, h, i, j: TABLE[h, j - 2] + TABLE[2, 3] + TABLE[b, h], 7 + 11 + 1),
         (lambda s, b, h, i, j: np.float32(2) * i + np.int64(3), 17),
+        (
+            lambda s, b, h, i, j: np.maximum(i, 9) + np.abs(j - i) + np.exp(s * 0) + np.float64(2) ** (i - 5) - divmod(i, j)[1],
+            9 + 2 + 1 + 4 - 2,
+        ),
     ],
 )
 def test_operators(function, want):
@@ -59,6 +70,20 @@ def test_operators(function, want):
         (lambda b, h, i, j: i > "x", "expected a symbol or a Python number"),
         (lambda b, h, i, j: sl.where(i, 1, 2) > 1, "expected a bool condition"),
         (lambda b, h, i, j: i << 64 > 1, "expected a shift of 0 to 63"),
+        (lambda b, h, i, j: i >> 0 - 1 > 1, "expected a shift of 0 to 63"),
+        (lambda b, h, i, j: i < 10**5000, "that int64 holds"),
+        (lambda b, h, i, j: i < Fraction(10**400), "that float64 holds"),
+        (lambda b, h, i, j: np.sin(i) > 0, "np.sin: expected operators"),
+        (lambda b, h, i, j: np.add.reduce(i) > 0, "np.add: expected operators"),
+        (lambda b, h, i, j: {i: 1}, "use sl.where"),
+        (lambda b, h, i, j: i[0] > 1, "Look arrays up through sl.table"),
+        (lambda b, h, i, j: i @ j > 1, "no product of matrices"),
+        (lambda b, h, i, j: pow(i, 2, 5) > 1, "got a third"),
+        (lambda b, h, i, j: (-2) ** i > 1, "expected a positive base"),
+        (lambda b, h, i, j: sl.cast(i, "colour") > 1, "cast: expected bool, int"),
+        (lambda b, h, i, j: None, "NoneType: expected a symbol"),
+        (lambda b, h, i, j: TABLE, "Table: expected a symbol"),
+        (lambda b, h, i, j: LEAKED[0] > 0, "expected a result made of b, h, i, j; got s"),
         (lambda x, y: x > y, "expected the arguments"),
     ],
 )
@@ -67,11 +92,66 @@ def test_refused(function, message):
         sl.expression(function)
 
 
+def test_what_a_function_raises_is_its_own():
+    with pytest.raises(ZeroDivisionError):
+        sl.expression(lambda b, h, i, j: i > 1 // 0)
+
+
+PATTERNS = [
+    (lambda: sl.window(1.5), "left: expected an int; got 1.5"),
+    (lambda: sl.window(3, True), "right: expected an int; got True"),
+    (lambda: sl.window(1 << 50), "left: expected an int from"),
+    (lambda: sl.prefix("3"), "n: expected an int; got '3'"),
+    (lambda: sl.prefix(-1), "n: expected an int from 0"),
+    (lambda: sl.dilated(0), "k: expected an int from 1"),
+    (lambda: sl.dilated(2.0), "k: expected an int; got 2.0"),
+    (lambda: sl.softcap("3"), "c: expected a number; got '3'"),
+    (lambda: sl.softcap(float("nan")), "c: expected a positive number"),
+    (lambda: sl.softcap(float("inf")), "c: expected a positive number"),
+    (lambda: sl.softcap(1e-300), "c: expected a positive number"),
+    (lambda: sl.alibi([[0.5]]), "slopes: expected 1 dimensions"),
+    (lambda: sl.alibi([0.5, float("nan")]), "slopes: expected finite numbers"),
+    (lambda: sl.alibi([True]), "slopes: expected int or float or double"),
+    (lambda: sl.relative_bias(np.zeros((2, 4))), "bias: expected shape"),
+    (lambda: sl.relative_bias(np.zeros(3)), "bias: expected 2 dimensions"),
+    (lambda: sl.documents([0.5]), "ids: expected bool or int"),
+    (lambda: sl.documents(np.zeros((2, 2, 2), int)), "ids: expected 1 or 2 dimensions"),
+    (lambda: sl.documents([[1], [2, 3]]), "ids: expected an array that NumPy can read"),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), PATTERNS)
+def test_patterns_check_their_own_arguments(call, message):
+    with pytest.raises((sl.ArgumentError, sl.ArgumentTypeError), match=message):
+        call()
+
+
 def test_tables_refuse():
     with pytest.raises(sl.ArgumentError, match="1 to 4 dimensions"):
         sl.table(np.zeros((1,) * 5))
     with pytest.raises(sl.ArgumentTypeError, match="got dtype complex128"):
         sl.table(np.zeros(3, complex))
+    for wrong, message in (
+        (np.ma.array([1, 2], mask=[0, 1]), "without a mask of its own"),
+        (np.array([object()]), "got dtype object"),
+        (np.zeros(3, [("a", "f4")]), "got dtype"),
+        (np.array(["2020"], "M8[s]"), "got dtype datetime64"),
+        (np.zeros(3, np.longdouble), "got dtype"),
+        (torch.zeros(3).to_sparse(), "layout torch.sparse_coo"),
+        (torch.zeros(3, dtype=torch.complex64).conj(), "lazily negated"),
+        (torch.zeros(3, device="meta"), "device meta"),
+        (torch.zeros(3, requires_grad=True), "requires grad"),
+        (torch._efficientzerotensor((3,)), "storage is missing"),
+        (torch.zeros(3).to(torch.float8_e4m3fn), "that NumPy can read"),
+    ):
+        with pytest.raises(sl.Error, match=f"ids: .*{message}"):
+            sl.table(wrong, "ids")
+    gone = torch.arange(64)
+    gone.untyped_storage().resize_(0)
+    with pytest.raises(sl.ArgumentError, match="storage is missing"):
+        sl.table(gone)
+    for kind in (">f4", ">i8", ">u2", ">f8"):
+        assert sl.table(np.arange(3).astype(kind)).array.tolist() == [0, 1, 2] and sl.table(np.arange(3).astype(kind)).array.dtype.isnative
     source = np.arange(4)
     table = sl.table(source)
     source[:] = 9
@@ -93,6 +173,12 @@ def test_structure_is_the_key():
     assert sl.window(5, 0).key == sl.window(6, 0).key and hash(sl.window(5, 0)) == hash(sl.window(6, 0))
     assert sl.window(5, 0).key != sl.window(None, 0).key
     assert sl.expression(lambda b, h, i, j: i + j > 1).key != sl.expression(lambda b, h, i, j: j + i > 1).key
+    nan = [sl.expression(lambda s, b, h, i, j, x=x: s + x) for x in (float("nan"), np.float64("nan"), -float("nan"))]
+    assert nan[0] == nan[1] and hash(nan[0]) == hash(nan[1]) and nan[0] != nan[2]
+    zeros = [sl.expression(lambda s, b, h, i, j, x=x: s * x) for x in (0.0, -0.0)]
+    assert zeros[0] != zeros[1] and zeros[0].key == zeros[1].key
+    assert sl.expression(lambda b, h, i, j: i > 1) != sl.expression(lambda b, h, i, j: i > 1.0)
+    assert sl.expression(lambda b, h, i, j: True) != sl.expression(lambda b, h, i, j: False)
     code = "import speedlight as sl; print(hash(sl.window(5, 0) & sl.causal()))"
     hashes = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}
     assert hashes == {f"{hash(sl.window(9, 0) & sl.causal())}\n"}
@@ -128,3 +214,58 @@ def test_an_index_that_can_only_be_wrong_is_refused_when_traced():
     with pytest.raises(sl.ExpressionError, match="grid: expected index 2 from 0 to 3; got 4"):
         sl.expression(lambda s, b, h, i, j: s + table[h, 4])
     assert table[2, 3] == 11.0
+
+
+def repeated(count, start, step):
+    def function(b, h, i, j):
+        x = start(i, j)
+        for n in range(count):
+            x = step(x, i, j, n)
+        return x if x.node.kind == "bool" else x > 7
+
+    return function
+
+
+POWERS = sl.table(np.arange(5000) % 97)
+LONG = {
+    "or of 330": repeated(330, lambda i, j: j == i, lambda x, i, j, n: x | (j == 3 * n)),
+    "or of 1,000": repeated(1000, lambda i, j: j == i, lambda x, i, j, n: x | (j == 3 * n)),
+    "and of or": repeated(300, lambda i, j: j <= i, lambda x, i, j, n: x & ((i < n) | (j != n))),
+    "sum of 3,900": repeated(3900, lambda i, j: i, lambda x, i, j, n: x + j),
+    "x + x": repeated(50, lambda i, j: i - j, lambda x, i, j, n: x + x),
+    "x ^ x": repeated(1500, lambda i, j: i, lambda x, i, j, n: (x + x) ^ j),
+    "deep where": repeated(900, lambda i, j: i, lambda x, i, j, n: sl.where(j > n, x, i)),
+    "deep not": repeated(3900, lambda i, j: j <= i, lambda x, i, j, n: ~x),
+    "lookups of lookups": repeated(100, lambda i, j: i, lambda x, i, j, n: POWERS[x + j]),
+    "lookups of sums": repeated(100, lambda i, j: i, lambda x, i, j, n: x + POWERS[x % 97 + n]),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_expressions(name):
+    """Traced, shown, planned, compiled and right, without recursion and with shared parts walked once."""
+    mask = sl.expression(LONG[name])
+    assert len(repr(mask)) < 3000
+    q, k = np.zeros((1, 1, 2, 8), np.float32), np.zeros((1, 1, 130, 8), np.float32)
+    assert sl.plan(q, k, k, mask=mask).visible_pairs != 0
+    if name == "or of 1,000" and not FULL:
+        return
+    seen = sl.attention(q, k, np.eye(130, dtype=np.float32)[None, None], mask=mask)[0, 0] != 0
+    want = evaluate(mask.root, {"b": 0, "h": 0, "i": np.array([[128], [129]]), "j": np.arange(130)[None, :]})
+    assert (seen == np.broadcast_to(want, (2, 130))).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sl.expression(repeated(1400, lambda i, j: j == i, lambda x, i, j, n: x | (j == 3 * n))),
+        lambda: sl.expression(repeated(5000, lambda i, j: i, lambda x, i, j, n: x + j)),
+        lambda: sl.expression(repeated(300, lambda i, j: i, lambda x, i, j, n: x % (j + 1))),
+        lambda: functools.reduce(operator.or_, [sl.window(n, 0) for n in range(700)]),
+    ],
+)
+def test_longer_expressions_are_refused(make):
+    with pytest.raises(
+        sl.ExpressionError, match=r"mask: expected at most 4,000 operations .* got [0-9,]*\. Put constants into an sl.table"
+    ):
+        make()
