@@ -326,7 +326,7 @@ class PagePool:
             q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, …
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
-            new_lengths: new tokens of each sequence. Default one each.
+            new_lengths: new tokens of each sequence. Default: all to a single sequence, else one each.
             scale, mask, score, sink_logits, return_lse, out: as for KVCache.attend; a mask's b is the place in `sequences`.
 
         Returns:
