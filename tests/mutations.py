@@ -404,6 +404,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / ".mutations.json")
     given = parser.parse_args()
     kept: dict[str, Any] = json.loads(given.results.read_text()) if given.results.exists() else {}
+    done = dict(kept)
     wanted = [m for m in MUTATIONS if not given.only or any(x in m.name for x in given.only)]
     for m in wanted:
         m.mutated((ROOT / "speedlight" / m.file).read_text())
@@ -415,7 +416,9 @@ def main() -> int:
         for future in concurrent.futures.as_completed(running):
             m, tests, key = running[future]
             kept[key] = future.result() | {"name": m.name if m else f"as it is: {tests}"}
-            given.results.write_text(json.dumps(kept, indent=1))
+            if m is None or not given.own or kept[key]["caught"] != "nothing":  # else the rest has not been asked
+                done[key] = kept[key]
+            given.results.write_text(json.dumps(done, indent=1))
             print(f"{kept[key]['seconds']:7.1f} s  {kept[key]['name']}: {kept[key]['caught']}  {kept[key]['test']}", flush=True)
     return report(wanted, kept, rooms)
 
