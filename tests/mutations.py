@@ -262,7 +262,7 @@ MUTATIONS = (
         "pages.py",
         " or away.get(page, 0) > start:",
         ":",
-        f"{POOLS} -k 'forks or Machine'",
+        f"{POOLS} -k takes_nothing",
     ),
     Mutation(
         "a ring forgets one token late",
