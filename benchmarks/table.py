@@ -30,7 +30,7 @@ def table(path: Path) -> str:
     if masks:
         lines += [
             "",
-            "Masks and scores, 8 heads, d=64; time against attention without them (for windows: against causal); PyTorch gets a",
+            "Masks and scores, 8 heads, d=64; time against attention without them (windows and prefix: against causal); PyTorch gets a",
             "dense mask, FlexAttention (compiled, warm) its block mask. In brackets what FlexAttention needs to compile and build.",
             "",
             "| problem | ms | of plain time | FlexAttention | PyTorch |",

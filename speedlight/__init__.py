@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Error,
         ExpressionError,
         FileError,
+        ReservationError,
         UnsupportedError,
     )
     from .merging import merge
@@ -74,6 +75,7 @@ _HOMES = {
     "UnsupportedError": "errors",
     "CompileError": "errors",
     "FileError": "errors",
+    "ReservationError": "errors",
     "Expression": "tracing",
     "Table": "tracing",
     "abs": "tracing",
@@ -116,6 +118,7 @@ __all__ = [
     "KVCache",
     "PagePool",
     "Plan",
+    "ReservationError",
     "Sequence",
     "Table",
     "UnsupportedError",

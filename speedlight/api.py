@@ -189,7 +189,7 @@ def attention_paged(
         k_pages: (pages, page_size, kv_heads, head_dim), of q's dtype and kind. Any strides: pages that have heads first
             come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
         v_pages: (pages, page_size, kv_heads, value_dim).
-        block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be anything.
+        block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be any ints.
         k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU, which
             nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize() raises it.
         causal: False, or True: a query sees keys up to its own place.

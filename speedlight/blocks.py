@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
+from .errors import ReservationError, shown
 from .modes import standard
 from .planning import BLOCK, uses_dot
 
@@ -178,7 +179,9 @@ def room(shape: tuple[int, ...]) -> np.ndarray:
     try:
         memory = arrays.pages(count)
     except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(f"{count:,} bytes of cache cannot be reserved: {error}") from None
+        raise ReservationError(
+            f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or dtype."
+        ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError, AttributeError):  # a kernel without them: small pages do
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -13,7 +13,7 @@ import numpy as np
 from . import arrays, engine, saved
 from .blocks import Store, make_stores
 from .compiling import in_graph, outside
-from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError
+from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError, shown
 from .forks import renew_after_fork
 from .machine import current_isa
 from .planning import BLOCK, ENDLESS, SLACK, Pages
@@ -25,6 +25,7 @@ from .problem import (
     check_index,
     check_list,
     check_tokens,
+    device_name,
     from_cache,
     new_counts,
     new_totals,
@@ -69,7 +70,7 @@ class KVCache:
     """
 
     def __new__(cls, *, device: Any = "cpu", **sizes: Any) -> Any:
-        if str(device).startswith("cuda"):
+        if device_name(device).startswith("cuda"):
             return engine.resident().CudaCache(device=device, **sizes)
         return super().__new__(cls)
 
@@ -87,7 +88,7 @@ class KVCache:
         keep_first: int = 0,
         device: Any = "cpu",
     ) -> None:
-        if str(device) != "cpu":  # __new__ has made something else, unless this is another CPU
+        if device_name(device) != "cpu":  # __new__ has made something else, unless this is another CPU
             raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r}.")
         self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
             layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, capacity=capacity, window=window,
@@ -222,7 +223,7 @@ class KVCache:
                 return result
         layer = self._layer(layer)
         if not isinstance(return_lse, bool):
-            raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+            raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
         options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
         if k is None or v is None:
             if k is not None or v is not None or new_lengths is not None:
@@ -278,8 +279,13 @@ class KVCache:
         except BaseException:
             if claimed and layer in undo:
                 blocks, some_keys, some_values = undo[layer]
-                keys[:, :, blocks] = some_keys
-                values[:, :, blocks] = some_values
+                try:
+                    keys[:, :, blocks], values[:, :, blocks] = some_keys, some_values
+                except BaseException:  # another signal came meanwhile: once more
+                    try:
+                        keys[:, :, blocks], values[:, :, blocks] = some_keys, some_values
+                    except BaseException:
+                        keys[:, :, blocks], values[:, :, blocks] = some_keys, some_values
             raise
         finally:
             if claimed:

@@ -53,5 +53,9 @@ class CacheFull(Error, MemoryError):
         self.needed, self.free = needed, free
 
 
+class ReservationError(Error, MemoryError):
+    """The memory of a cache or pool cannot be reserved."""
+
+
 class CacheBusy(Error, RuntimeError):
     """Another thread is appending to the same sequence."""

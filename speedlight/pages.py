@@ -13,11 +13,11 @@ import numpy as np
 from . import arrays, engine
 from .blocks import make_stores
 from .compiling import in_graph, outside
-from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull
+from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
 from .forks import renew_after_fork
 from .machine import current_isa
 from .planning import BLOCK, DECODE_ROWS, SLACK, Pages
-from .problem import SPAN, cache_dtype, check_index, check_list, check_sizes, check_tokens, from_cache
+from .problem import SPAN, cache_dtype, check_index, check_list, check_sizes, check_tokens, device_name, each_count, from_cache
 from .tracing import kept
 
 _STEPS = 64  # prepared steps kept
@@ -118,8 +118,6 @@ class PagePool:
         self._apart = self.kv_heads * self._blocks  # numbers from one page to the next
         self._held: dict[int, _Held] = {}  # by the numbers of their handles
         self._claims: set[Any] = set()  # of sequences that somebody writes to
-        self._free = list(range(self.pages - 1, -1, -1))
-        self._others = [0] * self.pages  # how often a page is held besides once
         self._dropped: list[list[int]] = []  # pages that were let go, to be counted by whom it concerns next
         self._taking = threading.RLock()
         self._steps: dict[Any, engine.Prepared] = {}
@@ -127,7 +125,15 @@ class PagePool:
         self._cuda: Any = None
         self._keys: list[Any]
         self._values: list[Any]
-        if str(device) != "cpu":
+        self._free: list[int] = []
+        self._others: list[int] = []  # how often a page is held besides once
+        self._reserve(device)
+        self._free.extend(range(self.pages - 1, -1, -1))
+        self._others.extend([0] * self.pages)
+
+    def _reserve(self, device: Any) -> None:
+        """The memory: first, since it is what may not be had."""
+        if device_name(device) != "cpu":
             memory = engine.resident().PoolMemory
             own = {n: getattr(self, n) for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim", "dtype")}
             self._cuda = memory(**own, device=device)
@@ -267,7 +273,7 @@ class PagePool:
             old = self._of(sequence)
             least = min(old.lengths)
             if length is not None and not 0 <= length <= least:
-                raise ArgumentError(f"length: expected 0 to {least}, the tokens in every layer; got {length}.")
+                raise ArgumentError(f"length: expected 0 to {least}, the tokens in every layer; got {shown(length)}.")
             still = -(-(length or 0) // self.page_size)
             left = [self._pages_of(old)[still:]] if still < old.used else []
             if length is None:
@@ -320,7 +326,7 @@ class PagePool:
             q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, …
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
-            new_lengths: new tokens of each sequence. Default one each.
+            new_lengths: new tokens of each sequence. Default: all to a single sequence, else one each.
             scale, mask, score, sink_logits, return_lse, out: as for KVCache.attend; a mask's b is the place in `sequences`.
 
         Returns:
@@ -338,7 +344,7 @@ class PagePool:
             return outside(PagePool.attend, self, layer, sequences, q, k, v, new_lengths=new_lengths, **options)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         if not isinstance(return_lse, bool):
-            raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+            raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
         options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
         a = self._cuda.described(q, "q") if self._cuda else arrays.describe(q, "q")
         if len(a.shape) != 3:
@@ -405,16 +411,13 @@ class PagePool:
         return x
 
     def _counts(self, new_lengths: Any, sequences: int, total: int) -> list[int]:
-        given = [1] * sequences if new_lengths is None else new_lengths.tolist() if hasattr(new_lengths, "tolist") else new_lengths
-        if new_lengths is None and total != sequences and sequences == 1:
-            given = [total]
-        if not isinstance(given, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in given):
-            raise ArgumentTypeError(f"new_lengths: expected {sequences} ints, one per sequence; got {new_lengths!r}.")
-        if len(given) != sequences or any(n < 0 for n in given) or sum(given) != total:
+        alone = [total] if sequences == 1 else [1] * sequences
+        given = alone if new_lengths is None else each_count(new_lengths, sequences)
+        if any(n < 0 for n in given) or sum(given) != total:
             raise ArgumentError(
-                f"new_lengths: expected {sequences} ints, one per sequence, that add up to the {total} tokens; got {list(given)}."
+                f"new_lengths: expected {sequences} ints, one per sequence, that add up to the {total} tokens; got {shown(given)}."
             )
-        return [int(n) for n in given]
+        return given
 
     def _check_new(self, k: Any, v: Any, counts: list[int]) -> None:
         for name, x in (("k", k), ("v", v)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from .arrays import STORAGE_BYTES
 from .machine import Isa, blocking, level2_bytes
 from .problem import SPAN, TILE, Problem
 from .tiles import Rows, counted_pairs, integers_of, pairs, tally
+from .tree import lazily
 
 _TASK_FLOPS = 800_000_000
 
@@ -280,7 +281,7 @@ class Plan:
         """Bytes of materialised attention over our workspace."""
         return self.materialised_bytes / self.workspace_bytes if self.workspace_bytes else float("inf")
 
-    @cached_property
+    @lazily
     def seconds_at_least(self) -> float | None:
         """No run on this machine can be faster: the larger of compute and memory time."""
         if not self.peak_flops or not self.bandwidth:

@@ -514,7 +514,7 @@ def check_index(name: str, x: Any, count: int) -> int:
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
     if not 0 <= x < count:
-        raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {x}.")
+        raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {shown(x)}.")
     return int(x)
 
 
@@ -524,6 +524,8 @@ def check_list(name: str, x: Any, of: str) -> list[Any]:
         return list(x)
     except TypeError:
         raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__}.") from None
+    except Exception as error:  # another library's, or a generator's
+        raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__} ({error}).") from error
 
 
 def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
@@ -532,15 +534,23 @@ def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
         if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
             raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
         if not least <= x <= _MOST:
-            raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {x}.")
+            raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {shown(x)}.")
 
 
 def cache_dtype(dtype: Any) -> str:
     """The name of a cache's dtype."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype).removeprefix("torch.")
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or (dtype if isinstance(dtype, str) else shown(dtype))
+    name = name.removeprefix("torch.") if isinstance(name, str) else shown(dtype)
     if name not in (*DTYPES, "int8"):
-        raise ArgumentTypeError(f"dtype: expected float32, float64, float16, bfloat16 or int8; got {dtype!r}.")
+        raise ArgumentTypeError(f"dtype: expected float32, float64, float16, bfloat16 or int8; got {shown(dtype)}.")
     return name
+
+
+def device_name(device: Any) -> str:
+    """Of a cache: as a string, or as PyTorch has it."""
+    if not isinstance(device, str) and type(device).__module__ != "torch":
+        raise ArgumentTypeError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
+    return str(device)
 
 
 def check_tokens(got: str, name: str, dtype: str) -> None:
@@ -556,14 +566,21 @@ def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
     """New tokens of every sequence of a padded batch."""
     if new_lengths is None:
         return [n_new] * batch
-    values = new_lengths.tolist() if hasattr(new_lengths, "tolist") else new_lengths
-    if not isinstance(values, (list, tuple)) or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values):
-        raise ArgumentTypeError(f"new_lengths: expected {batch} ints, one per sequence; got {new_lengths!r}.")
-    if len(values) != batch:
-        raise ArgumentError(f"new_lengths: expected {batch} ints, one per sequence; got {len(values)}.")
+    values = each_count(new_lengths, batch)
     for item, n in enumerate(values):
         if not 0 <= n <= n_new:
-            raise ArgumentError(f"new_lengths: expected 0 to {n_new}, the tokens in k; got {n} for sequence {item}.")
+            raise ArgumentError(f"new_lengths: expected 0 to {n_new}, the tokens in k; got {shown(n)} for sequence {item}.")
+    return values
+
+
+def each_count(new_lengths: Any, sequences: int) -> list[int]:
+    """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
+    what = f"{sequences} ints, one per sequence"
+    values = listed(new_lengths, "new_lengths", what)
+    if any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values):
+        raise ArgumentTypeError(f"new_lengths: expected {what}; got {shown(new_lengths)}.")
+    if len(values) != sequences:
+        raise ArgumentError(f"new_lengths: expected {what}; got {len(values)}.")
     return [int(n) for n in values]
 
 
@@ -609,7 +626,7 @@ def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, 
             raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
         least = min(x[item] for x in lengths)
         if not 0 <= n <= least:
-            raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}.")
+            raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {shown(n)}.")
         if lost(item, int(n)):
             raise ArgumentError(
                 f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what token {n} would "

@@ -12,6 +12,7 @@ The tree knows no engine. Each one walks it: cpu/lower.py, `evaluate` here (NumP
 
 from __future__ import annotations
 
+import builtins
 import functools
 import hashlib
 import inspect
@@ -25,7 +26,7 @@ import numpy as np
 
 from .arrays import check_plain_tensor, is_masked, is_tensor
 from .errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
-from .tree import BITS, COMPARISONS, FUNCTIONS, INT_MAX, INT_MIN, KINDS, NUMPY, SYMBOLS, Node, convert, order
+from .tree import BITS, COMPARISONS, FUNCTIONS, INT_MAX, INT_MIN, KINDS, NUMPY, SYMBOLS, Node, convert, lazily, order
 
 _MOST = 4_000  # operations: such a kernel compiles in about two seconds
 _HEAVY, _LONG = 16, {"table", "floordiv", "mod", *FUNCTIONS}  # which count for more than one
@@ -55,6 +56,8 @@ class Table:
     __slots__ = ("_ends", "array", "copies", "kind", "name", "tensor")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"name: expected a string; got {type(name).__name__}.")
         self.tensor: Any = None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
         self.copies: dict[str, Any] = {}  # by device
         if is_tensor(array):
@@ -223,6 +226,18 @@ def _no_branch(self: Symbol, *_: Any) -> Any:
     )
 
 
+_MOST_POWER = 64  # of a power by multiplication, which takes negative bases
+
+
+def _multiplied(x: Symbol, n: int) -> Symbol:
+    """x to the n: squares, and x where a bit of n is set."""
+    result: Any = 1
+    for bit in bin(n)[2:]:
+        result = result * result if isinstance(result, Symbol) else result
+        result = x * result if bit == "1" else result
+    return result if isinstance(result, Symbol) else x * 0 + 1
+
+
 class Symbol:
     """What a mask or score function is called with: every operator of Python numbers builds the tree."""
 
@@ -303,12 +318,12 @@ class Symbol:
     def __pow__(self, n: Any, modulus: Any = None) -> Symbol:
         if modulus is not None:
             raise ExpressionError("pow: expected two arguments in an expression; got a third. Use %.")
-        if isinstance(n, numbers.Integral) and 0 <= int(n) <= 64:
-            result: Any = 1
-            for bit in bin(int(n))[2:]:
-                result = result * result if isinstance(result, Symbol) else result
-                result = self * result if bit == "1" else result
-            return result if isinstance(result, Symbol) else self * 0 + 1
+        if isinstance(n, numbers.Real) and _float(n).is_integer() and -_MOST_POWER <= _float(n) <= _MOST_POWER:
+            whole = self if isinstance(n, numbers.Integral) else Symbol(self.node if self.node.is_float else convert(self.node, "float"))
+            result = _multiplied(whole, builtins.abs(int(_float(n))))
+            return result if _float(n) >= 0 else 1.0 / result
+        if isinstance(n, numbers.Real) and _float(n).is_integer():
+            raise ExpressionError(f"**: expected a whole exponent from {-_MOST_POWER} to {_MOST_POWER}, or a fraction; got {shown(n)}.")
         return sqrt(self) if isinstance(n, numbers.Real) and _float(n) == 0.5 else exp2(log2(self) * n)
 
     def __rpow__(self, base: Any) -> Symbol:
@@ -504,7 +519,7 @@ def cast(x: Any, dtype: Any) -> Any:
     if kind is None:
         kind = _kind_named(dtype)
     if kind is None:
-        raise ExpressionError(f"cast: expected bool, int, float32 or float64; got {dtype!r}.")
+        raise ExpressionError(f"cast: expected bool, int, float32 or float64; got {shown(dtype)}.")
     node = _node(x)
     if kind == "bool" and node.kind != "bool":
         return Symbol(node) != 0
@@ -513,10 +528,11 @@ def cast(x: Any, dtype: Any) -> Any:
 
 def _kind_named(dtype: Any) -> str | None:
     """The kind of a dtype as NumPy, ml_dtypes, PyTorch or a string name it."""
+    name = shown(dtype)
     try:
-        return None if dtype is None else _table_kind(np.dtype(str(dtype)[6:] if str(dtype).startswith("torch.") else dtype))
-    except TypeError:
-        return "float" if str(dtype) == "torch.bfloat16" else None
+        return None if dtype is None else _table_kind(np.dtype(name[6:] if name.startswith("torch.") else dtype))
+    except Exception:  # NumPy's, or of whatever was passed
+        return "float" if name == "torch.bfloat16" else None
 
 
 _UFUNCS: dict[Any, Callable[..., Any]] = {
@@ -539,21 +555,21 @@ class Expression:
     def __init__(self, role: str, root: Node, size: int) -> None:
         self.role, self.root, self.size = role, root, size  # size: operations, at most
 
-    @functools.cached_property
+    @lazily
     def nodes(self) -> list[Node]:
         return order(self.root)
 
-    @functools.cached_property
+    @lazily
     def numbers(self) -> tuple[Node, ...]:
         """Number nodes in the order of their slots."""
         return tuple(n for n in self.nodes if n.op == "number")
 
-    @functools.cached_property
+    @lazily
     def tables(self) -> tuple[Table, ...]:
         """Tables in the order of their slots."""
         return tuple(dict.fromkeys(n.value for n in self.nodes if n.op == "table"))
 
-    @functools.cached_property
+    @lazily
     def key(self) -> str:
         """The structure: operations, kinds, table types, but no number and no size. What kernels are named by."""
         slots = {t: n for n, t in enumerate(self.tables)}
@@ -634,7 +650,7 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     >>> sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4))
     mask ((j <= i) & ((i - j) < 4))
     """
-    if role not in (None, "mask", "score"):
+    if not (role is None or (isinstance(role, str) and role in ("mask", "score"))):
         raise ArgumentError(f"role: expected 'mask', 'score' or None; got {shown(role)}.")
     if isinstance(function, Expression):
         if role and function.role != role:
@@ -644,6 +660,8 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
         raise ArgumentTypeError(
             f"{role or 'function'}: expected a function, a pattern such as sl.causal(), or an array; got {shown(function)}."
         )
+    if isinstance(function, type):
+        raise ArgumentTypeError(f"{role or 'function'}: expected a function; got the class {function.__name__}.")
     count = _arity(function)
     role = role or {4: "mask", 5: "score"}.get(count or 0)
     if role is None or count not in (None, 4 if role == "mask" else 5):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,20 @@ FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "sqrt", "sigmoid")  # of one 
 _INFIX = ARITHMETIC | COMPARISONS | BITS
 INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1
 _SHOWN = 800  # characters of an expression that a message shows
+
+
+_T = TypeVar("_T")
+
+
+class lazily(Generic[_T]):
+    """A property that is computed once. Not functools.cached_property: Python 3.11's has a lock, which a forked child may find taken."""
+
+    def __init__(self, function: Callable[[Any], _T]) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, instance: Any, owner: Any = None) -> _T:
+        value = instance.__dict__[self.function.__name__] = self.function(instance)
+        return value
 
 
 class Node:

@@ -139,8 +139,8 @@ def _terms(rng: Any) -> Any:
 
 def _products(rng: Any) -> Any:
     """Integers beyond 32 bits, or not, as positions say."""
-    turn, by = int(rng.choice([1000, 1030, 2040])), n(rng, 1_000_000, 4_000_000)
-    return E(lambda b, h, i, j: (turn - i) * by * (j % 2) > -by)
+    turn, by = int(rng.choice([1000, 1030, 2040])), n(rng, 2_500_000, 4_000_000)
+    return E(lambda b, h, i, j: (turn - i) * by * (j % 2) > 0)
 
 
 def _hundreds(rng: Any) -> Any:

@@ -176,7 +176,7 @@ MUTATIONS = (
         "bounds.py",
         "return self.most is not None and self.most < 1 << 31",
         "return self.most is not None and self.most < 1 << 33",
-        "tests/test_integers.py -k 'large_integers or any_integers'",
+        "tests/test_combined.py -k 'wide products'",
     ),
     Mutation(
         "an index out of range is not noted",
@@ -226,7 +226,7 @@ MUTATIONS = (
         "api.py",
         "[marshal.dumps(numbers, 2), others]",
         "[marshal.dumps((*numbers[:3], *numbers[4:]), 2), others]",
-        "tests/test_arguments.py -k repeated_call",
+        "tests/test_arguments.py -k option_is_part",
     ),
     Mutation(
         "values of an item lie where its keys would",
@@ -240,7 +240,7 @@ MUTATIONS = (
         "problem.py",
         "starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))",
         "starts = (max(k_lengths, default=0) - max(q_lengths, default=0),) * len(q_lengths)",
-        "tests/test_batches.py -k 'padded_batches_are and float32'",
+        f"{FORWARD} -k 'packed_is_padded and float32'",
     ),
     Mutation(
         "a page after the last is taken",
@@ -262,7 +262,7 @@ MUTATIONS = (
         "pages.py",
         " or away.get(page, 0) > start:",
         ":",
-        f"{POOLS} -k takes_nothing",
+        f"{POOLS} -k takes_nothing_from",
     ),
     Mutation(
         "a ring forgets one token late",

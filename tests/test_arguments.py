@@ -374,6 +374,29 @@ def _arrays(rng, base):
     return given, out
 
 
+OTHERWISE = {
+    "causal": (True, "top-left"), "q_start": (0, 3), "k_start": (0, 1024), "scale": (0.25, 0.5), "layout": ("bhld", "blhd"),
+    "window": ((1, 0), (2, 0)), "sink_logits": ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 4.0]), "q_lengths": ([4, 2], [4, 3]),
+    "k_lengths": ([7, 5], [7, 6]), "mask": (sl.window(1, 0), sl.window(2, 0)), "score": (sl.softcap(0.5), sl.softcap(0.25)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_an_option_is_part_of_what_a_call_is_known_by(rng, name, monkeypatch):
+    """Two values in turn: each time what it gives in a call that nothing was kept for."""
+    q, k, v = qkv(rng, "float32", 2, 4, 4, 4, 4 if name == "layout" else 7, 8, 8)
+    options = {"causal": True} if name in ("q_start", "k_start") else {"q_start": 3} if name in ("q_lengths", "k_lengths") else {}
+    want = []
+    for value in OTHERWISE[name]:
+        monkeypatch.setattr(api, "_prepared", {})
+        want.append(sl.attention(q, k, v, **options, **{name: value}).tobytes())
+    assert want[0] != want[1]
+    monkeypatch.setattr(api, "_prepared", {})
+    for turn in range(6):
+        assert sl.attention(q, k, v, **options, **{name: OTHERWISE[name][turn % 2]}).tobytes() == want[turn % 2]
+    assert len(api._prepared) == 2
+
+
 @pytest.mark.parametrize("seed", range(20 if FULL else 1))
 def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
     """One process, calls that differ from an earlier one in one thing: the same results and errors as with nothing kept."""

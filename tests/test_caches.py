@@ -729,3 +729,39 @@ def test_quantising_is_as_near_as_a_scale_allows(rng, dtype):
     assert (scales == np.abs(x.astype(np.float32)).max(axis=-1, keepdims=True) / np.float32(127)).all()
     error = np.abs(codes * scales.astype(np.float64) - x.astype(np.float64))
     assert (error <= 0.5001 * scales).all()
+
+
+HUGE = 10**5000  # of more digits than Python prints
+
+
+def test_numbers_that_python_does_not_print_are_named():
+    cache, x = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=4), np.ones((1, 1, 1, 4), np.float32)
+    pool = sl.PagePool(layers=1, pages=2, page_size=16, kv_heads=1, head_dim=4)
+    sequence, sizes = pool.sequence(), {"layers": 1, "kv_heads": 1, "head_dim": 4, "capacity": 4}
+    calls = [
+        *(lambda n=n: sl.KVCache(**(sizes | {n: HUGE})) for n in (*sizes, "batch", "value_dim", "window", "dtype", "device")),
+        lambda: cache.lengths(HUGE), lambda: cache.length(0, HUGE), lambda: cache.keys(HUGE), lambda: cache.truncate(HUGE),
+        lambda: cache.truncate([HUGE]), lambda: cache.select([HUGE]), lambda: cache.attend(HUGE, x, x, x),
+        lambda: cache.attend(0, x, x, x, return_lse=HUGE), lambda: cache.append(0, x, x, new_lengths=HUGE),
+        lambda: cache.append(0, x, x, new_lengths=[HUGE]), lambda: sequence.truncate(HUGE), lambda: sequence.length(HUGE),
+        lambda: pool.append(HUGE, [sequence], x[0], x[0]), lambda: pool.attend(0, [sequence], x[0], x[0], x[0], return_lse=HUGE),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(sl.Error):
+            call()
+    assert cache.length(0) == sequence.length() == 0
+
+
+def test_what_raises_while_it_is_listed_is_named():
+    cache, x = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=4), np.ones((1, 1, 1, 4), np.float32)
+    for call in (cache.truncate, cache.select, lambda y: cache.append(0, x, x, new_lengths=y)):
+        with pytest.raises(sl.ArgumentTypeError, match="expected"):
+            call(1 // n for n in (1, 0))
+
+
+def test_memory_that_cannot_be_reserved_is_an_error_of_ours():
+    for sizes in ({"capacity": 1 << 46, "head_dim": 1 << 40}, {"window": 1 << 46, "head_dim": 8}):
+        with pytest.raises(sl.ReservationError, match="capacity"):
+            sl.KVCache(layers=1, kv_heads=1, **sizes)
+    with pytest.raises(sl.ReservationError, match="pages"):
+        sl.PagePool(layers=1, pages=1 << 46, page_size=16, kv_heads=1, head_dim=8)

@@ -348,7 +348,7 @@ def cache_shape(p: Combined) -> dict[str, int]:
 
 
 def steps(rng: np.random.Generator, lengths: Sequence[int], most: int | None = None) -> Iterator[list[int]]:
-    """Ragged chunks until every length is done: some of few tokens, also the same ones turned round, then what is left."""
+    """Ragged chunks until every length is done: some of few tokens, also those of the last step in another order, then what is left."""
     left, counts = list(lengths), [0] * len(lengths)
     for n in itertools.count():
         if not any(left):
@@ -356,7 +356,7 @@ def steps(rng: np.random.Generator, lengths: Sequence[int], most: int | None = N
         size = int(rng.choice([1, 1, 3, 17, 130]))
         size = max(left) if size == 130 or n >= 5 else size
         if any(counts) and rng.random() < 0.4 and n < 5:
-            counts = [min(a, b) for a, b in zip(left, counts[1:] + counts[:1], strict=True)]
+            counts = [min(a, b) for a, b in zip(left, rng.permutation(counts).tolist(), strict=True)]
         else:
             counts = [min(x, size if n >= 5 or rng.random() < 0.6 else int(rng.integers(0, size + 1)), most or x) for x in left]
         if any(counts):

@@ -40,6 +40,8 @@ def test_import_directions():
     package = Path(__file__).parent.parent / "speedlight"
     order = re.findall(r"^\| `([\w/]+\.py)`", (package.parent / "docs" / "architecture.md").read_text(), re.MULTILINE)
     rank = {path: i for i, path in enumerate(order)}
+    files = {str(x.relative_to(package)) for x in package.rglob("*.py") if x.name != "__init__.py" and x.parent.name != "tools"}
+    assert set(order) == files, "docs/architecture.md lists each module once"
     order += ["tools/formula.py", "tools/pictures.py", "tools/cli.py"]
     for path, own in rank.items():
         for dots, module in re.findall(r"^\s*from (\.+)([\w.]*) import", (package / path).read_text(), re.MULTILINE):

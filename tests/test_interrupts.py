@@ -315,3 +315,42 @@ def test_a_child_of_a_thread_that_takes_pages():
     finally:
         go.set()
         thread.join()
+
+
+class _Stop(BaseException):
+    pass
+
+
+def test_a_ring_is_as_it_was_when_signals_come_in_threes(rng):
+    """A further signal comes while the first one's call is being undone."""
+    again, on = [0], [False]
+
+    def handler(*_: object) -> None:
+        if on[0]:
+            if again[0]:
+                again[0] -= 1
+                signal.setitimer(signal.ITIMER_REAL, float(rng.choice([1e-5, 3e-5, 1e-4])))
+            raise _Stop
+
+    cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=8, window=100, keep_first=3)
+    x = [rng.standard_normal((2, 2, 300, 8)).astype(np.float32) for _ in range(3)]
+    for _ in range(3):
+        cache.attend(0, *x)
+    before_handler = signal.signal(signal.SIGALRM, handler)
+    try:
+        for n in range(2000 if FULL else 100):
+            before, done = (cache.lengths(0), cache.keys(0).tobytes(), cache.values(0).tobytes()), False
+            try:
+                again[0], on[0] = 2, True
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 3e-3)))
+                cache.attend(0, *(y * (n % 7 + 2) for y in x))
+                done, on[0] = True, False
+            except _Stop:
+                pass
+            on[0] = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            after = cache.lengths(0), cache.keys(0).tobytes(), cache.values(0).tobytes()
+            assert done or after[0] != before[0] or after == before  # a signal after the return is not the call's
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before_handler)

@@ -530,3 +530,16 @@ def test_wrong_raw_pages(change, message):
     sl.attention_paged(**arguments)
     with pytest.raises(sl.Error, match=message):
         sl.attention_paged(**(arguments | change))
+
+
+def test_counts_are_pythons_integers():
+    """Sums of NumPy's narrow integers wrap: 3 · 100 would be 44."""
+    pool = sl.PagePool(layers=1, pages=64, page_size=16, kv_heads=1, head_dim=4)
+    sequences, x = [pool.sequence() for _ in range(3)], np.ones((300, 1, 4), np.float32)
+    counts = [np.int8(100)] * 3
+    pool.append(0, sequences, x, x, new_lengths=counts)
+    assert [s.length() for s in sequences] == [100, 100, 100]
+    out = np.zeros_like(x)
+    with pytest.raises(sl.ArgumentError, match="add up to the 44 tokens"):
+        pool.attend(0, sequences, x[:44], new_lengths=counts, out=out[:44])
+    assert not out.any()

@@ -269,3 +269,26 @@ def test_longer_expressions_are_refused(make):
         sl.ExpressionError, match=r"mask: expected at most 4,000 operations .* got [0-9,]*\. Put constants into an sl.table"
     ):
         make()
+
+
+@pytest.mark.parametrize("n", [2, 3, 0, -1, -2, 2.0, 3.0, 1.0, 0.0, np.float32(2)])
+def test_whole_powers_take_negative_bases(n):
+    s = np.array([-1.0, -2.0, 3.0])
+    found = evaluate(sl.expression(lambda s, b, h, i, j: s**n).root, {"s": s, "b": 0, "h": 0, "i": 0, "j": 0})
+    np.testing.assert_array_equal(np.broadcast_to(found, s.shape), s ** float(n))
+
+
+def test_powers_that_would_be_wrong_are_refused():
+    for n in (65, 1e9, -65.0):
+        with pytest.raises(sl.ExpressionError, match="exponent"):
+            sl.expression(lambda s, b, h, i, j, n=n: s**n)
+
+
+def test_classes_and_odd_names_are_no_functions_and_names():
+    x = np.ones((1, 1, 2, 4), np.float32)
+    with pytest.raises(sl.ArgumentTypeError, match="the class int"):
+        sl.attention(x, x, x, mask=int)
+    with pytest.raises(sl.ArgumentTypeError, match="name"):
+        sl.table([1], None)  # type: ignore[arg-type]
+    with pytest.raises(sl.ArgumentError, match="role"):
+        sl.expression(lambda b, h, i, j: i == j, np.ones((2, 2)))  # type: ignore[arg-type]

@@ -395,3 +395,23 @@ def test_no_memory_anywhere_in_a_run(rng, monkeypatch):
         run_of(prepared, *addresses)
         assert out.tobytes() == want
     assert failed > 10
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_forks_while_masks_are_traced():
+    """Nothing that a mask's properties are computed under may be left locked in a child."""
+    code = (
+        "import os, signal, threading, time, warnings; import numpy as np, speedlight as sl\n"
+        "warnings.simplefilter('ignore')\n"
+        "x = np.ones((1, 1, 8, 4), np.float32)\n"
+        "def call(): sl.attention(x, x, x, mask=lambda b, h, i, j: i >= j)\n"
+        "call(); stop = []\n"
+        "def other():\n    while not stop: call()\n"
+        "thread = threading.Thread(target=other); thread.start(); hung = 0\n"
+        f"for n in range({400 if FULL else 60}):\n"
+        "    time.sleep(0.001 * (n % 3)); pid = os.fork()\n"
+        "    if not pid: signal.alarm(20); call(); os._exit(0)\n"
+        "    hung += os.waitpid(pid, 0)[1] != 0\n"
+        "stop.append(1); thread.join(); print(hung)"
+    )
+    assert run(code).strip() == "0"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .primitives import LOG2E, dot, exponents, finite, finite_max, log_sum_exp, lowest, online_softmax, outcome, packed, unusual
+from .primitives import LN2, LOG2E, dot, exponents, finite, finite_max, log_sum_exp, lowest, online_softmax, outcome, packed, unusual
 
 ITEM = tl.constexpr(6)  # words of an item: q_len, k_len, position of its first query, its first row of q and of k, what masks call it
 TILES = tl.constexpr(32)  # that are classified at once
@@ -237,8 +237,7 @@ def block_of_rows(
             at_once = tl.reshape(tl.where(sound == 0.0, 0, 1), [1, BM])  # a reduction to a scalar crashes Triton 3.6 for sm_100
             tl.store(flags + pid + tl.arange(0, 1), tl.max(at_once, 1))
         final_max = running_max
-        if apply is None:  # from here on a logit
-            running_max = tl.where(running_max == float("-inf"), running_max, running_max * tl.abs(scale))
+        running_max = tl.where(running_max == float("-inf"), running_max, running_max * (factor * LN2))  # from here on a logit
         acc = tl.where(asked[:, None], acc, 0.0)
         running_sum = tl.where(asked, running_sum, 0.0)
         running_max = tl.where(asked, running_max, float("-inf"))

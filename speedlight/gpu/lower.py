@@ -9,7 +9,6 @@ The text depends on the structure alone: numbers, addresses, shapes and strides 
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 
 from ..bounds import Integers, hides, visible
 from ..problem import Problem
-from ..tree import FUNCTIONS, Node, order
+from ..tree import FUNCTIONS, Node, lazily, order
 
 TABLE_WORDS = 11  # address, 4 sizes, 4 strides in elements, least and greatest entry
 _POINTERS = {
@@ -48,16 +47,16 @@ class Program:
         """Whether tiles may be hidden: by the mask, or by a score that can be -inf."""
         return self.mask is not None or (self.score is not None and self.score.op == "where")
 
-    @functools.cached_property
+    @lazily
     def nodes(self) -> list[Node]:
         return list({id(n): n for root in (self.mask, self.score) if root is not None for n in order(root)}.values())
 
-    @functools.cached_property
+    @lazily
     def numbers(self) -> dict[int, int]:
         """Slot of every number."""
         return {id(n): at for at, n in enumerate(n for n in self.nodes if n.op == "number")}
 
-    @functools.cached_property
+    @lazily
     def tables(self) -> list[Any]:
         return list(dict.fromkeys(n.value for n in self.nodes if n.op == "table"))
 
@@ -69,7 +68,7 @@ class Program:
         tables = [n for n in self.nodes if n.op == "table"]
         return any(n.is_float or any(a.uses & {"i", "j"} for a in n.args[:-1]) for n in tables)
 
-    @functools.cached_property
+    @lazily
     def lookups(self) -> list[tuple[Node, int]]:
         return [(n, d) for n in self.nodes if n.op == "table" for d in range(len(n.args))]
 

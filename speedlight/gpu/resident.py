@@ -236,7 +236,7 @@ class CudaCache:
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
             return outside(CudaCache.attend, self, layer, q, k, v, new_lengths=new_lengths, **options)
         if not isinstance(return_lse, bool):
-            raise ArgumentTypeError(f"return_lse: expected True or False; got {return_lse!r}.")
+            raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
         if (k is None) != (v is None) or (k is None and new_lengths is not None):
             name = "k" if k is None and v is not None else "v" if v is None and k is not None else "new_lengths"
             raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
