@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import Counter
 
@@ -243,6 +244,50 @@ def test_one_writer_of_a_sequence_at_a_time(rng):
     [t.start() for t in threads]
     [t.join() for t in threads]
     assert not wrong and pool.free_pages == 59
+
+
+def test_accounts_are_exact_whatever_threads_do(rng):
+    """Forks of one sequence in several threads, switched as often as can be: pages are shared, copied, let go, and run out."""
+    pool = made(pages=40)
+    base = pool.sequence()
+    _, k, v = packed(rng, "float32", 40)
+    pool.append(0, [base], k, v)
+    left, wrong = [], []
+
+    def work(seed: int) -> None:
+        mine, held = np.random.default_rng(seed), []
+        for _ in range(20_000 if FULL else 1500):
+            what = mine.integers(5)
+            try:
+                if what == 0 or not held:
+                    held.append(base.fork())
+                elif what == 1:
+                    held.pop().free()
+                elif what == 2:
+                    held[-1].truncate(int(mine.integers(held[-1].length() + 1)))
+                else:
+                    n = int(mine.integers(1, 30))
+                    pool.append(0, held[-1:], k[:n], v[:n], new_lengths=[n])
+            except sl.CacheFull as error:
+                wrong.extend([] if error.needed > error.free else [error])
+            except sl.CacheBusy:  # base, which another thread forks
+                pass
+            except Exception as error:
+                wrong.append(error)
+        left.extend(held)
+
+    threads, interval = [threading.Thread(target=work, args=(n,)) for n in range(4)], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        [t.start() for t in threads]
+        [t.join() for t in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong
+    check_accounts(pool, [base, *left])
+    assert base.keys(0).tobytes() == k.swapaxes(0, 1).tobytes()
+    [x.free() for x in (base, *left)]
+    assert pool.free_pages == 40
 
 
 class PoolMachine(RuleBasedStateMachine):
