@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -19,6 +21,15 @@ from test_pages import check_accounts
 import speedlight as sl
 
 MOST = 100_000 if FULL else 60  # places of a call that are tried
+
+
+@pytest.fixture(autouse=True)
+def no_callbacks() -> Iterator[None]:
+    """An exception in a callback of the garbage collector, such as Hypothesis', is swallowed."""
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = callbacks
 
 
 class Tokens(NamedTuple):
