@@ -45,7 +45,8 @@ def attention_row(score: np.ndarray, v: np.ndarray, visible: np.ndarray) -> tupl
         return np.zeros(v.shape[1]), -np.inf
     top = np.nanmax(score) if not np.isnan(score).all() else 0.0
     p = np.exp(score - top)
-    return (p[:, None] * v).sum(axis=0) / p.sum(), float(top + np.log(p.sum()))
+    weighted = np.ascontiguousarray((p[:, None] * v).T)  # along rows NumPy adds in pairs: one long chain may be off by more than the engine
+    return weighted.sum(axis=1) / p.sum(), float(top + np.log(p.sum()))
 
 
 @standard

@@ -520,9 +520,12 @@ def seen_keys(p: Combined) -> list[np.ndarray]:
 def assert_right(p: Combined, got: Results, unit: str) -> None:
     """Every element inside the bound."""
     arrays, options = for_reference(p)
+    dot = uses_dot(isa_named(unit), "bf16") and p.form.dtype == "bfloat16"
+    if dot and p.has_infinity:  # its instruction takes subnormal inputs as zeros, and 0 times infinity is NaN
+        arrays[:2] = [np.where(np.abs(plain(x)) < 2.0**-126, x.dtype.type(0), x) for x in arrays[:2]]
     want, want_lse = reference.attention(*arrays, return_lse=True, **options)
     clean = np.where(np.isfinite(arrays[2]), arrays[2], 0).astype(arrays[2].dtype)  # what sees others is not finite itself
-    bounds = reference.error_bound(*arrays[:2], clean, dot=uses_dot(isa_named(unit), "bf16") and p.form.dtype == "bfloat16", **options)
+    bounds = reference.error_bound(*arrays[:2], clean, dot=dot, **options)
     for item, (out, lse) in enumerate(got):
         rows = out.shape[1]
         expected = want[item, :, :rows]
