@@ -1,6 +1,7 @@
 """The figures of the README: speedlight and its peers in turn, A B A B, in one process, every result checked first.
 
-    make bench                                    # or: python benchmarks/run.py [--quick] [--only prefill,small,start,...]
+    make bench                                    # or: python benchmarks/run.py [--quick] [--only
+    prefill,small,start,...]
 
 Rows go to benchmarks/results/<machine>.json. GFLOP/s count visible work; a share of peak is of multiply-adds on
 registers measured in the same turn. A row whose result is outside its bound is refused.
@@ -74,8 +75,12 @@ def prefill(turns: int) -> Any:
             continue
         plan = sl.plan(*arrays, causal=causal)
         isa = machine.current_isa()
-        kind = plan.problem.storage if plan.problem.storage in ("f64",) or uses_dot(isa, plan.problem.storage) else "f32"
-        times, peaks = measure(calls, turns, lambda kind=kind, isa=isa: roof.peak_flops.__wrapped__(isa, kind, sl.get_threads()))
+        kind = (
+            plan.problem.storage if plan.problem.storage in ("f64",) or uses_dot(isa, plan.problem.storage) else "f32"
+        )
+        times, peaks = measure(
+            calls, turns, lambda kind=kind, isa=isa: roof.peak_flops.__wrapped__(isa, kind, sl.get_threads())
+        )
         ours = statistics.median(times["speedlight"])
         best = min((x for x in times if x != "speedlight"), key=lambda x: statistics.median(times[x]), default=None)
         yield {
@@ -108,7 +113,8 @@ def narrower(turns: int) -> Any:
         rate, top = plan.flops / statistics.median(times["speedlight"]), statistics.median(peaks)
         yield {
             "name": "float32 H8 N2048 d128 full, AVX2 code", "kernel": plan.kernel, "flops": plan.flops, "ratios": {},
-            "seconds": {"speedlight": quantiles(times["speedlight"])}, "gflops": rate / 1e9, "peak": top / 1e9, "share_of_peak": rate / top,
+            "seconds": {"speedlight": quantiles(times["speedlight"])}, "gflops": rate / 1e9, "peak": top / 1e9,
+            "share_of_peak": rate / top,
         }  # fmt: skip
     finally:
         os.environ.pop("SPEEDLIGHT_ISA")
@@ -123,22 +129,36 @@ def masks(turns: int) -> Any:
     slopes = np.array([2.0 ** -(h + 1) for h in range(8)], np.float32)
     bias = np.random.default_rng(1).standard_normal((8, 4096, 4096), dtype=np.float32)
     torch_bias = torch.from_numpy(bias)
-    causal, window = {"causal": True}, lambda n: ({"mask": sl.window(n, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= n), None))
+    causal, window = (
+        {"causal": True},
+        lambda n: ({"mask": sl.window(n, 0)}, (lambda b, h, i, j: (i >= j) & (i - j <= n), None)),
+    )
     documents = {"mask": sl.documents(np.repeat(np.arange(8), 2048))}, (lambda b, h, i, j: i // 2048 == j // 2048, None)
-    alibi, softcap = (lambda s, b, h, i, j: s + 2.0 ** (-(h + 1)) * (j - i)), (lambda s, b, h, i, j: 30.0 * (s / 30.0).tanh())
+    alibi, softcap = (
+        (lambda s, b, h, i, j: s + 2.0 ** (-(h + 1)) * (j - i)),
+        (lambda s, b, h, i, j: 30.0 * (s / 30.0).tanh()),
+    )
     for name, n, (options, flex), plain in (
         ("causal", 16384, ({"mask": sl.causal()}, (lambda b, h, i, j: i >= j, None)), {}),
         ("window 256", 16384, window(256), causal),
         ("window 1024", 16384, window(1024), causal),
         ("window 4096", 16384, window(4096), causal),
         ("8 documents", 16384, documents, {}),
-        ("prefix 512 and causal", 4096, ({"mask": sl.causal() | sl.prefix(512)}, (lambda b, h, i, j: (i >= j) | (j < 512), None)), causal),
+        (
+            "prefix 512 and causal",
+            4096,
+            ({"mask": sl.causal() | sl.prefix(512)}, (lambda b, h, i, j: (i >= j) | (j < 512), None)),
+            causal,
+        ),
         ("alibi", 4096, ({"score": sl.alibi(slopes)}, (None, alibi)), {}),
         ("softcap", 4096, ({"score": sl.softcap(30.0)}, (None, softcap)), {}),
         (
             "softcap and alibi",
             4096,
-            ({"score": [sl.softcap(30.0), sl.alibi(slopes)]}, (None, lambda s, b, h, i, j: alibi(softcap(s, b, h, i, j), b, h, i, j))),
+            (
+                {"score": [sl.softcap(30.0), sl.alibi(slopes)]},
+                (None, lambda s, b, h, i, j: alibi(softcap(s, b, h, i, j), b, h, i, j)),
+            ),
             {},
         ),
         ("dense bias", 4096, ({"score": bias}, (None, lambda s, b, h, i, j: s + torch_bias[h, i, j])), {}),
@@ -188,13 +208,17 @@ def _dense_torch(arrays: list[np.ndarray], mask: Any) -> Call:
 
 
 # dtype, batch, q_heads, kv_heads, keys, head_dim
-DECODE = [(t, 1, 32, 8, n, 128) for t in ("float32", "bfloat16", "float16", "int8") for n in (512, 4096, 16384, 32768, 131072)]
+DECODE = [
+    (t, 1, 32, 8, n, 128) for t in ("float32", "bfloat16", "float16", "int8") for n in (512, 4096, 16384, 32768, 131072)
+]
 DECODE += [(t, 1, h, 8, 16384, 128) for t in ("float32", "bfloat16", "int8") for h in (8, 64)]
 DECODE += [(t, 16, 32, 8, 4096, 128) for t in ("float32", "bfloat16", "int8")] + [("float32", 16, 32, 8, 512, 64)]
 
 
 def decode(turns: int) -> Any:
-    """One token against a cache, a pool of pages in random order, and the caller's own arrays; beside the peers and a plain read."""
+    """One token against a cache, a pool of pages in random order, and the caller's own arrays; beside the peers and a
+    plain read.
+    """
     import torch
 
     torch.set_num_threads(sl.get_threads())
@@ -285,7 +309,10 @@ def _tensors(*arrays: np.ndarray) -> list[Any]:
     import torch
 
     return [
-        torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if x.dtype == ml_dtypes.bfloat16 else torch.from_numpy(x) for x in arrays
+        torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        if x.dtype == ml_dtypes.bfloat16
+        else torch.from_numpy(x)
+        for x in arrays
     ]
 
 
@@ -332,7 +359,12 @@ def _onnxruntime_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> Call | N
         "lengths": np.full(batch, n - 1, np.int32), "total": np.array(n, np.int32),
     }  # fmt: skip
     node = helper.make_node(
-        "GroupQueryAttention", list(values), ["o", "ok", "ov"], domain="com.microsoft", num_heads=heads, kv_num_heads=kv_heads
+        "GroupQueryAttention",
+        list(values),
+        ["o", "ok", "ov"],
+        domain="com.microsoft",
+        num_heads=heads,
+        kv_num_heads=kv_heads,
     )
     types = {np.dtype(np.int32): TensorProto.INT32}
     infos = [helper.make_tensor_value_info(x, types.get(a.dtype, kind), a.shape) for x, a in values.items()]
@@ -453,11 +485,15 @@ def describe(row: dict[str, Any]) -> str:
 
 def save(rows: list[dict[str, Any]], only: str) -> None:
     """One file a machine; parts that were not run keep their rows."""
-    name = re.sub(r"[^a-z0-9]+", "-", f"{machine.cpu_name()} {os.cpu_count()} cores {machine.current_isa().name}".lower()).strip("-")
+    name = re.sub(
+        r"[^a-z0-9]+", "-", f"{machine.cpu_name()} {os.cpu_count()} cores {machine.current_isa().name}".lower()
+    ).strip("-")
     path = HERE / "results" / f"{name}.json"
     old = json.loads(path.read_text())["rows"] if path.exists() else []
     rows = [r for r in old if r["part"] not in only.split(",")] + rows
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE).stdout.strip()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
+    ).stdout.strip()
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"python": platform.python_version(), "speedlight": sl.__version__}

@@ -1,4 +1,6 @@
-"""Writes the README's tables from the rows of one machine: python benchmarks/table.py [benchmarks/results/<machine>.json]"""
+"""Writes the README's tables from the rows of one machine: python benchmarks/table.py
+[benchmarks/results/<machine>.json]
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ def table(path: Path) -> str:
     ]
     for row in data["rows"]:
         if "gflops" in row:
-            ratios = (f"{row['ratios'][p]:.2f} x" if p in row["ratios"] else "–" for p in ("torch", "onnxruntime", "openvino"))
+            ratios = (
+                f"{row['ratios'][p]:.2f} x" if p in row["ratios"] else "–" for p in ("torch", "onnxruntime", "openvino")
+            )
             lines.append(f"| {row['name']} | {row['gflops']:.0f} | {row['share_of_peak']:.0%} | {' | '.join(ratios)} |")
     masks = [row for row in data["rows"] if row["part"] == "masks" and "of_plain" in row]
     if masks:
         lines += [
             "",
-            "Masks and scores, 8 heads, d=64; time against attention without them (windows and prefix: against causal); PyTorch gets a",
-            "dense mask, FlexAttention (compiled, warm) its block mask. In brackets what FlexAttention needs to compile and build.",
+            "Masks and scores, 8 heads, d=64; time against attention without them (windows and prefix: against "
+            "causal); PyTorch gets a",
+            "dense mask, FlexAttention (compiled, warm) its block mask. In brackets what FlexAttention needs to "
+            "compile and build.",
             "",
             "| problem | ms | of plain time | FlexAttention | PyTorch |",
             "|---|---|---|---|---|",
@@ -45,9 +51,12 @@ def table(path: Path) -> str:
     if decode:
         lines += [
             "",
-            "One token of each sequence against n cached keys, as a share of a plain read (`torch.sum`) of as many bytes in the same turn:",
-            "`KVCache`; `attention()` over the caller's own arrays; and `PagePool` (pages of 16 in random order) relative to `KVCache`.",
-            "PyTorch: SDPA with enable_gqa, and in brackets with a group's heads as rows, which is faster; OpenVINO likewise by rows.",
+            "One token of each sequence against n cached keys, as a share of a plain read (`torch.sum`) of as many "
+            "bytes in the same turn:",
+            "`KVCache`; `attention()` over the caller's own arrays; and `PagePool` (pages of 16 in random order) "
+            "relative to `KVCache`.",
+            "PyTorch: SDPA with enable_gqa, and in brackets with a group's heads as rows, which is faster; OpenVINO "
+            "likewise by rows.",
             "",
             "| problem | tokens/s | GB/s | of a plain read | own arrays | pages | PyTorch | ONNX Runtime | OpenVINO |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -57,9 +66,16 @@ def table(path: Path) -> str:
         peers = {name: f"{x:.1f} x" for name, x in row["peers"].items()}
         torch = f"{peers['torch']} ({peers['torch by rows']})" if "torch by rows" in peers else peers.get("torch", "–")
         cells = (
-            row["name"].removesuffix(" one token"), f"{row['tokens']:,.0f}", f"{row['gbytes']:.0f}", f"{row['share_of_read']:.0%}", own,
-            f"{row['pages']:.2f} x", torch, peers.get("onnxruntime", "–"), peers.get("openvino", "–"),
-        )  # fmt: skip
+            row["name"].removesuffix(" one token"),
+            f"{row['tokens']:,.0f}",
+            f"{row['gbytes']:.0f}",
+            f"{row['share_of_read']:.0%}",
+            own,
+            f"{row['pages']:.2f} x",
+            torch,
+            peers.get("onnxruntime", "–"),
+            peers.get("openvino", "–"),
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -71,7 +87,9 @@ def main() -> None:
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else newest
     README.write_text(before + START + table(path) + END + rest.split(END)[1])
     data = json.loads(path.read_text())
-    rows = [row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row]
+    rows = [
+        row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row
+    ]
     if rows:
         roofline(data | {"threads": data["cores"], "rows": rows}, README.parent / "docs" / "roofline.png")
 

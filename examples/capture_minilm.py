@@ -52,7 +52,11 @@ def capture(model: Path) -> dict[str, np.ndarray]:
     tokenizer.no_padding()
     ids = tokenizer.encode(" ".join(PARAGRAPH.split())).ids
     e = "embeddings."
-    x = w[e + "word_embeddings.weight"][ids] + w[e + "position_embeddings.weight"][: len(ids)] + w[e + "token_type_embeddings.weight"][0]
+    x = (
+        w[e + "word_embeddings.weight"][ids]
+        + w[e + "position_embeddings.weight"][: len(ids)]
+        + w[e + "token_type_embeddings.weight"][0]
+    )
     x = layer_norm(x, w[e + "LayerNorm.weight"], w[e + "LayerNorm.bias"])
     for layer in range(LAYER + 1):
         p = f"encoder.layer.{layer}."
@@ -60,7 +64,10 @@ def capture(model: Path) -> dict[str, np.ndarray]:
         def linear(name: str, x: np.ndarray, p: str = p) -> np.ndarray:
             return x @ w[f"{p}{name}.weight"].T + w[f"{p}{name}.bias"]
 
-        q, k, v = (linear(f"attention.self.{n}", x).reshape(len(ids), HEADS, -1).swapaxes(0, 1) for n in ("query", "key", "value"))
+        q, k, v = (
+            linear(f"attention.self.{n}", x).reshape(len(ids), HEADS, -1).swapaxes(0, 1)
+            for n in ("query", "key", "value")
+        )
         if layer == LAYER:
             return {n: np.ascontiguousarray(a[None], dtype=np.float32) for n, a in (("q", q), ("k", k), ("v", v))}
         s = q @ k.swapaxes(1, 2) / math.sqrt(q.shape[-1])

@@ -49,7 +49,8 @@ class Model:
         rng = np.random.default_rng(seed)
         self.embedding, self.output = (rng.standard_normal((len(LETTERS), DIM), dtype=np.float32) for _ in range(2))
         shapes = {
-            "q": (DIM, HEADS * HEAD_DIM), "k": (DIM, KV_HEADS * HEAD_DIM), "v": (DIM, KV_HEADS * HEAD_DIM), "o": (HEADS * HEAD_DIM, DIM),
+            "q": (DIM, HEADS * HEAD_DIM), "k": (DIM, KV_HEADS * HEAD_DIM), "v": (DIM, KV_HEADS * HEAD_DIM),
+            "o": (HEADS * HEAD_DIM, DIM),
             "gate": (DIM, HIDDEN), "up": (DIM, HIDDEN), "down": (HIDDEN, DIM),
         }  # fmt: skip
         draw = lambda shape: rng.standard_normal(shape, dtype=np.float32) * np.float32(1.6 / shape[0] ** 0.5)  # noqa: E731
@@ -98,7 +99,9 @@ def generate(model: Model, prompt: str, count: int, chunk: int, seed: int = 0, p
     tokens = np.array([LETTERS.index(c) for c in prompt])
     sizes = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": model.dtype}
     room = len(tokens) + count
-    cache = Paged(sl.PagePool(pages=-(-room // 16), page_size=16, **sizes)) if paged else sl.KVCache(capacity=room, **sizes)
+    cache = (
+        Paged(sl.PagePool(pages=-(-room // 16), page_size=16, **sizes)) if paged else sl.KVCache(capacity=room, **sizes)
+    )
     logits = np.zeros((1, len(LETTERS)))
     for start in range(0, len(tokens), chunk):
         logits = model.forward(tokens[start : start + chunk], cache)
@@ -115,18 +118,26 @@ def main() -> None:
     parser.add_argument("--prompt", default="The attention of a stranger ")
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--chunk", type=int, default=16, help="tokens of the prompt in one call")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "float64", "float16", "bfloat16", "int8"], help="of the cache")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "float64", "float16", "bfloat16", "int8"], help="of the cache"
+    )
     parser.add_argument("--paged", action="store_true", help="keep keys and values in pages")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     unknown = sorted(set(options.prompt) - set(LETTERS))
     if unknown or not options.prompt or options.chunk < 1 or options.tokens < 1:
-        why = f"--prompt: no token for {unknown[0]!r}" if unknown else "--prompt, --chunk, --tokens: expected some text, and numbers from 1"
+        why = (
+            f"--prompt: no token for {unknown[0]!r}"
+            if unknown
+            else "--prompt, --chunk, --tokens: expected some text, and numbers from 1"
+        )
         parser.error(f"{why}; the letters are {LETTERS!r}")
     model = Model(options.seed, options.dtype)
     print(options.prompt, end="", flush=True)
     start, seen = time.perf_counter(), 0.0
-    for n, letter in enumerate(generate(model, options.prompt, options.tokens, options.chunk, options.seed, options.paged)):
+    for n, letter in enumerate(
+        generate(model, options.prompt, options.tokens, options.chunk, options.seed, options.paged)
+    ):
         seen = time.perf_counter() if n == 0 else seen
         print(letter, end="", flush=True)
     seconds = time.perf_counter() - seen

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import reference
     from .api import attention, attention_paged, plan, synchronize
-    from .caches import KVCache
     from .cpu.workers import get_threads, set_threads
     from .errors import (
         ArgumentError,
@@ -28,11 +27,8 @@ if TYPE_CHECKING:
         ReservationError,
         UnsupportedError,
     )
-    from .merging import merge
-    from .pages import PagePool, Sequence
-    from .patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
-    from .planning import Plan
-    from .tracing import (
+    from .expressions.patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
+    from .expressions.tracing import (
         Expression,
         Table,
         abs,
@@ -51,6 +47,10 @@ if TYPE_CHECKING:
         tanh,
         where,
     )
+    from .kv.cache import KVCache
+    from .kv.pool import PagePool, Sequence
+    from .merging import merge
+    from .planning import Plan
 
 __version__ = "0.1.0"
 ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
@@ -62,9 +62,9 @@ _HOMES = {
     "plan": "api",
     "synchronize": "api",
     "Plan": "planning",
-    "KVCache": "caches",
-    "PagePool": "pages",
-    "Sequence": "pages",
+    "KVCache": "kv.cache",
+    "PagePool": "kv.pool",
+    "Sequence": "kv.pool",
     "CacheBusy": "errors",
     "CacheFull": "errors",
     "set_threads": "cpu.workers",
@@ -76,31 +76,31 @@ _HOMES = {
     "CompileError": "errors",
     "FileError": "errors",
     "ReservationError": "errors",
-    "Expression": "tracing",
-    "Table": "tracing",
-    "abs": "tracing",
-    "cast": "tracing",
-    "exp": "tracing",
-    "exp2": "tracing",
-    "expression": "tracing",
-    "floor": "tracing",
-    "log": "tracing",
-    "log2": "tracing",
-    "maximum": "tracing",
-    "minimum": "tracing",
-    "sigmoid": "tracing",
-    "sqrt": "tracing",
-    "table": "tracing",
-    "tanh": "tracing",
-    "where": "tracing",
-    "alibi": "patterns",
-    "causal": "patterns",
-    "dilated": "patterns",
-    "documents": "patterns",
-    "prefix": "patterns",
-    "relative_bias": "patterns",
-    "softcap": "patterns",
-    "window": "patterns",
+    "Expression": "expressions.tracing",
+    "Table": "expressions.tracing",
+    "abs": "expressions.tracing",
+    "cast": "expressions.tracing",
+    "exp": "expressions.tracing",
+    "exp2": "expressions.tracing",
+    "expression": "expressions.tracing",
+    "floor": "expressions.tracing",
+    "log": "expressions.tracing",
+    "log2": "expressions.tracing",
+    "maximum": "expressions.tracing",
+    "minimum": "expressions.tracing",
+    "sigmoid": "expressions.tracing",
+    "sqrt": "expressions.tracing",
+    "table": "expressions.tracing",
+    "tanh": "expressions.tracing",
+    "where": "expressions.tracing",
+    "alibi": "expressions.patterns",
+    "causal": "expressions.patterns",
+    "dilated": "expressions.patterns",
+    "documents": "expressions.patterns",
+    "prefix": "expressions.patterns",
+    "relative_bias": "expressions.patterns",
+    "softcap": "expressions.patterns",
+    "window": "expressions.patterns",
     "ExpressionError": "errors",
 }
 

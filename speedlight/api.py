@@ -14,10 +14,19 @@ from . import arrays
 from . import engine as engines
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, Error, shown
+from .expressions.tracing import kept
 from .machine import current_isa
 from .planning import SLACK, Pages, Plan
-from .problem import LAYOUTS, check_layout, check_precision, from_arrays, from_cache, from_sizes, packed_lengths, page_lists
-from .tracing import kept
+from .problem import (
+    LAYOUTS,
+    check_layout,
+    check_precision,
+    from_arrays,
+    from_cache,
+    from_sizes,
+    packed_lengths,
+    page_lists,
+)
 
 _prepared: dict[Any, engines.Prepared] = {}
 _MEMO = 512  # prepared calls kept
@@ -51,7 +60,8 @@ def attention(
 
     Args:
         q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch
-            tensor, or an object with DLPack or `__array_interface__`; on the CPU or (not float64) on an NVIDIA GPU. Any strides.
+            tensor, or an object with DLPack or `__array_interface__`; on the CPU or (not float64) on an NVIDIA GPU. Any
+            strides.
         k: (batch, kv_heads, k_len, head_dim), same dtype. kv_heads divides q_heads: query head h reads kv head
             h // (q_heads // kv_heads).
         v: (batch, kv_heads, k_len, value_dim), same dtype.
@@ -68,16 +78,20 @@ def attention(
             by each item's lengths.
         k_start: absolute position of the first key, a multiple of 1024.
         scale: factor of the scores. Default 1/sqrt(head_dim).
-        layout: "bhld", "blhd" for (batch, length, heads, head_dim), or "lhd" for packed (total_length, heads, head_dim).
+        layout: "bhld", "blhd" for (batch, length, heads, head_dim), or "lhd" for packed (total_length, heads,
+            head_dim).
         cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
         cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
         q_lengths: for a padded batch, queries of each item; rows past them get out 0 and lse -inf.
-        k_lengths: for a padded batch, keys of each item; those past them do not exist. Where q_len is k_len, one of the two alone is
-            refused if `causal`, `window` or a function of i looks at positions: the default q_start, by each item's lengths, is not
-            what a padded square means. Give both (self-attention), or q_start=0, which puts row i at key i.
+        k_lengths: for a padded batch, keys of each item; those past them do not exist. Where q_len is k_len, one of the
+            two alone is refused if `causal`, `window` or a function of i looks at positions: the default q_start, by
+            each item's lengths, is not what a padded square means. Give both (self-attention), or q_start=0, which puts
+            row i at key i.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
-            (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out 0.
-        out: where to write the result, in the layout of q. If the call raises, a lookup out of range included, it is as it was.
+            (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out
+            0.
+        out: where to write the result, in the layout of q. If the call raises, a lookup out of range included, it is as
+            it was.
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
         precision: of float32 products on a GPU: "ieee", or by tensor cores "tf32x3" (three products for each) or "tf32"
             (10 bits). The CPU, and a GPU with head dims above 128, always compute as "ieee".
@@ -102,15 +116,35 @@ def attention(
         place = engines.chosen(engine, arrays.describe(q, "q", gpu=True))
         if place != "cpu" or engine == "cuda":
             return _on_gpu(
-                q, k, v, layout, return_lse, out, precision, causal=causal, q_start=q_start, k_start=k_start, scale=scale, window=window,
-                mask=mask, score=score, sink_logits=sink_logits, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-                q_lengths=q_lengths, k_lengths=k_lengths,
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                layout,
+                return_lse,
+                out,
+                precision,
+                causal=causal,
+                q_start=q_start,
+                k_start=k_start,
+                scale=scale,
+                window=window,
+                mask=mask,
+                score=score,
+                sink_logits=sink_logits,
+                cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_k,
+                q_lengths=q_lengths,
+                k_lengths=k_lengths,
+            )
     threads, isa = engines.threads_now(), current_isa()
     key = None
     if cu_seqlens_q is None and cu_seqlens_k is None and kept(mask) and kept(score):
         numbers = (causal, q_start, k_start, scale, layout, threads)
-        lists = () if window is sink_logits is q_lengths is k_lengths is None else (window, sink_logits, q_lengths, k_lengths)
+        lists = (
+            ()
+            if window is sink_logits is q_lengths is k_lengths is None
+            else (window, sink_logits, q_lengths, k_lengths)
+        )
         key = _key((q, k, v) if out is None else (q, k, v, out), numbers, (isa.name, mask, score), lists)
         prepared = _prepared.get(key) if key else None
         places = _places(prepared, q, k, v, out) if prepared is not None and type(return_lse) is bool else None
@@ -120,14 +154,29 @@ def attention(
         raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(
-        a, b, c, causal=causal, q_start=q_start, k_start=k_start, scale=scale, layout=layout,
-        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, mask=mask, score=score, window=window,
-        sink_logits=sink_logits, q_lengths=q_lengths, k_lengths=k_lengths,
-    )  # fmt: skip
+        a,
+        b,
+        c,
+        causal=causal,
+        q_start=q_start,
+        k_start=k_start,
+        scale=scale,
+        layout=layout,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        mask=mask,
+        score=score,
+        window=window,
+        sink_logits=sink_logits,
+        q_lengths=q_lengths,
+        k_lengths=k_lengths,
+    )
     shape = (*a.shape[:-1], problem.value_dim)
     result, target = arrays.out_for(a, shape, out, (a, b, c), staged=out is not None and engines.may_fail(problem))
     prepared = engines.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, threads, isa)
-    prepared.reach = [(low - x.address, high - x.address) for x in (a, b, c, target.final or target) for low, high in (x.extent(),)]
+    prepared.reach = [
+        (low - x.address, high - x.address) for x in (a, b, c, target.final or target) for low, high in (x.extent(),)
+    ]
     prepared.staged = target.final is not None
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     prepared.run(a.address, b.address, c.address, target.address, lse_array.address if lse_array else 0)
@@ -154,9 +203,16 @@ def _on_gpu(q: Any, k: Any, v: Any, layout: Any, return_lse: Any, out: Any, prec
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     where = None if lse_array is None else lse_array.tensor
     launch.run(
-        problem, layout, a.tensor, launch.arrays_of(b.tensor, c.tensor, layout), target.tensor, where, cu_q=cu_q, cu_k=cu_k,
+        problem,
+        layout,
+        a.tensor,
+        launch.arrays_of(b.tensor, c.tensor, layout),
+        target.tensor,
+        where,
+        cu_q=cu_q,
+        cu_k=cu_k,
         precision=precision,
-    )  # fmt: skip
+    )
     arrays.deliver(target)
     if out is None:
         result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
@@ -190,8 +246,9 @@ def attention_paged(
             come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
         v_pages: (pages, page_size, kv_heads, value_dim).
         block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be any ints.
-        k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU, which
-            nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize() raises it.
+        k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU,
+            which nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize()
+            raises it.
         causal: False, or True: a query sees keys up to its own place.
         mask, score, sink_logits, scale, layout, return_lse, out, engine: as for attention().
         cu_seqlens_q: for "lhd", offsets of the sequences in q. Default one query for each.
@@ -200,7 +257,8 @@ def attention_paged(
         As attention() does, and the same bits.
 
     Raises:
-        speedlight.Error: the argument, what was expected and what came; of the block table, every entry that is used is checked.
+        speedlight.Error: the argument, what was expected and what came; of the block table, every entry that is used is
+        checked.
 
     >>> import numpy as np, speedlight as sl
     >>> q, pages = np.ones((2, 4, 1, 8), np.float32), np.ones((5, 3, 2, 8), np.float32)
@@ -219,11 +277,15 @@ def attention_paged(
         raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
     for x in (k, v):
         if x.dtype != a.dtype:
-            raise ArgumentTypeError(f"{x.name}: expected dtype {a.dtype}, as q has; got {x.dtype}. Convert one of them.")
+            raise ArgumentTypeError(
+                f"{x.name}: expected dtype {a.dtype}, as q has; got {x.dtype}. Convert one of them."
+            )
         if (x.kind == "torch") != (a.kind == "torch"):
             raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {a.kind}.")
         if x.device != a.device:
-            raise ArgumentError(f"{x.name}: expected an array on {a.device}, as q; got one on {x.device}. Move one of them.")
+            raise ArgumentError(
+                f"{x.name}: expected an array on {a.device}, as q; got one on {x.device}. Move one of them."
+            )
     pages, page_size, kv_heads, head_dim = k.shape
     place = engines.chosen(engine, a)
     lists = tables = lengths_there = None
@@ -239,9 +301,21 @@ def attention_paged(
     elif cu_seqlens_q is not None:
         raise ArgumentError(f"cu_seqlens_q: expected None for layout={layout!r}; packed sequences take layout='lhd'.")
     problem = from_cache(
-        a, dtype=a.dtype, kv_heads=kv_heads, head_dim=head_dim, value_dim=v.shape[3], k_lengths=lengths, causal=causal, scale=scale,
-        layout=layout, q_lengths=rows, mask=mask, score=score, sink_logits=sink_logits, shortest=None if lengths_there is None else 1,
-    )  # fmt: skip
+        a,
+        dtype=a.dtype,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=v.shape[3],
+        k_lengths=lengths,
+        causal=causal,
+        scale=scale,
+        layout=layout,
+        q_lengths=rows,
+        mask=mask,
+        score=score,
+        sink_logits=sink_logits,
+        shortest=None if lengths_there is None else 1,
+    )
     shape = (*a.shape[:-1], problem.value_dim)
     result, target = arrays.out_for(a, shape, out, (a, k, v), staged=out is not None and engines.may_fail(problem))
     if lists is None:
@@ -250,16 +324,29 @@ def attention_paged(
         keys = launch.paged_keys(k.tensor, v.tensor, tables, lengths_there, max(lengths, default=0))
         lse, lse_array = _lse(a, layout) if return_lse else (None, None)
         cu_q = None if first is None or rows is None else (*first, sum(rows))
-        launch.run(problem, layout, a.tensor, keys, target.tensor, None if lse_array is None else lse_array.tensor, cu_q=cu_q)
+        launch.run(
+            problem, layout, a.tensor, keys, target.tensor, None if lse_array is None else lse_array.tensor, cu_q=cu_q
+        )
         arrays.deliver(target)
         if out is None:
             result = arrays.like_input(a, result)
         return (result, arrays.like_input(a, lse)) if return_lse else result
     places = Pages(
-        False, page_size, k.strides[2], k.strides[0], k.strides[1], v.strides[2], v.strides[0], v.strides[1], k.strides[3], v.strides[3]
-    )  # fmt: skip
+        False,
+        page_size,
+        k.strides[2],
+        k.strides[0],
+        k.strides[1],
+        v.strides[2],
+        v.strides[0],
+        v.strides[1],
+        k.strides[3],
+        v.strides[3],
+    )
     each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
-    prepared = engines.prepare_pages(problem, layout, a, places, each, target.strides, first, engines.threads_now(), current_isa())
+    prepared = engines.prepare_pages(
+        problem, layout, a, places, each, target.strides, first, engines.threads_now(), current_isa()
+    )
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     prepared.run(a.address, k.address, v.address, target.address, lse_array.address if lse_array else 0)
     arrays.deliver(target)
@@ -277,8 +364,9 @@ def _lse(q: arrays.Array, layout: str) -> tuple[Any, arrays.Array]:
 
 # --- repeated calls
 #
-# What was prepared depends on: shapes, strides, dtypes and kind of q, k, v and of a given out; every option, by exact type and bits;
-# threads and vector unit; mask and score, by what they compute. Addresses, memory and overlap are looked at each time.
+# What was prepared depends on: shapes, strides, dtypes and kind of q, k, v and of a given out; every option, by exact
+# type and bits; threads and vector unit; mask and score, by what they compute. Addresses, memory and overlap are looked
+# at each time.
 
 
 def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], others: tuple[Any, ...], lists: tuple[Any, ...]) -> Any:
@@ -304,7 +392,14 @@ def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], others: tuple[Any, 
     if torch is None or torch.autograd.forward_ad._current_level >= 0:  # there may be tangents
         return None
     for x in tensors:
-        if type(x) is not torch.Tensor or x.requires_grad or x.is_nested or not x.is_cpu or x.layout is not torch.strided or x.is_neg():
+        if (
+            type(x) is not torch.Tensor
+            or x.requires_grad
+            or x.is_nested
+            or not x.is_cpu
+            or x.layout is not torch.strided
+            or x.is_neg()
+        ):
             return None
         key += (x.shape, x.stride(), x.dtype)
     return tuple(key)
@@ -329,7 +424,10 @@ def _exactly(x: Any) -> Any:
 
 
 def _places(prepared: engines.Prepared, q: Any, k: Any, v: Any, out: Any) -> list[int] | None:
-    """Addresses of q, k, v and a given out. None where one lacks memory, or `out` is read-only or not apart from each input."""
+    """Addresses of q, k, v and a given out.
+
+    None where one lacks memory, or `out` is read-only or not apart from each input.
+    """
     given = (q, k, v) if out is None else (q, k, v, out)
     if type(q) is np.ndarray:
         places = [arrays.address_of(x) for x in given]
@@ -355,7 +453,9 @@ def _places(prepared: engines.Prepared, q: Any, k: Any, v: Any, out: Any) -> lis
 
 def _again(prepared: engines.Prepared, places: list[int], q: Any, layout: str, return_lse: bool, out: Any) -> Any:
     """A call that was prepared before: only the addresses are new."""
-    new, at = _new(q, (*q.shape[:-1], prepared.problem.value_dim)) if out is None or prepared.staged else (out, places[3])
+    new, at = (
+        _new(q, (*q.shape[:-1], prepared.problem.value_dim)) if out is None or prepared.staged else (out, places[3])
+    )
     lse, lse_at = _new(q, tuple(q.shape[a] for a in LAYOUTS[layout][:-1]), logarithms=True) if return_lse else (None, 0)
     prepared.run(places[0], places[1], places[2], at, lse_at)
     if out is not None and new is not out:
@@ -370,7 +470,9 @@ def _new(q: Any, shape: tuple[int, ...], *, logarithms: bool = False) -> tuple[A
         new = np.empty(shape, np.float32 if logarithms and q.dtype != np.float64 else q.dtype)
         return new, arrays.address_of(new)
     torch: Any = sys.modules["torch"]
-    new = torch.empty(shape, dtype=torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype, device="cpu")
+    new = torch.empty(
+        shape, dtype=torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype, device="cpu"
+    )
     if type(new) is not torch.Tensor or not (new.data_ptr() or 0 in shape):
         arrays.check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
     return new, new.data_ptr()
@@ -378,7 +480,8 @@ def _new(q: Any, shape: tuple[int, ...], *, logarithms: bool = False) -> tuple[A
 
 @leaves_graph
 def synchronize() -> None:
-    """Waits for the GPUs that were used, and raises what kernels have noted: page numbers and lengths that were out of range.
+    """Waits for the GPUs that were used, and raises what kernels have noted: page numbers and lengths that were out of
+    range.
 
     Does nothing where none was used.
 
@@ -422,13 +525,14 @@ def plan(
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
 
-    Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads, k_len is q_len, and
-    value_dim head_dim; lengths that are left out are those of q_lengths, k_lengths or cu_seqlens. Every option of attention() counts
-    in both. Sizes are of arrays that lie without gaps in the layout. Runs nothing but, once per process, a few milliseconds
-    that measure the machine's peak and bandwidth. Of a mask, the tiles that are computed are always known. What is
-    visible in them is known where a mask is made of comparisons of i, j and i - j; else `exact=True` counts it,
-    key by key in the tiles that are mixed, and without it visible_pairs and flops are None. Of arrays on a GPU, or with
-    `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product of matrices of the dtype there.
+    Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads,
+    k_len is q_len, and value_dim head_dim; lengths that are left out are those of q_lengths, k_lengths or cu_seqlens.
+    Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Runs nothing
+    but, once per process, a few milliseconds that measure the machine's peak and bandwidth. Of a mask, the tiles that
+    are computed are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
+    j; else `exact=True` counts it, key by key in the tiles that are mixed, and without it visible_pairs and flops are
+    None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product
+    of matrices of the dtype there.
 
     Returns:
         A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.
@@ -437,7 +541,8 @@ def plan(
         speedlight.Error: as attention() does.
 
     >>> import speedlight as sl
-    >>> p = sl.plan(batch=1, q_heads=32, kv_heads=8, q_len=8192, k_len=8192, head_dim=128, dtype="bfloat16", causal=True)
+    >>> p = sl.plan(batch=1, q_heads=32, kv_heads=8, q_len=8192, k_len=8192, head_dim=128, dtype="bfloat16",
+    ...             causal=True)
     >>> p.visible_pairs == 32 * 8192 * 8193 // 2
     True
     """
@@ -445,7 +550,8 @@ def plan(
         raise ArgumentTypeError(f"exact: expected True or False; got {shown(exact)}.")
     check_precision(precision)
     options = {
-        "causal": causal, "q_start": q_start, "k_start": k_start, "scale": scale, "layout": layout, "cu_seqlens_q": cu_seqlens_q,
+        "causal": causal, "q_start": q_start, "k_start": k_start, "scale": scale, "layout": layout,
+        "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k, "mask": mask, "score": score, "window": window, "sink_logits": sink_logits,
         "q_lengths": q_lengths, "k_lengths": k_lengths,
     }  # fmt: skip

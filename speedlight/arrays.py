@@ -73,7 +73,9 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def _check_dtype(name: str, dtype: str) -> str:
     if dtype not in DTYPES:
-        raise ArgumentTypeError(f"{name}: expected dtype float32, float64, float16 or bfloat16; got {dtype}. Convert it first.")
+        raise ArgumentTypeError(
+            f"{name}: expected dtype float32, float64, float16 or bfloat16; got {dtype}. Convert it first."
+        )
     return dtype
 
 
@@ -127,7 +129,9 @@ def listed(x: Any, name: str, what: str) -> list[Any]:
     if is_tensor(x):
         check_plain_tensor(x, name)
     elif is_masked(x):
-        raise ArgumentTypeError(f"{name}: expected {what}; got a {type(x).__name__}. Use {name}.filled(0), or {name}.compressed().")
+        raise ArgumentTypeError(
+            f"{name}: expected {what}; got a {type(x).__name__}. Use {name}.filled(0), or {name}.compressed()."
+        )
     elif isinstance(x, (type, str, bytes, bytearray)) or not (isinstance(x, Sequence) or hasattr(x, "tolist")):
         raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.")
     try:
@@ -156,10 +160,13 @@ def _as_numpy(x: Any, name: str) -> np.ndarray:
 def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
     if is_masked(x):
         raise ArgumentTypeError(
-            f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(0) and mask=."
+            f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(0) and "
+            "mask=."
         )
     if x.dtype.byteorder not in "=|" and x.dtype.newbyteorder("=") != x.dtype:
-        raise ArgumentTypeError(f"{name}: expected native byte order; got {x.dtype.str}. Use {name}.astype({x.dtype.name!r}).")
+        raise ArgumentTypeError(
+            f"{name}: expected native byte order; got {x.dtype.str}. Use {name}.astype({x.dtype.name!r})."
+        )
     dtype = _check_dtype(name, x.dtype.name)
     return Array(name, x.ctypes.data, x.shape, x.strides, dtype, kind, x.flags.writeable, owner)
 
@@ -167,20 +174,26 @@ def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
 def check_plain_tensor(x: Any, name: str) -> None:
     """That a tensor's numbers lie in memory as its sizes and strides say, and that nobody differentiates it.
 
-    Raises for subclasses that compute in their own way (FakeTensor, DTensor …), inside torch.func.vmap, grad and jvp, and for
-    storage that was resized. Of any dtype and device; q, k and v, masks, biases and lists all come through here.
+    Raises for subclasses that compute in their own way (FakeTensor, DTensor …), inside torch.func.vmap, grad and jvp,
+    and for storage that was resized. Of any dtype and device; q, k and v, masks, biases and lists all come through
+    here.
     """
     torch = sys.modules["torch"]
     if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise UnsupportedError(f"{name}: expected a tensor whose numbers lie in memory; got {type(x).__name__}, which has its own way.")
+        raise UnsupportedError(
+            f"{name}: expected a tensor whose numbers lie in memory; got {type(x).__name__}, which has its own way."
+        )
     if x.is_nested:
-        raise ArgumentTypeError(f"{name}: expected a strided tensor; got a nested one. Use {name}.to_padded_tensor(0) and lengths.")
+        raise ArgumentTypeError(
+            f"{name}: expected a strided tensor; got a nested one. Use {name}.to_padded_tensor(0) and lengths."
+        )
     if x.layout is not torch.strided:
         raise ArgumentTypeError(f"{name}: expected a strided tensor; got layout {x.layout}. Use {name}.to_dense().")
     tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
     if tangent is not None or (x.requires_grad and torch.is_grad_enabled()):
         raise UnsupportedError(
-            f"{name}: {'has a tangent' if tangent is not None else 'requires grad'}, and speedlight has no gradients yet. "
+            f"{name}: {'has a tangent' if tangent is not None else 'requires grad'}, and speedlight has no gradients "
+            "yet. "
             f"Use {name}.detach(), or call under torch.no_grad()."
         )
     if x.is_conj() or x.is_neg():
@@ -209,11 +222,15 @@ def _has_memory(x: Any) -> bool:
 
 def _from_torch(x: Any, name: str, torch: Any) -> Array:
     if x.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. Use {name}.cpu().")
+        raise UnsupportedError(
+            f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. Use {name}.cpu()."
+        )
     check_plain_tensor(x, name)
     dtype = _check_dtype(name, str(x.dtype).removeprefix("torch."))
     size = DTYPES[dtype][1]
-    return Array(name, x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x, str(x.device))
+    return Array(
+        name, x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x, str(x.device)
+    )
 
 
 class _DLTensor(ctypes.Structure):
@@ -258,7 +275,8 @@ def _dlpack_tensor(x: Any, name: str) -> tuple[Any, _DLTensor]:
     valid.restype, valid.argtypes = ctypes.c_int, [ctypes.py_object, ctypes.c_char_p]
     if not valid(capsule, b"dltensor"):
         raise ArgumentTypeError(
-            f"{name}: expected an unused DLPack capsule of version 0; {type(x).__name__}.__dlpack__ gave {shown(capsule)}."
+            f"{name}: expected an unused DLPack capsule of version 0; {type(x).__name__}.__dlpack__ gave "
+            f"{shown(capsule)}."
         )
     return capsule, _DLTensor.from_address(pointer(capsule, b"dltensor"))
 
@@ -275,14 +293,18 @@ def _from_dlpack(x: Any, name: str) -> Array:
     _check_dtype(name, dtype if t.vector == 1 else f"DLPack type {t.code} of {t.bits} bits in vectors of {t.vector}")
     size = DTYPES[dtype][1]
     if t.device_type != 1 or not 0 <= t.ndim <= 64 or (t.ndim and not t.shape):
-        raise ArgumentTypeError(f"{name}: expected a DLPack tensor on the CPU; got device {t.device_type} with {t.ndim} dimensions.")
+        raise ArgumentTypeError(
+            f"{name}: expected a DLPack tensor on the CPU; got device {t.device_type} with {t.ndim} dimensions."
+        )
     shape = tuple(t.shape[i] for i in range(t.ndim))
     if t.strides:
         strides = tuple(t.strides[i] * size for i in range(t.ndim))
     else:
         strides = tuple(math.prod(shape[i + 1 :]) * size for i in range(t.ndim))
     if min(shape, default=0) < 0 or (0 not in shape and not t.data):
-        raise ArgumentTypeError(f"{name}: expected a DLPack tensor with memory for its shape; got shape {shape} at address {t.data or 0}.")
+        raise ArgumentTypeError(
+            f"{name}: expected a DLPack tensor with memory for its shape; got shape {shape} at address {t.data or 0}."
+        )
     return Array(name, (t.data or 0) + t.byte_offset, shape, strides, dtype, "dlpack", False, (x, capsule))
 
 
@@ -297,7 +319,9 @@ def _from_cuda(x: Any, name: str) -> Array:
     try:
         tensor = torch.from_dlpack(x)
     except Exception as error:  # another library's code, or a GPU that PyTorch does not see
-        raise ArgumentTypeError(f"{name}: expected an array that PyTorch can take by DLPack; {type(x).__name__}: {error}.") from error
+        raise ArgumentTypeError(
+            f"{name}: expected an array that PyTorch can take by DLPack; {type(x).__name__}: {error}."
+        ) from error
     found = _from_torch(tensor, name, torch)
     return replace(found, kind="dlpack", owner=(x, tensor), writeable=type(x).__module__.startswith("cupy"))
 
@@ -312,7 +336,9 @@ def empty_like(x: Array, shape: tuple[int, ...], dtype: str) -> tuple[Any, Array
     return new, _from_numpy(new, "out", "numpy", new)
 
 
-def out_for(q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...], *, staged: bool = False) -> tuple[Any, Array]:
+def out_for(
+    q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...], *, staged: bool = False
+) -> tuple[Any, Array]:
     """What a call with these queries returns, a new array or the caller's own, and where kernels write.
 
     `staged`: the call may fail after it has begun to write; then the caller's own array is written by deliver() alone.
@@ -360,7 +386,10 @@ def address_of(x: np.ndarray) -> int:
 
 
 def pages(size: int) -> mmap.mmap:
-    """Zeroed pages of our own; only those that are touched take memory. Private: after a fork each process has its own."""
+    """Zeroed pages of our own; only those that are touched take memory.
+
+    Private: after a fork each process has its own.
+    """
     if hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return mmap.mmap(-1, max(size, 1))
@@ -394,8 +423,13 @@ def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Arra
     reach = DTYPES[dtype][1]
     for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, shape, strict=True) if n > 1):
         if stride < reach:
-            raise ArgumentError(f"out: expected a place of its own for every element; got strides {out.strides}. Use a contiguous array.")
+            raise ArgumentError(
+                f"out: expected a place of its own for every element; got strides {out.strides}. Use a contiguous "
+                "array."
+            )
         reach = stride * (n - 1) + reach
     for x in inputs:
         if overlap(out, x):
-            raise ArgumentError(f"out: expected memory of its own; it overlaps {x.name}. Pass another array, or leave out=None.")
+            raise ArgumentError(
+                f"out: expected memory of its own; it overlaps {x.name}. Pass another array, or leave out=None."
+            )

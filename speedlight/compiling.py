@@ -32,7 +32,10 @@ _untraced: dict[Any, Any] = {}
 
 
 def outside(function: Any, *args: Any, **options: Any) -> Any:
-    """The call as it is. For methods of caches, that say so themselves: when a decorator's call returns, signals are looked for."""
+    """The call as it is.
+
+    For methods of caches, that say so themselves: when a decorator's call returns, signals are looked for.
+    """
     if function not in _untraced:
         _untraced[function] = sys.modules["torch"].compiler.disable(function)
     return _untraced[function](*args, **options)

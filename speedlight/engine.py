@@ -15,12 +15,12 @@ import numpy as np
 
 from . import planning
 from .arrays import DTYPES, Array, pages
-from .bounds import Exact, Walk, integers
 from .errors import ArgumentError, UnsupportedError, shown
+from .expressions.bounds import Exact, Walk, integers
+from .expressions.tree import out_of_range
 from .machine import Isa, current_isa, interpreting
 from .modes import standard
 from .problem import LAYOUTS, Problem
-from .tree import out_of_range
 
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
 LOG4_E = math.log2(math.e) / 2  # weights are powers of 4
@@ -29,7 +29,8 @@ _READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values 
 
 
 def _modules() -> Any:
-    from .cpu import compile, fields, lookups, lower, microkernels, workers
+    from .cpu import compile, lookups, lower, microkernels, workers
+    from .cpu import layout as fields
 
     return compile, fields, microkernels, workers, lower, lookups
 
@@ -38,10 +39,21 @@ _K_LEN, _START, _PAGES = 3, 4, 11  # words of an item
 
 
 class Prepared:
-    """A problem with layouts and strides fixed: only addresses are missing. Never changed once it is used, so that threads may share it."""
+    """A problem with layouts and strides fixed: only addresses are missing.
+
+    Never changed once it is used, so that threads may share it.
+    """
 
     @standard
-    def __init__(self, problem: Problem, how: planning.Schedule, words: dict[str, int], items: np.ndarray, *, cached: bool = False) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        how: planning.Schedule,
+        words: dict[str, int],
+        items: np.ndarray,
+        *,
+        cached: bool = False,
+    ) -> None:
         """`cached`: keys and values lie as in a cache."""
         compile_, fields, microkernels, workers, lower, lookups = _modules()
         self.problem, self.how, self.items = problem, how, items
@@ -49,7 +61,9 @@ class Prepared:
         if self.slots is not None:
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
         if problem.sinks is not None:
-            self.sinks = np.array([x * LOG4_E for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32)
+            self.sinks = np.array(
+                [x * LOG4_E for x in problem.sinks], np.float64 if problem.storage == "f64" else np.float32
+            )
             words |= {"sinks": self.sinks.ctypes.data}
         self.shape = microkernels.Shape(how.isa, how.storage, how.vectors, self.program, cached, problem.quantised)
         self.kernel_of, self.run_tickets = compile_.kernel_of, workers.run_tickets
@@ -76,7 +90,10 @@ class Prepared:
         self.scratch_size = how.scratch_stride * self.threads + self.groups * how.partial_bytes
 
     def items_for(self, k_lengths: list[int], lists: list[int] | None = None) -> Any:
-        """Its table of items for other lengths of keys, of no more spans, and lists of pages. The last query is at the last key."""
+        """Its table of items for other lengths of keys, of no more spans, and lists of pages.
+
+        The last query is at the last key.
+        """
         items = self.items_type.from_buffer_copy(self.items_bytes)
         for at, n, rows in zip(range(0, len(items), self.item_words), k_lengths, self.problem.q_lengths, strict=True):
             items[at + _K_LEN], items[at + _START] = n, n - rows
@@ -94,8 +111,12 @@ class Prepared:
         kernel.used()
         return kernel
 
-    def run(self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0) -> None:
-        """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if given."""
+    def run(
+        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0
+    ) -> None:
+        """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if
+        given.
+        """
         if not self.tickets:
             return
         at, wrong = self.at, ()
@@ -142,7 +163,8 @@ def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any]
             array = node.value.array
             if node.value.tensor is not None:
                 raise ArgumentError(
-                    f"{node.value.name}: expected an array on the CPU, as q; got one on {node.value.tensor.device}. Use .cpu()."
+                    f"{node.value.name}: expected an array on the CPU, as q; got one on {node.value.tensor.device}. "
+                    "Use .cpu()."
                 )
             row = table_words[tables[id(node)]]
             row[1 : 1 + array.ndim], row[5 : 5 + array.ndim] = array.shape, array.strides
@@ -196,18 +218,33 @@ def _axis(strides: tuple[int, ...], layout: str, i: int) -> int:
 
 
 def prepare(
-    problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
-    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
-) -> Prepared:  # fmt: skip
+    problem: Problem,
+    layout: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    out_strides: tuple[int, ...],
+    cu_q: tuple[int, ...] | None,
+    cu_k: tuple[int, ...] | None,
+    threads: int,
+    isa: Isa,
+) -> Prepared:
     """Everything that addresses don't change."""
     return Prepared(problem, *arguments(problem, layout, q, k, v, out_strides, cu_q, cu_k, threads, isa))
 
 
 @standard
 def prepare_pages(
-    problem: Problem, layout: str, q: Array, pages: planning.Pages, lists: list[int], out_strides: tuple[int, ...],
-    q_first: tuple[int, ...] | None, threads: int, isa: Isa,
-) -> Prepared:  # fmt: skip
+    problem: Problem,
+    layout: str,
+    q: Array,
+    pages: planning.Pages,
+    lists: list[int],
+    out_strides: tuple[int, ...],
+    q_first: tuple[int, ...] | None,
+    threads: int,
+    isa: Isa,
+) -> Prepared:
     """The same for keys and values in pages.
 
     lists: of each item, the address of its pages' numbers (int64), which the caller has checked.
@@ -218,7 +255,17 @@ def prepare_pages(
     adjoin = not pages.lanes and 0 < pages.k_head < pages.k_row
     how = planning.schedule(problem, isa, threads, *strided, pages=pages, heads_adjoin=adjoin)
     index = np.arange(problem.batch, dtype=np.int64)
-    items = _items(problem, how, layout, q, out_strides, q_first, index * pages.k_item, index * pages.v_item, np.array(lists, np.int64))
+    items = _items(
+        problem,
+        how,
+        layout,
+        q,
+        out_strides,
+        q_first,
+        index * pages.k_item,
+        index * pages.v_item,
+        np.array(lists, np.int64),
+    )
     words = _words(problem, how, isa, layout, q, out_strides, items)
     names = ("k_head", "k_row", "k_column", "v_head", "v_row", "v_column", "k_page", "v_page")
     words |= {n: getattr(pages, n) for n in names} | {f"page_{n}": getattr(pages, n) for n in ("size", "fixed", "ring")}
@@ -230,9 +277,17 @@ _NO_PAGES = np.zeros(1 + planning.SLACK, np.int64)  # the list of an array witho
 
 @standard
 def arguments(
-    problem: Problem, layout: str, q: Array, k: Array, v: Array, out_strides: tuple[int, ...],
-    cu_q: tuple[int, ...] | None, cu_k: tuple[int, ...] | None, threads: int, isa: Isa,
-) -> tuple[planning.Schedule, dict[str, int], np.ndarray]:  # fmt: skip
+    problem: Problem,
+    layout: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    out_strides: tuple[int, ...],
+    cu_q: tuple[int, ...] | None,
+    cu_k: tuple[int, ...] | None,
+    threads: int,
+    isa: Isa,
+) -> tuple[planning.Schedule, dict[str, int], np.ndarray]:
     """The schedule, the kernel's words by name, and its table of items; for any vector unit, this machine's or not."""
     how = planning.schedule(problem, isa, threads, **strides_of(problem, layout, k, v))
     if cu_q is not None and cu_k is not None:
@@ -252,7 +307,13 @@ _PARTS = (("head", -3), ("row", -2), ("column", -1))
 
 
 def _words(
-    problem: Problem, how: planning.Schedule, isa: Isa, layout: str, q: Array, out_strides: tuple[int, ...], items: np.ndarray
+    problem: Problem,
+    how: planning.Schedule,
+    isa: Isa,
+    layout: str,
+    q: Array,
+    out_strides: tuple[int, ...],
+    items: np.ndarray,
 ) -> dict[str, int]:
     """All but where keys and values lie."""
     c = LOG4_E if problem.score is not None else problem.scale * LOG4_E
@@ -301,9 +362,16 @@ def _bits(x: float, number: int) -> int:
 
 
 def _items(
-    problem: Problem, how: planning.Schedule, layout: str, q: Array, out_strides: tuple[int, ...], q_first: tuple[int, ...] | None,
-    k_at: np.ndarray, v_at: np.ndarray, lists: np.ndarray,
-) -> np.ndarray:  # fmt: skip
+    problem: Problem,
+    how: planning.Schedule,
+    layout: str,
+    q: Array,
+    out_strides: tuple[int, ...],
+    q_first: tuple[int, ...] | None,
+    k_at: np.ndarray,
+    v_at: np.ndarray,
+    lists: np.ndarray,
+) -> np.ndarray:
     """The kernel's table of batch items: tickets, lengths, positions, byte offsets."""
     batch, number = problem.batch, 8 if problem.storage == "f64" else 4
     table = np.zeros((batch, 12), np.int64)
@@ -325,13 +393,18 @@ def _items(
     table[:, 5], table[:, 8] = (place * x for x in strides)
     table[:, 6], table[:, 7], table[:, 11] = k_at, v_at, lists
     if problem.rows is not None and batch:
-        table = np.concatenate([table, _unused_rows(problem, how, table, [_axis(s, layout, -2) for s in (q.strides, out_strides)], number)])
+        table = np.concatenate(
+            [table, _unused_rows(problem, how, table, [_axis(s, layout, -2) for s in (q.strides, out_strides)], number)]
+        )
         tickets = table[:, 1] * problem.kv_heads
-    # an item without tickets shares its first ticket with the next: bisection then finds the last, so keep only items with work
+    # an item without tickets shares its first ticket with the next: bisection then finds the last, so keep only items
+    # with work
     return np.ascontiguousarray(table[tickets > 0]) if batch else table
 
 
-def _unused_rows(problem: Problem, how: planning.Schedule, table: np.ndarray, row: list[int], number: int) -> np.ndarray:
+def _unused_rows(
+    problem: Problem, how: planning.Schedule, table: np.ndarray, row: list[int], number: int
+) -> np.ndarray:
     """Items of the rows past q_lengths: they see no key."""
     rest = table.copy()
     used = table[:, 2]
@@ -352,7 +425,13 @@ def strides_of(problem: Problem, layout: str, k: Array, v: Array) -> dict[str, A
 
 
 def kernel_shape(
-    problem: Problem, threads: int, isa: Isa, *, strided_keys: bool = False, strided_values: bool = False, heads_adjoin: bool = False
+    problem: Problem,
+    threads: int,
+    isa: Isa,
+    *,
+    strided_keys: bool = False,
+    strided_values: bool = False,
+    heads_adjoin: bool = False,
 ) -> tuple[planning.Schedule, Any]:
     """How a problem runs, and the Shape of its kernel; for any vector unit, this machine's or not."""
     from .cpu import lookups, lower
@@ -382,7 +461,8 @@ def gpu() -> Any:
         from .gpu import launch
     except ImportError as error:
         raise UnsupportedError(
-            f"q: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install 'speedlight[gpu]', or use q.cpu()."
+            f"q: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install 'speedlight[gpu]', "
+            "or use q.cpu()."
         ) from None
     return launch
 
@@ -403,7 +483,7 @@ def gpu_used() -> bool:
 def resident() -> Any:
     """Caches in a GPU's memory."""
     gpu()
-    from .gpu import resident
+    from .gpu import storage as resident
 
     return resident
 

@@ -15,7 +15,10 @@ import numpy as np
 from .arrays import numpy_dtype
 from .errors import FileError
 
-_UNPACKED, _RATIO = 64 << 20, 32  # bytes that a compressed file may hold whatever its size; and beyond them for each of its own
+_UNPACKED, _RATIO = (
+    64 << 20,
+    32,
+)  # bytes that a compressed file may hold whatever its size; and beyond them for each of its own
 _SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I32": "int32",
                 "I64": "int64"}  # fmt: skip
 
@@ -61,12 +64,15 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         promised, room = sum(x.file_size for x in archive.infolist()), path.stat().st_size
         if promised > max(_UNPACKED, _RATIO * room):
             raise FileError(
-                f"{path}: {room:,} bytes promise {promised:,}; expected up to {_RATIO} times the file, or {_UNPACKED:,}. "
+                f"{path}: {room:,} bytes promise {promised:,}; expected up to {_RATIO} times the file, or "
+                f"{_UNPACKED:,}. "
                 "Save it with numpy.savez, which does not compress."
             )
         for member in archive.infolist():
             if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise FileError(f"{path}: expected members that NumPy writes; got a compression of type {member.compress_type}.")
+                raise FileError(
+                    f"{path}: expected members that NumPy writes; got a compression of type {member.compress_type}."
+                )
             if member.filename.endswith(".npy"):
                 with archive.open(member) as f:
                     found[member.filename[:-4]] = _read_npy(f, member.file_size, member.filename)
@@ -74,7 +80,10 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
 
 
 def _read_npy(f: Any, size: int, name: str) -> np.ndarray:
-    """An .npy stream of `size` bytes. NumPy multiplies shapes in wrapping integers and allocates first: we check first."""
+    """An .npy stream of `size` bytes.
+
+    NumPy multiplies shapes in wrapping integers and allocates first: we check first.
+    """
     version = np.lib.format.read_magic(f)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(f)
@@ -84,7 +93,9 @@ def _read_npy(f: Any, size: int, name: str) -> np.ndarray:
     for n in shape:
         count *= int(n)
     if count < 0 or f.tell() + count * dtype.itemsize != size:
-        raise FileError(f"{name}: its header promises {count * dtype.itemsize:,} bytes of data; the file does not hold just those.")
+        raise FileError(
+            f"{name}: its header promises {count * dtype.itemsize:,} bytes of data; the file does not hold just those."
+        )
     data = f.read(count * dtype.itemsize)
     if dtype.kind == "V" and dtype.itemsize == 2:  # how NumPy writes bfloat16
         dtype = numpy_dtype("bfloat16")

@@ -1,4 +1,6 @@
-"""After a fork the child has none of the parent's other threads: what those were writing to is as it was before, and free."""
+"""After a fork the child has none of the parent's other threads: what those were writing to is as it was before, and
+free.
+"""
 
 from __future__ import annotations
 

@@ -65,7 +65,9 @@ def host_isas() -> tuple[Isa, ...]:
     have = {name for name, on in binding.get_host_cpu_features().items() if on}
     found = tuple(i for i in ISAS if i.arch == arch and have.issuperset(i.needs))
     if not found:
-        raise UnsupportedError("machine: expected a CPU with AVX2, FMA and F16C (x86-64-v3, 2013 or later); this one has none.")
+        raise UnsupportedError(
+            "machine: expected a CPU with AVX2, FMA and F16C (x86-64-v3, 2013 or later); this one has none."
+        )
     return found
 
 
@@ -113,7 +115,9 @@ def level2_bytes() -> int:
 class Blocking:
     """What a CPU wants of the forward kernel's blocks of queries. No bit of a result depends on it."""
 
-    worth: tuple[float, float, float]  # share of the peak that panels of 1, 2, 3 query vectors reach, relative to the best
+    worth: tuple[
+        float, float, float
+    ]  # share of the peak that panels of 1, 2, 3 query vectors reach, relative to the best
     panels: int  # that share a tile of keys, at most
 
 

@@ -31,19 +31,23 @@ def merge(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[Any, Any]: ...
 def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any, Any]:
     """Attention over several sets of keys, from the attention over each: what shards of a sequence need.
 
-    `merge(out1, lse1, out2, lse2)` takes two states, `merge(outs, lses)` lists (or tuples) of any number of them; of an array
-    with the states first, pass `list(outs)`. A state whose lse is -inf saw nothing: it has no say, whatever stands in its
-    output. Where none saw anything, out is 0 and lse -inf. NaN in a state that did see something comes out, as does NaN in
-    an lse; an lse of +inf makes its row NaN. One state alone is copied, its rows that saw nothing as zeros.
+    `merge(out1, lse1, out2, lse2)` takes two states, `merge(outs, lses)` lists (or tuples) of any number of them; of an
+    array with the states first, pass `list(outs)`. A state whose lse is -inf saw nothing: it has no say, whatever
+    stands in its output. Where none saw anything, out is 0 and lse -inf. NaN in a state that did see something comes
+    out, as does NaN in an lse; an lse of +inf makes its row NaN. One state alone is copied, its rows that saw nothing
+    as zeros.
 
     Args:
-        out1, out2, …: (…, n_q, value_dim), the outputs for the same queries over disjoint keys. float32, float64, float16 or
+        out1, out2, …: (…, n_q, value_dim), the outputs for the same queries over disjoint keys. float32, float64,
+        float16 or
             bfloat16, of any strides; those of one call may differ.
         lse1, lse2, …: (…, n_q), their log-sum-exps (natural logarithms), of these dtypes likewise.
 
     Returns:
-        (out, lse), of the kinds and dtypes of out1 and lse1. Computed in float64 in the order of the states and rounded at the
-        end: the same bits on every CPU, for any threads, strides and place in a batch, but not those of one call over all keys.
+        (out, lse), of the kinds and dtypes of out1 and lse1. Computed in float64 in the order of the states and rounded
+        at the
+        end: the same bits on every CPU, for any threads, strides and place in a batch, but not those of one call over
+            all keys.
 
     Raises:
         ArgumentError: shapes, devices or numbers of arrays that don't go together, naming the argument.
@@ -74,14 +78,20 @@ def _described(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[list[Array],
     if not isinstance(out1, (list, tuple)) and not isinstance(lse1, (list, tuple)):
         for name, x in (("out2", out2), ("lse2", lse2)):
             if x is None:
-                raise ArgumentTypeError(f"{name}: expected an array; got None. Or pass lists: merge([out1, …], [lse1, …]).")
+                raise ArgumentTypeError(
+                    f"{name}: expected an array; got None. Or pass lists: merge([out1, …], [lse1, …])."
+                )
         pairs = ((out1, "out1"), (out2, "out2")), ((lse1, "lse1"), (lse2, "lse2"))
     else:
         for name, x in (("outs", out1), ("lses", lse1)):
             if not isinstance(x, (list, tuple)):
-                raise ArgumentTypeError(f"{name}: expected a list or tuple of arrays; got {type(x).__name__}. Use list({name}).")
+                raise ArgumentTypeError(
+                    f"{name}: expected a list or tuple of arrays; got {type(x).__name__}. Use list({name})."
+                )
         if out2 is not None or lse2 is not None:
-            raise ArgumentError("out2: expected nothing beside lists of states; got more. Put all states into the lists.")
+            raise ArgumentError(
+                "out2: expected nothing beside lists of states; got more. Put all states into the lists."
+            )
         if not out1:
             raise ArgumentError("outs: expected one state or more; got none.")
         if len(lse1) != len(out1):
@@ -101,12 +111,15 @@ def _check(outs: list[Array], lses: list[Array]) -> None:
                 raise ArgumentError(f"{x.name}: expected shape {shape}, to go with {first.name}; got {x.shape}.")
             if x.device != first.device:
                 raise ArgumentError(
-                    f"{x.name}: expected an array on {first.device}, as {first.name}; got one on {x.device}. Move one of them."
+                    f"{x.name}: expected an array on {first.device}, as {first.name}; got one on {x.device}. Move one "
+                    "of them."
                 )
 
 
 def _rows(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:
-    """Sizes of as few dims of rows as will do, and each array's steps: neighbours that are one in every array are joined."""
+    """Sizes of as few dims of rows as will do, and each array's steps: neighbours that are one in every array are
+    joined.
+    """
     sizes: list[int] = []
     steps: list[list[int]] = [[] for _ in strides]
     for d, size in enumerate(shape):
@@ -123,7 +136,9 @@ def _rows(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[
     return (sizes, steps) if sizes else ([1], [[0]] * len(strides))
 
 
-_KINDS = {name: list(STORAGE_BYTES).index(storage) for name, (storage, _) in arrays.DTYPES.items()}  # as the kernel counts them
+_KINDS = {
+    name: list(STORAGE_BYTES).index(storage) for name, (storage, _) in arrays.DTYPES.items()
+}  # as the kernel counts them
 
 
 def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:

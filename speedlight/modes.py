@@ -1,7 +1,8 @@
-"""Floating-point modes of the calling thread: what the host computes for a result is rounded to nearest, with subnormals.
+"""Floating-point modes of the calling thread: what the host computes for a result is rounded to nearest, with
+subnormals.
 
-Kernels see to themselves. `standard` is for what Python and NumPy compute: scales, sinks, codes of int8, the constants in
-kernels. The caller's modes, which a library may have set for ends of its own, are kept.
+Kernels see to themselves. `standard` is for what Python and NumPy compute: scales, sinks, codes of int8, the constants
+in kernels. The caller's modes, which a library may have set for ends of its own, are kept.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ define void @put(i32 %word) {
 
 @functools.cache
 def _access() -> tuple[Any, Any, int, Any]:
-    """Functions that read and set the modes, the word of the standard ones, and what owns the code. Hardly ever needed."""
+    """Functions that read and set the modes, the word of the standard ones, and what owns the code.
+
+    Hardly ever needed.
+    """
     from llvmlite import binding
 
     text, usual = (_X86, 0x1F80) if binding.get_process_triple().startswith("x86_64") else (_ARM, 0)

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from .arrays import STORAGE_BYTES
+from .expressions.tree import lazily
 from .machine import Isa, blocking, level2_bytes
 from .problem import SPAN, TILE, Problem
 from .tiles import Rows, counted_pairs, integers_of, pairs, tally
-from .tree import lazily
 
 _TASK_FLOPS = 800_000_000
 
@@ -109,10 +109,17 @@ class Schedule:
 
 
 def schedule(
-    problem: Problem, isa: Isa, threads: int, strided_keys: bool = False, strided_values: bool = False, *, pages: Pages | None = None,
+    problem: Problem,
+    isa: Isa,
+    threads: int,
+    strided_keys: bool = False,
+    strided_values: bool = False,
+    *,
+    pages: Pages | None = None,
     heads_adjoin: bool = False,
-) -> Schedule:  # fmt: skip
-    """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads allow.
+) -> Schedule:
+    """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads
+    allow.
 
     `heads_adjoin`: a token's heads lie side by side, and tokens apart.
     """
@@ -129,7 +136,9 @@ def schedule(
     stage_keys = pages is not None or not direct or strided_keys or (dot and problem.head_dim % 2 == 1)
     stage_values = not direct or strided_values or (not cached and (dot or pages is not None))
     panel_count = sum(-(-r // (lanes * vectors)) for r in rows) * problem.kv_heads
-    layout = _layout(problem, isa, vectors, stage_keys, stage_values or cached)  # a cache's values, where pages part a tile
+    layout = _layout(
+        problem, isa, vectors, stage_keys, stage_values or cached
+    )  # a cache's values, where pages part a tile
     fits = (level2_bytes() * 5 // 8 - layout["fixed"]) // layout["panel"]
     # a task of a few milliseconds: threads wait for each other at the end of a region; a staged tile wants more users
     keys = max(problem.k_lengths, default=0)
@@ -142,7 +151,18 @@ def schedule(
     offsets = tuple((k, n) for k, n in layout.items() if k.startswith("at_"))
     scratch = _up(layout["fixed"] + panels * layout["panel"], 4096)
     return Schedule(
-        isa, storage, vectors, panels, used, blocks, stage_keys, stage_values, layout["width"], offsets, layout["panel"], scratch
+        isa,
+        storage,
+        vectors,
+        panels,
+        used,
+        blocks,
+        stage_keys,
+        stage_values,
+        layout["width"],
+        offsets,
+        layout["panel"],
+        scratch,
     )
 
 
@@ -236,7 +256,13 @@ def _layout(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_va
     at_span = _up(at_total + (2 + width) * row, 64)
     at_limits = _up(at_span + (2 + width) * row, 64)
     at_rows = at_limits + panel * 8
-    names = {"at_check": at_check, "at_partial": at_partial, "at_keys": at_keys, "at_values": at_values, "at_panels": at_panels}
+    names = {
+        "at_check": at_check,
+        "at_partial": at_partial,
+        "at_keys": at_keys,
+        "at_values": at_values,
+        "at_panels": at_panels,
+    }
     names |= {"at_places": at_places, "at_scales": at_scales}
     names |= {"at_total": at_total, "at_span": at_span, "at_limits": at_limits, "at_rows": at_rows}
     return names | {"fixed": at_panels, "panel": _up(at_rows + panel * 40, 64), "width": width}
@@ -300,20 +326,32 @@ class Plan:
         visible = "? FLOP visible (exact=True counts)" if self.flops is None else f"{_si(self.flops, 'FLOP')} visible"
         unit, limits = ("thread", ", whatever the lengths") if self.engine == "cpu" else ("program", "")
         rows = [
-            ("problem", f"{p.dtype}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims {p.head_dim}/{p.value_dim}, {mask}"),
-            ("engine", f"{self.engine}, {self.isa}, {self.threads:,} {unit}{'s' * (self.threads != 1)}, kernel {self.kernel}"),
+            (
+                "problem",
+                f"{p.dtype}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims "
+                f"{p.head_dim}/{p.value_dim}, {mask}",
+            ),
+            (
+                "engine",
+                f"{self.engine}, {self.isa}, {self.threads:,} {unit}{'s' * (self.threads != 1)}, kernel {self.kernel}",
+            ),
             ("flops", f"{visible}, {_si(self.tile_flops, 'FLOP')} computed"),
             (
                 "tiles",
-                f"{self.tiles_full:,} full, {self.tiles_mixed:,} mixed, {self.tiles_skipped:,} skipped, of {self.panel} x {self.tile_keys}",
+                f"{self.tiles_full:,} full, {self.tiles_mixed:,} mixed, {self.tiles_skipped:,} skipped, of "
+                f"{self.panel} x {self.tile_keys}",
             ),
             (
                 "tile flops",
-                f"{_si(self.full_flops, 'FLOP')} full, {_si(self.mixed_flops, 'FLOP')} mixed, {_si(self.skipped_flops, 'FLOP')} skipped",
+                f"{_si(self.full_flops, 'FLOP')} full, {_si(self.mixed_flops, 'FLOP')} mixed, "
+                f"{_si(self.skipped_flops, 'FLOP')} skipped",
             ),
             ("bytes", f"{_bytes(self.bytes_read)} read, {_bytes(self.bytes_written)} written, at least"),
             ("workspace", f"{_bytes(self.workspace_bytes)}{limits}"),
-            ("materialised", f"{_bytes(self.materialised_bytes)} for scores and weights: {self.memory_ratio:,.1f} x the workspace"),
+            (
+                "materialised",
+                f"{_bytes(self.materialised_bytes)} for scores and weights: {self.memory_ratio:,.1f} x the workspace",
+            ),
         ]
         if self.seconds_at_least is not None and self.peak_flops and self.bandwidth:
             roofs = f"{self.peak_flops / 1e9:,.0f} GFLOP/s and {self.bandwidth / 1e9:,.1f} GB/s, measured"
@@ -322,7 +360,13 @@ class Plan:
 
 
 def count(
-    problem: Problem, how: Schedule, kernel: str, peak: float | None = None, bandwidth: float | None = None, *, exact: bool = False
+    problem: Problem,
+    how: Schedule,
+    kernel: str,
+    peak: float | None = None,
+    bandwidth: float | None = None,
+    *,
+    exact: bool = False,
 ) -> Plan:
     """The plan's figures, exactly: what the kernel counts when it runs is the same."""
     if problem.mask is None and problem.score is None:
@@ -386,7 +430,9 @@ def _count_expressions(problem: Problem, panel: int, exact: bool) -> tuple[Any, 
             rows, times = Rows(problem, alike[0], head, panel, known), len(alike) * each
             found = tally(rows)
             tiles = -(-rows.keys // TILE) * rows.panels
-            for n, x in enumerate((found.full, found.mixed, tiles - found.full - found.mixed, found.keys, found.mixed_keys)):
+            for n, x in enumerate(
+                (found.full, found.mixed, tiles - found.full - found.mixed, found.keys, found.mixed_keys)
+            ):
                 sums[n] += x * times
             shown = pairs(rows)
             shown = counted_pairs(rows) if shown is None and exact else shown
@@ -449,4 +495,16 @@ def _seconds(x: float) -> str:
     return f"{x * 1e9:.3g} ns"
 
 
-__all__ = ["SPAN", "TILE", "Pages", "Plan", "Schedule", "count", "dots", "lanes_of", "register_rows", "schedule", "uses_dot"]
+__all__ = [
+    "SPAN",
+    "TILE",
+    "Pages",
+    "Plan",
+    "Schedule",
+    "count",
+    "dots",
+    "lanes_of",
+    "register_rows",
+    "schedule",
+    "uses_dot",
+]

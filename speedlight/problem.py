@@ -15,13 +15,17 @@ import numpy as np
 
 from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
+from .expressions.tracing import Expression, Symbol, Table, expression, score_chain, where
 from .modes import standard
-from .tracing import Expression, Symbol, Table, expression, score_chain, where
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (1, 0, 2)}  # where batch, head, length, dim lie
-_AXES = {"bhld": "(batch, heads, length, head_dim)", "blhd": "(batch, length, heads, head_dim)", "lhd": "(total_length, heads, head_dim)"}
+_AXES = {
+    "bhld": "(batch, heads, length, head_dim)",
+    "blhd": "(batch, length, heads, head_dim)",
+    "lhd": "(total_length, heads, head_dim)",
+}
 _MOST = 1 << 46
 
 
@@ -73,9 +77,22 @@ class Problem:
 
 @standard
 def from_sizes(
-    *, batch: Any, q_heads: Any, kv_heads: Any, q_len: Any, k_len: Any, head_dim: Any, value_dim: Any, dtype: Any, layout: Any,
-    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, q_lengths: Any = None, k_lengths: Any = None, **options: Any,
-) -> Problem:  # fmt: skip
+    *,
+    batch: Any,
+    q_heads: Any,
+    kv_heads: Any,
+    q_len: Any,
+    k_len: Any,
+    head_dim: Any,
+    value_dim: Any,
+    dtype: Any,
+    layout: Any,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    q_lengths: Any = None,
+    k_lengths: Any = None,
+    **options: Any,
+) -> Problem:
     """The problem of a plan by sizes alone; lengths and offsets give the sizes that are left out."""
     check_layout(layout)
     q_len = _longest("q_len", q_len, cu_seqlens_q, "cu_seqlens_q", q_lengths, "q_lengths")
@@ -90,9 +107,16 @@ def from_sizes(
     if batch > 1_000_000:
         raise ArgumentError(f"batch: expected at most 1,000,000; got {batch}.")
     if layout == "lhd" and batch != 1:
-        raise ArgumentError(f"batch: expected 1 for layout='lhd', whose sequences are those of cu_seqlens_q; got {batch}.")
+        raise ArgumentError(
+            f"batch: expected 1 for layout='lhd', whose sequences are those of cu_seqlens_q; got {batch}."
+        )
     sizes = _Sizes(_dtype_name(dtype), batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
-    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "q_lengths": q_lengths, "k_lengths": k_lengths}
+    lengths = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "q_lengths": q_lengths,
+        "k_lengths": k_lengths,
+    }
     return _stated(sizes, layout=layout, **lengths, **options)[0]
 
 
@@ -137,37 +161,61 @@ def from_arrays(
     dims = len(layout)
     for x in (q, k, v):
         if len(x.shape) != dims:
-            raise ArgumentError(f"{x.name}: expected {dims} dimensions {_AXES[layout]} for layout={layout!r}; got shape {x.shape}.")
+            raise ArgumentError(
+                f"{x.name}: expected {dims} dimensions {_AXES[layout]} for layout={layout!r}; got shape {x.shape}."
+            )
         if x.dtype != q.dtype:
-            raise ArgumentTypeError(f"{x.name}: expected dtype {q.dtype}, as q has; got {x.dtype}. Convert one of them.")
+            raise ArgumentTypeError(
+                f"{x.name}: expected dtype {q.dtype}, as q has; got {x.dtype}. Convert one of them."
+            )
         if (x.kind == "torch") != (q.kind == "torch"):
             raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}.")
         if x.device != q.device:
-            raise ArgumentError(f"{x.name}: expected an array on {q.device}, as q; got one on {x.device}. Move one of them.")
+            raise ArgumentError(
+                f"{x.name}: expected an array on {q.device}, as q; got one on {x.device}. Move one of them."
+            )
     axes = LAYOUTS[layout]
     q_heads, q_len, head_dim = (q.shape[a] for a in axes[-3:])
     kv_heads, k_len, k_dim = (k.shape[a] for a in axes[-3:])
     if k_dim != head_dim:
-        raise ArgumentError(f"k: expected head_dim {head_dim}, as q has; got {k_dim} (shape {k.shape}, layout {layout!r}).")
+        raise ArgumentError(
+            f"k: expected head_dim {head_dim}, as q has; got {k_dim} (shape {k.shape}, layout {layout!r})."
+        )
     if head_dim < 1:
         raise ArgumentError(f"q: expected head_dim of at least 1; got shape {q.shape}.")
     v_heads, v_len, value_dim = (v.shape[a] for a in axes[-3:])
     if value_dim < 1:
         raise ArgumentError(f"v: expected a value dim of at least 1; got shape {v.shape}.")
     if (v_heads, v_len) != (kv_heads, k_len):
-        raise ArgumentError(f"v: expected {kv_heads} heads and length {k_len}, as k has; got {v_heads} and {v_len} (shape {v.shape}).")
+        raise ArgumentError(
+            f"v: expected {kv_heads} heads and length {k_len}, as k has; got {v_heads} and {v_len} (shape {v.shape})."
+        )
     batch = 1 if layout == "lhd" else q.shape[0]
     for x in (k, v) if layout != "lhd" else ():
         if x.shape[0] != batch:
             raise ArgumentError(f"{x.name}: expected batch {batch}, as q has; got {x.shape[0]} (shape {x.shape}).")
-    return _stated(_Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), layout=layout, **options)
+    return _stated(
+        _Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), layout=layout, **options
+    )
 
 
 def _stated(
-    sizes: _Sizes, *, causal: Any, q_start: Any, k_start: Any, scale: Any, layout: str,
-    cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, mask: Any = None, score: Any = None, window: Any = None,
-    sink_logits: Any = None, q_lengths: Any = None, k_lengths: Any = None,
-) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:  # fmt: skip
+    sizes: _Sizes,
+    *,
+    causal: Any,
+    q_start: Any,
+    k_start: Any,
+    scale: Any,
+    layout: str,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    mask: Any = None,
+    score: Any = None,
+    window: Any = None,
+    sink_logits: Any = None,
+    q_lengths: Any = None,
+    k_lengths: Any = None,
+) -> tuple[Problem, tuple[int, ...] | None, tuple[int, ...] | None]:
     """The problem of these sizes under all of a call's options."""
     q_len, k_len = sizes.q_len, sizes.k_len
     packed, rows = layout == "lhd", None
@@ -175,7 +223,9 @@ def _stated(
     if packed:
         for name, x in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
             if x is not None:
-                raise ArgumentError(f"{name}: expected None for layout='lhd'; packed sequences have cu_seqlens_q and cu_seqlens_k.")
+                raise ArgumentError(
+                    f"{name}: expected None for layout='lhd'; packed sequences have cu_seqlens_q and cu_seqlens_k."
+                )
         cu_q = _offsets("cu_seqlens_q", cu_seqlens_q, q_len)
         cu_k = _offsets("cu_seqlens_k", cu_seqlens_k, k_len) if cu_seqlens_k is not None or k_len != q_len else cu_q
         if len(cu_q) != len(cu_k):
@@ -185,14 +235,27 @@ def _stated(
         for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             if x is not None:
                 raise ArgumentError(f"{name}: expected None for layout={layout!r}; packed sequences take layout='lhd'.")
-        q_lens, k_lens = _lengths("q_lengths", q_lengths, sizes.batch, q_len), _lengths("k_lengths", k_lengths, sizes.batch, k_len)
+        q_lens, k_lens = (
+            _lengths("q_lengths", q_lengths, sizes.batch, q_len),
+            _lengths("k_lengths", k_lengths, sizes.batch, k_len),
+        )
         rows = None if q_lengths is None else q_len
         alone = {"q_lengths": q_lengths is not None, "k_lengths": k_lengths is not None}
         if q_start is None and q_len == k_len > 1 and sum(alone.values()) == 1 and causal != "top-left":
             name, other = sorted(alone, key=lambda n: not alone[n])
             _check_alignment(name, other, q_lens, k_lens, causal is True or window is not None, mask, score)
     problem = _problem(
-        sizes.dtype, sizes.q_heads, sizes.kv_heads, sizes.head_dim, sizes.value_dim, q_lens, k_lens, causal, q_start, k_start, scale
+        sizes.dtype,
+        sizes.q_heads,
+        sizes.kv_heads,
+        sizes.head_dim,
+        sizes.value_dim,
+        q_lens,
+        k_lens,
+        causal,
+        q_start,
+        k_start,
+        scale,
     )
     if sink_logits is not None or rows is not None:
         problem = replace(problem, sinks=_sinks(sink_logits, problem), rows=rows)
@@ -200,8 +263,11 @@ def _stated(
     return _expressed(problem, mask, score, packed, (q_len, k_len)), cu_q, cu_k
 
 
-def _check_alignment(name: str, other: str, q_lens: tuple[int, ...], k_lens: tuple[int, ...], placed: bool, mask: Any, score: Any) -> None:
-    """Refuses a padded square batch with one kind of lengths alone, where it matters where queries are (`placed`: it does).
+def _check_alignment(
+    name: str, other: str, q_lens: tuple[int, ...], k_lens: tuple[int, ...], placed: bool, mask: Any, score: Any
+) -> None:
+    """Refuses a padded square batch with one kind of lengths alone, where it matters where queries are (`placed`: it
+    does).
 
     By attention()'s rule an item's last row is at its last key; whoever pads a square means row i to be at key i.
     """
@@ -209,7 +275,8 @@ def _check_alignment(name: str, other: str, q_lens: tuple[int, ...], k_lens: tup
         if 0 < rows != keys > 0:
             if placed or any("i" in x.root.uses for x in _functions_of(mask, score)):
                 raise ArgumentError(
-                    f"{name}: expected {other}= or q_start= beside it: without them the last of item {item}'s {rows} queries is at the "
+                    f"{name}: expected {other}= or q_start= beside it: without them the last of item {item}'s {rows} "
+                    "queries is at the "
                     f"last of its {keys} keys. Give {other}= the same lengths, or q_start=0, which puts row i at key i."
                 )
             return
@@ -224,14 +291,29 @@ def _functions_of(mask: Any, score: Any) -> list[Any]:
 
 @standard
 def from_cache(
-    q: Array, *, dtype: str, kv_heads: int, head_dim: int, value_dim: int, k_lengths: tuple[int, ...], causal: Any, scale: Any,
-    layout: str = "bhld", q_lengths: Any = None, mask: Any = None, score: Any = None, sink_logits: Any = None,
-    hiding: Expression | None = None, items: tuple[int, ...] | None = None, shortest: int | None = None,
-) -> Problem:  # fmt: skip
-    """The problem of queries over a cache's keys and values, which are known to be right. The last query is the last key's.
+    q: Array,
+    *,
+    dtype: str,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    k_lengths: tuple[int, ...],
+    causal: Any,
+    scale: Any,
+    layout: str = "bhld",
+    q_lengths: Any = None,
+    mask: Any = None,
+    score: Any = None,
+    sink_logits: Any = None,
+    hiding: Expression | None = None,
+    items: tuple[int, ...] | None = None,
+    shortest: int | None = None,
+) -> Problem:
+    """The problem of queries over a cache's keys and values, which are known to be right. The last query is the last
+    key's.
 
-    `hiding` is a mask of the cache itself, joined to the caller's. Packed queries ("lhd") have q_lengths that are right, too.
-    `shortest`: what is made of the problem is used for any k_lengths from this to those given.
+    `hiding` is a mask of the cache itself, joined to the caller's. Packed queries ("lhd") have q_lengths that are
+    right, too. `shortest`: what is made of the problem is used for any k_lengths from this to those given.
     """
     dims = len(layout)
     if len(q.shape) != dims:
@@ -250,12 +332,21 @@ def from_cache(
         q_lens = tuple(q_lengths)
     else:
         if q.shape[0] != len(k_lengths):
-            raise ArgumentError(f"q: expected batch {len(k_lengths)}, as the cache has; got {q.shape[0]} (shape {q.shape}).")
+            raise ArgumentError(
+                f"q: expected batch {len(k_lengths)}, as the cache has; got {q.shape[0]} (shape {q.shape})."
+            )
         q_lens = _lengths("q_lengths", q_lengths, q.shape[0], q_len)
         rows = None if q_lengths is None else q_len
     problem = _problem(q.dtype, q_heads, kv_heads, head_dim, value_dim, q_lens, k_lengths, causal, None, 0, scale)
     first_row = None if shortest is None else shortest - max(q_lens, default=0)
-    problem = replace(problem, sinks=_sinks(sink_logits, problem), rows=rows, quantised=dtype == "int8", items=items, first_row=first_row)
+    problem = replace(
+        problem,
+        sinks=_sinks(sink_logits, problem),
+        rows=rows,
+        quantised=dtype == "int8",
+        items=items,
+        first_row=first_row,
+    )
     square = (q_len, max(k_lengths, default=0))
     if hiding is not None:
         mask = hiding if mask is None else hiding & _mask(mask, problem, layout == "lhd", square)
@@ -306,7 +397,8 @@ def _sinks(x: Any, problem: Problem) -> tuple[float, ...] | None:
         sinks.append(_number("sink_logits", v, "numbers, one per query head"))
         if most < abs(sinks[-1]) < math.inf:
             raise ArgumentError(
-                f"sink_logits: expected logits that float32 can hold, up to {most:.3g} in size, or infinities; got {sinks[-1]}."
+                f"sink_logits: expected logits that float32 can hold, up to {most:.3g} in size, or infinities; got "
+                f"{sinks[-1]}."
             )
     return tuple(sinks)
 
@@ -332,8 +424,14 @@ def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None
         return None if x is None else expression(x, "mask")
     table = _dense("mask", x, problem, packed, square)
     if table.kind != "bool":
-        way = "Use mask.bool() or mask.astype(bool)" if table.kind == "int" else "Pass an array that is added to scores as score=[array]"
-        raise ArgumentTypeError(f"mask: expected a bool array, True where a key is seen; got {table.array.dtype}. {way}.")
+        way = (
+            "Use mask.bool() or mask.astype(bool)"
+            if table.kind == "int"
+            else "Pass an array that is added to scores as score=[array]"
+        )
+        raise ArgumentTypeError(
+            f"mask: expected a bool array, True where a key is seen; got {table.array.dtype}. {way}."
+        )
     return expression(lambda b, h, i, j: _entry(table, problem, b, h, i, j), "mask")
 
 
@@ -360,16 +458,22 @@ def _plus(s: Symbol, entry: Any) -> Any:
 def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Table:
     """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
     if packed:
-        raise ArgumentError(f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their own.")
+        raise ArgumentError(
+            f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their "
+            "own."
+        )
     if not (is_tensor(x) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
-        raise ArgumentTypeError(f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.")
+        raise ArgumentTypeError(
+            f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}."
+        )
     table = Table(x, name, copy=False)
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
     if any(a not in (1, b) for a, b in zip(shape, whole, strict=True)):
         raise ArgumentError(
-            f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got {table.array.shape}."
+            f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got "
+            f"{table.array.shape}."
         )
     table.reshaped(shape)
     return table
@@ -384,9 +488,18 @@ def _entry(table: Table, problem: Problem, b: Symbol, h: Symbol, i: Symbol, j: S
 
 
 def _problem(
-    dtype: str, q_heads: int, kv_heads: int, head_dim: int, value_dim: int, q_lengths: tuple[int, ...],
-    k_lengths: tuple[int, ...], causal: Any, q_start: Any, k_start: Any, scale: Any,
-) -> Problem:  # fmt: skip
+    dtype: str,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    q_lengths: tuple[int, ...],
+    k_lengths: tuple[int, ...],
+    causal: Any,
+    q_start: Any,
+    k_start: Any,
+    scale: Any,
+) -> Problem:
     if (kv_heads == 0 and q_heads) or (kv_heads and q_heads % kv_heads):
         raise ArgumentError(f"k: expected a number of kv heads that divides q's {q_heads} heads; got {kv_heads}.")
     if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
@@ -405,11 +518,23 @@ def _problem(
     else:
         starts = tuple(_integer("q_start", x) for x in listed(q_start, "q_start", "an int or a sequence of ints"))
         if len(starts) != len(q_lengths):
-            raise ArgumentError(f"q_start: expected one int, or {len(q_lengths)} (one per batch item); got {len(starts)}.")
+            raise ArgumentError(
+                f"q_start: expected one int, or {len(q_lengths)} (one per batch item); got {len(starts)}."
+            )
     if any(abs(x) > _MOST for x in starts):
         raise ArgumentError(f"q_start: expected positions below 2^46; got {max(starts, key=abs)}.")
     return Problem(
-        dtype, q_heads, kv_heads, head_dim, value_dim, q_lengths, k_lengths, starts, k_start, bool(causal), _scale(scale, head_dim)
+        dtype,
+        q_heads,
+        kv_heads,
+        head_dim,
+        value_dim,
+        q_lengths,
+        k_lengths,
+        starts,
+        k_start,
+        bool(causal),
+        _scale(scale, head_dim),
     )
 
 
@@ -452,24 +577,37 @@ def _block_table(x: Any) -> np.ndarray:
         check_plain_tensor(x, "block_table")
     elif isinstance(x, Sequence):  # of rows, whose lengths are looked at before NumPy copies them
         what = "ints of shape (batch, most pages)"
-        x = [row if hasattr(row, "shape") else listed(row, "block_table", what) for row in listed(x, "block_table", what)]
+        x = [
+            row if hasattr(row, "shape") else listed(row, "block_table", what) for row in listed(x, "block_table", what)
+        ]
     try:
         table = np.array(x.detach().cpu().numpy() if is_tensor(x) else x)
     except Exception as error:  # ragged lists, other libraries' code
         raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from None
     if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
         raise ArgumentTypeError(
-            f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__} of {table.dtype}, shape {table.shape}."
+            f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__} of {table.dtype}, shape "
+            f"{table.shape}."
         )
     return table
 
 
-def page_lists(block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int) -> tuple[np.ndarray, tuple[int, ...]]:
-    """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the lengths."""
+def page_lists(
+    block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the
+    lengths.
+    """
     table = _block_table(block_table)
     numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
     numbers[:, : table.shape[1]] = table
-    lengths = _lengths("k_lengths", k_lengths, len(table), table.shape[1] * page_size, "the tokens that a row of block_table has pages for")
+    lengths = _lengths(
+        "k_lengths",
+        k_lengths,
+        len(table),
+        table.shape[1] * page_size,
+        "the tokens that a row of block_table has pages for",
+    )
     for item, n in enumerate(lengths):
         used = numbers[item, : -(-n // page_size)]
         if used.size and (used.min() < 0 or used.max() >= pages):
@@ -539,7 +677,11 @@ def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
 
 def cache_dtype(dtype: Any) -> str:
     """The name of a cache's dtype."""
-    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or (dtype if isinstance(dtype, str) else shown(dtype))
+    name = (
+        getattr(dtype, "name", None)
+        or getattr(dtype, "__name__", None)
+        or (dtype if isinstance(dtype, str) else shown(dtype))
+    )
     name = name.removeprefix("torch.") if isinstance(name, str) else shown(dtype)
     if name not in (*DTYPES, "int8"):
         raise ArgumentTypeError(f"dtype: expected float32, float64, float16, bfloat16 or int8; got {shown(dtype)}.")
@@ -557,7 +699,9 @@ def check_tokens(got: str, name: str, dtype: str) -> None:
     """The dtype of new keys or values."""
     if dtype == "int8":
         if got not in _FLOATS:
-            raise ArgumentTypeError(f"{name}: expected float32, float16 or bfloat16, which an int8 cache rounds itself; got {got}.")
+            raise ArgumentTypeError(
+                f"{name}: expected float32, float16 or bfloat16, which an int8 cache rounds itself; got {got}."
+            )
     elif got != dtype:
         raise ArgumentTypeError(f"{name}: expected dtype {dtype}, as the cache has; got {got}. Convert it first.")
 
@@ -569,7 +713,9 @@ def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
     values = each_count(new_lengths, batch)
     for item, n in enumerate(values):
         if not 0 <= n <= n_new:
-            raise ArgumentError(f"new_lengths: expected 0 to {n_new}, the tokens in k; got {shown(n)} for sequence {item}.")
+            raise ArgumentError(
+                f"new_lengths: expected 0 to {n_new}, the tokens in k; got {shown(n)} for sequence {item}."
+            )
     return values
 
 
@@ -599,9 +745,19 @@ def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int)
 
 
 def cache_sizes(
-    *, layers: Any, batch: Any, kv_heads: Any, head_dim: Any, value_dim: Any, capacity: Any, window: Any, keep_first: Any
+    *,
+    layers: Any,
+    batch: Any,
+    kv_heads: Any,
+    head_dim: Any,
+    value_dim: Any,
+    capacity: Any,
+    window: Any,
+    keep_first: Any,
 ) -> tuple[int, int, int, int, int, int]:
-    """(layers, batch, kv_heads, head_dim, value_dim, capacity) of a cache; with a window and no capacity, the most there is."""
+    """(layers, batch, kv_heads, head_dim, value_dim, capacity) of a cache; with a window and no capacity, the most
+    there is.
+    """
     if capacity is None:
         if window is None:
             raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
@@ -616,9 +772,14 @@ def cache_sizes(
 
 
 def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, int], bool]) -> list[int]:
-    """What truncate() leaves of every sequence; lengths: per layer. lost(item, n): a window has forgotten what token n would see."""
+    """What truncate() leaves of every sequence; lengths: per layer.
+
+    lost(item, n): a window has forgotten what token n would see.
+    """
     batch = len(lengths[0])
-    wanted = [length] * batch if isinstance(length, (int, np.integer)) else check_list("length", length, "ints, or one int")
+    wanted = (
+        [length] * batch if isinstance(length, (int, np.integer)) else check_list("length", length, "ints, or one int")
+    )
     if len(wanted) != batch:
         raise ArgumentError(f"length: expected one int, or {batch} (one per sequence); got {len(wanted)}.")
     for item, n in enumerate(wanted):
@@ -626,10 +787,13 @@ def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, 
             raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
         least = min(x[item] for x in lengths)
         if not 0 <= n <= least:
-            raise ArgumentError(f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {shown(n)}.")
+            raise ArgumentError(
+                f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {shown(n)}."
+            )
         if lost(item, int(n)):
             raise ArgumentError(
-                f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what token {n} would "
+                f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what "
+                f"token {n} would "
                 "see. clear() it, or make a cache of a longer window."
             )
     return [int(n) for n in wanted]

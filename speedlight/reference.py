@@ -13,10 +13,10 @@ import numpy as np
 
 from . import arrays
 from .errors import ArgumentError
+from .expressions.tree import evaluate, rounding_error
 from .modes import standard
 from .planning import TILE
 from .problem import LAYOUTS, SPAN, Problem, from_arrays
-from .tree import evaluate, rounding_error
 
 # unit roundoff of a result in each dtype, and half its smallest subnormal
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -38,14 +38,19 @@ class Bounds(NamedTuple):
 
 
 def attention_row(score: np.ndarray, v: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, float]:
-    """One query's scores and its values: the definition. A key that is not visible, or whose score is -inf, does not exist."""
+    """One query's scores and its values: the definition.
+
+    A key that is not visible, or whose score is -inf, does not exist.
+    """
     seen = visible & (score != -np.inf)
     score, v = score[seen], v[seen]
     if len(score) == 0:
         return np.zeros(v.shape[1]), -np.inf
     top = np.nanmax(score) if not np.isnan(score).all() else 0.0
     p = np.exp(score - top)
-    weighted = np.ascontiguousarray((p[:, None] * v).T)  # along rows NumPy adds in pairs: one long chain may be off by more than the engine
+    weighted = np.ascontiguousarray(
+        (p[:, None] * v).T
+    )  # along rows NumPy adds in pairs: one long chain may be off by more than the engine
     return weighted.sum(axis=1) / p.sum(), float(top + np.log(p.sum()))
 
 
@@ -56,8 +61,8 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     Args:
         q, k, v: as for `speedlight.attention`.
         return_lse: also return the log-sum-exp.
-        **options: causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, q_lengths,
-            k_lengths.
+        **options: causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q,
+            cu_seqlens_k, q_lengths, k_lengths.
 
     Returns:
         float64 NumPy arrays of the shapes that `speedlight.attention` returns.
@@ -77,15 +82,23 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
 
 
 def error_bound(
-    q: Any, k: Any, v: Any, *, proven: bool = False, dot: bool = False, int8: bool = False, tile: int | None = None,
-    precision: str = "ieee", **options: Any,
-) -> Bounds:  # fmt: skip
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    proven: bool = False,
+    dot: bool = False,
+    int8: bool = False,
+    tile: int | None = None,
+    precision: str = "ieee",
+    **options: Any,
+) -> Bounds:
     """How far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
 
     Args:
         q, k, v, **options: as for `attention`.
-        proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order). Default:
-            what rounding errors that are not all of one sign add up to, several times less.
+        proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
+            Default: what rounding errors that are not all of one sign add up to, several times less.
         dot: bfloat16 by the dot instruction.
         int8: k and v are codes · scales of an int8 cache, as its keys() and values() give them.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
@@ -110,7 +123,8 @@ def error_bound(
 
 
 def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
-    """softmax(scale · QKᵀ) itself, (batch, q_heads, q_len, k_len) in float64; for a few rows, since it is as large as it is.
+    """softmax(scale · QKᵀ) itself, (batch, q_heads, q_len, k_len) in float64; for a few rows, since it is as large as
+    it is.
 
     Options as for `attention`, with layout "bhld" or "blhd". A row that sees nothing is 0.
 
@@ -144,7 +158,10 @@ def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[np.ndarray, np.ndar
 
 
 def merge_bound(outs: Sequence[Any], lses: Sequence[Any]) -> Bounds:
-    """How far a result of `speedlight.merge` may be from `merge`, element by element. docs/numerics.md has the formula."""
+    """How far a result of `speedlight.merge` may be from `merge`, element by element.
+
+    docs/numerics.md has the formula.
+    """
     dtype, lse_dtype = (arrays.describe(x[0], name).dtype for x, name in ((outs, "outs"), (lses, "lses")))
     out, seen, share, base, total = _shares(outs, lses)
     with np.errstate(all="ignore"):
@@ -154,13 +171,18 @@ def merge_bound(outs: Sequence[Any], lses: Sequence[Any]) -> Bounds:
         m, mean = (np.where(seen, share * x, 0.0).sum(axis=0) for x in (np.abs(out), out))
         tiny = _TINY[dtype] + len(outs) * 2.0**-1074 + 2.0**-1022 * np.where(seen, np.abs(out), 0.0).sum(axis=0)
         rounded = (ROUNDOFF[x] + (2.0**-24 if x.endswith("16") else 0.0) for x in (dtype, lse_dtype))
-        return Bounds(next(rounded) * np.abs(mean) + steps[..., None] * m + tiny, next(rounded) * log + steps + _TINY[lse_dtype])
+        return Bounds(
+            next(rounded) * np.abs(mean) + steps[..., None] * m + tiny, next(rounded) * log + steps + _TINY[lse_dtype]
+        )
 
 
 def _shares(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """[states, …] of outputs, which of them saw anything, and their shares; per row, the largest lse and the sum of weights."""
+    """[states, …] of outputs, which of them saw anything, and their shares; per row, the largest lse and the sum of
+    weights.
+    """
     out, lse = (
-        np.stack([arrays.describe(x, name).numpy().astype(np.float64) for x in xs]) for xs, name in ((outs, "outs"), (lses, "lses"))
+        np.stack([arrays.describe(x, name).numpy().astype(np.float64) for x in xs])
+        for xs, name in ((outs, "outs"), (lses, "lses"))
     )
     top = np.where(np.isnan(lse), -np.inf, lse).max(axis=0)
     base = np.where(np.isneginf(top), 0.0, top)
@@ -203,7 +225,11 @@ class _Case:
 
 
 def _product(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
-    """a @ b. To judge float64 as a tree of short sums: in one long chain roundings of equal terms add up to more than the engine's."""
+    """a @ b.
+
+    To judge float64 as a tree of short sums: in one long chain roundings of equal terms add up to more than the
+    engine's.
+    """
     if dtype != "float64":
         return a @ b
     parts = [a[:, i : i + 32] @ b[i : i + 32] for i in range(0, max(len(b), 1), 32)]
@@ -218,7 +244,11 @@ class _Head:
     def __init__(self, case: _Case, item: int, head: int, at: Any, keys: Any) -> None:
         p: Problem = case.problem
         self.case, self.problem, self.at = case, p, at
-        self.q, self.k, self.v = case.q[at].astype(np.float64), case.k[keys].astype(np.float64), case.v[keys].astype(np.float64)
+        self.q, self.k, self.v = (
+            case.q[at].astype(np.float64),
+            case.k[keys].astype(np.float64),
+            case.v[keys].astype(np.float64),
+        )
         i = p.q_starts[item] + np.arange(len(self.q))[:, None]
         j = p.k_start + np.arange(len(self.k))[None, :]
         self.visible = (j <= i) if p.causal else np.ones((len(self.q), len(self.k)), dtype=bool)
@@ -239,7 +269,9 @@ class _Head:
         if self.problem.score is None:
             return s
         beyond = np.inf if self.problem.dtype == "float64" else _BEYOND
-        return np.broadcast_to(evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible, beyond=beyond), s.shape)
+        return np.broadcast_to(
+            evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible, beyond=beyond), s.shape
+        )
 
     def add_sink(self, score: np.ndarray) -> np.ndarray:
         """A sink is one more key, of a score given, that every query sees and whose value is zeros."""
@@ -252,7 +284,9 @@ class _Head:
 
     def solve(self, out: np.ndarray, lse: np.ndarray) -> None:
         score = self.add_sink(self.scores())
-        ordinary = np.isfinite(score).all() and np.isfinite(self.v).all() and self.visible.any(axis=1).all() and score.size
+        ordinary = (
+            np.isfinite(score).all() and np.isfinite(self.v).all() and self.visible.any(axis=1).all() and score.size
+        )
         if ordinary:  # the definition for all rows at once
             score[~self.visible] = -np.inf
             top = score.max(axis=1, keepdims=True)
@@ -282,7 +316,9 @@ class _Head:
         weight /= np.where(total == 0, 1, total)
         error = np.where(visible, errors, 0).max(axis=1, keepdims=True)
         if rules.proven:
-            error = error + rules.u * np.where(visible, np.minimum(top - score, rules.deepest), 0).max(axis=1, keepdims=True)
+            error = error + rules.u * np.where(visible, np.minimum(top - score, rules.deepest), 0).max(
+                axis=1, keepdims=True
+            )
             # so large a maximum is rounded down, and exponents are clamped
             error = error + np.where((np.abs(top) > 2.0**22) & (total > 0), 4 * rules.u * np.abs(top), 0)
         logs = np.abs(np.where(total == 0, 0, top + np.log(total)))
@@ -343,9 +379,21 @@ class _Rules:
             sums = TILE / 2 + n / (case.tile or SPAN) + 12
             exponential = 0.0
         return cls(
-            case.proven, case.dot, case.tile is not None, wide, u, chain, biased, sums, exponential, _COARSE[case.precision], weights, out,
-            _TINY[p.dtype], n + 1,
-        )  # fmt: skip
+            case.proven,
+            case.dot,
+            case.tile is not None,
+            wide,
+            u,
+            chain,
+            biased,
+            sums,
+            exponential,
+            _COARSE[case.precision],
+            weights,
+            out,
+            _TINY[p.dtype],
+            n + 1,
+        )
 
     @property
     def normal(self) -> float:
@@ -377,7 +425,9 @@ class _Rules:
 
     def floor(self, values: Any, visible: Any, weight: Any) -> Any:
         """What does not shrink with M: weights and sums that underflow."""
-        lost = 2.0**-25 if self.gpu and self.out == ROUNDOFF["float16"] else self.normal  # weights of the GPU are float16 there
+        lost = (
+            2.0**-25 if self.gpu and self.out == ROUNDOFF["float16"] else self.normal
+        )  # weights of the GPU are float16 there
         floor = self.tiny_out + self.tiny * (2 * self.keys) + lost * (visible.astype(np.float64) @ values)
         if self.dot:
             floor = floor + weight @ np.where(values < self.normal, values, 0)

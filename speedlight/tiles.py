@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .bounds import Exact, HalfPlane, Integers, hides, integers, terms, visible
+from .expressions.bounds import Exact, HalfPlane, Integers, hides, integers, terms, visible
+from .expressions.tree import Node, evaluate
 from .problem import PART, SPAN, TILE, Problem
-from .tree import Node, evaluate
 
 _TOGETHER = 8192  # boxes looked at in one go: their arrays stay in the cache
 
@@ -85,7 +85,10 @@ class Rows:
         return self.problem.q_starts[self.item] + panel * self.panel // self.problem.group
 
     def last(self, panel: Any) -> Any:
-        return self.problem.q_starts[self.item] + (np.minimum(panel * self.panel + self.panel, self.count) - 1) // self.problem.group
+        return (
+            self.problem.q_starts[self.item]
+            + (np.minimum(panel * self.panel + self.panel, self.count) - 1) // self.problem.group
+        )
 
     def limit(self, position: Any) -> Any:
         """How many keys `causal` leaves a row at this position."""
@@ -107,7 +110,9 @@ def classes(rows: Rows, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
     some, every = visible(p.mask.root, ops) if p.mask is not None else (ops.truth(True),) * 2
     hidden = None if p.score is None else hides(p.score.root, ops)
     some = some if hidden is None else some & ~hidden
-    return np.broadcast_to(some * (1 + (some & every)), np.broadcast_shapes(*(np.shape(x) for x in (*i, *j)))).astype(np.int8)
+    return np.broadcast_to(some * (1 + (some & every)), np.broadcast_shapes(*(np.shape(x) for x in (*i, *j)))).astype(
+        np.int8
+    )
 
 
 @dataclass(slots=True)
@@ -183,7 +188,9 @@ def _add_full(rows: Rows, total: Tally, p0: np.ndarray, p1: np.ndarray, t0: np.n
 
 
 def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Single tiles that the mask or `causal` cuts, trimmed to parts as the kernel's `extent` does; returns which stay mixed."""
+    """Single tiles that the mask or `causal` cuts, trimmed to parts as the kernel's `extent` does; returns which stay
+    mixed.
+    """
     start = rows.problem.k_start + t * TILE
     low, last = rows.first(p), rows.last(p)
     high = np.minimum(TILE, rows.limit(last) - t * TILE)

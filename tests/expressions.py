@@ -29,7 +29,8 @@ Four = Callable[[Any, Any, Any, Any], Any]
 def integers(draw: Any, depth: int = 2) -> Four:
     kind = draw(
         st.sampled_from(
-            ["i", "j", "number", "ids", "h"] + (["add", "sub", "min", "max", "mod", "div", "abs", "mul", "where"] * (depth > 0))
+            ["i", "j", "number", "ids", "h"]
+            + (["add", "sub", "min", "max", "mod", "div", "abs", "mul", "where"] * (depth > 0))
         )
     )
     if kind == "number":
@@ -42,7 +43,8 @@ def integers(draw: Any, depth: int = 2) -> Four:
         return lambda b, h, i, j: {"i": i, "j": j, "h": h}[kind]
     x, y, n = draw(integers(depth - 1)), draw(integers(depth - 1)), draw(st.integers(-9, 20))
     by = {
-        "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "min": sl.minimum, "max": sl.maximum, "mod": lambda a, b: a % n,
+        "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "min": sl.minimum, "max": sl.maximum, "mod": lambda a,
+        b: a % n,
         "div": lambda a, b: a // n, "abs": lambda a, b: sl.abs(a), "mul": lambda a, b: a * n,
         "where": lambda a, b: sl.where(a < b, a, b - n),
     }[kind]  # fmt: skip
@@ -50,7 +52,10 @@ def integers(draw: Any, depth: int = 2) -> Four:
 
 
 WIDE = sl.table(
-    np.array([*_rng.integers(-(1 << 63), (1 << 63) - 1, LENGTH - 6), -(1 << 63), (1 << 63) - 1, 0, -1, 1 << 31, -(1 << 62)]), "wide"
+    np.array(
+        [*_rng.integers(-(1 << 63), (1 << 63) - 1, LENGTH - 6), -(1 << 63), (1 << 63) - 1, 0, -1, 1 << 31, -(1 << 62)]
+    ),
+    "wide",
 )
 EDGES = (
     0,
@@ -76,7 +81,11 @@ EDGES = (
 @st.composite
 def wide_integers(draw: Any, depth: int = 2) -> Four:
     """Integers of any size, which may wrap, shifted and divided by anything."""
-    kind = draw(st.sampled_from(["i", "j", "number", "wide", "ids"] + ["two"] * 8 * (depth > 0) + ["one", "where"] * (depth > 0)))
+    kind = draw(
+        st.sampled_from(
+            ["i", "j", "number", "wide", "ids"] + ["two"] * 8 * (depth > 0) + ["one", "where"] * (depth > 0)
+        )
+    )
     if kind == "number":
         n = draw(st.sampled_from(EDGES) | numbers)
         return lambda b, h, i, j: n + 0 * i
@@ -85,11 +94,18 @@ def wide_integers(draw: Any, depth: int = 2) -> Four:
         return lambda b, h, i, j: table[i if key else j]
     if kind in "ij":
         return lambda b, h, i, j: {"i": i, "j": j}[kind]
-    x, y, n = draw(wide_integers(depth - 1)), draw(wide_integers(depth - 1)), draw(st.sampled_from(EDGES) | st.integers(-9, 20))
+    x, y, n = (
+        draw(wide_integers(depth - 1)),
+        draw(wide_integers(depth - 1)),
+        draw(st.sampled_from(EDGES) | st.integers(-9, 20)),
+    )
     by = draw(st.sampled_from({
-        "two": [lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b, lambda a, b: a // b, lambda a, b: a % b, lambda a, b: a << b,
-                lambda a, b: a >> b, lambda a, b: a ^ b, lambda a, b: a & b, lambda a, b: a | b, sl.minimum, sl.maximum],
-        "one": [lambda a, b: a * n, lambda a, b: a // n, lambda a, b: a % n, lambda a, b: a + n, lambda a, b: n - a, lambda a, b: -a,
+        "two": [lambda a, b: a + b, lambda a, b: a - b, lambda a, b: a * b, lambda a, b: a // b, lambda a, b: a % b,
+                lambda a, b: a << b,
+                lambda a, b: a >> b, lambda a, b: a ^ b, lambda a, b: a & b, lambda a, b: a | b, sl.minimum,
+                sl.maximum],
+        "one": [lambda a, b: a * n, lambda a, b: a // n, lambda a, b: a % n, lambda a, b: a + n, lambda a, b: n - a,
+                lambda a, b: -a,
                 lambda a, b: sl.abs(a), lambda a, b: ~a, lambda a, b: sl.cast(sl.cast(a, float) * 1.5, int)],
         "where": [lambda a, b: sl.where(a < b, a, b - n), lambda a, b: sl.where(b == 0, n, a // b)],
     }[kind]))  # fmt: skip
@@ -123,7 +139,22 @@ def scores(draw: Any, depth: int = 3) -> Callable[..., Any]:
     kind = draw(
         st.sampled_from(
             ["s", "s"]
-            + ["alibi", "bias", "halves", "square", "hidden", "softcap", "sigmoid", "scale", "where", "max", "log", "exp", "sqrt", "sum"]
+            + [
+                "alibi",
+                "bias",
+                "halves",
+                "square",
+                "hidden",
+                "softcap",
+                "sigmoid",
+                "scale",
+                "where",
+                "max",
+                "log",
+                "exp",
+                "sqrt",
+                "sum",
+            ]
             * (depth > 0)
         )
     )
@@ -132,11 +163,14 @@ def scores(draw: Any, depth: int = 3) -> Callable[..., Any]:
     x, c = draw(scores(depth - 1)), draw(st.floats(0.25, 4.0))
     by: dict[str, Callable[..., Any]] = {
         "alibi": lambda y, b, h, i, j: y + c / 64 * (j - i), "bias": lambda y, b, h, i, j: y + BIAS[h, i - j + LENGTH],
-        "square": lambda y, b, h, i, j: y + SQUARE[i, j + int(c)], "hidden": lambda y, b, h, i, j: sl.where(SEEN[b, i, j], -np.inf, y),
+        "square": lambda y, b, h, i, j: y + SQUARE[i, j + int(c)], "hidden": lambda y, b, h, i,
+        j: sl.where(SEEN[b, i, j], -np.inf, y),
         "halves": lambda y, b, h, i, j: y * HALVES[j], "softcap": lambda y, b, h, i, j: c * sl.tanh(y / c),
         "sigmoid": lambda y, b, h, i, j: sl.sigmoid(y) * c, "scale": lambda y, b, h, i, j: y * c - 1,
-        "where": lambda y, b, h, i, j: sl.where((i + j) % 3 == 0, y, -y / c), "max": lambda y, b, h, i, j: sl.maximum(y, c - 1.0),
+        "where": lambda y, b, h, i, j: sl.where((i + j) % 3 == 0, y, -y / c), "max": lambda y, b, h, i,
+        j: sl.maximum(y, c - 1.0),
         "log": lambda y, b, h, i, j: sl.log2(1.5 + sl.abs(y)), "exp": lambda y, b, h, i, j: sl.exp(sl.minimum(y, c)),
-        "sqrt": lambda y, b, h, i, j: sl.sqrt(1 + sl.abs(y)), "sum": lambda y, b, h, i, j: y + sl.exp2(sl.minimum(-sl.abs(y), c)),
+        "sqrt": lambda y, b, h, i, j: sl.sqrt(1 + sl.abs(y)), "sum": lambda y, b, h, i,
+        j: y + sl.exp2(sl.minimum(-sl.abs(y), c)),
     }  # fmt: skip
     return lambda s, b, h, i, j: by[kind](x(s, b, h, i, j), b, h, i, j)

@@ -157,7 +157,9 @@ def _dense(*broadcast: int) -> Any:
     """A bool array that broadcasts in the axes that are 0 in `broadcast`."""
 
     def make(rng: Any, *whole: int) -> Any:
-        return rng.random([a if keep else 1 for a, keep in zip(whole, broadcast, strict=True)]) < rng.choice([0.03, 0.7])
+        return rng.random([a if keep else 1 for a, keep in zip(whole, broadcast, strict=True)]) < rng.choice(
+            [0.03, 0.7]
+        )
 
     return make
 
@@ -282,7 +284,13 @@ FORMS = (
     Form("exponentials", "float64", both(_squared, _exponentials)),
     Form("roots", "float32", both(_prefix, _roots), "cached"),
     Form("doubles", "float16", both(_blocks, _doubles)),
-    Form("several scores", "float32", both(_documents, lambda rng: [_softcap(rng), _alibi(rng), _turned(rng)]), "codes", tables=True),
+    Form(
+        "several scores",
+        "float32",
+        both(_documents, lambda rng: [_softcap(rng), _alibi(rng), _turned(rng)]),
+        "codes",
+        tables=True,
+    ),
     Form("a dense score", "float32", score(_added(0, 1, 1, 1)), "", dense=True),
     Form("a window's ring", "float32", mask(_ring), "cached", ring=True),
 )
@@ -297,5 +305,9 @@ def variant(form: Form, which: int) -> tuple[Any, Any]:
 def units(form: Form) -> tuple[str, str]:
     """Two vector units that have the same bits, as far as this machine has two."""
     at = FORMS.index(form)
-    found = [x.name for x in host_isas() if form.dtype != "bfloat16" or x.bf16_dot == (at % 2 == 1 and host_isas()[0].bf16_dot)]
+    found = [
+        x.name
+        for x in host_isas()
+        if form.dtype != "bfloat16" or x.bf16_dot == (at % 2 == 1 and host_isas()[0].bf16_dot)
+    ]
     return found[at % len(found)], found[(at + 1) % len(found)]

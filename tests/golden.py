@@ -3,7 +3,8 @@
     python tests/golden.py            compares, on every vector unit of this machine
     python tests/golden.py --write    writes the file anew: only where the arithmetic is meant to change
 
-Inputs come from integers alone, so that no library's random numbers matter. Units that share a class of bits share a hash.
+Inputs come from integers alone, so that no library's random numbers matter. Units that share a class of bits share a
+hash.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ import speedlight as sl
 
 FILE = Path(__file__).with_name("golden.json")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
-# q_heads, kv_heads, q_len, k_len, head_dim, value_dim: three vectors of queries, one, a tail of everything, several spans
+# q_heads, kv_heads, q_len, k_len, head_dim, value_dim: three vectors of queries, one, a tail of everything, several
+# spans
 SHAPES = {
     "square": (2, 2, 150, 150, 64, 64),
     "tails": (4, 2, 37, 131, 17, 33),
@@ -37,7 +39,9 @@ Case = tuple[str, str, Callable[[], tuple[np.ndarray, ...]]]
 def numbers(seed: int, shape: tuple[int, ...], dtype: str, size: float = 2.0) -> np.ndarray:
     """Values of a bell-like shape between ±4 · size, by SplitMix64: sums of four uniform numbers."""
     count = math.prod(shape)
-    x = np.arange(1, 4 * count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(seed * 0x632BE59BD9B4E019 % (1 << 64))
+    x = np.arange(1, 4 * count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(
+        seed * 0x632BE59BD9B4E019 % (1 << 64)
+    )
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     uniform = ((x ^ (x >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
@@ -88,13 +92,21 @@ OPTIONS: dict[str, Callable[[tuple[int, ...]], dict[str, Any]]] = {
     "alibi": lambda s: {"score": sl.alibi([2.0 ** -(h + 1) for h in range(s[0])]), "causal": True},
     "softcap": lambda s: {"score": sl.softcap(3.0)},
     "dense bias": lambda s: {"score": numbers(91, (s[2], s[3]), "float32")},
-    "relative": lambda s: {"score": sl.relative_bias(numbers(92, (s[0], 2 * max(s[2], s[3]) - 1), "float32")), "sink_logits": [0.0] * s[0]},
-    "functions": lambda s: {"score": [_functions, sl.softcap(8.0)], "mask": lambda b, h, i, j: (i * 7 + j * 3 + h) % 5 != 0},
+    "relative": lambda s: {
+        "score": sl.relative_bias(numbers(92, (s[0], 2 * max(s[2], s[3]) - 1), "float32")),
+        "sink_logits": [0.0] * s[0],
+    },
+    "functions": lambda s: {
+        "score": [_functions, sl.softcap(8.0)],
+        "mask": lambda b, h, i, j: (i * 7 + j * 3 + h) % 5 != 0,
+    },
 }
 
 
 def _functions(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-    return sl.where((i + j) % 4 == 0, sl.exp(sl.minimum(s, 1.0)) + sl.sigmoid(s), sl.log2(1.5 + sl.abs(s)) - sl.sqrt(sl.abs(s)))
+    return sl.where(
+        (i + j) % 4 == 0, sl.exp(sl.minimum(s, 1.0)) + sl.sigmoid(s), sl.log2(1.5 + sl.abs(s)) - sl.sqrt(sl.abs(s))
+    )
 
 
 def _call(dtype: str, shape: tuple[int, ...], options: dict[str, Any], **how: Any) -> tuple[np.ndarray, ...]:
@@ -114,13 +126,21 @@ def laid_out() -> Iterator[Case]:
     shape = SHAPES["tails"]
     for dtype in DTYPES:
         q, k, v = qkv(dtype, shape, batch=3)
-        yield "blhd", dtype, lambda a=(q, k, v): sl.attention(*(x.swapaxes(1, 2) for x in a), layout="blhd", return_lse=True)
+        yield (
+            "blhd",
+            dtype,
+            lambda a=(q, k, v): sl.attention(*(x.swapaxes(1, 2) for x in a), layout="blhd", return_lse=True),
+        )
         yield "packed", dtype, lambda a=(q, k, v): _packed(*a)
         lengths = {"q_lengths": [37, 0, 20], "k_lengths": [131, 64, 20], "return_lse": True}
         yield "lengths", dtype, lambda a=(q, k, v), o=lengths: sl.attention(*a, causal=True, **o)
         yield "strided", dtype, lambda a=(q, k, v): sl.attention(*(x[..., ::-1] for x in a), return_lse=True)
         yield "special", dtype, lambda a=(q, k, v): _special(*a)
-        yield "tiny", dtype, lambda a=(q, k, v), d=dtype: sl.attention(a[0], a[1], a[2] * a[2].dtype.type(_tiny(d)), return_lse=True)
+        yield (
+            "tiny",
+            dtype,
+            lambda a=(q, k, v), d=dtype: sl.attention(a[0], a[1], a[2] * a[2].dtype.type(_tiny(d)), return_lse=True),
+        )
 
 
 def _packed(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:

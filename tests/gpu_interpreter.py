@@ -1,7 +1,7 @@
 """Sets Triton 3.6's interpreter up: kernels run in Python on CPU tensors. Import before Triton.
 
-Four defects of 3.6.0 are mended: run-time loop bounds under NumPy 2.4, products of bfloat16, its rounding, and conditions that
-become numbers when a scalar one meets a block.
+Four defects of 3.6.0 are mended: run-time loop bounds under NumPy 2.4, products of bfloat16, its rounding, and
+conditions that become numbers when a scalar one meets a block.
 """
 
 import os
@@ -70,4 +70,8 @@ def run(self, *args, **kwargs):
 
 interpreter.GridExecutor.__call__ = run
 interpreter._patch_lang_tensor = _patch_lang_tensor
-InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.create_splat = cast_impl, create_dot, create_splat
+InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.create_splat = (
+    cast_impl,
+    create_dot,
+    create_splat,
+)

@@ -1,8 +1,9 @@
-"""Interrupts a call at every place where CPython can deliver a signal: what Ctrl-C, a timeout or another thread may do to it.
+"""Interrupts a call at every place where CPython can deliver a signal: what Ctrl-C, a timeout or another thread may do
+to it.
 
-CPython 3.11 looks for signals when a Python function starts (or a generator goes on), when a loop jumps back, and when a call
-has returned from C; not between stores, operators and returns. At each such place of the call's own frames, and of those that
-it calls, `interrupted` can raise an exception as CPython would: attributed to the same instruction.
+CPython 3.11 looks for signals when a Python function starts (or a generator goes on), when a loop jumps back, and when
+a call has returned from C; not between stores, operators and returns. At each such place of the call's own frames, and
+of those that it calls, `interrupted` can raise an exception as CPython would: attributed to the same instruction.
 
     for n in places(call):         # calls it once to count
         if interrupted(call, n):   # raised at the n-th place; False where it ended without
@@ -146,7 +147,9 @@ class _Probe:
             self.place(frame)
 
     def by_c(self, frame: FrameType) -> bool:
-        """Whether a Python function was called through C, where signals are looked for once more when it has returned."""
+        """Whether a Python function was called through C, where signals are looked for once more when it has
+        returned.
+        """
         back = frame.f_back
         assert back is not None
         if back.f_code is _Probe.run.__code__ or back.f_lasti < 0:

@@ -2,9 +2,9 @@
 
     python tests/mutations.py [--jobs 2] [--only NAME …] [--results FILE]
 
-Each mutation is an exact replacement in a copy of the tree. The tests of its own room run first, and only if they pass what
-else `make test` runs. Results are kept beside what they are of, so that a run that was stopped goes on where it was. Fails
-unless 38 of the 40 are caught.
+Each mutation is an exact replacement in a copy of the tree. The tests of its own room run first, and only if they pass
+what else `make test` runs. Results are kept beside what they are of, so that a run that was stopped goes on where it
+was. Fails unless 38 of the 40 are caught.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class Mutation:
 
     def mutated(self, text: str) -> str:
         if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: expected once in {self.file}, found {text.count(self.old)} times: {self.old!r}")
+            raise ValueError(
+                f"{self.name}: expected once in {self.file}, found {text.count(self.old)} times: {self.old!r}"
+            )
         return text.replace(self.old, self.new)
 
 
@@ -158,14 +160,14 @@ MUTATIONS = (
     ),
     Mutation(
         "i != j is taken for i < j",
-        "bounds.py",
+        "expressions/bounds.py",
         'planes["ne"] = planes["lt"] + planes["gt"]',
         'planes["ne"] = planes["lt"]',
         "tests/test_bounds.py",
     ),
     Mutation(
         "the bounds of a difference are those of a sum",
-        "bounds.py",
+        "expressions/bounds.py",
         "return a[0] - b[1], a[1] - b[0]",
         "return a[0] - b[0], a[1] - b[1]",
         "tests/test_integers.py -k bounds_are_sound tests/test_bounds.py",
@@ -173,7 +175,7 @@ MUTATIONS = (
     # --- lowering and lookups
     Mutation(
         "integers of 33 bits count as those of 32",
-        "bounds.py",
+        "expressions/bounds.py",
         "return self.most is not None and self.most < 1 << 31",
         "return self.most is not None and self.most < 1 << 33",
         "tests/test_combined.py -k 'wide products'",
@@ -208,7 +210,7 @@ MUTATIONS = (
     ),
     Mutation(
         "two expressions of other numbers are the same",
-        "tracing.py",
+        "expressions/tracing.py",
         "return self.key, words, tuple(id(",
         "return self.key, len(words), tuple(id(",
         f"{MASKS} -k kept_expressions",
@@ -259,35 +261,35 @@ MUTATIONS = (
     # --- caches and pools
     Mutation(
         "a pool's last owner writes where others left a longer part",
-        "pages.py",
+        "kv/pool.py",
         " or away.get(page, 0) > start:",
         ":",
         f"{POOLS} -k takes_nothing_from",
     ),
     Mutation(
         "a ring forgets one token late",
-        "rings.py",
+        "windows.py",
         "written + SPARE - self.size)",
         "written + SPARE - self.size - 1)",
         f"{CACHES} -k 'over_a_ring or from_a_ring'",
     ),
     Mutation(
         "codes are rounded down",
-        "blocks.py",
+        "cpu/storage.py",
         "codes = np.rint(x / ",
         "codes = np.floor(x / ",
         f"{CACHES} -k quantising",
     ),
     Mutation(
         "a cache's prepared step is known without its scale",
-        "caches.py",
-        "v.dtype, q.strides, mask, score, scale or str(scale), spans,",
-        "v.dtype, q.strides, mask, score, spans,",
+        "kv/cache.py",
+        "        scale or str(scale),\n",
+        "",
         "tests/test_steps.py -k cache_that_lives",
     ),
     Mutation(
         "a pool's prepared step does not know where its rows are",
-        "pages.py",
+        "kv/pool.py",
         "places = tuple(which), tuple(counts), tuple(first)",
         "places = tuple(which), tuple(counts)",
         "tests/test_steps.py -k rows_of_packed",
@@ -363,10 +365,21 @@ def copied(to: Path) -> Path:
 
 
 def run_tests(tree: Path, arguments: list[str], seconds: int, *, mutated: bool) -> tuple[int, str]:
-    """pytest's exit code, and the first test that failed; no test run at all is an error. A mutation has kernels of its own."""
-    place = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} | ({"SPEEDLIGHT_CACHE_DIR": str(tree / "kernels")} if mutated else {})
+    """pytest's exit code, and the first test that failed; no test run at all is an error.
+
+    A mutation has kernels of its own.
+    """
+    place = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} | (
+        {"SPEEDLIGHT_CACHE_DIR": str(tree / "kernels")} if mutated else {}
+    )
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", *arguments]
-    options: dict[str, Any] = {"cwd": tree, "env": os.environ | place, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    options: dict[str, Any] = {
+        "cwd": tree,
+        "env": os.environ | place,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     with subprocess.Popen(command, start_new_session=True, **options) as process:
         try:
             said, _ = process.communicate(timeout=seconds)
@@ -382,7 +395,9 @@ def run_tests(tree: Path, arguments: list[str], seconds: int, *, mutated: bool) 
 
 
 def try_out(mutation: Mutation | None, tests: str, rest: bool) -> dict[str, Any]:
-    """What the suite says to a mutation, its own room first, then the `rest`; None: what these tests say to the tree as it is."""
+    """What the suite says to a mutation, its own room first, then the `rest`; None: what these tests say to the tree as
+    it is.
+    """
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="speedlight-mutation-") as name:
         tree = copied(Path(name))
@@ -412,25 +427,37 @@ def main() -> int:
     rooms = {tests: digest(whole) + tests for tests in dict.fromkeys(m.tests for m in wanted)}
     jobs = [(m, m.tests, digest(m)) for m in wanted] + [(None, tests, key) for tests, key in rooms.items()]
     with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
-        running = {pool.submit(try_out, m, tests, not given.own): (m, tests, key) for m, tests, key in jobs if key not in kept}
+        running = {
+            pool.submit(try_out, m, tests, not given.own): (m, tests, key) for m, tests, key in jobs if key not in kept
+        }
         for future in concurrent.futures.as_completed(running):
             m, tests, key = running[future]
             kept[key] = future.result() | {"name": m.name if m else f"as it is: {tests}"}
             if m is None or not given.own or kept[key]["caught"] != "nothing":  # else the rest has not been asked
                 done[key] = kept[key]
             given.results.write_text(json.dumps(done, indent=1))
-            print(f"{kept[key]['seconds']:7.1f} s  {kept[key]['name']}: {kept[key]['caught']}  {kept[key]['test']}", flush=True)
+            print(
+                f"{kept[key]['seconds']:7.1f} s  {kept[key]['name']}: {kept[key]['caught']}  {kept[key]['test']}",
+                flush=True,
+            )
     return report(wanted, kept, rooms)
 
 
 def report(wanted: list[Mutation], kept: dict[str, Any], rooms: dict[str, str]) -> int:
     """The table; 0 where enough are caught, by tests that pass without a mutation."""
-    broken = [tests for tests, key in rooms.items() if kept[key]["caught"] != "nothing" or kept[key]["seconds"] > OWN_SECONDS / 3]
+    broken = [
+        tests
+        for tests, key in rooms.items()
+        if kept[key]["caught"] != "nothing" or kept[key]["seconds"] > OWN_SECONDS / 3
+    ]
     results = [kept[digest(m)] for m in wanted]
     for m, r in zip(wanted, results, strict=True):
         print(f"{m.file:22} {m.name:68} {r['caught']:13} {r['seconds']:6.1f} s  {r['test']}")
     caught = sum(r["caught"] != "nothing" for r in results)
-    print(f"{caught} of {len(wanted)} caught, {sum(r['caught'] == 'its own room' for r in results)} by their own room's tests")
+    print(
+        f"{caught} of {len(wanted)} caught, {sum(r['caught'] == 'its own room' for r in results)} by their own room's "
+        "tests"
+    )
     for tests in broken:
         print(f"fails without a mutation, or is too slow to tell who hangs: pytest {tests}")
     return int(bool(broken) or len(wanted) - caught > len(MUTATIONS) - ENOUGH)

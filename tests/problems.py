@@ -62,7 +62,12 @@ def random_problem(rng: np.random.Generator) -> tuple[tuple[np.ndarray, np.ndarr
 SHORT = (0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 48, 49, 100)
 MIDDLE = (127, 128, 129, 255, 257)
 LONG = (1023, 1024, 1025, 2049)
-HUGE = {"float32": 1e16, "float64": 1e150, "float16": 100.0, "bfloat16": 1e16}  # of queries and keys: their products are finite
+HUGE = {
+    "float32": 1e16,
+    "float64": 1e150,
+    "float16": 100.0,
+    "bfloat16": 1e16,
+}  # of queries and keys: their products are finite
 TINY = {"float32": 1e-40, "float64": 1e-310, "float16": 1e-7, "bfloat16": 1e-39}  # subnormal
 
 
@@ -118,7 +123,9 @@ def draw_combined(rng: np.random.Generator, form: Form) -> Combined:
         options["sink_logits"] = rng.choice([-3.0, 0.5, 2.0, 20.0, -np.inf], kv_heads * group).tolist()
     left, right = form.window
     options["window"] = (
-        (int(rng.integers(0, 300)) if left else None, int(rng.integers(0, 40)) if right else None) if left or right else None
+        (int(rng.integers(0, 300)) if left else None, int(rng.integers(0, 40)) if right else None)
+        if left or right
+        else None
     )
     sizes = [(a, b, s) for a, b, s in zip(q_lengths, k_lengths, starts, strict=True)]
     expanded = str(rng.choice(["", "", "", "batch", "heads"]))
@@ -166,7 +173,9 @@ def _length(rng: np.random.Generator, form: Form, weights: list[float], most: in
     return int(rng.choice(names[rng.choice(3, p=weights)] or names[0]))
 
 
-def _positions(rng: np.random.Generator, form: Form, q_lengths: list[int], k_lengths: list[int]) -> tuple[Any, int, Any, list[int]]:
+def _positions(
+    rng: np.random.Generator, form: Form, q_lengths: list[int], k_lengths: list[int]
+) -> tuple[Any, int, Any, list[int]]:
     """causal, k_start, q_start as it is given, and what it means for each item."""
     ends = [k - q for q, k in zip(q_lengths, k_lengths, strict=True)]
     where = rng.choice(["end", "end", "end", "top", "one", "each"])
@@ -193,7 +202,14 @@ def _positions(rng: np.random.Generator, form: Form, q_lengths: list[int], k_len
 
 
 def _content(
-    rng: np.random.Generator, form: Form, sizes: list[tuple[int, int, int]], kv_heads: int, group: int, d: int, dv: int, expanded: str
+    rng: np.random.Generator,
+    form: Form,
+    sizes: list[tuple[int, int, int]],
+    kv_heads: int,
+    group: int,
+    d: int,
+    dv: int,
+    expanded: str,
 ) -> tuple[list[Part], bool]:
     """Numbers of all kinds, drawn in the low type."""
     kind = numpy_dtype(form.dtype)
@@ -204,7 +220,10 @@ def _content(
     v_what = str(rng.choice(["normal", "normal", "positive", "sparse", "constant", "huge", "tiny"]))
     parts: list[Part] = []
     for item, (q_len, k_len, start) in enumerate(sizes):
-        q, k = (_numbers(rng, form.dtype, what, (heads, n, d), size) for heads, n in ((kv_heads * group, q_len), (kv_heads, k_len)))
+        q, k = (
+            _numbers(rng, form.dtype, what, (heads, n, d), size)
+            for heads, n in ((kv_heads * group, q_len), (kv_heads, k_len))
+        )
         v = _numbers(rng, form.dtype, v_what, (kv_heads, k_len, dv), 1.0)
         if expanded == "batch" and item:
             k, v = parts[0].k, parts[0].v
@@ -241,14 +260,18 @@ def _numbers(rng: np.random.Generator, dtype: str, what: str, shape: tuple[int, 
 
 
 def far_scores(dtype: str) -> list[float]:
-    """Finite scores beside which q · k is nothing: what other libraries' masks hold, and where log2 e times a score is infinite."""
+    """Finite scores beside which q · k is nothing: what other libraries' masks hold, and where log2 e times a score is
+    infinite.
+    """
     most = float(np.finfo(np.float64 if dtype == "float64" else np.float32).max)
     low = float(ml_dtypes.finfo(numpy_dtype(dtype)).min) if dtype == "bfloat16" else -most
     return [low, -most, most, -most / 2, 0.6 * most, -0.74 * most]
 
 
 def without_far_scores(q: Any, k: Any, v: Any, far: float, every: int) -> tuple[Any, Any, Any]:
-    """With ordinary scores, what adding `far` to the scores of every so many keys comes to: they are hidden, or all there is."""
+    """With ordinary scores, what adding `far` to the scores of every so many keys comes to: they are hidden, or all
+    there is.
+    """
     place = np.arange(k.shape[2]) % every == 0
     if far < 0 and every > 1:
         return q, k[:, :, ~place], v[:, :, ~place]

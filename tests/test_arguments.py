@@ -1,4 +1,6 @@
-"""Whatever is passed: odd objects (R12), arrays of other kinds, tensors without memory, and repeated calls whose arguments change (R31)."""
+"""Whatever is passed: odd objects (R12), arrays of other kinds, tensors without memory, and repeated calls whose
+arguments change (R31).
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,10 @@ def test_memory_that_a_prepared_call_has_lost():
     k.untyped_storage().resize_(0)
     with pytest.raises(sl.ArgumentError, match=r"^k: expected a tensor with memory for its \(1, 2, 8, 16\)"):
         sl.attention(q, k, v)
-    with FakeTensorMode(), pytest.raises(sl.Error, match="^out: expected a tensor whose numbers lie in memory; got FakeTensor"):
+    with (
+        FakeTensorMode(),
+        pytest.raises(sl.Error, match="^out: expected a tensor whose numbers lie in memory; got FakeTensor"),
+    ):
         sl.attention(q, q, v)
 
 
@@ -181,15 +186,27 @@ def test_byte_orders():
             assert got.tobytes() == want.tobytes()
     pages = k.reshape(2, 9, 2, 8)
     want = sl.attention_paged(q, pages, pages, [[1], [0]], [9, 3])
-    assert want.tobytes() == sl.attention_paged(q, pages, pages, np.array([[1], [0]], ">i8"), np.array([9, 3], ">i4")).tobytes()
+    assert (
+        want.tobytes()
+        == sl.attention_paged(q, pages, pages, np.array([[1], [0]], ">i8"), np.array([9, 3], ">i4")).tobytes()
+    )
     x = np.ones((6, 2, 8), np.float32)
     packed = sl.attention(x, x, x, layout="lhd", cu_seqlens_q=np.array([0, 2, 6], ">i2"))
     assert packed.tobytes() == sl.attention(x, x, x, layout="lhd", cu_seqlens_q=[0, 2, 6]).tobytes()
 
 
 def test_masked_arrays_are_refused():
-    plain = {"q": np.ones((1, 2, 5, 8), np.float32), "k": np.ones((1, 2, 9, 8), np.float32), "v": np.ones((1, 2, 9, 8), np.float32)}
-    more = {"out": np.ones_like(plain["q"]), "sink_logits": np.zeros(2), "k_lengths": np.array([9]), "q_lengths": np.array([5])}
+    plain = {
+        "q": np.ones((1, 2, 5, 8), np.float32),
+        "k": np.ones((1, 2, 9, 8), np.float32),
+        "v": np.ones((1, 2, 9, 8), np.float32),
+    }
+    more = {
+        "out": np.ones_like(plain["q"]),
+        "sink_logits": np.zeros(2),
+        "k_lengths": np.array([9]),
+        "q_lengths": np.array([5]),
+    }
     for name, x in (plain | more).items():
         with pytest.raises(sl.ArgumentTypeError, match=f"^{name}: expected .*got .*MaskedArray"):
             sl.attention(**(plain | {name: np.ma.masked_array(x, mask=False)}))
@@ -212,7 +229,15 @@ class Capsule:
     def __init__(self, name=b"dltensor", error=None, **fields):
         self.array = np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE)
         self.lengths, self.steps = (ctypes.c_int64 * 4)(*SHAPE), (ctypes.c_int64 * 4)(256, 128, 16, 1)
-        given = {"data": self.array.ctypes.data, "device_type": 1, "ndim": 4, "code": 2, "bits": 32, "vector": 1, "shape": self.lengths}
+        given = {
+            "data": self.array.ctypes.data,
+            "device_type": 1,
+            "ndim": 4,
+            "code": 2,
+            "bits": 32,
+            "vector": 1,
+            "shape": self.lengths,
+        }
         from speedlight.arrays import _DLTensor
 
         pointers = {"shape", "strides"}
@@ -244,8 +269,10 @@ def test_dlpack_capsules():
 
 
 BAD_CAPSULES = [
-    {"name": b"used_dltensor"}, {"name": b"dltensor_versioned"}, {"name": b""}, {"error": RuntimeError("no")}, {"error": BufferError("no")},
-    {"vector": 4}, {"code": 5}, {"bits": 8}, {"device_type": 10}, {"device": (10, 0)}, {"device": None}, {"device": ("a", 0)}, {"ndim": 0},
+    {"name": b"used_dltensor"}, {"name": b"dltensor_versioned"}, {"name": b""}, {"error": RuntimeError("no")},
+    {"error": BufferError("no")},
+    {"vector": 4}, {"code": 5}, {"bits": 8}, {"device_type": 10}, {"device": (10, 0)}, {"device": None},
+    {"device": ("a", 0)}, {"ndim": 0},
     {"ndim": -1}, {"ndim": 1 << 20}, {"data": None}, {"shape": None}, {"shape": (ctypes.c_int64 * 4)(1, 2, -8, 16)},
 ]  # fmt: skip
 
@@ -262,7 +289,9 @@ def test_bad_dlpack_capsules_are_named(fields):
 
 
 def test_out_stays_as_it_was_where_a_lookup_fails(rng):
-    """The kernel finds out while it runs, after it has written rows; also in a call that was prepared before, over pages and caches."""
+    """The kernel finds out while it runs, after it has written rows; also in a call that was prepared before, over
+    pages and caches.
+    """
     q, k, v = qkv(rng, "float32", 1, 2, 2, 300, 300, 16, 16)
     limits = sl.table(np.arange(300), "limits")
     right, wrong = (sl.expression(lambda b, h, i, j, n=n: j <= limits[i + n]) for n in (0, 1))
@@ -284,7 +313,10 @@ def test_out_stays_as_it_was_where_a_lookup_fails(rng):
         (lambda out: sl.attention(q, k, v, mask=wrong, out=out), out),
         (lambda out: sl.attention_paged(q, pages, pages, table, [300], mask=wrong, out=out), out),
         (lambda out: cache.attend(0, q, mask=wrong, out=out), out),
-        (lambda out: pool.attend(0, [sequence], packed[0], new_lengths=[300], mask=wrong, out=out), np.full_like(packed[0], 7)),
+        (
+            lambda out: pool.attend(0, [sequence], packed[0], new_lengths=[300], mask=wrong, out=out),
+            np.full_like(packed[0], 7),
+        ),
     ]
     for call, target in calls:
         for _ in range(2):
@@ -327,10 +359,14 @@ def _variants():
         "q_start": [None, 0, 3, False, 3.0, np.int64(3), [3, 3], [3, 4], [3, 3.0], -3],
         "k_start": [0, 1024, False, 0.0, np.int32(0)],
         "scale": [None, 0.25, 1, 1.0, True, 0.0, -0.0, -1, float("nan"), np.float32(0.25), t(0.25)],
-        "window": [None, (3, 0), [3, 0], (3, None), (3.0, 0), (3, False), (np.int64(3), 0), np.array([3, 0]), np.array([3.0, 0])],
-        "sink_logits": [None, [0.0, 1.0], [-0.0, 1.0], (0, 1), [False, 1], np.array([0.0, 1.0]), np.array([0, 1]), t([0.0, 1.0]),
-                        np.array([0.0, 1.0], ">f8"), np.array([0.0, 1.0], ml_dtypes.bfloat16), [0.0, float("nan")], [5e-324, 1.0]],
-        "k_lengths": [None, [9, 5], [9.0, 5], (9, 5), np.array([9, 5]), np.array([9.0, 5]), t([9, 5]), t([9.0, 5]), [9, 5, 3], [9, True]],
+        "window": [None, (3, 0), [3, 0], (3, None), (3.0, 0), (3, False), (np.int64(3), 0), np.array([3, 0]),
+                   np.array([3.0, 0])],
+        "sink_logits": [None, [0.0, 1.0], [-0.0, 1.0], (0, 1), [False, 1], np.array([0.0, 1.0]), np.array([0, 1]),
+                        t([0.0, 1.0]),
+                        np.array([0.0, 1.0], ">f8"), np.array([0.0, 1.0], ml_dtypes.bfloat16), [0.0, float("nan")],
+                        [5e-324, 1.0]],
+        "k_lengths": [None, [9, 5], [9.0, 5], (9, 5), np.array([9, 5]), np.array([9.0, 5]), t([9, 5]), t([9.0, 5]),
+                      [9, 5, 3], [9, True]],
         "q_lengths": [None, [6, 2], [6, 2.0], np.array([6, 2], ">i4"), np.array([[6, 2]]), range(6, 8), [6, 7]],
         "return_lse": [False, True, 1, np.False_],
         "layout": ["bhld", "blhd", "lhd", b"bhld", None],
@@ -359,25 +395,36 @@ def _arrays(rng, base):
     given = [q, k, v]
     out = None
     if rng.random() < 0.4:
-        out = [np.empty((2, 2, 6, 8), np.float32), np.empty((2, 2, 8, 6), np.float32).swapaxes(2, 3), np.empty((2, 2, 6, 8)),
-               np.broadcast_to(np.float32(0), (2, 2, 6, 8)), np.empty((2, 2, 6, 7), np.float32)][rng.integers(5)]  # fmt: skip
+        out = [np.empty((2, 2, 6, 8), np.float32), np.empty((2, 2, 8, 6), np.float32).swapaxes(2, 3),
+               np.empty((2, 2, 6, 8)),
+               np.broadcast_to(np.float32(0), (2, 2, 6, 8)),
+               np.empty((2, 2, 6, 7), np.float32)][rng.integers(5)]  # fmt: skip
         if rng.random() < 0.2 and out.shape == base[0].shape and out.dtype == np.float32 and out.flags.writeable:
             out[...] = base[0]
             given[0] = out  # it overlaps q
-    if rng.random() < 0.3 and all(min(x.strides) >= 0 and x.dtype.isnative for x in (*given, *([] if out is None else [out]))):
+    if rng.random() < 0.3 and all(
+        min(x.strides) >= 0 and x.dtype.isnative for x in (*given, *([] if out is None else [out]))
+    ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tensors over read-only arrays
             given = [torch.from_numpy(x) for x in given]
             if given[0].shape == base[0].shape and rng.random() < 0.3:
-                given[0] = torch.nn.Parameter(given[0], requires_grad=bool(rng.integers(2))) if given[0].is_floating_point() else given[0]
+                given[0] = (
+                    torch.nn.Parameter(given[0], requires_grad=bool(rng.integers(2)))
+                    if given[0].is_floating_point()
+                    else given[0]
+                )
             out = None if out is None or not out.flags.writeable else torch.from_numpy(out)
     return given, out
 
 
 OTHERWISE = {
-    "causal": (True, "top-left"), "q_start": (0, 3), "k_start": (0, 1024), "scale": (0.25, 0.5), "layout": ("bhld", "blhd"),
-    "window": ((1, 0), (2, 0)), "sink_logits": ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 4.0]), "q_lengths": ([4, 2], [4, 3]),
-    "k_lengths": ([7, 5], [7, 6]), "mask": (sl.window(1, 0), sl.window(2, 0)), "score": (sl.softcap(0.5), sl.softcap(0.25)),
+    "causal": (True, "top-left"), "q_start": (0, 3), "k_start": (0, 1024), "scale": (0.25, 0.5),
+    "layout": ("bhld", "blhd"),
+    "window": ((1, 0), (2, 0)), "sink_logits": ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 2.0, 4.0]),
+    "q_lengths": ([4, 2], [4, 3]),
+    "k_lengths": ([7, 5], [7, 6]), "mask": (sl.window(1, 0), sl.window(2, 0)),
+    "score": (sl.softcap(0.5), sl.softcap(0.25)),
 }  # fmt: skip
 
 
@@ -385,7 +432,13 @@ OTHERWISE = {
 def test_an_option_is_part_of_what_a_call_is_known_by(rng, name, monkeypatch):
     """Two values in turn: each time what it gives in a call that nothing was kept for."""
     q, k, v = qkv(rng, "float32", 2, 4, 4, 4, 4 if name == "layout" else 7, 8, 8)
-    options = {"causal": True} if name in ("q_start", "k_start") else {"q_start": 3} if name in ("q_lengths", "k_lengths") else {}
+    options = (
+        {"causal": True}
+        if name in ("q_start", "k_start")
+        else {"q_start": 3}
+        if name in ("q_lengths", "k_lengths")
+        else {}
+    )
     want = []
     for value in OTHERWISE[name]:
         monkeypatch.setattr(api, "_prepared", {})
@@ -399,7 +452,9 @@ def test_an_option_is_part_of_what_a_call_is_known_by(rng, name, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(20 if FULL else 1))
 def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
-    """One process, calls that differ from an earlier one in one thing: the same results and errors as with nothing kept."""
+    """One process, calls that differ from an earlier one in one thing: the same results and errors as with nothing
+    kept.
+    """
     rng = np.random.default_rng(seed)
     base = qkv(rng, "float32", 2, 2, 2, 6, 9, 8, 8)
     plain = {name: values[0] for name, values in _variants().items()}
@@ -469,14 +524,20 @@ _BESIDE = ("q", "k", "v", "k_pages", "out", "cu_seqlens_k")  # what may have to 
 def odd():
     """Objects that nobody should pass."""
     return [
-        None, "", "a", [], {}, (), set(), {3}, object(), -1, 0, 1, 5, 10**400, -(10**5000), 1.5, float("nan"), float("inf"), -0.0,
-        np.float16(1), np.int64(2), np.array(1), np.array("a"), np.array([object()]), np.zeros(3), np.zeros((2, 2, 2)), np.zeros(0),
-        torch.tensor(1), torch.tensor([1.0]), torch.ones(2, requires_grad=True), torch.ones(2, device="meta"), range(3), range(10**9),
-        "bhld", b"bhld", bytearray(3), memoryview(b"abc"), [0] * 100_000, [[1, 2], [3]], [None], ["a"], int, np.ndarray, torch.Tensor,
-        lambda: 1, lambda *_: 1, lambda b, h, i, j: "a", lambda s, b, h, i, j: None, (i for i in range(3)), Whole(3), Real(0.5), True,
+        None, "", "a", [], {}, (), set(), {3}, object(), -1, 0, 1, 5, 10**400, -(10**5000), 1.5, float("nan"),
+        float("inf"), -0.0,
+        np.float16(1), np.int64(2), np.array(1), np.array("a"), np.array([object()]), np.zeros(3), np.zeros((2, 2, 2)),
+        np.zeros(0),
+        torch.tensor(1), torch.tensor([1.0]), torch.ones(2, requires_grad=True), torch.ones(2, device="meta"), range(3),
+        range(10**9),
+        "bhld", b"bhld", bytearray(3), memoryview(b"abc"), [0] * 100_000, [[1, 2], [3]], [None], ["a"], int, np.ndarray,
+        torch.Tensor,
+        lambda: 1, lambda *_: 1, lambda b, h, i, j: "a", lambda s, b, h, i, j: None, (i for i in range(3)), Whole(3),
+        Real(0.5), True,
         fractions.Fraction(1, 3), fractions.Fraction(10**400), decimal.Decimal("0.5"),
         1j, Evil(), NotImplemented, ..., slice(3),
-        np.datetime64("2020-01-01"), np.void(b"abc"), np.ma.masked, np.zeros(2, "V4"), np.zeros(2, [("a", "i4")]), sl.softcap(2.0),
+        np.datetime64("2020-01-01"), np.void(b"abc"), np.ma.masked, np.zeros(2, "V4"), np.zeros(2, [("a", "i4")]),
+        sl.softcap(2.0),
         sl.causal(), sl, sl.table([1, 2]), iter([1]), torch.float32, np.dtype("f4"), Exception("a"),
         {"a": 1}, [1 << 70], [-1, 5],
     ]  # fmt: skip
@@ -486,10 +547,24 @@ def _calls():
     """Public calls, their right arguments, and what an error may name beside the argument that is wrong."""
     x = np.ones((1, 2, 5, 8), np.float32)
     pages = np.ones((3, 4, 2, 8), np.float32)
-    options = dict.fromkeys(("causal", "window", "mask", "score", "sink_logits", "q_start", "k_start", "scale", "layout", "cu_seqlens_q"))
+    options = dict.fromkeys(
+        ("causal", "window", "mask", "score", "sink_logits", "q_start", "k_start", "scale", "layout", "cu_seqlens_q")
+    )
     lengths = dict.fromkeys(("cu_seqlens_k", "q_lengths", "k_lengths"))
     sizes = dict.fromkeys(
-        ("batch", "q_heads", "kv_heads", "q_len", "k_len", "head_dim", "value_dim", "dtype", "exact", "device", "precision")
+        (
+            "batch",
+            "q_heads",
+            "kv_heads",
+            "q_len",
+            "k_len",
+            "head_dim",
+            "value_dim",
+            "dtype",
+            "exact",
+            "device",
+            "precision",
+        )
     )
     given = {"q": x, "k": x, "v": x}
     paged = {"q": x, "k_pages": pages, "v_pages": pages, "block_table": [[0, 1]], "k_lengths": [5]}
@@ -507,7 +582,9 @@ def _calls():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", _calls())
 def test_odd_objects_are_named(name):
-    """Every argument, every object: it is taken, or the error is one of ours and names the argument (or one that must go with it)."""
+    """Every argument, every object: it is taken, or the error is one of ours and names the argument (or one that must
+    go with it).
+    """
     function, right, names = _calls()[name]
     wrong = []
     for argument in names:
@@ -533,7 +610,9 @@ def test_several_odd_objects_raise_and_write_nothing(seed):
     objects, calls = odd(), list(_calls().values())
     for _ in range(1000 if FULL else 300):
         function, right, names = calls[rng.integers(len(calls))]
-        chosen = {str(n): objects[rng.integers(len(objects))] for n in rng.choice(names, min(len(names), 3), replace=False)}
+        chosen = {
+            str(n): objects[rng.integers(len(objects))] for n in rng.choice(names, min(len(names), 3), replace=False)
+        }
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

@@ -17,7 +17,10 @@ from speedlight.machine import isa_named
 def test_kernels_compile_for_arm(storage, cached):
     mask, score = sl.window(30, 0) | sl.dilated(3), sl.softcap(2.0)
     program = Program(mask.key + score.key, mask.root, score.root)
-    for shape in (Shape(isa_named("neon"), storage, 0, None, cached), Shape(isa_named("neon"), storage, 2, program, cached)):
+    for shape in (
+        Shape(isa_named("neon"), storage, 0, None, cached),
+        Shape(isa_named("neon"), storage, 2, program, cached),
+    ):
         assert compiles(shape)
 
 

@@ -16,7 +16,15 @@ LENGTHS = {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"causal": True}, {"mask": sl.window(40, 3)}, {"score": sl.softcap(3.0)}, {"scale": -0.3}, {"mask": sl.prefix(0)}, LENGTHS],
+    [
+        {},
+        {"causal": True},
+        {"mask": sl.window(40, 3)},
+        {"score": sl.softcap(3.0)},
+        {"scale": -0.3},
+        {"mask": sl.prefix(0)},
+        LENGTHS,
+    ],
 )
 def test_sinks(isa, rng, dtype, options):
     q, k, v = qkv(rng, dtype, 3, 4, 2, 75, 430, 17, 20)
@@ -78,7 +86,9 @@ def test_padded_batches_are_their_items(isa, rng, dtype, layout, options):
 def test_padded_batches_meet_the_reference(isa, rng):
     q, k, v = qkv(rng, "float32", 3, 4, 2, 75, 430, 17, 20)
     mask = rng.random((3, 1, 75, 430)) < 0.6
-    assert_accurate(q, k, v, mask=mask, q_lengths=np.array([75, 3, 40]), k_lengths=np.array([430, 100, 9]), zeros_allowed=True)
+    assert_accurate(
+        q, k, v, mask=mask, q_lengths=np.array([75, 3, 40]), k_lengths=np.array([430, 100, 9]), zeros_allowed=True
+    )
 
 
 def test_a_padded_batch_of_none():
@@ -102,11 +112,16 @@ def test_lists_that_change_are_seen(rng):
     first = sl.attention(q, k, v, k_lengths=lengths, sink_logits=sinks)
     lengths[1], sinks[0] = 7, 2.0
     second = sl.attention(q, k, v, k_lengths=lengths, sink_logits=sinks)
-    assert second.tobytes() == sl.attention(q.copy(), k, v, k_lengths=[60, 7], sink_logits=[2.0, 0.0]).tobytes() != first.tobytes()
+    assert (
+        second.tobytes()
+        == sl.attention(q.copy(), k, v, k_lengths=[60, 7], sink_logits=[2.0, 0.0]).tobytes()
+        != first.tobytes()
+    )
 
 
 PLACED = [
-    {"causal": True}, {"window": (3, None)}, {"mask": sl.causal()}, {"mask": lambda b, h, i, j: j <= i}, {"score": sl.alibi([0.5, 0.25])},
+    {"causal": True}, {"window": (3, None)}, {"mask": sl.causal()}, {"mask": lambda b, h, i, j: j <= i},
+    {"score": sl.alibi([0.5, 0.25])},
     {"score": [sl.softcap(3.0), lambda s, b, h, i, j: s - (i - j)]},
 ]  # fmt: skip
 
@@ -122,16 +137,26 @@ def test_a_padded_square_with_one_kind_of_lengths_is_refused(rng, options, lengt
         with pytest.raises(sl.ArgumentError, match=f"^{name}: expected {other}= or q_start= beside it: .* item 1's"):
             call(q, k, v, **lengths, **options)
     rows = [slice(n) for n in (9, 6)]
-    alone = [sl.attention(q[b : b + 1, :, r], k[b : b + 1, :, r], v[b : b + 1, :, r], **options) for b, r in enumerate(rows)]
+    alone = [
+        sl.attention(q[b : b + 1, :, r], k[b : b + 1, :, r], v[b : b + 1, :, r], **options) for b, r in enumerate(rows)
+    ]
     for way_out in ({other: [9, 6]}, {"q_start": 0}):
         out = sl.attention(q, k, v, **lengths, **way_out, **options)
         if name == "k_lengths" or other in way_out:
-            assert all(out[b, :, r].tobytes() == one[0].tobytes() for b, (r, one) in enumerate(zip(rows, alone, strict=True)))
+            assert all(
+                out[b, :, r].tobytes() == one[0].tobytes() for b, (r, one) in enumerate(zip(rows, alone, strict=True))
+            )
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"mask": np.tri(9, dtype=bool)}, {"causal": "top-left"}, {"score": sl.softcap(3.0)}, {"causal": True, "k_lengths": [9, 0]}],
+    [
+        {},
+        {"mask": np.tri(9, dtype=bool)},
+        {"causal": "top-left"},
+        {"score": sl.softcap(3.0)},
+        {"causal": True, "k_lengths": [9, 0]},
+    ],
 )
 def test_lengths_alone_where_positions_do_not_matter(rng, options):
     q, k, v = qkv(rng, "float32", 2, 2, 2, 9, 9, 8, 8)
@@ -152,7 +177,10 @@ def test_numbers_that_float32_cannot_hold(rng):
     ("options", "message"),
     [
         ({"q_lengths": [30]}, "q_lengths: expected 2 lengths, one per batch item; got 1"),
-        ({"q_lengths": [30, 31]}, "q_lengths: expected lengths from 0 to 30, the length of the array; got 31 for item 1"),
+        (
+            {"q_lengths": [30, 31]},
+            "q_lengths: expected lengths from 0 to 30, the length of the array; got 31 for item 1",
+        ),
         ({"k_lengths": [-1, 3]}, "k_lengths: expected lengths from 0 to 60"),
         ({"k_lengths": [1.5, 3]}, "k_lengths: expected an int; got float"),
         ({"k_lengths": 5}, "k_lengths: expected a sequence of ints; got int"),

@@ -1,4 +1,5 @@
-"""The error bounds, on problems whose roundings are not those of random numbers; and that broken results are outside them.
+"""The error bounds, on problems whose roundings are not those of random numbers; and that broken results are outside
+them.
 
 `SEED=7 COUNT=10000 python tests/test_bound.py` prints the largest share of each bound that is used, by kind of problem.
 """
@@ -29,7 +30,8 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 FILLS: dict[str, Callable[[Random, Size], np.ndarray]] = {
     "normal": lambda rng, n: rng.standard_normal(n) * rng.choice([0.1, 1, 3, 8]),
     "sparse": lambda rng, n: rng.standard_normal(n) * (rng.random(n) < rng.choice([0.03, 0.3])) * 8,
-    "one-hot": lambda rng, n: (rng.integers(0, n[1], (n[0], 1)) == np.arange(n[1])) * rng.standard_normal((n[0], 1)) * 4,
+    "one-hot": lambda rng,
+    n: (rng.integers(0, n[1], (n[0], 1)) == np.arange(n[1])) * rng.standard_normal((n[0], 1)) * 4,
     "constant rows": lambda rng, n: np.broadcast_to(rng.standard_normal((n[0], 1)) * rng.choice([0.3, 1]), n),
     "constant columns": lambda rng, n: np.broadcast_to(rng.standard_normal((1, n[1])), n),
     "one number": lambda rng, n: np.full(n, rng.standard_normal() * rng.choice([0.1, 0.5])),
@@ -40,7 +42,8 @@ FILLS: dict[str, Callable[[Random, Size], np.ndarray]] = {
     "half and half": lambda rng, n: np.where(np.arange(n[1]) < n[1] / 2, *rng.standard_normal(2)) + np.zeros(n),
     "positive": lambda rng, n: np.abs(rng.standard_normal(n)) * rng.choice([0.3, 2]),
     "sorted": lambda rng, n: np.sort(rng.standard_normal(n) * 2, axis=0)[:: rng.choice([-1, 1])],
-    "one large row": lambda rng, n: np.where(np.arange(n[0])[:, None] == rng.integers(0, n[0]), 5.0, 0.01) * rng.standard_normal(n),
+    "one large row": lambda rng,
+    n: np.where(np.arange(n[0])[:, None] == rng.integers(0, n[0]), 5.0, 0.01) * rng.standard_normal(n),
     "wide range": lambda rng, n: rng.standard_normal(n) * np.exp2(rng.integers(-30, 4, n)),
     "subnormal": lambda rng, n: rng.integers(-40, 41, n) * 2.0**-149,
 }  # fmt: skip
@@ -72,7 +75,7 @@ def computed(arrays: Arrays, options: dict[str, Any], int8: bool) -> tuple[Array
     q, k, v = arrays
     cache = sl.KVCache(
         layers=1, batch=1, kv_heads=1, head_dim=k.shape[3], value_dim=v.shape[3], capacity=k.shape[2], dtype="int8"
-    )  # fmt: skip
+    )
     cache.append(0, k, v)
     result = cache.attend(0, q, return_lse=True, **options)
     return (q, cache.keys(0).astype(np.float32), cache.values(0).astype(np.float32)), result
@@ -119,7 +122,9 @@ def test_structured_problems_on_every_unit(isa, kind):
 
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
 def test_sparse_values_of_amplitude_8(int8):
-    """The bound that was published first had √d here, where a score is one product or two: 32 of four million were outside."""
+    """The bound that was published first had √d here, where a score is one product or two: 32 of four million were
+    outside.
+    """
     rng = np.random.default_rng(271)
     for _ in range(2000 if FULL else 30):
         d = int(rng.choice([4, 8, 9]))
@@ -137,7 +142,9 @@ def _without(score: np.ndarray, v: np.ndarray, weights: np.ndarray) -> tuple[np.
 
 
 @pytest.mark.parametrize("proven", [False, True], ids=["ordinary", "proven"])
-@pytest.mark.parametrize("broken", ["one key of many", "half a key", "maximum of another tile", "tile twice", "score", "pair swapped"])
+@pytest.mark.parametrize(
+    "broken", ["one key of many", "half a key", "maximum of another tile", "tile twice", "score", "pair swapped"]
+)
 def test_broken_results_are_outside(rng, broken, proven):
     q, k, v = qkv(rng, "float32", 1, 1, 1, 20, 1300, 64, 32)
     score, values = q[0, 0].astype(np.float64) @ k[0, 0].T.astype(np.float64) / 8, v[0, 0].astype(np.float64)

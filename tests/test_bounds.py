@@ -10,15 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import speedlight as sl
-from speedlight.bounds import Exact, visible
-from speedlight.tree import evaluate
+from speedlight.expressions.bounds import Exact, visible
+from speedlight.expressions.tree import evaluate
 
 BOXES = 60 if FULL else 25
 
 
 def elements(mask, b, h, i, j):
     rows, keys = np.arange(i[0], i[1] + 1)[:, None], np.arange(j[0], j[1] + 1)[None, :]
-    found = [evaluate(mask.root, {"b": np.int64(b), "h": np.int64(x), "i": rows, "j": keys}, np.float32) for x in range(h[0], h[1] + 1)]
+    found = [
+        evaluate(mask.root, {"b": np.int64(b), "h": np.int64(x), "i": rows, "j": keys}, np.float32)
+        for x in range(h[0], h[1] + 1)
+    ]
     return np.stack([np.broadcast_to(x, (len(rows), keys.shape[1])) for x in found])
 
 

@@ -39,7 +39,9 @@ DECODE = Shape(current_isa(), "f32", 0)  # the quickest to compile
 
 def start(directory: Path, **environment: str) -> subprocess.Popen:
     env = os.environ | {"SPEEDLIGHT_CACHE_DIR": str(directory)} | environment
-    return subprocess.Popen([sys.executable, "-c", CODE], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def result(process: subprocess.Popen) -> list[str]:
@@ -211,7 +213,10 @@ def test_only_our_own_files_are_cleared(directory):
     digest = "0" * 12 + "_" + "f" * 64
     old = directory / f"forward_f32_avx2_4x3_{digest}.o"
     old.write_bytes(b"speedlight object 1\nwhatever")
-    others = [directory / name for name in ("notes.o", f"decode_f32_avx2_{digest}.o", f"{ours.stem}.a", "sub_" + digest + ".o")]
+    others = [
+        directory / name
+        for name in ("notes.o", f"decode_f32_avx2_{digest}.o", f"{ours.stem}.a", "sub_" + digest + ".o")
+    ]
     for path, content in zip(others[:3], (b"speedlight object 2\n", b"ELF", ours.read_bytes()), strict=True):
         path.write_bytes(content)
     others[3].mkdir()
@@ -242,13 +247,13 @@ def test_every_source_is_in_the_digest(tmp_path):
     right = compiling.digest_of(package)
     assert right == compiling._sources()
     paths = sorted(package.rglob("*.py"))
-    assert {"problem.py", "planning.py", "blocks.py", "engine.py", "region.py"} < {path.name for path in paths}
+    assert {"problem.py", "planning.py", "storage.py", "engine.py", "region.py"} < {path.name for path in paths}
     for path in paths:
         source = path.read_bytes()
         path.write_bytes(source + b"#")
         assert compiling.digest_of(package) != right, path
         path.write_bytes(source)
-    (package / "cpu" / "fields.py").rename(package / "fields.py")
+    (package / "cpu" / "layout.py").rename(package / "fields.py")
     assert compiling.digest_of(package) != right
 
 

@@ -1,4 +1,6 @@
-"""Key-value caches: the bits of one call over everything, whatever was done in between; nothing lost when a call fails."""
+"""Key-value caches: the bits of one call over everything, whatever was done in between; nothing lost when a call
+fails.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,18 @@ from tolerance import assert_within
 from wrong import WRONG
 
 import speedlight as sl
-from speedlight.blocks import quantise
-from speedlight.rings import SPARE
+from speedlight.cpu.storage import quantise
+from speedlight.windows import SPARE
 
 OPTIONS = [{}, {"sink_logits": [0.5, -1, 2, 0]}, {"mask": sl.window(200, 0) | sl.prefix(3)}, {"score": sl.softcap(2.0)}]
 
 
 def made(dtype, d=16, dv=16, **sizes):
     return sl.KVCache(
-        **({"layers": 1, "batch": 1, "kv_heads": 2, "head_dim": d, "value_dim": dv, "capacity": 1300, "dtype": dtype} | sizes)
+        **(
+            {"layers": 1, "batch": 1, "kv_heads": 2, "head_dim": d, "value_dim": dv, "capacity": 1300, "dtype": dtype}
+            | sizes
+        )
     )
 
 
@@ -45,7 +50,9 @@ def test_any_chunks_have_the_bits_of_one_call(isa, rng, dtype, d, dv, options):
         for n in chunks:
             here = slice(at, at + n)
             out, some = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
-            assert out.tobytes() == want[:, :, here].tobytes() and some.tobytes() == lse[:, :, here].tobytes(), f"{n} tokens at {at}"
+            assert out.tobytes() == want[:, :, here].tobytes() and some.tobytes() == lse[:, :, here].tobytes(), (
+                f"{n} tokens at {at}"
+            )
             at += n
         assert cache.length(0) == 1300
 
@@ -84,7 +91,10 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
         for out, other in others:
             nan = np.isnan(want)
             assert (np.isnan(out) == nan).all() and (np.isnan(other) == np.isnan(lse)).all()
-            assert out[~nan].tobytes() == want[~nan].tobytes() and other[~np.isnan(lse)].tobytes() == lse[~np.isnan(lse)].tobytes()
+            assert (
+                out[~nan].tobytes() == want[~nan].tobytes()
+                and other[~np.isnan(lse)].tobytes() == lse[~np.isnan(lse)].tobytes()
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,7 +199,10 @@ def test_a_full_cache_says_so_and_keeps_what_it_has(rng):
         (lambda c, q, k, v: c.attend(0, q, k, v[:, :, :2]), "v: expected 3 tokens, as k has; got 2"),
         (lambda c, q, k, v: c.attend(0, q[:, :, :2], k, v), "q: expected 3 tokens, as k has; got 2"),
         (lambda c, q, k, v: c.attend(0, q, k[:, :1], v), r"k: expected shape \(1, 2, n_new, 16\)"),
-        (lambda c, q, k, v: c.attend(0, q, k.astype(np.float64), v), "k: expected dtype float32, as the cache has; got float64"),
+        (
+            lambda c, q, k, v: c.attend(0, q, k.astype(np.float64), v),
+            "k: expected dtype float32, as the cache has; got float64",
+        ),
         (lambda c, q, k, v: c.attend(0, q.astype(np.float64), k, v), "expected dtype"),
         (lambda c, q, k, v: c.attend(0, q[:, :3], k, v), "kv heads that divides"),
         (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[4]), "new_lengths: expected 0 to 3"),
@@ -246,7 +259,9 @@ def test_arguments_of_any_type(rng, tmp_path, monkeypatch):
                 try:
                     getattr(cache, method)(**(usual | {name: wrong}))
                 except sl.Error as error:
-                    assert (cache.keys(0).tobytes(), cache.lengths(0)) == before and str(error), f"{method}({name}={wrong!r})"
+                    assert (cache.keys(0).tobytes(), cache.lengths(0)) == before and str(error), (
+                        f"{method}({name}={wrong!r})"
+                    )
     for name in (*sizes, "dtype", "value_dim", "window", "keep_first", "device"):
         for wrong in WRONG:
             with contextlib.suppress(sl.Error):
@@ -346,7 +361,20 @@ def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
     cache.save(path)
     data = path.read_bytes()
     for name in ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "window", "keep_first"):
-        for size in ("0", "-1", "2", "17", "3000000", str(1 << 31), str(1 << 46), str(1 << 63), "9" * 5000, "1e3", "", "٣"):
+        for size in (
+            "0",
+            "-1",
+            "2",
+            "17",
+            "3000000",
+            str(1 << 31),
+            str(1 << 46),
+            str(1 << 63),
+            "9" * 5000,
+            "1e3",
+            "",
+            "٣",
+        ):
             path.write_bytes(data)
             written(path, lambda header: header["__metadata__"].update({name: size}))  # noqa: B023
             start = time.process_time()
@@ -363,7 +391,13 @@ def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
 
 def test_an_empty_file_of_many_layers_is_refused_at_once(tmp_path):
     save = pytest.importorskip("safetensors.numpy").save_file
-    words = {"format": "speedlight key-value cache", "version": "1", "dtype": "float32", "layers": "3000000", "batch": "1"}
+    words = {
+        "format": "speedlight key-value cache",
+        "version": "1",
+        "dtype": "float32",
+        "layers": "3000000",
+        "batch": "1",
+    }
     words |= {"kv_heads": "1", "head_dim": "1", "value_dim": "1", "capacity": "1"}
     save({"lengths": np.zeros((1, 1), np.int64)}, tmp_path / "c.safetensors", words)
     start = time.process_time()
@@ -384,7 +418,9 @@ class Machine(RuleBasedStateMachine):
         self.dtype = "float32"
         self.most = self.options["capacity"]
         self.cache = sl.KVCache(layers=2, batch=2, kv_heads=2, head_dim=16, value_dim=17, **self.options)
-        self.model = [[(np.zeros((2, 0, 16), np.float32), np.zeros((2, 0, 17), np.float32)) for _ in range(2)] for _ in range(2)]
+        self.model = [
+            [(np.zeros((2, 0, 16), np.float32), np.zeros((2, 0, 17), np.float32)) for _ in range(2)] for _ in range(2)
+        ]
 
     def chunk(self, n: int) -> list[np.ndarray]:
         return qkv(self.rng, self.dtype, 2, 4, 2, n, n, 16, 17)
@@ -401,14 +437,20 @@ class Machine(RuleBasedStateMachine):
         each = counts or [n, n]
         fits = all(self.model[layer][b][0].shape[1] + c <= self.most for b, c in enumerate(each))
         try:
-            out = self.cache.attend(layer, q, k, v, new_lengths=counts) if attend else self.cache.append(layer, k, v, new_lengths=counts)
+            out = (
+                self.cache.attend(layer, q, k, v, new_lengths=counts)
+                if attend
+                else self.cache.append(layer, k, v, new_lengths=counts)
+            )
         except sl.CacheFull:
             assert not fits
             return
         assert fits
         for b, c in enumerate(each):
             keys, values = self.model[layer][b]
-            keys, values = (np.concatenate([x, self.kept(new[b, :, :c])], axis=1) for x, new in ((keys, k), (values, v)))
+            keys, values = (
+                np.concatenate([x, self.kept(new[b, :, :c])], axis=1) for x, new in ((keys, k), (values, v))
+            )
             self.model[layer][b] = keys, values
             if attend:
                 want = self.attention(q[b : b + 1, :, :c], keys[None], values[None])
@@ -504,19 +546,29 @@ class WindowedMachine(Machine):
 
 
 for machine in (Machine, QuantisedMachine, WindowedMachine):
-    machine.TestCase.settings = settings(max_examples=300 if FULL else 25, stateful_step_count=50 if FULL else 20, deadline=None)
-TestMachine, TestQuantisedMachine, TestWindowedMachine = Machine.TestCase, QuantisedMachine.TestCase, WindowedMachine.TestCase
+    machine.TestCase.settings = settings(
+        max_examples=300 if FULL else 25, stateful_step_count=50 if FULL else 20, deadline=None
+    )
+TestMachine, TestQuantisedMachine, TestWindowedMachine = (
+    Machine.TestCase,
+    QuantisedMachine.TestCase,
+    WindowedMachine.TestCase,
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_int8_against_the_oracle_and_in_any_chunks(isa, rng, dtype, d, dv, options):
-    """Codes and scales are numbers like any others: the result is inside float32's bound of them, and the output's rounding."""
+    """Codes and scales are numbers like any others: the result is inside float32's bound of them, and the output's
+    rounding.
+    """
     q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
     stored = [codes.astype(np.float64) * scales for codes, scales in map(quantise, (k, v))]
     want, want_lse = sl.reference.attention(q.astype(np.float64), *stored, causal=True, return_lse=True, **options)
-    bounds = sl.reference.error_bound(q.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, int8=True, **options)
+    bounds = sl.reference.error_bound(
+        q.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, int8=True, **options
+    )
     step = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     whole = made("int8", d, dv).attend(0, q, k, v, return_lse=True, **options)
     assert whole[0].dtype == q.dtype
@@ -527,12 +579,16 @@ def test_int8_against_the_oracle_and_in_any_chunks(isa, rng, dtype, d, dv, optio
         for n in chunks:
             here = slice(at, at + n)
             out, lse = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
-            assert out.tobytes() == whole[0][:, :, here].tobytes() and lse.tobytes() == whole[1][:, :, here].tobytes(), f"{n} at {at}"
+            assert (
+                out.tobytes() == whole[0][:, :, here].tobytes() and lse.tobytes() == whole[1][:, :, here].tobytes()
+            ), f"{n} at {at}"
             at += n
 
 
 def test_int8_rows_that_no_scale_fits(isa, rng):
-    """Zeros, tiny and huge numbers are kept as well as can be; NaN and infinity make NaN of exactly the rows that see them."""
+    """Zeros, tiny and huge numbers are kept as well as can be; NaN and infinity make NaN of exactly the rows that see
+    them.
+    """
     q, k, v = qkv(rng, "float32", 1, 4, 2, 40, 40, 16, 16)
     k[0, 0, 3], v[0, 1, 4], k[0, 1, 5], v[0, 0, 6] = 0, 0, 1e-42, 3e38
     cache = made("int8")
@@ -558,25 +614,40 @@ def test_a_window_is_the_mask_in_constant_memory(isa, rng, dtype):
     whole = made(dtype, 24, 24, batch=2, capacity=n)
     want, lse = whole.attend(0, q, k, v, mask=sl.window(window - 1, 0) | sl.prefix(keep), return_lse=True)
     alibi = sl.alibi([0.1, 0.2, 0.3, 0.4])
-    for chunks, options in (([n], {}), ([1] * 5 + [100, 700, 1, 1, 3] + [200] * 11, {}), ([256, 257, 1, 2486], {"score": alibi})):
-        cache, at = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=24, dtype=dtype, window=window, keep_first=keep), 0
+    for chunks, options in (
+        ([n], {}),
+        ([1] * 5 + [100, 700, 1, 1, 3] + [200] * 11, {}),
+        ([256, 257, 1, 2486], {"score": alibi}),
+    ):
+        cache, at = (
+            sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=24, dtype=dtype, window=window, keep_first=keep),
+            0,
+        )
         room = cache._keys[0].memory.nbytes
         if options:
             whole.clear()
-            want, lse = whole.attend(0, q, k, v, mask=sl.window(window - 1, 0) | sl.prefix(keep), return_lse=True, **options)
+            want, lse = whole.attend(
+                0, q, k, v, mask=sl.window(window - 1, 0) | sl.prefix(keep), return_lse=True, **options
+            )
         for m in chunks:
             here = slice(at, min(n, at + m))
             out, some = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
-            assert out.tobytes() == want[:, :, here].tobytes() and some.tobytes() == lse[:, :, here].tobytes(), f"{m} tokens at {at}"
+            assert out.tobytes() == want[:, :, here].tobytes() and some.tobytes() == lse[:, :, here].tobytes(), (
+                f"{m} tokens at {at}"
+            )
             at += m
-        assert cache.used_bytes <= 2 * (128 + 640) * cache.token_bytes and room == 2 * 2 * (128 + 640) * cache._keys[0].row
+        assert (
+            cache.used_bytes <= 2 * (128 + 640) * cache.token_bytes and room == 2 * 2 * (128 + 640) * cache._keys[0].row
+        )
         assert cache.keys(0).shape[2] == keep + window - 1 and cache.copy().keys(0).tobytes() == cache.keys(0).tobytes()
     with pytest.raises(sl.ArgumentError, match="length: expected one whose window is still there"):
         cache.truncate(2000)
     cache.truncate(2990)
     new = [x[:, :, :1] for x in (q, k, v)]
     whole.truncate(2990)
-    got, expected = (c.attend(0, *new, **o) for c, o in ((cache, {}), (whole, {"mask": sl.window(window - 1, 0) | sl.prefix(keep)})))
+    got, expected = (
+        c.attend(0, *new, **o) for c, o in ((cache, {}), (whole, {"mask": sl.window(window - 1, 0) | sl.prefix(keep)}))
+    )
     assert got.tobytes() == expected.tobytes()
     cache.truncate(15)
     assert cache.lengths(0) == (15, 15)
@@ -623,7 +694,9 @@ def test_a_failing_call_takes_nothing_from_a_ring(rng, dtype, keep, monkeypatch)
                 cache.attend(0, *(x[:, :, :n] for x in (q, k, v)))
         assert cache.keys(0).tobytes() == held and cache.lengths(0) == (750, 730)
         ring = cache._rings
-        first = [m - ring.size + SPARE + 99 for m in (750, 730)]  # what the next token sees begins with the oldest that is counted on
+        first = [
+            m - ring.size + SPARE + 99 for m in (750, 730)
+        ]  # what the next token sees begins with the oldest that is counted on
         for item in (0, 1):
             with pytest.raises(sl.ArgumentError, match="one whose window is still there"):
                 cache.truncate([m - (i == item) for i, m in enumerate(first)])
@@ -643,13 +716,22 @@ def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
     most = cache._rings.size - SPARE - 99
     for n in (1, 50, most - 1, most):
         assert cache.attend(0, q[:, :, 900 - n :]).tobytes() == want[:, :, 900 - n :].tobytes()
-    for n in (most + 1, most + SPARE + 1, 700, 890, 899, 900):  # of few first tokens, too, that stay: they see later ones
+    for n in (
+        most + 1,
+        most + SPARE + 1,
+        700,
+        890,
+        899,
+        900,
+    ):  # of few first tokens, too, that stay: they see later ones
         with pytest.raises(sl.ArgumentError, match="q: expected fewer queries"):
             cache.attend(0, q[:, :, 900 - n :])
 
 
 def test_a_window_stays_small_however_long_the_sequence(rng):
-    """One head, whose spans several tasks would share: what they leave for each other does not grow with what was forgotten."""
+    """One head, whose spans several tasks would share: what they leave for each other does not grow with what was
+    forgotten.
+    """
     from speedlight import engine
 
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=100)
@@ -739,12 +821,16 @@ def test_numbers_that_python_does_not_print_are_named():
     pool = sl.PagePool(layers=1, pages=2, page_size=16, kv_heads=1, head_dim=4)
     sequence, sizes = pool.sequence(), {"layers": 1, "kv_heads": 1, "head_dim": 4, "capacity": 4}
     calls = [
-        *(lambda n=n: sl.KVCache(**(sizes | {n: HUGE})) for n in (*sizes, "batch", "value_dim", "window", "dtype", "device")),
-        lambda: cache.lengths(HUGE), lambda: cache.length(0, HUGE), lambda: cache.keys(HUGE), lambda: cache.truncate(HUGE),
+        *(lambda n=n: sl.KVCache(**(sizes | {n: HUGE})) for n in (*sizes, "batch", "value_dim", "window", "dtype",
+                                                                  "device")),
+        lambda: cache.lengths(HUGE), lambda: cache.length(0, HUGE), lambda: cache.keys(HUGE),
+        lambda: cache.truncate(HUGE),
         lambda: cache.truncate([HUGE]), lambda: cache.select([HUGE]), lambda: cache.attend(HUGE, x, x, x),
         lambda: cache.attend(0, x, x, x, return_lse=HUGE), lambda: cache.append(0, x, x, new_lengths=HUGE),
-        lambda: cache.append(0, x, x, new_lengths=[HUGE]), lambda: sequence.truncate(HUGE), lambda: sequence.length(HUGE),
-        lambda: pool.append(HUGE, [sequence], x[0], x[0]), lambda: pool.attend(0, [sequence], x[0], x[0], x[0], return_lse=HUGE),
+        lambda: cache.append(0, x, x, new_lengths=[HUGE]), lambda: sequence.truncate(HUGE),
+        lambda: sequence.length(HUGE),
+        lambda: pool.append(HUGE, [sequence], x[0], x[0]),
+        lambda: pool.attend(0, [sequence], x[0], x[0], x[0], return_lse=HUGE),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(sl.Error):

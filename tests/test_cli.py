@@ -19,7 +19,9 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "minilm-layer3.safetensors
 
 
 def speedlight(*words: object) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "speedlight.tools.cli", *map(str, words)], capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "speedlight.tools.cli", *map(str, words)], capture_output=True, text=True, timeout=120
+    )
 
 
 def test_the_example(tmp_path):
@@ -39,7 +41,18 @@ def test_files_come_back(rng, tmp_path, dtype, suffix):
     q, k, v = qkv(rng, dtype, 1, 2, 2, 20, 30, 8, 8)
     write_arrays(tmp_path / f"in{suffix}", {"a": q, "b": k, "c": v})
     done = speedlight(
-        "attend", tmp_path / f"in{suffix}", "--q", "a", "--k", "b", "--v", "c", "--json", "-o", tmp_path / f"out{suffix}", "--check"
+        "attend",
+        tmp_path / f"in{suffix}",
+        "--q",
+        "a",
+        "--k",
+        "b",
+        "--v",
+        "c",
+        "--json",
+        "-o",
+        tmp_path / f"out{suffix}",
+        "--check",
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -69,7 +82,10 @@ def test_three_npy_files(rng, tmp_path):
         (["attend", EXAMPLE, "--mask", "i"], "mask: expected a bool result"),
         (["view", "--mask", "causal() &", "-o", "m.png"], "--mask: expected a formula"),
         (["view", "--mask", "__import__('os')", "-o", "m.png"], "--mask: expected one of the names b, h, i, j, causal"),
-        (["view", "--mask", "i.node", "-o", "m.png"], "--mask: expected numbers, operators, patterns and functions; got Attribute"),
+        (
+            ["view", "--mask", "i.node", "-o", "m.png"],
+            "--mask: expected numbers, operators, patterns and functions; got Attribute",
+        ),
         (["view", "--mask", "[j for j in i]", "-o", "m.png"], "got ListComp"),
         (["view", "--mask", "9 ** 9 < i", "-o", "m.png"], "--mask: expected no power"),
         (["view", "--mask", "window('a')", "-o", "m.png"], "--mask: expected numbers; got 'a'"),
@@ -89,7 +105,9 @@ def test_view_draws_the_tiles_that_are_computed(tmp_path):
     import matplotlib.image
 
     path = tmp_path / "mask.png"
-    done = speedlight("view", "--mask", "causal() & (window(300, 0) | (j < 64))", "--length", "2048", "-o", str(path), "--json")
+    done = speedlight(
+        "view", "--mask", "causal() & (window(300, 0) | (j < 64))", "--length", "2048", "-o", str(path), "--json"
+    )
     assert done.returncode == 0, done.stderr
     plan = sl.plan(q_heads=1, q_len=2048, head_dim=64, mask=sl.causal() & (sl.window(300, 0) | sl.prefix(64)))
     assert json.loads(done.stdout)["plan"]["tiles"] == dict(plan.rows())["tiles"]
@@ -99,7 +117,9 @@ def test_view_draws_the_tiles_that_are_computed(tmp_path):
 
 
 def test_attend_with_a_mask_and_a_score(tmp_path):
-    done = speedlight("attend", EXAMPLE, "--mask", "window(20, 20)", "--score", "s - abs(i - j) * 0.1", "--check", "--json")
+    done = speedlight(
+        "attend", EXAMPLE, "--mask", "window(20, 20)", "--score", "s - abs(i - j) * 0.1", "--check", "--json"
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["check"]["passed"] and "masked, scored" in report["plan"]["problem"]
@@ -168,9 +188,13 @@ def test_info_and_clear(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("isa", ["avx512bf16", "avx2", "neon"])
 def test_show(isa, tmp_path):
-    report = json.loads(speedlight("show", "--isa", isa, "--dtype", "bfloat16", "--mask", "window(100, 0)", "--json").stdout)
+    report = json.loads(
+        speedlight("show", "--isa", isa, "--dtype", "bfloat16", "--mask", "window(100, 0)", "--json").stdout
+    )
     assert report["vector_unit"] == isa and isa in report["kernel"] and "score_tile" in report["functions"]
-    assert 8 <= report["registers"] <= 32 and report["instructions"] == sum(f["instructions"] for f in report["functions"].values())
+    assert 8 <= report["registers"] <= 32 and report["instructions"] == sum(
+        f["instructions"] for f in report["functions"].values()
+    )
     assert speedlight("show", "--isa", isa, "--length", 1, "--keys", 500, "--ir").stdout.startswith("; ModuleID")
     done = speedlight("show", "--isa", isa, "--asm", "-o", tmp_path / "k.s")
     assert done.returncode == 0 and "forward_f32" in (tmp_path / "k.s").read_text()
@@ -178,13 +202,26 @@ def test_show(isa, tmp_path):
 
 def test_view_of_weights(tmp_path):
     pytest.importorskip("matplotlib")
-    words = ["view", EXAMPLE, "--head", 0, "--head", 3, "--labels", EXAMPLE.parent / "minilm-tokens.txt", "--span", "0:42"]
+    words = [
+        "view",
+        EXAMPLE,
+        "--head",
+        0,
+        "--head",
+        3,
+        "--labels",
+        EXAMPLE.parent / "minilm-tokens.txt",
+        "--span",
+        "0:42",
+    ]
     done = speedlight(*words, "-o", tmp_path / "w.png")
     assert done.returncode == 0 and (tmp_path / "w.png").stat().st_size > 20_000, done.stderr
     assert "largest weight 0.829" in done.stdout
     q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 3000, 8), dtype=np.float32)
     np.savez(tmp_path / "long.npz", q=q, k=k)  # more tokens than the picture has cells
-    report = json.loads(speedlight("view", tmp_path / "long.npz", "--causal", "-o", tmp_path / "l.png", "--json").stdout)
+    report = json.loads(
+        speedlight("view", tmp_path / "long.npz", "--causal", "-o", tmp_path / "l.png", "--json").stdout
+    )
     assert report["head 0"] == "largest weight 1"
 
 
@@ -231,7 +268,10 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["plan", "--length", "5", "--mask", "foo()"], "--mask: expected one of the names"),
         (["plan", "--length", "5", "--mask", "bh > 1"], "--mask: expected one of the names b, h, i, j, causal"),
         (["plan", "--length", "5", "--mask", "1 << -1"], "--mask: '1 << -1': negative shift count"),
-        (["plan", "--length", "5", "--mask", " | ".join(f"(i == {n})" for n in range(3000))], "less deeply nested; got '(i == 0)"),
+        (
+            ["plan", "--length", "5", "--mask", " | ".join(f"(i == {n})" for n in range(3000))],
+            "less deeply nested; got '(i == 0)",
+        ),
         (["plan", "--length", "5", "--mask", "i < 1 << 100000"], "--mask: 'i < 1 << 100000': "),
         (["show", "--isa", "sse2"], "expected one of avx512bf16"),
         (["show", "--ir", "--asm"], "--asm: expected either"),

@@ -31,9 +31,9 @@ from tolerance import assert_within, plain
 import speedlight as sl
 from speedlight import planning, reference
 from speedlight.cpu import compile as compiler
+from speedlight.expressions.tree import evaluate
 from speedlight.machine import Blocking, host_isas, isa_named
 from speedlight.planning import uses_dot
-from speedlight.tree import evaluate
 
 Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, length, dim) and lse (heads, length)
 
@@ -105,7 +105,9 @@ def as_numpy(x: Any) -> np.ndarray:
 class Call:
     """One way to compute a problem, or some of its parts."""
 
-    def __init__(self, problem: Combined, rng: np.random.Generator, *, kind: str = "numpy", lies: Sequence[str] = ("plain",) * 3) -> None:
+    def __init__(
+        self, problem: Combined, rng: np.random.Generator, *, kind: str = "numpy", lies: Sequence[str] = ("plain",) * 3
+    ) -> None:
         self.p, self.rng, self.kind, self.lies = problem, rng, kind, lies
         self.options = problem.options | {"causal": bool(problem.causal)}
 
@@ -116,16 +118,24 @@ class Call:
             return np.broadcast_to(one, x.shape) if self.kind == "numpy" else one.expand(x.shape)
         return as_kind(lie(x, how, self.rng), self.kind)
 
-    def padded(self, parts: Sequence[Part], layout: str, *, starts: Any = ..., lengths: bool | None = None, out: bool = False) -> Results:
+    def padded(
+        self, parts: Sequence[Part], layout: str, *, starts: Any = ..., lengths: bool | None = None, out: bool = False
+    ) -> Results:
         """One array for all parts, whose rows and keys end where they end."""
         q_lens, k_lens = [x.q.shape[1] for x in parts], [x.k.shape[1] for x in parts]
         ragged = len(set(q_lens)) > 1 or len(set(k_lens)) > 1
         more = self.rng.integers(0, 3, 2) if lengths and not self.p.form.dense else (0, 0)
-        arrays = [stacked([getattr(x, n) for x in parts], int(extra)) for n, extra in zip("qkv", (more[0], more[1], more[1]), strict=True)]
+        arrays = [
+            stacked([getattr(x, n) for x in parts], int(extra))
+            for n, extra in zip("qkv", (more[0], more[1], more[1]), strict=True)
+        ]
         axes = (0, 1, 2, 3) if layout == "bhld" else (0, 2, 1, 3)
         same = not ragged and not lengths
         along = {"batch": 0 if same else None, "heads": axes.index(1) if same else None, "": None}[self.p.expanded]
-        q, k, v = (self.given(x.transpose(axes), how, at) for x, how, at in zip(arrays, self.lies, (None, along, along), strict=True))
+        q, k, v = (
+            self.given(x.transpose(axes), how, at)
+            for x, how, at in zip(arrays, self.lies, (None, along, along), strict=True)
+        )
         options = self.options | {"layout": layout, "q_start": [x.start for x in parts] if starts is ... else starts}
         if ragged or lengths:
             options |= {"q_lengths": q_lens, "k_lengths": k_lens}
@@ -133,7 +143,9 @@ class Call:
         got, lse = self.attention(q, k, v, options, out)
         got = got.transpose(axes)
         for item, length in enumerate(q_lens):
-            assert not plain(got[item, :, length:]).any() and (lse[item, :, length:] == -np.inf).all(), "rows past the lengths"
+            assert not plain(got[item, :, length:]).any() and (lse[item, :, length:] == -np.inf).all(), (
+                "rows past the lengths"
+            )
         return [(got[item, :, :length], lse[item, :, :length]) for item, length in enumerate(q_lens)]
 
     def packed(self, parts: Sequence[Part], *, starts: Any = ..., out: bool = False) -> Results:
@@ -141,7 +153,11 @@ class Call:
         cu = [list(itertools.accumulate((getattr(x, n).shape[1] for x in parts), initial=0)) for n in "qk"]
         arrays = [np.concatenate([getattr(x, n) for x in parts], axis=1).swapaxes(0, 1) for n in "qkv"]
         q, k, v = (self.given(x, how) for x, how in zip(arrays, self.lies, strict=True))
-        options = self.options | {"layout": "lhd", "cu_seqlens_q": cu[0], "q_start": [x.start for x in parts] if starts is ... else starts}
+        options = self.options | {
+            "layout": "lhd",
+            "cu_seqlens_q": cu[0],
+            "q_start": [x.start for x in parts] if starts is ... else starts,
+        }
         if cu[0] != cu[1] or self.rng.random() < 0.5:
             options["cu_seqlens_k"] = np.array(cu[1], np.int32)
         got, lse = self.attention(q, k, v, options | {"mask": self.p.mask, "score": self.p.score}, out)
@@ -161,7 +177,10 @@ class Call:
         """The mask and score; of arrays, the rows of these parts."""
         if not self.p.form.dense:
             return {"mask": self.p.mask, "score": self.p.score}
-        return {n: None if x is None else cut(x, parts, q_len, k_len) for n, x in (("mask", self.p.mask), ("score", self.p.score))}
+        return {
+            n: None if x is None else cut(x, parts, q_len, k_len)
+            for n, x in (("mask", self.p.mask), ("score", self.p.score))
+        }
 
     @property
     def mask(self) -> Any:
@@ -260,7 +279,8 @@ def cuts(rng: np.random.Generator, length: int, least: int = 1, most: int = 4) -
 def joined(found: Sequence[Results]) -> Results:
     """Of each item, its chunks one after another."""
     return [
-        (np.concatenate([x[n][0] for x in found], axis=1), np.concatenate([x[n][1] for x in found], axis=1)) for n in range(len(found[0]))
+        (np.concatenate([x[n][0] for x in found], axis=1), np.concatenate([x[n][1] for x in found], axis=1))
+        for n in range(len(found[0]))
     ]
 
 
@@ -287,10 +307,13 @@ def by_codes(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Res
     for other in (cache_of(p, rng, {}, "int8", short)[0], pool_of(p, rng, "int8", short)):
         assert_same(want, other)
     keys, values = cache.keys(0), cache.values(0)
-    if p.form.dtype == "float32" and np.abs(values[values != 0]).min(initial=1) > 1e-30:  # scales that are subnormal have few bits
+    if (
+        p.form.dtype == "float32" and np.abs(values[values != 0]).min(initial=1) > 1e-30
+    ):  # scales that are subnormal have few bits
         lengths = [x.k.shape[1] for x in p.parts]
         parts = [
-            Part(x.item, x.q, keys[n, :, :m], values[n, :, :m], x.start) for n, (x, m) in enumerate(zip(p.parts, lengths, strict=True))
+            Part(x.item, x.q, keys[n, :, :m], values[n, :, :m], x.start)
+            for n, (x, m) in enumerate(zip(p.parts, lengths, strict=True))
         ]
         assert_right(replace(p, parts=parts), want, units(p.form)[0])
     yield from ()  # codes are other numbers than the problem's
@@ -298,7 +321,9 @@ def by_codes(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Res
 
 def fits_a_cache(p: Combined, short: bool) -> bool:
     most = most_rows(p, short)
-    if most is not None and not (p.causal and p.parts[0].v.shape[2] >= 16 and max(x.q.shape[1] for x in p.parts) <= 10 * most):
+    if most is not None and not (
+        p.causal and p.parts[0].v.shape[2] >= 16 and max(x.q.shape[1] for x in p.parts) <= 10 * most
+    ):
         return False  # the decode kernel would not take it
     return p.at_end and not p.form.dense and not (p.causal and any(x.start < 0 for x in p.parts))
 
@@ -310,19 +335,28 @@ def most_rows(p: Combined, short: bool) -> int | None:
     return planning.DECODE_ROWS * p.parts[0].k.shape[0] // p.parts[0].q.shape[0]
 
 
-def cache_of(p: Combined, rng: np.random.Generator, sizes: dict[str, Any], dtype: str, short: bool) -> tuple[Results, sl.KVCache]:
+def cache_of(
+    p: Combined, rng: np.random.Generator, sizes: dict[str, Any], dtype: str, short: bool
+) -> tuple[Results, sl.KVCache]:
     parts, given = p.parts, lambda x: as_kind(x, p.kind)
     capacity = None if sizes else max(x.k.shape[1] for x in parts) + int(rng.integers(100, 2000))
     cache = sl.KVCache(layers=1, batch=len(parts), capacity=capacity, dtype=dtype, **cache_shape(p), **sizes)
-    options = {n: p.options[n] for n in ("scale", "sink_logits")} | {"mask": None if sizes else Call(p, rng).mask, "score": p.score}
+    options = {n: p.options[n] for n in ("scale", "sink_logits")} | {
+        "mask": None if sizes else Call(p, rng).mask,
+        "score": p.score,
+    }
     done = [0] * len(parts)
     for counts in steps(rng, [x.start if p.causal else x.k.shape[1] for x in parts]):
-        k, v = (stacked([getattr(x, n)[:, a : a + c] for x, a, c in zip(parts, done, counts, strict=True)], 0) for n in "kv")
+        k, v = (
+            stacked([getattr(x, n)[:, a : a + c] for x, a, c in zip(parts, done, counts, strict=True)], 0) for n in "kv"
+        )
         cache.append(0, given(k), given(v), new_lengths=counts)
         done = [a + c for a, c in zip(done, counts, strict=True)]
         if rng.random() < 0.2:  # tokens that are taken back
             count = int(rng.integers(1, 99))
-            k, v = (np.full((len(parts), x.shape[0], count, x.shape[2]), np.nan, x.dtype) for x in (parts[0].k, parts[0].v))
+            k, v = (
+                np.full((len(parts), x.shape[0], count, x.shape[2]), np.nan, x.dtype) for x in (parts[0].k, parts[0].v)
+            )
             cache.append(0, k, v)
             cache.truncate(done)
     if not p.causal:
@@ -333,7 +367,9 @@ def cache_of(p: Combined, rng: np.random.Generator, sizes: dict[str, Any], dtype
     lengths = [x.q.shape[1] for x in parts]
     for counts in steps(rng, lengths) if most is None else (c * len(parts) for c in steps(rng, lengths[:1], most)):
         some = [x.rows(a, a + c) for x, a, c in zip(parts, at, counts, strict=True)]
-        new = [(x.k[:, x.start : x.start + c], x.v[:, x.start : x.start + c]) for x, c in zip(some, counts, strict=True)]
+        new = [
+            (x.k[:, x.start : x.start + c], x.v[:, x.start : x.start + c]) for x, c in zip(some, counts, strict=True)
+        ]
         q, k, v = (given(stacked(list(x), 0)) for x in ([x.q for x in some], *zip(*new, strict=True)))
         new = None if len(set(counts)) == 1 else counts
         out, lse = map(as_numpy, cache.attend(0, q, k, v, new_lengths=new, return_lse=True, **options))
@@ -348,7 +384,9 @@ def cache_shape(p: Combined) -> dict[str, int]:
 
 
 def steps(rng: np.random.Generator, lengths: Sequence[int], most: int | None = None) -> Iterator[list[int]]:
-    """Ragged chunks until every length is done: some of few tokens, also those of the last step in another order, then what is left."""
+    """Ragged chunks until every length is done: some of few tokens, also those of the last step in another order, then
+    what is left.
+    """
     left, counts = list(lengths), [0] * len(lengths)
     for n in itertools.count():
         if not any(left):
@@ -358,7 +396,10 @@ def steps(rng: np.random.Generator, lengths: Sequence[int], most: int | None = N
         if any(counts) and rng.random() < 0.4 and n < 5:
             counts = [min(a, b) for a, b in zip(left, rng.permutation(counts).tolist(), strict=True)]
         else:
-            counts = [min(x, size if n >= 5 or rng.random() < 0.6 else int(rng.integers(0, size + 1)), most or x) for x in left]
+            counts = [
+                min(x, size if n >= 5 or rng.random() < 0.6 else int(rng.integers(0, size + 1)), most or x)
+                for x in left
+            ]
         if any(counts):
             left = [a - b for a, b in zip(left, counts, strict=True)]
             yield counts
@@ -380,7 +421,9 @@ def pool_of(p: Combined, rng: np.random.Generator, dtype: str, short: bool) -> R
         some = [x for x in zip(sequences, parts, done, counts, strict=True) if x[3] or rng.random() < 0.5]
         if some:
             k, v = (np.concatenate([getattr(x, n)[:, a : a + c].swapaxes(0, 1) for _, x, a, c in some]) for n in "kv")
-            pool.append(0, [s for s, *_ in some], as_kind(k, p.kind), as_kind(v, p.kind), new_lengths=[c for *_, c in some])
+            pool.append(
+                0, [s for s, *_ in some], as_kind(k, p.kind), as_kind(v, p.kind), new_lengths=[c for *_, c in some]
+            )
         done = [a + c for a, c in zip(done, counts, strict=True)]
     found, at = [tuple([y] for y in nothing_of(p, x)) for x in parts], [0] * len(parts)
     lengths = [x.q.shape[1] for x in parts]
@@ -409,7 +452,9 @@ def pool_of(p: Combined, rng: np.random.Generator, dtype: str, short: bool) -> R
 
 def fragmented(pool: sl.PagePool, p: Combined, rng: np.random.Generator) -> None:
     """Pages are free in any order, and full of NaN."""
-    rubbish = [as_kind(np.full((pool.page_size, *x.shape[::2]), np.nan, x.dtype), p.kind) for x in (p.parts[0].k, p.parts[0].v)]
+    rubbish = [
+        as_kind(np.full((pool.page_size, *x.shape[::2]), np.nan, x.dtype), p.kind) for x in (p.parts[0].k, p.parts[0].v)
+    ]
     sequences = [pool.sequence() for _ in range(pool.pages)]
     for sequence in sequences:
         pool.append(0, [sequence], *rubbish)
@@ -426,7 +471,9 @@ def attend_pool(p: Combined, pool: sl.PagePool, sequences: list[Any], some: list
         k, v = (as_kind(np.concatenate([x.swapaxes(0, 1) for x in each]), p.kind) for each in zip(*new, strict=True))
     lengths = [x.q.shape[1] for x in some]
     options = {n: p.options[n] for n in ("scale", "sink_logits")} | {"mask": mask, "score": p.score}
-    out, lse = map(as_numpy, pool.attend(0, sequences, as_kind(q, p.kind), k, v, new_lengths=lengths, return_lse=True, **options))
+    out, lse = map(
+        as_numpy, pool.attend(0, sequences, as_kind(q, p.kind), k, v, new_lengths=lengths, return_lse=True, **options)
+    )
     ends = list(itertools.accumulate(lengths, initial=0))
     return [(out[a:b].swapaxes(0, 1), lse[:, a:b]) for a, b in itertools.pairwise(ends)]
 
@@ -461,8 +508,12 @@ def by_pages(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Res
     options = {n: p.options[n] for n in ("scale", "sink_logits")} | {"causal": bool(p.causal)}
     lengths = [x.k.shape[1] for x in parts]
     if alike and (p.form.dense or rng.random() < 0.5):
-        given = call.expressions(parts, parts[0].q.shape[1], max(lengths)) | ({} if p.form.dense else {"mask": call.mask})
-        out, lse = sl.attention_paged(np.stack([x.q for x in parts]), k, v, table, lengths, return_lse=True, **options, **given)
+        given = call.expressions(parts, parts[0].q.shape[1], max(lengths)) | (
+            {} if p.form.dense else {"mask": call.mask}
+        )
+        out, lse = sl.attention_paged(
+            np.stack([x.q for x in parts]), k, v, table, lengths, return_lse=True, **options, **given
+        )
         yield list(zip(out, lse, strict=True))
         return
     cu = list(itertools.accumulate((x.q.shape[1] for x in parts), initial=0))
@@ -490,7 +541,9 @@ def flooded(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Resu
 
 def knows_items(p: Combined) -> bool:
     """Whether the mask or score looks at the batch item."""
-    found = [x for x in (p.mask, *(p.score if isinstance(p.score, list) else [p.score])) if isinstance(x, sl.Expression)]
+    found = [
+        x for x in (p.mask, *(p.score if isinstance(p.score, list) else [p.score])) if isinstance(x, sl.Expression)
+    ]
     return any("b" in x.root.uses for x in found)
 
 
@@ -500,8 +553,16 @@ def knows_items(p: Combined) -> bool:
 def for_reference(p: Combined) -> tuple[list[np.ndarray], dict[str, Any]]:
     """One padded batch, and its options."""
     arrays = [stacked([getattr(x, n) for x in p.parts], 0) for n in "qkv"]
-    options = p.options | {"causal": bool(p.causal), "q_start": [x.start for x in p.parts], "mask": p.mask, "score": p.score}
-    return arrays, options | {"q_lengths": [x.q.shape[1] for x in p.parts], "k_lengths": [x.k.shape[1] for x in p.parts]}
+    options = p.options | {
+        "causal": bool(p.causal),
+        "q_start": [x.start for x in p.parts],
+        "mask": p.mask,
+        "score": p.score,
+    }
+    return arrays, options | {
+        "q_lengths": [x.q.shape[1] for x in p.parts],
+        "k_lengths": [x.k.shape[1] for x in p.parts],
+    }
 
 
 def seen_keys(p: Combined) -> list[np.ndarray]:
@@ -524,7 +585,9 @@ def assert_right(p: Combined, got: Results, unit: str) -> None:
     if dot and p.has_infinity:  # its instruction takes subnormal inputs as zeros, and 0 times infinity is NaN
         arrays[:2] = [np.where(np.abs(plain(x)) < 2.0**-126, x.dtype.type(0), x) for x in arrays[:2]]
     want, want_lse = reference.attention(*arrays, return_lse=True, **options)
-    clean = np.where(np.isfinite(arrays[2]), arrays[2], 0).astype(arrays[2].dtype)  # what sees others is not finite itself
+    clean = np.where(np.isfinite(arrays[2]), arrays[2], 0).astype(
+        arrays[2].dtype
+    )  # what sees others is not finite itself
     bounds = reference.error_bound(*arrays[:2], clean, dot=dot, **options)
     for item, (out, lse) in enumerate(got):
         rows = out.shape[1]
@@ -533,7 +596,9 @@ def assert_right(p: Combined, got: Results, unit: str) -> None:
             neither = ~np.isfinite(plain(out)) & ~np.isfinite(expected)
             out = np.where(neither, expected, plain(out))
         assert_within(out, expected, bounds.out[item, :, :rows], f"out of item {item}", zeros_allowed=True)
-        assert_within(lse, want_lse[item, :, :rows], bounds.lse[item, :, :rows], f"lse of item {item}", zeros_allowed=True)
+        assert_within(
+            lse, want_lse[item, :, :rows], bounds.lse[item, :, :rows], f"lse of item {item}", zeros_allowed=True
+        )
 
 
 def bits(x: np.ndarray) -> bytes:
@@ -544,19 +609,34 @@ def bits(x: np.ndarray) -> bytes:
 def assert_same(want: Results, got: Results) -> None:
     for item, pair in enumerate(zip(want, got, strict=False)):
         for name, x, y in zip(("out", "lse"), *pair, strict=True):
-            assert x.shape == y.shape and x.dtype == y.dtype, f"{name} of item {item}: {y.dtype} {y.shape}, expected {x.dtype} {x.shape}"
+            assert x.shape == y.shape and x.dtype == y.dtype, (
+                f"{name} of item {item}: {y.dtype} {y.shape}, expected {x.dtype} {x.shape}"
+            )
             if bits(x) != bits(y):
-                other = np.argwhere([bits(a) != bits(b) for a, b in zip(x.reshape(-1), y.reshape(-1), strict=True)])[:, 0]
+                other = np.argwhere([bits(a) != bits(b) for a, b in zip(x.reshape(-1), y.reshape(-1), strict=True)])[
+                    :, 0
+                ]
                 at = tuple(int(n) for n in np.unravel_index(other[0], x.shape))
                 raise AssertionError(
-                    f"{name} of item {item}: {len(other)} of {x.size} differ; first at {at}: {y[at]!r}, expected {x[at]!r}"
+                    f"{name} of item {item}: {len(other)} of {x.size} differ; first at {at}: {y[at]!r}, expected "
+                    f"{x[at]!r}"
                 )
 
 
 WAYS: tuple[tuple[Callable[..., Iterator[Results]], bool], ...] = (  # and whether keys lie in a cache
-    (by_threads, False), (with_out, False), (by_layouts, False), (one_by_one, False), (by_chunks, False), (by_heads, False),
-    (flooded, False), (by_pages, False), (by_cache, True), (by_ring, True), (by_pool, True), (by_codes, True),
-)  # fmt: skip
+    (by_threads, False),
+    (with_out, False),
+    (by_layouts, False),
+    (one_by_one, False),
+    (by_chunks, False),
+    (by_heads, False),
+    (flooded, False),
+    (by_pages, False),
+    (by_cache, True),
+    (by_ring, True),
+    (by_pool, True),
+    (by_codes, True),
+)
 
 
 def failures(form: Form, seed: int, index: int, *, short: bool) -> Iterator[str]:
@@ -565,21 +645,28 @@ def failures(form: Form, seed: int, index: int, *, short: bool) -> Iterator[str]
     if short and vectors_of(form) != 3 and not any(x.q.size for x in p.parts):
         return  # the schedule has three vectors for no rows
     unit, other = units(form)
-    others = [other] if short else [x.name for x in host_isas() if form.dtype != "bfloat16" or x.bf16_dot == isa_named(unit).bf16_dot]
+    others = (
+        [other]
+        if short
+        else [x.name for x in host_isas() if form.dtype != "bfloat16" or x.bf16_dot == isa_named(unit).bf16_dot]
+    )
     try:
         with kernels(form, unit, short):
             want = first_call(p, np.random.default_rng([seed, index, 0]))
     except Exception as error:
         yield f"call: {type(error).__name__}: {error}"
         return
-    checks: list[tuple[str, str, bool, Callable[[], Any]]] = [("reference", unit, False, lambda: assert_right(p, want, unit))]
+    checks: list[tuple[str, str, bool, Callable[[], Any]]] = [
+        ("reference", unit, False, lambda: assert_right(p, want, unit))
+    ]
 
     def compare(way: Any, salt: int) -> None:
         for got in way(p, np.random.default_rng([seed, index, salt]), short):
             assert_same(want, got)
 
     checks += [
-        (u, u, False, lambda: assert_same(want, first_call(p, np.random.default_rng([seed, index, 0])))) for u in set(others) - {unit}
+        (u, u, False, lambda: assert_same(want, first_call(p, np.random.default_rng([seed, index, 0]))))
+        for u in set(others) - {unit}
     ]
     for salt, (way, cached) in enumerate(WAYS, 1):
         wanted = ("codes",) if way is by_codes else ("cached", "steps")
@@ -604,7 +691,10 @@ def test_combined(form, monkeypatch):
     first, each = FORMS.index(form), 50_000 // len(FORMS) if FULL else EACH
     found = []
     for index in range(first, first + each * len(FORMS), len(FORMS)):
-        found += [f"{again(SEED, index, short=not FULL)}  # {form.name}: {x}" for x in failures(form, SEED, index, short=not FULL)]
+        found += [
+            f"{again(SEED, index, short=not FULL)}  # {form.name}: {x}"
+            for x in failures(form, SEED, index, short=not FULL)
+        ]
     assert not found, "\n".join(found)
     assert FULL or len(shapes) <= form.kernels, "\n".join(str(s) for s in shapes)
 
@@ -634,10 +724,41 @@ def test_problems_are_of_every_kind():
         seen.update({"ragged"} if len({(x.q.shape[1], x.k.shape[1]) for x in p.parts}) > 1 else set())
         seen.update({"grouped"} if p.parts[0].q.shape[0] > p.parts[0].k.shape[0] else set())
         seen.update({"infinities"} if p.has_infinity else set())
-        seen.update({"nothing to say"} if not any(x.q.size and np.nan_to_num(plain(x.v)).any() for x in p.parts) else set())
-    wanted = ["bhld", "blhd", "lhd", "numpy", "torch", "plain", "transposed", "sliced", "backwards", "unaligned", "repeats batch"]
-    wanted += ["repeats heads", "causal True", "causal False", "causal top-left", "scale None", "scale -0.3", "scale 0.0", "scale 1e-30"]
-    wanted += [f"{n} items" for n in (1, 2, 3, 4)] + ["at the end", "k_start", "elsewhere", "sinks", "ragged", "grouped", "infinities"]
+        seen.update(
+            {"nothing to say"} if not any(x.q.size and np.nan_to_num(plain(x.v)).any() for x in p.parts) else set()
+        )
+    wanted = [
+        "bhld",
+        "blhd",
+        "lhd",
+        "numpy",
+        "torch",
+        "plain",
+        "transposed",
+        "sliced",
+        "backwards",
+        "unaligned",
+        "repeats batch",
+    ]
+    wanted += [
+        "repeats heads",
+        "causal True",
+        "causal False",
+        "causal top-left",
+        "scale None",
+        "scale -0.3",
+        "scale 0.0",
+        "scale 1e-30",
+    ]
+    wanted += [f"{n} items" for n in (1, 2, 3, 4)] + [
+        "at the end",
+        "k_start",
+        "elsewhere",
+        "sinks",
+        "ragged",
+        "grouped",
+        "infinities",
+    ]
     assert min(seen[x] for x in wanted) >= 10, seen
     assert seen["nothing to say"] <= 40 and seen["at the end"] >= 150
 
@@ -660,9 +781,16 @@ def main() -> int:
         form = FORMS[index % len(FORMS)]
         for what in failures(form, given.seed, index, short=given.short):
             wrong += 1
-            print(f"{again(given.seed, index, short=given.short)}  # {form.name}: {' '.join(what.split())[:300]}", flush=True)
+            print(
+                f"{again(given.seed, index, short=given.short)}  # {form.name}: {' '.join(what.split())[:300]}",
+                flush=True,
+            )
         if done % 1000 == 0:
-            print(f"{done:,} problems, {wrong} failures, {time.perf_counter() - start:,.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"{done:,} problems, {wrong} failures, {time.perf_counter() - start:,.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     print(f"{len(wanted):,} problems, {wrong} failures, {time.perf_counter() - start:,.0f} s")
     return min(wrong, 1)
 

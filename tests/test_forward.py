@@ -53,7 +53,9 @@ def test_tied_maxima_are_not_biased(isa, rng, dtype):
     """Equal keys: every weight is the same, so rounding must not lean to one side (mean signed error <= 0.1 u M)."""
     k = np.repeat(rng.standard_normal((1, 1, 1, 32)), 4096, axis=2).astype(numpy_dtype(dtype))
     q = rng.standard_normal((1, 1, 64, 32)).astype(numpy_dtype(dtype))
-    v = (np.exp2(rng.uniform(-4, 4, 512)) * (rng.random((1, 1, 4096, 512)) + 0.5)).astype(numpy_dtype(dtype))  # means of any size
+    v = (np.exp2(rng.uniform(-4, 4, 512)) * (rng.random((1, 1, 4096, 512)) + 0.5)).astype(
+        numpy_dtype(dtype)
+    )  # means of any size
     got = plain(sl.attention(q, k, v))
     want = sl.reference.attention(q, k, v)
     bias = ((got - want) / want).mean() / sl.reference.ROUNDOFF[dtype]
@@ -70,7 +72,15 @@ CASES = [
     ("no keys", [[1.0], [2.0]], [], [], {}, [[0.0], [0.0]], [-INF, -INF]),
     ("row before every key", [[1.0], [2.0]], ONE, [[3.0]], {"causal": True}, [[0.0], [3.0]], [-INF, 2.0]),
     ("q_start far below", ONE, ONE, [[3.0]], {"causal": True, "q_start": -100}, [[0.0]], [-INF]),
-    ("q_start far above", ONE, [[1.0], [1.0]], [[3.0], [5.0]], {"causal": True, "q_start": 10**9}, [[4.0]], [1 + np.log(2)]),
+    (
+        "q_start far above",
+        ONE,
+        [[1.0], [1.0]],
+        [[3.0], [5.0]],
+        {"causal": True, "q_start": 10**9},
+        [[4.0]],
+        [1 + np.log(2)],
+    ),
     ("keys after the query", ONE, ONE, [[3.0]], {"causal": True, "q_start": 1023, "k_start": 1024}, [[0.0]], [-INF]),
     ("keys at the query", ONE, ONE, [[3.0]], {"causal": True, "q_start": 1024, "k_start": 1024}, [[3.0]], [1.0]),
     ("scale zero", [[9.0]], [[5.0], [7.0]], [[1.0], [3.0]], {"scale": 0.0}, [[2.0]], [np.log(2)]),
@@ -88,8 +98,24 @@ CASES = [
     ("both infinities", ONE, [[1.0], [1.0]], [[INF, 1.0], [-INF, 1.0]], {}, [[NAN, 1.0]], [1 + np.log(2)]),
     ("inf value of no weight", [[2000.0]], [[1.0], [0.0]], [[1.0], [INF]], {}, [[NAN]], [2000.0]),
     ("hidden nan key", [[1.0], [1.0]], [[1.0], [NAN]], [[3.0], [5.0]], {"causal": True}, [[3.0], [NAN]], [1.0, NAN]),
-    ("hidden nan value", [[1.0], [1.0]], [[1.0], [1.0]], [[3.0], [NAN]], {"causal": True}, [[3.0], [NAN]], [1.0, 1 + np.log(2)]),
-    ("hidden inf value", [[1.0], [1.0]], [[1.0], [1.0]], [[3.0], [INF]], {"causal": True}, [[3.0], [INF]], [1.0, 1 + np.log(2)]),
+    (
+        "hidden nan value",
+        [[1.0], [1.0]],
+        [[1.0], [1.0]],
+        [[3.0], [NAN]],
+        {"causal": True},
+        [[3.0], [NAN]],
+        [1.0, 1 + np.log(2)],
+    ),
+    (
+        "hidden inf value",
+        [[1.0], [1.0]],
+        [[1.0], [1.0]],
+        [[3.0], [INF]],
+        {"causal": True},
+        [[3.0], [INF]],
+        [1.0, 1 + np.log(2)],
+    ),
     ("all logits below -5e4", [[-300.0]], [[200.0], [200.0]], [[1.0], [3.0]], {}, [[2.0]], [-60000 + np.log(2)]),
     ("f16 scores above 65504", [[300.0]], [[300.0], [300.0]], [[1.0], [3.0]], {}, [[2.0]], [90000 + np.log(2)]),
     ("far apart", [[100.0]], [[100.0], [-100.0]], [[1.0], [3.0]], {}, [[1.0]], [10000.0]),
@@ -123,10 +149,17 @@ def test_special_values(isa, dtype, case):
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [
-        ("float32", 1.84e19), ("float32", 1e19), ("float32", 1e5), ("bfloat16", 1.84e19), ("bfloat16", 1e19), ("bfloat16", 3e4),
-        ("float64", 1.34e154), ("float64", 1e154), ("float64", 1e9),
+        ("float32", 1.84e19),
+        ("float32", 1e19),
+        ("float32", 1e5),
+        ("bfloat16", 1.84e19),
+        ("bfloat16", 1e19),
+        ("bfloat16", 3e4),
+        ("float64", 1.34e154),
+        ("float64", 1e154),
+        ("float64", 1e9),
     ],
-)  # fmt: skip
+)
 def test_huge_logits_stay_finite(isa, dtype, size):
     """Scores of 3.4e38 (1.8e308): the largest weight is exactly 1, whatever rounding does to the product."""
     kind = numpy_dtype(dtype)
@@ -202,7 +235,9 @@ def test_subnormals_survive(isa, dtype):
         out = sl.attention(q, k, v)
     finally:
         torch.set_flush_denormal(False)
-    assert (out == 8 * tiny).all()  # after the reset: a flushing comparison would find them equal to 0, and 0 equal to them
+    assert (
+        out == 8 * tiny
+    ).all()  # after the reset: a flushing comparison would find them equal to 0, and 0 equal to them
 
 
 # --- R04
@@ -240,7 +275,9 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
         row = sl.attention(q[:, :, i : i + 1], k[:, :, : 1101 + i], v[:, :, : 1101 + i], causal=True)
         assert whole[:, :, i : i + 1].tobytes() == row.tobytes()
     for b in range(3):
-        assert whole[b : b + 1].tobytes() == sl.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], causal=True).tobytes()
+        assert (
+            whole[b : b + 1].tobytes() == sl.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], causal=True).tobytes()
+        )
     for h in range(4):
         one = sl.attention(q[:, h : h + 1], k[:, h // 2 : h // 2 + 1], v[:, h // 2 : h // 2 + 1], causal=True)
         assert whole[:, h : h + 1].tobytes() == one.tobytes()
@@ -251,7 +288,9 @@ def test_packed_is_padded(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 1, 4, 2, 210, 400, 20, 24)
     cu_q, cu_k = [0, 0, 17, 210], [0, 30, 150, 400]
     packed = [x[0].transpose(1, 0, 2) for x in (q, k, v)]
-    out, lse = sl.attention(*packed, layout="lhd", cu_seqlens_q=cu_q, cu_seqlens_k=np.array(cu_k, np.int32), causal=True, return_lse=True)
+    out, lse = sl.attention(
+        *packed, layout="lhd", cu_seqlens_q=cu_q, cu_seqlens_k=np.array(cu_k, np.int32), causal=True, return_lse=True
+    )
     assert out.shape == (210, 4, 24) and lse.shape == (4, 210)
     for a, b, c, d in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
         alone, alone_lse = sl.attention(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal=True, return_lse=True)
@@ -292,7 +331,10 @@ def test_layouts_and_strides(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 60, 150, 34, 34)
     want = sl.attention(q, k, v, causal=True)
     blhd = [np.ascontiguousarray(x.transpose(0, 2, 1, 3)) for x in (q, k, v)]
-    assert want.tobytes() == np.ascontiguousarray(sl.attention(*blhd, causal=True, layout="blhd").transpose(0, 2, 1, 3)).tobytes()
+    assert (
+        want.tobytes()
+        == np.ascontiguousarray(sl.attention(*blhd, causal=True, layout="blhd").transpose(0, 2, 1, 3)).tobytes()
+    )
     backwards = [x[:, ::-1, ::-1, ::-1].copy()[:, ::-1, ::-1, ::-1] for x in (q, k, v)]
     apart = [np.repeat(np.repeat(x, 2, axis=3), 3, axis=2)[:, :, ::3, ::2] for x in (q, k, v)]
     columns = [np.asfortranarray(x) for x in (q, k, v)]
@@ -327,7 +369,9 @@ def test_kinds_of_arrays(rng):
     tensors = [torch.from_numpy(x) for x in (q, k, v)]
     for _ in range(2):  # first call, then the memoised one
         got, lse = sl.attention(*tensors, return_lse=True)
-        assert isinstance(got, torch.Tensor) and isinstance(lse, torch.Tensor) and got.numpy().tobytes() == want.tobytes()
+        assert (
+            isinstance(got, torch.Tensor) and isinstance(lse, torch.Tensor) and got.numpy().tobytes() == want.tobytes()
+        )
     halves = [x.bfloat16() for x in tensors]
     got = sl.attention(*halves)
     assert got.dtype is torch.bfloat16

@@ -1,4 +1,5 @@
-"""The GPU engine (R27): accuracy (R01), special values (R03), hidden data (R04), every mask; in Triton's interpreter, or on a GPU.
+"""The GPU engine (R27): accuracy (R01), special values (R03), hidden data (R04), every mask; in Triton's interpreter,
+or on a GPU.
 
 Blocks are made small where what is tested is how they join.
 """
@@ -73,20 +74,27 @@ def check(q, k, v, *, zeros_allowed=False, **options):
 
 def same(a, b):
     """The same bits, of NaN too."""
-    return all(x.cpu().contiguous().view(torch.uint8).equal(y.cpu().contiguous().view(torch.uint8)) for x, y in zip(a, b, strict=True))
+    return all(
+        x.cpu().contiguous().view(torch.uint8).equal(y.cpu().contiguous().view(torch.uint8))
+        for x, y in zip(a, b, strict=True)
+    )
 
 
 # --- accuracy
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("d", "dv"), [(1, 1), (2, 3), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8), (192, 128), (512, 512)])
+@pytest.mark.parametrize(
+    ("d", "dv"), [(1, 1), (2, 3), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8), (192, 128), (512, 512)]
+)
 def test_every_dim(rng, dtype, d, dv):
     check(*qkv(rng, dtype, 1, 2, 1, 40, 70, d, dv), causal=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("q_len", "k_len"), [(0, 5), (5, 0), (1, 1), (3, 127), (33, 64), (70, 129), (16, 600), (1, 1030)])
+@pytest.mark.parametrize(
+    ("q_len", "k_len"), [(0, 5), (5, 0), (1, 1), (3, 127), (33, 64), (70, 129), (16, 600), (1, 1030)]
+)
 def test_every_length(rng, dtype, q_len, k_len):
     with small_blocks(Tile(32, 32, 4, 1)):
         for causal in (False, True, "top-left"):
@@ -110,7 +118,9 @@ def test_random_problems(seed):
             options["scale"] = float(rng.choice([-1, 0, 0.01, 2.5]))
         if rng.random() < 0.2:
             options["sink_logits"] = rng.standard_normal(kv_heads * group).tolist()
-        with small_blocks(Tile(int(rng.choice([16, 32])), int(rng.choice([16, 32, 64])), 4, 1, bool(rng.random() < 0.5))):
+        with small_blocks(
+            Tile(int(rng.choice([16, 32])), int(rng.choice([16, 32, 64])), 4, 1, bool(rng.random() < 0.5))
+        ):
             check(q, k, v, zeros_allowed=True, **options)
 
 
@@ -142,7 +152,9 @@ def test_special_values(dtype, rows, case):
     want = np.broadcast_to(np.array(out)[None, None], got.shape)
     np.testing.assert_allclose(plain(got.cpu()), want, rtol=4 * sl.reference.ROUNDOFF[dtype], atol=0)
     if lse is not None:
-        np.testing.assert_allclose(plain(got_lse.cpu()), np.broadcast_to(np.array(lse)[None, None], got_lse.shape), rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(
+            plain(got_lse.cpu()), np.broadcast_to(np.array(lse)[None, None], got_lse.shape), rtol=2e-6, atol=2e-6
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -211,7 +223,13 @@ def test_hidden_data_never_matter(rng, name, dtype, q_len, fill):
 
 
 @settings(max_examples=400 if FULL else 25, deadline=None)
-@given(mask=st.none() | masks(), score=st.none() | scores(), causal=st.booleans(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+@given(
+    mask=st.none() | masks(),
+    score=st.none() | scores(),
+    causal=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 99),
+)
 def test_random_expressions(mask, score, causal, dtype, seed):
     rng = np.random.default_rng(seed)
     q_len, k_len = int(rng.integers(1, 90)), int(rng.integers(1, 130))
@@ -251,9 +269,13 @@ def test_dense_arrays(rng, q_len):
         assert_within(attention(q, k, v, mask=tensor(seen), score=tensor(bias)).cpu(), want, bound)
         tables = sl.table(seen), sl.table(bias)
         got = attention(
-            q, k, v, q_start=0, mask=lambda b, h, i, j: tables[0][b, 0 * b, i, j],
+            q,
+            k,
+            v,
+            q_start=0,
+            mask=lambda b, h, i, j: tables[0][b, 0 * b, i, j],
             score=lambda s, b, h, i, j: sl.where(tables[1][h, i, j] == -np.inf, -np.inf, s + tables[1][h, i, j]),
-        )  # fmt: skip
+        )
         assert_within(got.cpu(), want, bound)
 
 
@@ -298,7 +320,9 @@ def test_an_index_that_may_be_out_of_range_is_looked_at(factor):
     ids, grid = sl.table(np.arange(50) % 3, "ids"), sl.table(np.ones((20, 200), bool), "grid")
     for q_len in (1, 40):
         with pytest.raises(sl.ArgumentError, match="ids: expected index 1 from 0 to 49"):
-            seen_keys(q_len, 130, q_start=0, mask=lambda b, h, i, j: (ids[j] * factor >= 0) & (ids[j] * factor <= 3 * factor))
+            seen_keys(
+                q_len, 130, q_start=0, mask=lambda b, h, i, j: (ids[j] * factor >= 0) & (ids[j] * factor <= 3 * factor)
+            )
     if factor == 1:
         with pytest.raises(sl.ArgumentError, match="grid: expected index 1 from 0 to 19"):
             seen_keys(40, 130, q_start=0, mask=lambda b, h, i, j: grid[i, j])
@@ -360,7 +384,9 @@ def test_layouts_and_strides(rng, layout):
     got = sl.attention(*views, causal=True, layout=layout, engine="cuda").cpu()
     assert same([got.swapaxes(1, 2) if layout == "blhd" else got], [want])
     out = torch.full((2, 4, 40, 33), NAN, device=DEVICE)[..., 5:25]
-    assert sl.attention(tensor(q), tensor(k), tensor(v), causal=True, out=out, engine="cuda") is out and same([out], [want])
+    assert sl.attention(tensor(q), tensor(k), tensor(v), causal=True, out=out, engine="cuda") is out and same(
+        [out], [want]
+    )
 
 
 @pytest.mark.parametrize("q_lengths", [[1, 2, 1], [40, 1, 0], [3, 70, 40]])
@@ -384,7 +410,10 @@ def test_packed_is_padded_is_alone(rng, q_lengths):
             assert not out[i, :, n:].any() and torch.isneginf(lse[i, :, n:]).all()
             want = sl.reference.attention(*each[i], causal=True)
             assert_within(
-                out[i : i + 1, :, :n].cpu(), want, sl.reference.error_bound(*each[i], causal=True, tile=32).out, zeros_allowed=True
+                out[i : i + 1, :, :n].cpu(),
+                want,
+                sl.reference.error_bound(*each[i], causal=True, tile=32).out,
+                zeros_allowed=True,
             )
 
 
@@ -456,13 +485,24 @@ def test_wrong_arguments(rng):
     for message, error, call in (
         ("engine: expected", sl.ArgumentError, lambda: sl.attention(q, k, v, engine="gpu")),
         ("precision: expected", sl.ArgumentError, lambda: sl.attention(q, k, v, precision="half", engine="cuda")),
-        ("q: expected float32, float16 or bfloat16 on a GPU", sl.UnsupportedError,
-         lambda: sl.attention(*(x.double() for x in (q, k, v)), engine="cuda")),
-        ("q: expected head dims up to 512", sl.UnsupportedError, lambda: attention(*qkv(rng, "float32", 1, 1, 1, 2, 2, 600, 8))),
+        (
+            "q: expected float32, float16 or bfloat16 on a GPU",
+            sl.UnsupportedError,
+            lambda: sl.attention(*(x.double() for x in (q, k, v)), engine="cuda"),
+        ),
+        (
+            "q: expected head dims up to 512",
+            sl.UnsupportedError,
+            lambda: attention(*qkv(rng, "float32", 1, 1, 1, 2, 2, 600, 8)),
+        ),
         ("k: expected head_dim 16", sl.ArgumentError, lambda: sl.attention(q, k[..., :8], v, engine="cuda")),
-        ("q: expected a tensor on a GPU", sl.ArgumentError, lambda: sl.attention(*(x.cpu().numpy() for x in (q, k, v)), engine="cuda")),
+        (
+            "q: expected a tensor on a GPU",
+            sl.ArgumentError,
+            lambda: sl.attention(*(x.cpu().numpy() for x in (q, k, v)), engine="cuda"),
+        ),
         ("return_lse", sl.ArgumentTypeError, lambda: sl.attention(q, k, v, return_lse=1, engine="cuda")),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=message):
             call()
 
@@ -471,7 +511,9 @@ def test_wrong_arguments(rng):
 def test_index_out_of_range_is_an_error(rng, q_len):
     q, k, v = qkv(rng, "float32", 1, 2, 1, q_len, 90, 16, 16)
     ids = sl.table(np.zeros(50, np.int32), "ids")
-    with pytest.raises(sl.ArgumentError, match=r"ids: expected index 1 from 0 to 49 where the key is visible; got \d\d"):
+    with pytest.raises(
+        sl.ArgumentError, match=r"ids: expected index 1 from 0 to 49 where the key is visible; got \d\d"
+    ):
         attention(q, k, v, mask=lambda b, h, i, j: ids[j] == 0)
     check(q, k, v, mask=lambda b, h, i, j: (ids[j] == 0) & (j < 50))
 

@@ -26,8 +26,10 @@ from speedlight.gpu import ahead
 for name, options in ahead.cases():
     if name in ("bfloat16 d128 prefill causal", "bfloat16 d128 decode documents"):
         for each in ahead.build((9, 0), **options):
-            given = {n: torch.empty(16, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for n, x in each.arguments.items()}
-            built = each.kernel.warmup(**given, grid=each.grid, num_warps=each.warps, num_stages=each.stages, maxnreg=each.registers)
+            given = {n: torch.empty(16, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for n,
+                     x in each.arguments.items()}
+            built = each.kernel.warmup(**given, grid=each.grid, num_warps=each.warps, num_stages=each.stages,
+                                       maxnreg=each.registers)
             print(name, each.kernel.__name__, built.metadata.shared)
 """
 
@@ -40,14 +42,18 @@ def run(*words):
 @pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
 def test_kernels_compile_without_faults(capability):
     done = run("-m", "speedlight.gpu.ahead", capability, "--quick")
-    assert done.returncode == 0 and done.stdout.endswith(" kernels compiled, 0 with faults\n"), done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.endswith(" kernels compiled, 0 with faults\n"), (
+        done.stdout + done.stderr
+    )
     assert done.stdout.count(" attend: ") == 3 and done.stdout.count(" tensor, ") >= 7
 
 
 def test_the_path_of_a_call():
     """Triton's own reading of the arguments, up to the launch."""
     done = run("-c", JIT)
-    assert done.returncode == 0 and done.stdout.count("attend") == 4 and done.stdout.count("combine") == 1, done.stdout + done.stderr
+    assert done.returncode == 0 and done.stdout.count("attend") == 4 and done.stdout.count("combine") == 1, (
+        done.stdout + done.stderr
+    )
 
 
 def test_faults_are_found():
@@ -57,5 +63,6 @@ def test_faults_are_found():
     assert not good.faults((9, 0), True)
     for bad in ({"spills": 4}, {"shared": 232_449}, {"instructions": {"tensor": 0}}, {"warnings": ("C7510",)}):
         assert Compiled(
-            **{"name": "x", "registers": 1, "spills": 0, "shared": 1, "seconds": 1.0, "instructions": {"tensor": 1}} | bad
+            **{"name": "x", "registers": 1, "spills": 0, "shared": 1, "seconds": 1.0, "instructions": {"tensor": 1}}
+            | bad
         ).faults((9, 0), True)

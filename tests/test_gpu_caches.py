@@ -1,4 +1,6 @@
-"""Caches, pools and block tables on a GPU: the same answers as on the CPU, the same errors; in Triton's interpreter, or on a GPU."""
+"""Caches, pools and block tables on a GPU: the same answers as on the CPU, the same errors; in Triton's interpreter, or
+on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from wrong import WRONG
 
 import speedlight as sl
 from speedlight.gpu import launch
-from speedlight.rings import SPARE
+from speedlight.windows import SPARE
 
 KINDS = ("float32", "float16", "bfloat16", "int8")
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
@@ -70,12 +72,34 @@ def test_uneven_lengths_and_beams(rng):
     assert there.lengths(0) == (24, 4, 40) and beams.lengths(0) == (41, 25)
 
 
-@pytest.mark.parametrize(("dtype", "keep", "capacity"), [("float32", 0, None), ("bfloat16", 5, 3000), ("int8", 5, None)])
+@pytest.mark.parametrize(
+    ("dtype", "keep", "capacity"), [("float32", 0, None), ("bfloat16", 5, 3000), ("int8", 5, None)]
+)
 def test_a_window_in_constant_memory(rng, dtype, keep, capacity):
-    """Many times round the ring, in steps, in chunks, in chunks that the ring has no room for; the same as on the CPU."""
-    sizes = {"layers": 1, "batch": 2, "kv_heads": 1, "head_dim": 16, "window": 20, "keep_first": keep, "capacity": capacity, "dtype": dtype}
+    """Many times round the ring, in steps, in chunks, in chunks that the ring has no room for; the same as on the
+    CPU.
+    """
+    sizes = {
+        "layers": 1,
+        "batch": 2,
+        "kv_heads": 1,
+        "head_dim": 16,
+        "window": 20,
+        "keep_first": keep,
+        "capacity": capacity,
+        "dtype": dtype,
+    }
     here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
-    for n, uneven in ((3, None), (1, None), (100, None), (300, None), (30, [30, 4]), (1, None), (270, [1, 270]), (2, None)):
+    for n, uneven in (
+        (3, None),
+        (1, None),
+        (100, None),
+        (300, None),
+        (30, [30, 4]),
+        (1, None),
+        (270, [1, 270]),
+        (2, None),
+    ):
         q, k, v = tokens(rng, dtype, (2, 2, n, 16), (2, 1, n, 16), (2, 1, n, 16))
         want, want_lse = here.attend(0, q, k, v, return_lse=True, new_lengths=uneven)
         got, lse = there.attend(0, *(tensor(x) for x in (q, k, v)), return_lse=True, new_lengths=uneven)
@@ -99,7 +123,7 @@ def test_a_failed_piece_leaves_the_window(rng, monkeypatch):
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=20, device="cuda")
     x = [tensor(y) for y in tokens(rng, "float32", (1, 1, 600, 16), (1, 1, 600, 16), (1, 1, 600, 16))]
     cache.attend(0, *(y[:, :, :50] for y in x))
-    before, calls, real = cache.keys(0), [], sl.gpu.resident.run
+    before, calls, real = cache.keys(0), [], sl.gpu.storage.run
 
     def fail(*a, **o):
         calls.append(1)
@@ -107,7 +131,7 @@ def test_a_failed_piece_leaves_the_window(rng, monkeypatch):
             raise sl.CompileError("no")
         return real(*a, **o)
 
-    monkeypatch.setattr("speedlight.gpu.resident.run", fail)
+    monkeypatch.setattr("speedlight.gpu.storage.run", fail)
     with pytest.raises(sl.CompileError):
         cache.attend(0, *x)
     assert len(calls) == 3 and cache.length(0) == 50 and same([before], [cache.keys(0)])
@@ -116,7 +140,9 @@ def test_a_failed_piece_leaves_the_window(rng, monkeypatch):
 @pytest.mark.parametrize("n", [17, 40])
 def test_a_failing_call_takes_nothing_from_a_ring(rng, n, monkeypatch):
     """New tokens of a ring are written over old ones, to which truncate() could still go back."""
-    here, cache = (sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=20, **more) for more in ({}, {"device": "cuda"}))
+    here, cache = (
+        sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=20, **more) for more in ({}, {"device": "cuda"})
+    )
     x = tokens(rng, "float32", (1, 1, 600, 16), (1, 1, 600, 16), (1, 1, 600, 16))
     cache.append(0, *(tensor(y) for y in x[1:]))
     first = 600 - 276 + SPARE + 19
@@ -126,7 +152,7 @@ def test_a_failing_call_takes_nothing_from_a_ring(rng, n, monkeypatch):
         raise sl.CompileError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr("speedlight.gpu.resident.run", fail)
+        patch.setattr("speedlight.gpu.storage.run", fail)
         with pytest.raises(sl.CompileError):
             cache.attend(0, *(tensor(y[:, :, :n]) for y in x))
     with pytest.raises(sl.ArgumentError, match="one whose window is still there"):
@@ -137,12 +163,16 @@ def test_a_failing_call_takes_nothing_from_a_ring(rng, n, monkeypatch):
 
 
 def test_a_kept_expression_is_run_at_any_position(rng):
-    """Where its integers are beyond 32 bits, and where its indices are beyond a table: not only at those of the first call."""
+    """Where its integers are beyond 32 bits, and where its indices are beyond a table: not only at those of the first
+    call.
+    """
     x = tokens(rng, "float32", (1, 1, 16, 16), (1, 1, 16, 16), (1, 1, 16, 16))
     beyond = sl.expression(lambda b, h, i, j: (16 - i) * 400_000_000 * (j % 2) > 0)
     ids = sl.table(np.zeros(16, np.int64), "ids")
     outside = sl.expression(lambda b, h, i, j: ids[3 * (15 - i)] == 0)
-    here, there = (sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=16, **more) for more in ({}, {"device": "cuda"}))
+    here, there = (
+        sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=16, **more) for more in ({}, {"device": "cuda"})
+    )
     for first in (15, 9):
         for cache, of in ((here, np.asarray), (there, tensor)):
             cache.clear()
@@ -161,7 +191,9 @@ def test_a_kept_expression_is_run_at_any_position(rng):
 
 @needs_places
 @pytest.mark.parametrize("window", [20, None] if FULL else [20])
-@pytest.mark.parametrize("method", ["append", "truncate", "attend"] if FULL else ["append", "truncate"])  # the interpreter is slow
+@pytest.mark.parametrize(
+    "method", ["append", "truncate", "attend"] if FULL else ["append", "truncate"]
+)  # the interpreter is slow
 def test_an_interrupt_anywhere_leaves_a_cache_as_it_was(rng, method, window):
     """At every place of the cache's own functions."""
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=600, window=window, device="cuda")
@@ -179,10 +211,10 @@ def test_an_interrupt_anywhere_leaves_a_cache_as_it_was(rng, method, window):
         return [cache.keys(0), cache.values(0)], [cache.length(0), cache._device_lengths.tolist(), cache._held]
 
     before, probe = state(), cache.copy()
-    found = places(lambda: call(probe), "resident.py")
+    found = places(lambda: call(probe), "storage.py")
     assert len(found) > 5
     for n in spread(found, 1000 if FULL else 12):
-        assert interrupted(lambda: call(cache), n, "resident.py")
+        assert interrupted(lambda: call(cache), n, "storage.py")
         parts, lengths = state()
         assert lengths == before[1] and same(parts, before[0]), n
     call(cache)
@@ -202,7 +234,9 @@ def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     cache._held = [([0], [0])]
     cache._captured = True
     strides = k.stride(), v.stride()
-    step = cache._rows[0].put(k, v, strides, cache._device_lengths[0], 4, cache._status, arrived=cache._arrived[0], capacity=10)
+    step = cache._rows[0].put(
+        k, v, strides, cache._device_lengths[0], 4, cache._status, arrived=cache._arrived[0], capacity=10
+    )
     launch.start(step)
     with pytest.raises(sl.CacheFull, match=r"found no room: 3 of 10"):
         cache.length(0)
@@ -219,7 +253,7 @@ def test_a_failed_call_leaves_the_lengths(rng, monkeypatch):
     def fail(*_, **__):
         raise sl.CompileError("no")
 
-    monkeypatch.setattr("speedlight.gpu.resident.run", fail)
+    monkeypatch.setattr("speedlight.gpu.storage.run", fail)
     with pytest.raises(sl.CompileError):
         cache.attend(0, q, k, v)
     assert cache.length(0) == 2 and cache._device_lengths.tolist() == [[2]]
@@ -272,8 +306,17 @@ def test_arguments_of_any_type(rng):
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
     cache.append(0, x, x)
     step = {"layer": 0, "q": x, "k": x, "v": x, "new_lengths": None, "return_lse": False, "out": None}
-    calls = [("attend", step), ("append", {n: step[n] for n in ("layer", "k", "v", "new_lengths")}), ("truncate", {"length": 1})]
-    calls += [("select", {"batch_indices": [0]}), ("lengths", {"layer": 0}), ("length", {"layer": 0, "item": 0}), ("save", {"path": "x"})]
+    calls = [
+        ("attend", step),
+        ("append", {n: step[n] for n in ("layer", "k", "v", "new_lengths")}),
+        ("truncate", {"length": 1}),
+    ]
+    calls += [
+        ("select", {"batch_indices": [0]}),
+        ("lengths", {"layer": 0}),
+        ("length", {"layer": 0, "item": 0}),
+        ("save", {"path": "x"}),
+    ]
     for method, usual in calls:
         for name in usual:
             for wrong in WRONG:
@@ -300,9 +343,13 @@ def test_a_pool_says_what_it_says_on_the_cpu(rng, dtype, options):
         n = sum(counts)
         q, k, v = tokens(rng, dtype, (n, 4, 17), (n, 2, 17), (n, 2, 20))
         want, want_lse = here.attend(1, ours, q, k, v, new_lengths=counts, return_lse=True, **options)
-        got, lse = there.attend(1, theirs, *(tensor(x) for x in (q, k, v)), new_lengths=counts, return_lse=True, **options)
+        got, lse = there.attend(
+            1, theirs, *(tensor(x) for x in (q, k, v)), new_lengths=counts, return_lse=True, **options
+        )
         close(got, want, dtype)
-        np.testing.assert_allclose(lse.cpu(), want_lse, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-5, err_msg=str(step))
+        np.testing.assert_allclose(
+            lse.cpu(), want_lse, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-5, err_msg=str(step)
+        )
     q = tokens(rng, dtype, (9, 4, 17))[0]
     lengths = {"new_lengths": [2, 3, 0, 4]}
     close(there.attend(1, theirs, tensor(q), **lengths), here.attend(1, ours, q, **lengths), dtype)
@@ -340,12 +387,24 @@ def test_raw_pages_of_any_size(rng, page_size):
     table = np.stack([rng.permutation(pages)[:most] for _ in range(3)])
     lengths = [40, 3, min(55, most * page_size)]
     want = sl.attention_paged(q, k, v, table, lengths, causal=True)
-    for tables in ((table.tolist(), lengths), (tensor(table), tensor(np.array(lengths))), (tensor(table.astype(np.int32)), lengths)):
+    for tables in (
+        (table.tolist(), lengths),
+        (tensor(table), tensor(np.array(lengths))),
+        (tensor(table.astype(np.int32)), lengths),
+    ):
         got = sl.attention_paged(tensor(q), tensor(k), tensor(v), *tables, causal=True, engine="cuda")
         close(got, want, "float32")
     packed = q.swapaxes(1, 2).reshape(6, 4, 16)
     got = sl.attention_paged(
-        tensor(packed), tensor(k), tensor(v), table, lengths, causal=True, layout="lhd", cu_seqlens_q=[0, 2, 4, 6], engine="cuda"
+        tensor(packed),
+        tensor(k),
+        tensor(v),
+        table,
+        lengths,
+        causal=True,
+        layout="lhd",
+        cu_seqlens_q=[0, 2, 4, 6],
+        engine="cuda",
     )
     close(got.reshape(3, 2, 4, 24).swapaxes(1, 2), want, "float32")
 
@@ -365,7 +424,10 @@ def test_block_tables_on_the_device_are_not_trusted(rng):
     wide = torch.full((2, 9), 77, device=DEVICE)
     wide[:, 2:4] = torch.tensor([3, 4])
     eight = torch.tensor([8, 8], device=DEVICE)
-    for view in (wide[:, 2:4], wide[:1, 2:4].expand(2, 2)):  # rows further apart than they are long, and not apart at all
+    for view in (
+        wide[:, 2:4],
+        wide[:1, 2:4].expand(2, 2),
+    ):  # rows further apart than they are long, and not apart at all
         assert same([sl.attention_paged(q, k, v, view, eight, engine="cuda")[1:]], [good])
         sl.attention_paged(q, k, v, view, eight + 1, engine="cuda")
         with pytest.raises(sl.ArgumentError, match="k_lengths: a length"):
@@ -392,7 +454,9 @@ class Machine(RuleBasedStateMachine):
         try:
             self.cache.append(0, tensor(x), tensor(x), new_lengths=counts)
             assert fits
-            self.held = [np.concatenate([h, x[i, 0, :n]]) for i, (h, n) in enumerate(zip(self.held, counts, strict=True))]
+            self.held = [
+                np.concatenate([h, x[i, 0, :n]]) for i, (h, n) in enumerate(zip(self.held, counts, strict=True))
+            ]
         except sl.CacheFull:
             assert not fits
 

@@ -21,15 +21,21 @@ INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small proble
 @INTERPRETED
 def test_rows(monkeypatch):
     rows = [
-        gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128), gpu.masked("window 1024", 160, 1, False, heads=2, d=32),
+        gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
+        gpu.masked("window 1024", 160, 1, False, heads=2, d=32),
         gpu.masked("alibi", 160, 1, False, heads=2, d=32), gpu.decode(2, 300, 1, heads=(4, 2), d=32),
     ]  # fmt: skip
     for row in rows:
-        assert "refused" not in row and row["seconds"]["speedlight"][2] > 0 and row["name"] in gpu.line(row, {"copy": 1e9})
+        assert (
+            "refused" not in row and row["seconds"]["speedlight"][2] > 0 and row["name"] in gpu.line(row, {"copy": 1e9})
+        )
     assert rows[0]["flops"] == 2 * 128 * (128 * 129 // 2) and rows[3]["bytes"] == 2 * 2 * 2 * 300 * 32 * 2
     real = sl.attention
     monkeypatch.setattr(sl, "attention", lambda *a, **o: real(*a, **o) * 1.1)
-    for call in (lambda: gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128), lambda: gpu.decode(2, 300, 1, heads=(4, 2), d=32)):
+    for call in (
+        lambda: gpu.forward("bfloat16", 64, 128, True, 1, (), tokens=128),
+        lambda: gpu.decode(2, 300, 1, heads=(4, 2), d=32),
+    ):
         row = call()
         assert "outside the bound" in row["refused"] and "seconds" not in row and "REFUSED" in gpu.line(row, {})
 
@@ -43,7 +49,11 @@ def test_peers_that_say_something_else_are_left_out():
 
     calls = {"right": lambda: want, "wrong": lambda: want + 1, "nan": lambda: want * torch.nan, "jax": missing}
     assert list(gpu.usable(calls, want, notes, 1e-3)) == ["right"]
-    assert "another result" in notes["wrong"] and "another result" in notes["nan"] and notes["jax"] == "not installed (nothing)"
+    assert (
+        "another result" in notes["wrong"]
+        and "another result" in notes["nan"]
+        and notes["jax"] == "not installed (nothing)"
+    )
 
 
 @INTERPRETED
@@ -64,7 +74,9 @@ def test_commands_without_a_gpu():
         pytest.skip("there is one")
     env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
     for words in (["bench", "--device", "cuda"], ["plan", "--length", "64", "--device", "cuda"], ["tune"]):
-        done = subprocess.run([sys.executable, "-m", "speedlight.tools.cli", *words], capture_output=True, text=True, env=env)
+        done = subprocess.run(
+            [sys.executable, "-m", "speedlight.tools.cli", *words], capture_output=True, text=True, env=env
+        )
         text = " ".join(done.stderr.split())
         assert done.returncode == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, done
     done = subprocess.run([sys.executable, "-m", "speedlight.tools.gpu"], capture_output=True, text=True, env=env)

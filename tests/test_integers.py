@@ -1,4 +1,6 @@
-"""Integers of expressions: the same at every edge in NumPy, in vectors of both widths, in scalars, and in what tiles show."""
+"""Integers of expressions: the same at every edge in NumPy, in vectors of both widths, in scalars, and in what tiles
+show.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import speedlight as sl
-from speedlight.bounds import Exact, integers, visible
+from speedlight.expressions.bounds import Exact, integers, visible
+from speedlight.expressions.tree import evaluate
 from speedlight.tiles import Many
-from speedlight.tree import evaluate
 
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
-EDGES = [0, 1, -1, 2, -2, 3, -7, 63, 64, 70, 255, -255, 46341, (1 << 31) - 1, 1 << 31, -(1 << 31), -(1 << 31) - 1, 1 << 32, 1 << 62,
+EDGES = [0, 1, -1, 2, -2, 3, -7, 63, 64, 70, 255, -255, 46341, (1 << 31) - 1, 1 << 31, -(1 << 31), -(1 << 31) - 1,
+         1 << 32, 1 << 62,
          -(1 << 62), MOST, MOST - 1, LEAST, LEAST + 1, 0x5555555555555555]  # fmt: skip
 SHIFTS = list(range(-1, 71))
-FLOATS = [0.0, -0.0, 0.99, -0.99, 1.5, -1.5, 2.0**31, -(2.0**31) - 1, 1e15 + 0.5, 2.0**62, 2.0**63, -(2.0**63), 2.0**64, -1e300, 1e300,
+FLOATS = [0.0, -0.0, 0.99, -0.99, 1.5, -1.5, 2.0**31, -(2.0**31) - 1, 1e15 + 0.5, 2.0**62, 2.0**63, -(2.0**63), 2.0**64,
+          -1e300, 1e300,
           math.inf, -math.inf, math.nan, 9223371487098961920.0, 5e-324]  # fmt: skip
 
 
@@ -60,7 +64,10 @@ def squares():
 
 LEFT = sl.table(np.array(EDGES), "left")
 RIGHT = {"shifts": sl.table(np.array(SHIFTS), "shifts"), "edges": sl.table(np.array(EDGES), "edges")}
-CASES = [(name, traced, RIGHT["edges" if right is EDGES else "shifts"], sl.table(want, name)) for name, traced, right, want in squares()]
+CASES = [
+    (name, traced, RIGHT["edges" if right is EDGES else "shifts"], sl.table(want, name))
+    for name, traced, right, want in squares()
+]
 with np.errstate(over="ignore"):
     ROUNDED = {name: np.array(FLOATS).astype(name) for name in ("f4", "f8")}
 NUMBERS = {name: (sl.table(x), sl.table(np.array([whole(float(y)) for y in x]))) for name, x in ROUNDED.items()}
@@ -82,7 +89,9 @@ def every_operation(a, b):
 
 
 def seen(q_len, k_len, batch=1, dtype="float32", **options):
-    """Which keys a call sees, [batch, q_len, k_len]: all weights are alike, and every value is a row of the unit matrix."""
+    """Which keys a call sees, [batch, q_len, k_len]: all weights are alike, and every value is a row of the unit
+    matrix.
+    """
     q, k = np.zeros((batch, 1, q_len, 8), dtype), np.zeros((batch, 1, k_len, 8), dtype)
     v = np.broadcast_to(np.eye(k_len, dtype=dtype), (batch, 1, k_len, k_len))
     return sl.attention(q, k, v, **options)[:, 0] != 0
@@ -183,7 +192,8 @@ def test_division_by_negative_numbers(shift):
 TRAPS = {
     "division": lambda b, h, i, j: ((((i * 0 + 1) << 31) << 31) << 1) // (j * 0 - 1) > 0,
     "rest": lambda b, h, i, j: ((((i * 0 + 1) << 31) << 31) << 1) % (j * 0 - 1) > -1,
-    "of scalars": lambda b, h, i, j: (((b + 1) << 31 << 31 << 1) // (b * 0 - 1) < 0) & (((h + 1) << 31 << 31 << 1) % (h * 0 - 1) == 0),
+    "of scalars": lambda b, h, i,
+    j: (((b + 1) << 31 << 31 << 1) // (b * 0 - 1) < 0) & (((h + 1) << 31 << 31 << 1) % (h * 0 - 1) == 0),
     "guarded": lambda b, h, i, j: sl.where(j > 3, (LEFT[b * 0 + 22] + j * 0) // sl.where(j > 4, -1, 0), j) < 1,
     "in tables": lambda b, h, i, j: (LEFT[22] // (j - 3) < j) | ((LEFT[i * 0 + 20] ^ 0) * j > LEFT[i * 0 + 20]),
 }  # fmt: skip
@@ -255,7 +265,12 @@ def ops_of(mask, box):
 
 
 @settings(max_examples=3000 if FULL else 150, deadline=None)
-@given(wide_integers(3), wide_integers(2), st.sampled_from([operator.lt, operator.ge, operator.eq, operator.ne]), st.integers(0, 1 << 30))
+@given(
+    wide_integers(3),
+    wide_integers(2),
+    st.sampled_from([operator.lt, operator.ge, operator.eq, operator.ne]),
+    st.integers(0, 1 << 30),
+)
 def test_bounds_are_sound_for_any_integers(x, y, compare, seed):
     mask, rng = sl.expression(lambda b, h, i, j: compare(x(b, h, i, j), y(b, h, i, j))), np.random.default_rng(seed)
     for _ in range(20):
@@ -274,7 +289,12 @@ def test_bounds_are_sound_for_any_integers(x, y, compare, seed):
 
 
 @settings(max_examples=400 if FULL else 12, deadline=None)
-@given(wide_integers(3), wide_integers(2), st.sampled_from([operator.lt, operator.ge, operator.eq]), st.integers(0, LENGTH - 80))
+@given(
+    wide_integers(3),
+    wide_integers(2),
+    st.sampled_from([operator.lt, operator.ge, operator.eq]),
+    st.integers(0, LENGTH - 80),
+)
 def test_kernels_compute_any_integers(x, y, compare, start):
     mask = sl.expression(lambda b, h, i, j: compare(x(b, h, i, j), y(b, h, i, j)))
     try:

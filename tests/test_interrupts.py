@@ -1,4 +1,6 @@
-"""Whatever interrupts a call of a cache or pool, wherever: everything is as it was, nothing stays busy, no page is lost."""
+"""Whatever interrupts a call of a cache or pool, wherever: everything is as it was, nothing stays busy, no page is
+lost.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def pool_state(w):
     check_accounts(pool, w.sequences)
     names: dict[int, int] = {}  # of pages, in their order here
     pages = [[names.setdefault(page, len(names)) for page in s.pages] for s in w.sequences]
-    return [(s.length(0), s.length(1), s.keys(0).tobytes(), s.values(1).tobytes()) for s in w.sequences], pages, pool.free_pages
+    return (
+        [(s.length(0), s.length(1), s.keys(0).tobytes(), s.values(1).tobytes()) for s in w.sequences],
+        pages,
+        pool.free_pages,
+    )
 
 
 def made_cache(rng, **options):
@@ -112,7 +118,10 @@ def again(w):
 CACHE = {
     "attend": (lambda w: w.cache.attend(1, w.one.q, w.one.k, w.one.v), again),
     "attend again": (lambda w: w.cache.attend(1, w.one.q, w.one.k, w.one.v), again),
-    "attend some of": (lambda w: w.cache.attend(0, w.few.q, w.few.k, w.few.v, new_lengths=[5, 2], return_lse=True), again),
+    "attend some of": (
+        lambda w: w.cache.attend(0, w.few.q, w.few.k, w.few.v, new_lengths=[5, 2], return_lse=True),
+        again,
+    ),
     "attend many": (lambda w: w.cache.attend(0, w.piece.q, w.piece.k, w.piece.v), again),
     "only attend": (lambda w: w.cache.attend(0, w.one.q), None),
     "append": (lambda w: w.cache.append(0, w.few.k, w.few.v), again),
@@ -142,7 +151,10 @@ def frees(w):
 
 POOL = {
     "attend": (lambda w: w.pool.attend(1, w.sequences, w.one.q, w.one.k, w.one.v), again),
-    "attend chunks": (lambda w: w.pool.attend(0, w.sequences, w.few.q, w.few.k, w.few.v, new_lengths=[1, 30, 9], return_lse=True), again),
+    "attend chunks": (
+        lambda w: w.pool.attend(0, w.sequences, w.few.q, w.few.k, w.few.v, new_lengths=[1, 30, 9], return_lse=True),
+        again,
+    ),
     "only attend": (lambda w: w.pool.attend(0, w.sequences, w.one.q), None),
     "append": (lambda w: w.pool.append(0, w.sequences, w.few.k, w.few.v, new_lengths=[20, 0, 20]), again),
     "sequence": (adds, again),
@@ -151,7 +163,9 @@ POOL = {
     "truncate shared": (lambda w: w.sequences[1].truncate(3), again),
     "free": (frees, again),
 }
-CALLS = [(kind, name) for kind in MADE for name in (POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE)]
+CALLS = [
+    (kind, name) for kind in MADE for name in (POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE)
+]
 
 
 def world(kind):
@@ -253,7 +267,9 @@ def child(check):
 
 
 def halfway(monkeypatch, owner, name, at, call):
-    """Begins a call in another thread and stops it where owner.name returns for the at-th time; gives what lets it go on."""
+    """Begins a call in another thread and stops it where owner.name returns for the at-th time; gives what lets it go
+    on.
+    """
     there, go, real, calls = threading.Event(), threading.Event(), getattr(owner, name), []
 
     def stopped(*arguments, **options):

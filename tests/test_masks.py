@@ -13,7 +13,7 @@ from problems import DTYPES, qkv
 from tolerance import assert_accurate
 
 import speedlight as sl
-from speedlight.tree import evaluate
+from speedlight.expressions.tree import evaluate
 
 NAN = np.nan
 SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
@@ -59,7 +59,13 @@ def test_dense_arrays_of_any_strides_and_types(isa, rng, dtype):
     visible, bias = rng.random((53, 666)) < 0.7, rng.standard_normal((4, 53, 333))
     for mask in (visible[:, :333], visible[:, ::2], visible[::-1, ::-1][:, :333], np.asfortranarray(visible[:, 5:338])):
         assert_accurate(q, k, v, mask=mask)
-    for score in (bias.astype(np.float16), bias.astype(np.float32)[..., ::-1], bias, bias[:, :1].astype(np.float32), bias[..., :1]):
+    for score in (
+        bias.astype(np.float16),
+        bias.astype(np.float32)[..., ::-1],
+        bias,
+        bias[:, :1].astype(np.float32),
+        bias[..., :1],
+    ):
         assert_accurate(q, k, v, score=score)
 
 
@@ -101,7 +107,9 @@ def test_hidden_parts_of_dense_arrays_are_skipped(isa, rng):
     bias = np.where(visible, 0.0, -np.inf).astype(np.float32)
     additive = sl.attention(q, k, v, score=bias)
     assert np.isfinite(additive).all() and np.abs(additive - want).max() < 1e-5
-    after = sl.attention(q, k, v, score=[bias, lambda s, b, h, i, j: sl.maximum(s, -1.0)])  # -inf comes back: nothing is hidden
+    after = sl.attention(
+        q, k, v, score=[bias, lambda s, b, h, i, j: sl.maximum(s, -1.0)]
+    )  # -inf comes back: nothing is hidden
     assert np.isnan(after).all()
 
 
@@ -133,7 +141,10 @@ def test_random_expressions_give_the_same_bits_in_any_schedule(mask, score, dtyp
     rows, keys = np.arange(start, start + n)[:, None], np.arange(m)[None, :]
     traced = sl.expression(mask, "mask")
     for b in range(2):
-        seen = [evaluate(traced.root, {"b": np.int64(b), "h": np.int64(h), "i": rows, "j": keys}, np.float32) for h in range(4)]
+        seen = [
+            evaluate(traced.root, {"b": np.int64(b), "h": np.int64(h), "i": rows, "j": keys}, np.float32)
+            for h in range(4)
+        ]
         hidden = ~np.any([np.broadcast_to(x, (n, m)) for x in seen], axis=(0, 1))
         k[b, :, hidden], v[b, :, hidden] = NAN, NAN
     assert want.tobytes() == sl.attention(q, k, v, q_start=start, **options).tobytes()
@@ -193,10 +204,15 @@ def test_a_key_hidden_from_some_lanes_only(isa, rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("options", [{"causal": True, "q_start": 255}, {"mask": lambda b, h, i, j: (j < 256) | (i > 255), "q_start": 255}])
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "q_start": 255}, {"mask": lambda b, h, i, j: (j < 256) | (i > 255), "q_start": 255}]
+)
 @pytest.mark.parametrize("rows", [40, 2])
 def test_a_tile_that_a_row_does_not_see_leaves_the_sign_of_its_zero(isa, dtype, options, rows):
-    """Row 0 underflows to -0 in the second tile; the third is its neighbours' alone. Two rows take the decode kernel."""
+    """Row 0 underflows to -0 in the second tile; the third is its neighbours' alone.
+
+    Two rows take the decode kernel.
+    """
     q, k, v = np.ones((1, 1, rows, 16), dtype), np.zeros((1, 1, 384, 16), dtype), np.zeros((1, 1, 384, 16), dtype)
     v[0, 0, 0], k[0, 0, 128] = -np.finfo(dtype).smallest_subnormal, 1
     alone = sl.attention(q[:, :, :1], k, v, **options)
@@ -260,17 +276,29 @@ def test_kept_expressions_are_prepared_once_and_told_apart(rng):
         ({"score": lambda s, b, h, i, j: s if i > j else 0}, "use sl.where"),
         ({"score": sl.causal()}, "score: expected a score"),
         ({"score": [lambda s, b, h, i, j: np.zeros(3)]}, "Look arrays up through sl.table"),
-        ({"mask": np.ones((30, 60), np.int64)}, r"mask: expected a bool array, .*got int64. Use mask.bool\(\) or mask.astype\(bool\)"),
-        ({"mask": torch.ones(30, 60, dtype=torch.uint8)}, r"mask: expected a bool array, .*got uint8. Use mask.bool\(\)"),
+        (
+            {"mask": np.ones((30, 60), np.int64)},
+            r"mask: expected a bool array, .*got int64. Use mask.bool\(\) or mask.astype\(bool\)",
+        ),
+        (
+            {"mask": torch.ones(30, 60, dtype=torch.uint8)},
+            r"mask: expected a bool array, .*got uint8. Use mask.bool\(\)",
+        ),
         ({"score": np.ones((30, 60), np.int32)}, r"score: expected a float array; got int32. Use score.float\(\)"),
-        ({"score": np.ones((30, 60), ">f4")}, r"score: expected native byte order; got >f4. Use score.astype\('float32'\)"),
+        (
+            {"score": np.ones((30, 60), ">f4")},
+            r"score: expected native byte order; got >f4. Use score.astype\('float32'\)",
+        ),
         ({"score": np.ma.zeros((30, 60))}, "score: expected an array without a mask of its own; got MaskedArray"),
         ({"score": np.zeros((30, 60), complex)}, "score: .*got dtype complex128"),
         ({"score": np.zeros((30, 60), object)}, "score: .*got dtype object"),
         ({"mask": [[True] * 60] * 30}, "mask: expected a function, a pattern such as .*got list"),
         ({"score": torch.zeros(30, 60, requires_grad=True)}, r"score: requires grad.*score.detach\(\)"),
         ({"score": [sl.softcap(2.0), torch.zeros(60, requires_grad=True)]}, r"score: requires grad.*score.detach\(\)"),
-        ({"score": torch.complex(torch.zeros(30, 60), torch.zeros(30, 60)).conj().imag}, r"score: .*score.resolve_neg\(\)"),
+        (
+            {"score": torch.complex(torch.zeros(30, 60), torch.zeros(30, 60)).conj().imag},
+            r"score: .*score.resolve_neg\(\)",
+        ),
         ({"score": torch.zeros(30, 60).to_sparse()}, r"score: expected a strided tensor.*score.to_dense\(\)"),
         (
             {"score": torch.nested.nested_tensor([torch.ones(60)] * 30, layout=torch.jagged)},

@@ -1,4 +1,6 @@
-"""No byte too many: arrays between unreadable pages (R08), full and exact writes (R09), offsets above 2^31 elements (R11)."""
+"""No byte too many: arrays between unreadable pages (R08), full and exact writes (R09), offsets above 2^31 elements
+(R11).
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,9 @@ def test_guard_pages_of_caches(isa, guarded, dtype, window, monkeypatch):
         ring = {"window": int(rng.integers(1, 100)), "keep_first": int(rng.integers(40))} if window else {}
         with monkeypatch.context() as patched:
             patched.setattr(arrays, "pages", ending_memory(guarded))
-            cache = sl.KVCache(layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=capacity + 700 * window, dtype=dtype, **ring)
+            cache = sl.KVCache(
+                layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=capacity + 700 * window, dtype=dtype, **ring
+            )
         while cache.length(0) < cache.capacity:
             n = min(cache.capacity - cache.length(0), int(rng.choice([1, 1, 2, 16, 40, 260])))
             q, k, v = (rng.standard_normal((1, h, n, x)).astype(kind) for h, x in ((2, d), (1, d), (1, dv)))
@@ -152,7 +156,11 @@ def test_guard_pages_of_raw_pages(isa, guarded, dtype):
     kind = numpy_dtype(dtype)
     for _ in range(1500 if FULL else 100):
         d, dv, size, count = (int(rng.integers(1, n)) for n in (131, 131, 34, 40))
-        side, length, n = str(rng.choice(["over", "under"])), int(rng.integers(0, count * size + 1)), int(rng.choice([1, 2, 30]))
+        side, length, n = (
+            str(rng.choice(["over", "under"])),
+            int(rng.integers(0, count * size + 1)),
+            int(rng.choice([1, 2, 30])),
+        )
         for g in guarded:
             g.unlock()
         k, v = (g.array((count, size, 1, x), kind, side) for g, x in zip(guarded, (d, dv), strict=False))

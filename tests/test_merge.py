@@ -1,4 +1,6 @@
-"""merge(): accuracy, special values, one arithmetic (R05), no byte too many (R08), layouts (R10), threads, interrupts, errors."""
+"""merge(): accuracy, special values, one arithmetic (R05), no byte too many (R08), layouts (R10), threads, interrupts,
+errors.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def states(rng, count, shape, dtype="float32", lse="float32", size=3.0):
 
 
 def same(a, b):
-    return all(np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes() for x, y in zip(a, b, strict=True))
+    return all(
+        np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes() for x, y in zip(a, b, strict=True)
+    )
 
 
 def check(outs, lses, *, zeros_allowed=False):
@@ -111,7 +115,10 @@ def test_special_values(isa, dtype, case):
     """Each column many times over, so that every way of summing columns meets it."""
     _, given, out, lse = case
     columns = np.arange(75)
-    outs, lses = [np.array([x])[:, columns % len(x)].astype(numpy_dtype(dtype)) for x, _ in given], [np.array([x]) for _, x in given]
+    outs, lses = (
+        [np.array([x])[:, columns % len(x)].astype(numpy_dtype(dtype)) for x, _ in given],
+        [np.array([x]) for _, x in given],
+    )
     got, got_lse = check(outs, lses, zeros_allowed=True)
     want = np.array([out])[:, columns % len(out)].astype(numpy_dtype(dtype))
     assert np.array_equal(got, want, equal_nan=True)
@@ -157,7 +164,8 @@ def test_every_vector_unit_has_the_same_bits(rng, dtype, monkeypatch):
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or not hasattr(os, "uname") or os.uname().machine != "x86_64", reason="modes as on x86-64 Linux"
+    sys.platform != "linux" or not hasattr(os, "uname") or os.uname().machine != "x86_64",
+    reason="modes as on x86-64 Linux",
 )
 @pytest.mark.parametrize("rounding", [0, 0x400, 0x800, 0xC00])
 @pytest.mark.parametrize("flush", [False, True])
@@ -197,8 +205,12 @@ def test_layouts(isa, rng):
     rows = [np.ascontiguousarray(x.transpose(2, 1, 0)).transpose(2, 1, 0) for x in lses]
     tensors = [torch.from_numpy(x) for x in outs]
     for some in (views, flipped, columns, [views[0], outs[1], flipped[2]], tensors):
-        assert same(want, [np.asarray(x) for x in sl.merge(some, lses)]) and same(want, [np.asarray(x) for x in sl.merge(some, rows)])
-    odd = [np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(x.shape) for x in outs]  # unaligned
+        assert same(want, [np.asarray(x) for x in sl.merge(some, lses)]) and same(
+            want, [np.asarray(x) for x in sl.merge(some, rows)]
+        )
+    odd = [
+        np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(x.shape) for x in outs
+    ]  # unaligned
     assert same(want, sl.merge(odd, lses))
 
 
@@ -214,7 +226,9 @@ def test_kinds(rng):
     outs, lses = states(rng, 2, (5, 7))
     want = sl.merge(outs, lses)
     got = sl.merge(torch.from_numpy(outs[0]), lses[0], outs[1], torch.from_numpy(lses[1]))
-    assert isinstance(got[0], torch.Tensor) and isinstance(got[1], np.ndarray) and same(want, [np.asarray(x) for x in got])
+    assert (
+        isinstance(got[0], torch.Tensor) and isinstance(got[1], np.ndarray) and same(want, [np.asarray(x) for x in got])
+    )
     bf16 = [torch.from_numpy(x).bfloat16() for x in outs]
     out, lse = sl.merge(tuple(bf16), tuple(torch.from_numpy(x) for x in lses))
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
@@ -256,7 +270,10 @@ def test_guard_pages(isa, guarded: list[Guarded], dtype):
             for g in guarded:
                 g.unlock()
                 ctypes.memset(g.base, 0xFF, g.size)  # a NaN payload in every type
-            out, lse = guarded[0].array((rows, width), kind, side), guarded[1].array((rows,), np.dtype(np.float32), side)
+            out, lse = (
+                guarded[0].array((rows, width), kind, side),
+                guarded[1].array((rows,), np.dtype(np.float32), side),
+            )
             out[...], lse[...] = rng.standard_normal(out.shape).astype(kind), rng.standard_normal(lse.shape)
             for g in guarded[:2]:
                 g.seal()
@@ -314,7 +331,9 @@ def test_inputs_are_never_written(rng):
 
 
 def test_concurrent_callers(rng):
-    inputs = [states(rng, n, shape) for n, shape in ((2, (4, 300, 64)), (5, (700, 33)), (1, (9, 9)), (3, (2, 2, 2000, 128)))]
+    inputs = [
+        states(rng, n, shape) for n, shape in ((2, (4, 300, 64)), (5, (700, 33)), (1, (9, 9)), (3, (2, 2, 2000, 128)))
+    ]
     sl.set_threads(2)
     want, wrong = [sl.merge(*x) for x in inputs], []
 
@@ -345,7 +364,9 @@ def test_interrupt():
         "except KeyboardInterrupt: print(time.perf_counter() - sent[0])\n"
         "print(bool((sl.merge([x], [lse])[0] == 1).all()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ.copy())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ.copy()
+    )
     delay, right = done.stdout.split()
     assert delay != "finished" and right == "True", done.stderr
     assert float(delay) < 10  # a hang guard
@@ -358,15 +379,31 @@ def test_wrong_arguments(rng):
     (a, b), (la, lb) = states(rng, 2, (2, 5, 8))
     tensor = torch.from_numpy(a).requires_grad_()
     for message, error, call in (
-        (r"lse2: expected shape \(2, 5\), to go with out1; got \(2, 1\)", sl.ArgumentError, lambda: sl.merge(a, la, b, lb[:, :1])),
-        (r"out2: expected shape \(2, 5, 8\), to go with out1; got", sl.ArgumentError, lambda: sl.merge(a, la, b[..., :7], lb)),
+        (
+            r"lse2: expected shape \(2, 5\), to go with out1; got \(2, 1\)",
+            sl.ArgumentError,
+            lambda: sl.merge(a, la, b, lb[:, :1]),
+        ),
+        (
+            r"out2: expected shape \(2, 5, 8\), to go with out1; got",
+            sl.ArgumentError,
+            lambda: sl.merge(a, la, b[..., :7], lb),
+        ),
         (r"lse1: expected shape \(2, 5\)", sl.ArgumentError, lambda: sl.merge(a, la[..., None], b, lb)),
-        (r"out1: expected shape \(…, n_q, value_dim\); got \(\)", sl.ArgumentError, lambda: sl.merge(*[np.array(1.0)] * 4)),
+        (
+            r"out1: expected shape \(…, n_q, value_dim\); got \(\)",
+            sl.ArgumentError,
+            lambda: sl.merge(*[np.array(1.0)] * 4),
+        ),
         (r"outs\[2\]: expected shape", sl.ArgumentError, lambda: sl.merge([a, b, a[:1]], [la, lb, la])),
         (r"lses\[1\]: expected shape", sl.ArgumentError, lambda: sl.merge([a, b], [la, lb[:1]])),
         ("lses: expected 2 arrays, one for each of outs; got 1", sl.ArgumentError, lambda: sl.merge([a, b], [la])),
         ("outs: expected one state or more", sl.ArgumentError, lambda: sl.merge([], [])),
-        (r"outs: expected a list or tuple of arrays; got ndarray. Use list\(outs\)", sl.ArgumentTypeError, lambda: sl.merge(a, [la])),
+        (
+            r"outs: expected a list or tuple of arrays; got ndarray. Use list\(outs\)",
+            sl.ArgumentTypeError,
+            lambda: sl.merge(a, [la]),
+        ),
         (r"lses: expected a list or tuple of arrays; got ndarray", sl.ArgumentTypeError, lambda: sl.merge([a], la)),
         ("out2: expected nothing beside lists", sl.ArgumentError, lambda: sl.merge([a], [la], b, lb)),
         ("out2: expected an array; got None", sl.ArgumentTypeError, lambda: sl.merge(a, la)),
@@ -376,7 +413,7 @@ def test_wrong_arguments(rng):
         (r"outs\[1\]: expected a NumPy array", sl.ArgumentTypeError, lambda: sl.merge([a, "b"], [la, lb])),
         (r"outs\[0\]: requires grad", sl.UnsupportedError, lambda: sl.merge([tensor, b], [la, lb])),
         ("out1: expected native byte order", sl.ArgumentTypeError, lambda: sl.merge(a.astype(">f4"), la, b, lb)),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=message):
             call()
     with torch.no_grad():

@@ -1,4 +1,6 @@
-"""Results do not depend on the caller's rounding mode nor on flushing of subnormals, and the caller's modes are kept (R05)."""
+"""Results do not depend on the caller's rounding mode nor on flushing of subnormals, and the caller's modes are kept
+(R05).
+"""
 
 from __future__ import annotations
 
@@ -106,7 +108,9 @@ def test_libm_and_torch_set_them_too(rng, name):
 
     library = ctypes.util.find_library("m")
     arm = USUAL == 0
-    word = {"FE_UPWARD": (0x800, 0x400000), "FE_DOWNWARD": (0x400, 0x800000), "FE_TOWARDZERO": (0xC00, 0xC00000)}[name][arm]
+    word = {"FE_UPWARD": (0x800, 0x400000), "FE_DOWNWARD": (0x400, 0x800000), "FE_TOWARDZERO": (0xC00, 0xC00000)}[name][
+        arm
+    ]
     m = ctypes.CDLL(library)
     q, k, v = qkv(rng, "float32", 1, 2, 2, 20, 30, 12, 12)
     options: dict[str, Any] = {"sink_logits": [0.123, 4.5], "scale": 0.777}

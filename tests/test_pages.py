@@ -17,8 +17,10 @@ from problems import DTYPES, numpy_dtype
 from wrong import WRONG
 
 import speedlight as sl
-from speedlight import blocks, caches, engine
-from speedlight import pages as pages_module
+from speedlight import engine
+from speedlight.cpu import storage as blocks
+from speedlight.kv import cache as caches
+from speedlight.kv import pool as pages_module
 
 KINDS = (*DTYPES, "int8")
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
@@ -26,7 +28,10 @@ OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix
 
 def made(dtype="float32", d=16, dv=17, **sizes):
     return sl.PagePool(
-        **({"layers": 1, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": d, "value_dim": dv, "dtype": dtype} | sizes)
+        **(
+            {"layers": 1, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": d, "value_dim": dv, "dtype": dtype}
+            | sizes
+        )
     )
 
 
@@ -46,7 +51,9 @@ def alone(dtype, d, dv, chunks, **options):
 def check_accounts(pool, sequences):
     """Every page is free, or held as often as counted."""
     held = Counter(page for s in sequences for page in s.pages)
-    assert pool.free_pages == len(pool._free) == pool.pages - len(held) and pool.used_bytes == len(held) * pool.page_bytes
+    assert (
+        pool.free_pages == len(pool._free) == pool.pages - len(held) and pool.used_bytes == len(held) * pool.page_bytes
+    )
     assert sorted([*held, *pool._free]) == list(range(pool.pages))
     assert [pool._others[page] for page in range(pool.pages)] == [max(held[page] - 1, 0) for page in range(pool.pages)]
 
@@ -68,7 +75,9 @@ def test_a_pool_has_the_bits_of_a_cache(isa, rng, dtype, page_size, options):
             here = slice(at, at + n)
             before.append((q[here], k[here], v[here]))
             want, want_lse = alone(dtype, d, dv, before, **options)
-            assert out[here].tobytes() == want.tobytes() and lse[:, here].tobytes() == want_lse.tobytes(), f"{n} of {sequence}"
+            assert out[here].tobytes() == want.tobytes() and lse[:, here].tobytes() == want_lse.tobytes(), (
+                f"{n} of {sequence}"
+            )
             at += n
     q, _, _ = packed(rng, dtype, 3, d, dv)
     assert np.isfinite(pool.attend(0, sequences, q, **options).astype(np.float32)).all()  # without appending
@@ -108,7 +117,9 @@ def test_forks_share_until_one_writes(rng):
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_failing_batch_takes_nothing_from_those_who_share(rng, order, monkeypatch):
-    """The longer one gets a copy; the shorter may not write to what it left, which is the longer's again when the call fails."""
+    """The longer one gets a copy; the shorter may not write to what it left, which is the longer's again when the call
+    fails.
+    """
     pool = made()
     _, k, v = packed(rng, "float32", 14)
     longer = pool.sequence()
@@ -147,7 +158,9 @@ def test_the_last_page_can_be_used_and_one_more_is_refused(rng):
     twins = made(pages=2)
     first = twins.sequence()
     twins.append(0, [first], k[:8], v[:8])
-    twins.attend(0, [first, first.fork()], q[:2], k[:2], v[:2])  # one of two takes the free page, the other keeps the shared one
+    twins.attend(
+        0, [first, first.fork()], q[:2], k[:2], v[:2]
+    )  # one of two takes the free page, the other keeps the shared one
     assert twins.free_pages == 0
 
 
@@ -155,7 +168,10 @@ CALLS = [
     (lambda p, s, q, k, v: p.attend(1, [s], q, k, v), "layer: expected 0 to 0; got 1"),
     (lambda p, s, q, k, v: p.attend(0, [s, s], q, k, v, new_lengths=[2, 1]), "sequences: expected each sequence once"),
     (lambda p, s, q, k, v: p.attend(0, [3], q, k, v), "sequences: expected sequences of this pool"),
-    (lambda p, s, q, k, v: p.attend(0, [made().sequence()], q, k, v), "sequences: expected sequences of this pool; got one of another"),
+    (
+        lambda p, s, q, k, v: p.attend(0, [made().sequence()], q, k, v),
+        "sequences: expected sequences of this pool; got one of another",
+    ),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k), "v: expected k and v together"),
     (lambda p, s, q, k, v: p.attend(0, [s], q[:2], k, v), "k: expected 2 tokens"),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k, v[:2]), "v: expected 3 tokens"),
@@ -164,12 +180,21 @@ CALLS = [
         "new_lengths: expected 1 ints, one per sequence, that add up to the 3",
     ),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, new_lengths=[3.0]), "new_lengths: expected 1 ints"),
-    (lambda p, s, q, k, v: p.attend(0, [s], q, k.astype(np.float64), v), "k: expected dtype float32, as the cache has; got float64"),
-    (lambda p, s, q, k, v: p.attend(0, [s], q.astype(np.float16), k, v), "q: expected dtype float32, as the cache has; got float16"),
+    (
+        lambda p, s, q, k, v: p.attend(0, [s], q, k.astype(np.float64), v),
+        "k: expected dtype float32, as the cache has; got float64",
+    ),
+    (
+        lambda p, s, q, k, v: p.attend(0, [s], q.astype(np.float16), k, v),
+        "q: expected dtype float32, as the cache has; got float16",
+    ),
     (lambda p, s, q, k, v: p.attend(0, [s], q[:, :3], k, v), "kv heads that divides"),
     (lambda p, s, q, k, v: p.attend(0, [s], q[:, :, :3], k, v), "q: expected head_dim 16"),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k[:, :1], v), r"k: expected shape \(total new, 2, 16\)"),
-    (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, mask=np.ones((1, 1, 3, 3), bool)), "expected a function or pattern for layout='lhd'"),
+    (
+        lambda p, s, q, k, v: p.attend(0, [s], q, k, v, mask=np.ones((1, 1, 3, 3), bool)),
+        "expected a function or pattern for layout='lhd'",
+    ),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, out=np.zeros((1, 4, 17), np.float32)), "out: expected shape"),
     (lambda p, s, q, k, v: s.truncate(6), "length: expected 0 to 5"),
     (lambda p, s, q, k, v: made(page_size=20), "page_size: expected a multiple of 16; got 20"),
@@ -194,10 +219,25 @@ def test_arguments_of_any_type(rng):
     """A speedlight error, or an answer; never an error of somebody else's, and nothing is changed by an error."""
     sizes = {"layers": 1, "pages": 6, "page_size": 16, "kv_heads": 2, "head_dim": 16}
     q, k, v = packed(rng, "float32", 5, 16, 16)
-    step = {"layer": 0, "sequences": [], "q": q[:1], "k": k[:1], "v": v[:1], "new_lengths": None, "scale": None, "mask": None}
+    step = {
+        "layer": 0,
+        "sequences": [],
+        "q": q[:1],
+        "k": k[:1],
+        "v": v[:1],
+        "new_lengths": None,
+        "scale": None,
+        "mask": None,
+    }
     step |= {"score": None, "sink_logits": None, "return_lse": False, "out": None}
     append = {n: step[n] for n in ("layer", "sequences", "k", "v", "new_lengths")}
-    calls = [("attend", step), ("append", append), ("truncate", {"length": 3}), ("length", {"layer": 0}), ("keys", {"layer": 0})]
+    calls = [
+        ("attend", step),
+        ("append", append),
+        ("truncate", {"length": 3}),
+        ("length", {"layer": 0}),
+        ("keys", {"layer": 0}),
+    ]
     for method, usual in calls:
         for name in usual:
             for wrong in WRONG:
@@ -209,7 +249,9 @@ def test_arguments_of_any_type(rng):
                 try:
                     getattr(owner, method)(**given)
                 except sl.Error as error:
-                    assert sequence.keys(0).tobytes() == k.swapaxes(0, 1).tobytes() and str(error), f"{method}({name}={wrong!r})"
+                    assert sequence.keys(0).tobytes() == k.swapaxes(0, 1).tobytes() and str(error), (
+                        f"{method}({name}={wrong!r})"
+                    )
                     check_accounts(pool, [sequence])
                 if name == "sequences":
                     with pytest.raises(sl.Error, match="sequences: expected|new_lengths: expected"):
@@ -247,7 +289,9 @@ def test_one_writer_of_a_sequence_at_a_time(rng):
 
 
 def test_accounts_are_exact_whatever_threads_do(rng):
-    """Forks of one sequence in several threads, switched as often as can be: pages are shared, copied, let go, and run out."""
+    """Forks of one sequence in several threads, switched as often as can be: pages are shared, copied, let go, and run
+    out.
+    """
     pool = made(pages=40)
     base = pool.sequence()
     _, k, v = packed(rng, "float32", 40)
@@ -291,7 +335,9 @@ def test_accounts_are_exact_whatever_threads_do(rng):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of calls, against arrays that are simply concatenated; pages are always either free or held as often as counted."""
+    """Any order of calls, against arrays that are simply concatenated; pages are always either free or held as often as
+    counted.
+    """
 
     dtype = "float32"
 
@@ -363,7 +409,11 @@ class PoolMachine(RuleBasedStateMachine):
             assert len(sequence.pages) == -(-max(sequence.length(0), sequence.length(1)) // 16) or chunks == [[], []]
             for layer in (0, 1):
                 for which, stored in ((1, sequence.keys(layer)), (2, sequence.values(layer))):
-                    tokens = np.concatenate([c[which] for c in chunks[layer]]) if chunks[layer] else stored.swapaxes(0, 1)[:0]
+                    tokens = (
+                        np.concatenate([c[which] for c in chunks[layer]])
+                        if chunks[layer]
+                        else stored.swapaxes(0, 1)[:0]
+                    )
                     if self.dtype == "int8":
                         codes, scales = blocks.quantise(tokens)
                         tokens = codes * scales
@@ -375,7 +425,9 @@ class QuantisedPoolMachine(PoolMachine):
 
 
 for machine in (PoolMachine, QuantisedPoolMachine):
-    machine.TestCase.settings = settings(max_examples=300 if FULL else 20, stateful_step_count=50 if FULL else 20, deadline=None)
+    machine.TestCase.settings = settings(
+        max_examples=300 if FULL else 20, stateful_step_count=50 if FULL else 20, deadline=None
+    )
 TestPoolMachine, TestQuantisedPoolMachine = PoolMachine.TestCase, QuantisedPoolMachine.TestCase
 
 
@@ -420,7 +472,9 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
         def state():
             return owner.keys(0).tobytes(), owner.values(0).tobytes(), owner.pages, pool.free_pages, tuple(pool._others)
     else:
-        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=d, dtype=dtype, **({"window": 40} if kind == "ring" else {"capacity": 900}))
+        cache = sl.KVCache(
+            layers=1, kv_heads=2, head_dim=d, dtype=dtype, **({"window": 40} if kind == "ring" else {"capacity": 900})
+        )
         cache.append(0, *(x[None, :24].swapaxes(1, 2) for x in (k, v)))
 
         def call(n):
@@ -475,9 +529,14 @@ def test_raw_pages_have_the_bits_of_contiguous_keys(isa, rng, dtype, page_size):
             q = rng.standard_normal((3, 4, n, d)).astype(kind)
             out, lse = sl.attention_paged(q, k, v, table, lengths, return_lse=True, **options)
             for item, length in enumerate(lengths):
-                flat = [x[table[item, : need[item]]].reshape(-1, 2, x.shape[3])[:length].swapaxes(0, 1)[None] for x in (k, v)]
+                flat = [
+                    x[table[item, : need[item]]].reshape(-1, 2, x.shape[3])[:length].swapaxes(0, 1)[None]
+                    for x in (k, v)
+                ]
                 want, want_lse = sl.attention(q[item : item + 1], *flat, return_lse=True, **options)
-                assert out[item].tobytes() == want.tobytes() and lse[item].tobytes() == want_lse.tobytes(), f"{length} keys, {n} queries"
+                assert out[item].tobytes() == want.tobytes() and lse[item].tobytes() == want_lse.tobytes(), (
+                    f"{length} keys, {n} queries"
+                )
     q = rng.standard_normal((5, 4, d)).astype(kind)
     out = sl.attention_paged(q, k, v, table, lengths, layout="lhd", cu_seqlens_q=[0, 2, 2, 5], causal=True)
     padded = np.stack([np.concatenate([q[:2], q[:1]]), q[:3], q[2:]]).swapaxes(1, 2)
@@ -514,8 +573,14 @@ def test_raw_pages_of_torch(rng):
         ({"q": np.ones((2, 3, 1, 8), np.float32)}, "kv heads that divides"),
         ({"layout": "lhb"}, "layout: expected"),
         ({"cu_seqlens_q": [0, 1, 2]}, "cu_seqlens_q: expected None"),
-        ({"q": np.ones((3, 4, 8), np.float32), "layout": "lhd"}, "cu_seqlens_q: expected offsets from 0 to the total length 3"),
-        ({"q": np.ones((3, 4, 8), np.float32), "layout": "lhd", "cu_seqlens_q": [0, 3]}, "cu_seqlens_q: expected 3 entries"),
+        (
+            {"q": np.ones((3, 4, 8), np.float32), "layout": "lhd"},
+            "cu_seqlens_q: expected offsets from 0 to the total length 3",
+        ),
+        (
+            {"q": np.ones((3, 4, 8), np.float32), "layout": "lhd", "cu_seqlens_q": [0, 3]},
+            "cu_seqlens_q: expected 3 entries",
+        ),
     ],
 )
 def test_wrong_raw_pages(change, message):

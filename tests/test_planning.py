@@ -35,9 +35,16 @@ def counted(q, k, v, options):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("q_len", "k_len", "options"),
-    [(300, 700, {"causal": True}), (300, 700, {}), (1, 5000, {"causal": True}), (700, 300, {"causal": True}),
-     (513, 2049, {"causal": True, "q_start": 900}), (200, 400, {"causal": "top-left"}), (64, 64, {"causal": True, "q_start": -5})],
-)  # fmt: skip
+    [
+        (300, 700, {"causal": True}),
+        (300, 700, {}),
+        (1, 5000, {"causal": True}),
+        (700, 300, {"causal": True}),
+        (513, 2049, {"causal": True, "q_start": 900}),
+        (200, 400, {"causal": "top-left"}),
+        (64, 64, {"causal": True, "q_start": -5}),
+    ],
+)
 def test_the_kernel_counts_what_was_planned(isa, rng, dtype, q_len, k_len, options):
     counts, plan, problem = counted(*qkv(rng, dtype, 2, 6, 2, q_len, k_len, 16, 16), options)
     assert counts == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
@@ -53,7 +60,9 @@ MASKS = {
     "window and causal": {"mask": sl.window(100, 30), "causal": True},
     "both sides": {"mask": ~sl.window(200, 200)},
     "prefix": {"mask": sl.causal() & (sl.window(200, 0) | sl.prefix(4))},
-    "three": {"mask": sl.expression(lambda b, h, i, j: (i - j > 700) | (j - i > 400) | ((i < 900) & (j >= 100) & (j < 300)))},
+    "three": {
+        "mask": sl.expression(lambda b, h, i, j: (i - j > 700) | (j - i > 400) | ((i < 900) & (j >= 100) & (j < 300)))
+    },
     "documents": {"mask": sl.documents(IDS)},
     "documents and causal": {"mask": sl.documents(IDS), "causal": True, "q_start": 700},
     "heads": {"mask": lambda b, h, i, j: (i - j < 100 * (h + 1)) & (j <= i)},
@@ -74,7 +83,9 @@ def test_the_kernel_counts_what_was_planned_for_masks(isa, rng, dtype, name):
     assert plan.tile_flops == plan.full_flops + plan.mixed_flops >= plan.flops
     quick = sl.plan(q, k, v, **MASKS[name])
     assert quick.visible_pairs in (None, plan.visible_pairs)
-    assert (quick.visible_pairs is None) == (name in ("documents", "documents and causal", "heads", "dense", "additive"))
+    assert (quick.visible_pairs is None) == (
+        name in ("documents", "documents and causal", "heads", "dense", "additive")
+    )
     eye = np.broadcast_to(np.eye(1500, dtype=np.float32), (2, 2, 1500, 1500))
     shown = sl.reference.attention(np.zeros_like(q, np.float32), np.zeros_like(k, np.float32), eye, **MASKS[name]) > 0
     assert plan.visible_pairs == shown.sum() and plan.flops == plan.visible_pairs * 4 * 16
@@ -91,7 +102,12 @@ def test_the_kernel_counts_what_was_planned_for_random_masks(mask, causal, seed)
 
 
 LISTS = {
-    "bhld": [{}, {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}, {"k_lengths": [430, 100, 7]}, {"q_lengths": (3, 75, 1)}],
+    "bhld": [
+        {},
+        {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]},
+        {"k_lengths": [430, 100, 7]},
+        {"q_lengths": (3, 75, 1)},
+    ],
     "lhd": [
         {},
         {"cu_seqlens_q": [0, 3, 3, 75], "cu_seqlens_k": (0, 0, 30, 430)},
@@ -99,8 +115,10 @@ LISTS = {
     ],
 }
 OTHERS = [
-    {"causal": True}, {"causal": "top-left"}, {"window": (40, 3)}, {"window": (100, None), "causal": True, "mask": sl.prefix(4)},
-    {"q_start": 500, "causal": True, "k_start": 1024}, {"score": sl.softcap(3.0), "scale": 0.5}, {"sink_logits": [0.5, -3.0, 20.0, 1.0]},
+    {"causal": True}, {"causal": "top-left"}, {"window": (40, 3)},
+    {"window": (100, None), "causal": True, "mask": sl.prefix(4)},
+    {"q_start": 500, "causal": True, "k_start": 1024}, {"score": sl.softcap(3.0), "scale": 0.5},
+    {"sink_logits": [0.5, -3.0, 20.0, 1.0]},
 ]  # fmt: skip
 
 
@@ -111,7 +129,9 @@ def test_a_plan_by_sizes_is_that_of_arrays(layout, sizes):
     q_len, k_len, kv_heads = sizes
     packed = layout == "lhd"
     shapes = [(1 if packed else 3, heads, n, 16) for heads, n in ((4, q_len), (kv_heads, k_len), (kv_heads, k_len))]
-    given = [np.empty((s[2], s[1], s[3]) if packed else tuple(s[a] for a in LAYOUTS[layout]), np.float32) for s in shapes]
+    given = [
+        np.empty((s[2], s[1], s[3]) if packed else tuple(s[a] for a in LAYOUTS[layout]), np.float32) for s in shapes
+    ]
     whole = {"q_heads": 4, "kv_heads": kv_heads, "q_len": q_len, "k_len": k_len, "head_dim": 16, "layout": layout}
     whole |= {} if packed else {"batch": 3}
     for lists in LISTS["lhd" if packed else "bhld"] if q_len > 1 else [{}]:
@@ -119,7 +139,9 @@ def test_a_plan_by_sizes_is_that_of_arrays(layout, sizes):
             want = sl.plan(*given, layout=layout, **lists, **other)
             assert sl.plan(**whole, **lists, **other) == want
             if "cu_seqlens_k" in lists or {"q_lengths", "k_lengths"} <= set(lists):
-                assert sl.plan(**{n: x for n, x in whole.items() if n not in ("q_len", "k_len")}, **lists, **other) == want
+                assert (
+                    sl.plan(**{n: x for n, x in whole.items() if n not in ("q_len", "k_len")}, **lists, **other) == want
+                )
 
 
 def test_a_plan_takes_arrays_or_sizes():
@@ -168,7 +190,7 @@ def test_the_plain_read_reads_every_byte():
     import ctypes
 
     from speedlight.cpu import roof
-    from speedlight.cpu.fields import FIELDS, LIMIT
+    from speedlight.cpu.layout import FIELDS, LIMIT
     from speedlight.cpu.workers import run_region
 
     memory = np.random.default_rng(0).integers(0, 1 << 40, 4 * 65536 // 8)

@@ -1,4 +1,6 @@
-"""Malformed input (R12): every call raises a speedlight error that names the argument, writes nothing, and takes no time."""
+"""Malformed input (R12): every call raises a speedlight error that names the argument, writes nothing, and takes no
+time.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,11 @@ BAD = [
     ("out", {"out": np.zeros((2, 4, 6, 8), np.float32)}, sl.ArgumentError),
     ("out", {"out": np.zeros((2, 4, 6, 5))}, sl.ArgumentTypeError),
     ("out", {"out": np.broadcast_to(np.float32(0), (2, 4, 6, 5))}, sl.ArgumentError),
-    ("out", {"out": np.lib.stride_tricks.as_strided(np.zeros(500, np.float32), (2, 4, 6, 5), (4, 4, 4, 4))}, sl.ArgumentError),
+    (
+        "out",
+        {"out": np.lib.stride_tricks.as_strided(np.zeros(500, np.float32), (2, 4, 6, 5), (4, 4, 4, 4))},
+        sl.ArgumentError,
+    ),
 ]
 PACKED = [
     ("cu_seqlens_q", {"cu_seqlens_q": [0]}),
@@ -176,14 +182,23 @@ def test_devices_must_agree():
     x = np.zeros((1, 1, 2, 4), np.float32)
     q, k, v = (arrays.describe(x, n) for n in "qkv")
     options = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
-    for wrong in ((q, replace(k, device="cuda:0"), v), (replace(q, device="cuda:0"), k, v), (q, k, replace(v, device="cuda:1"))):
-        with pytest.raises(sl.ArgumentError, match="expected an array on (cpu|cuda:0), as q; got one on (cpu|cuda:0|cuda:1)"):
+    for wrong in (
+        (q, replace(k, device="cuda:0"), v),
+        (replace(q, device="cuda:0"), k, v),
+        (q, k, replace(v, device="cuda:1")),
+    ):
+        with pytest.raises(
+            sl.ArgumentError, match="expected an array on (cpu|cuda:0), as q; got one on (cpu|cuda:0|cuda:1)"
+        ):
             from_arrays(*wrong, **options)
     with pytest.raises(sl.ArgumentError, match="q: expected an array on the CPU for engine='cpu'; got one on cuda:0"):
         engine.chosen("cpu", replace(q, device="cuda:0"))
     with pytest.raises(sl.ArgumentError, match="q: expected a tensor on a GPU for engine='cuda'"):
         engine.chosen("cuda", q)
-    assert engine.chosen(None, replace(q, device="cuda:0")) == "cuda:0" and engine.chosen(None, q) == engine.chosen("cpu", q) == "cpu"
+    assert (
+        engine.chosen(None, replace(q, device="cuda:0")) == "cuda:0"
+        and engine.chosen(None, q) == engine.chosen("cpu", q) == "cpu"
+    )
 
 
 def test_without_triton(monkeypatch):
@@ -193,5 +208,7 @@ def test_without_triton(monkeypatch):
     for name in [n for n in sys.modules if n.startswith("speedlight.gpu")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delattr(sys.modules["speedlight"], "gpu", raising=False)
-    with pytest.raises(sl.UnsupportedError, match=r"expected Triton, for arrays on a GPU; it cannot be loaded .* pip install"):
+    with pytest.raises(
+        sl.UnsupportedError, match=r"expected Triton, for arrays on a GPU; it cannot be loaded .* pip install"
+    ):
         engine.gpu()

@@ -1,4 +1,6 @@
-"""Prepared steps that caches and pools remember: whatever differs from the last call, the bits are those of a fresh one."""
+"""Prepared steps that caches and pools remember: whatever differs from the last call, the bits are those of a fresh
+one.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ OPTIONS = [  # few structures, each with several numbers and tables
     {"mask": sl.window(50, 0)},
     {"mask": sl.window(51, 0)},
     {"mask": sl.expression(lambda b, h, i, j: j % (b + 2) != 1)},
-    *({"mask": sl.expression(lambda b, h, i, j, t=t: t[i] == t[j]), "score": sl.softcap(c)} for t in IDS for c in (2.0, 3.0)),
+    *(
+        {"mask": sl.expression(lambda b, h, i, j, t=t: t[i] == t[j]), "score": sl.softcap(c)}
+        for t in IDS
+        for c in (2.0, 3.0)
+    ),
     *({"score": sl.expression(lambda s, b, h, i, j, z=z: s + j / 64 * sign(s * 0 + z))} for z in (0.0, -0.0)),
     *({"scale": z, "score": sl.expression(lambda s, b, h, i, j: j / 64 * sign(s + s))} for z in (0.0, -0.0)),
 ]
@@ -87,19 +93,35 @@ def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
         again = [fresh.sequence() for _ in order]
         for sequence, which in zip(again, order, strict=True):
             old = [getattr(sequences[which], name)(0).swapaxes(0, 1) for name in ("keys", "values")]
-            fresh.append(0, [sequence], *(x.astype(kind) for x in old) if dtype != "int8" else old, new_lengths=[lengths[which]])
-        q, k, v = (strided(rng, x[0].swapaxes(0, 1)) for x in qkv(rng, kind.name, 1, 4, 2, sum(counts), sum(counts), D, D))
+            fresh.append(
+                0, [sequence], *(x.astype(kind) for x in old) if dtype != "int8" else old, new_lengths=[lengths[which]]
+            )
+        q, k, v = (
+            strided(rng, x[0].swapaxes(0, 1)) for x in qkv(rng, kind.name, 1, 4, 2, sum(counts), sum(counts), D, D)
+        )
         new = (k, v) if rng.random() < 0.8 else (None, None)
         out = given(rng, (sum(counts), 4, D), kind)
         got = pool.attend(0, [sequences[n] for n in order], q, *new, new_lengths=counts, out=out, **options)
-        same(got, fresh.attend(0, again, q, *new, new_lengths=counts, **options), f"step {step}: {order}, {counts}, {options}")
+        same(
+            got,
+            fresh.attend(0, again, q, *new, new_lengths=counts, **options),
+            f"step {step}: {order}, {counts}, {options}",
+        )
         for which in order:
             sequences[which].truncate(lengths[which])
 
 
 @pytest.mark.parametrize(("dtype", "window"), [("float32", None), ("float32", 300), ("int8", None)])
 def test_a_cache_that_lives_long_says_what_a_fresh_one_says(rng, dtype, window):
-    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": D, "dtype": dtype, "capacity": LONGEST + 40, "window": window}
+    sizes = {
+        "layers": 1,
+        "batch": 2,
+        "kv_heads": 2,
+        "head_dim": D,
+        "dtype": dtype,
+        "capacity": LONGEST + 40,
+        "window": window,
+    }
     cache, base = sl.KVCache(**sizes), sl.KVCache(**sizes)
     _, k, v = qkv(rng, "float32", 2, 4, 2, 1, LONGEST, D, D)
     base.append(0, k, v)
@@ -108,7 +130,11 @@ def test_a_cache_that_lives_long_says_what_a_fresh_one_says(rng, dtype, window):
         sl.set_threads(int(rng.integers(1, 3)))
         n = int(rng.choice([1, 1, 2, 20]))
         if rng.random() < 0.5:
-            lengths = [int(x) for x in rng.integers(30, LONGEST, 2)] if rng.random() < 0.7 else [int(rng.integers(30, LONGEST))] * 2
+            lengths = (
+                [int(x) for x in rng.integers(30, LONGEST, 2)]
+                if rng.random() < 0.7
+                else [int(rng.integers(30, LONGEST))] * 2
+            )
             cache.clear()
             cache.append(0, k[:, :, : max(lengths)], v[:, :, : max(lengths)], new_lengths=lengths)
         fresh = cache.copy()
@@ -172,7 +198,9 @@ def test_rows_of_packed_queries_are_where_they_are_now(rng):
         warm = sl.PagePool(layers=1, pages=60, page_size=16, kv_heads=2, head_dim=D)
         for counts in order:
             sequences = [warm.sequence() for _ in range(3)]
-            assert warm.attend(0, sequences, q, k, v, new_lengths=list(counts)).tobytes() == results[counts].tobytes(), counts
+            assert (
+                warm.attend(0, sequences, q, k, v, new_lengths=list(counts)).tobytes() == results[counts].tobytes()
+            ), counts
             for sequence in sequences:
                 sequence.free()
 

@@ -14,7 +14,7 @@ import torch
 from conftest import FULL
 
 import speedlight as sl
-from speedlight.tree import evaluate
+from speedlight.expressions.tree import evaluate
 
 LEAKED = []
 sl.expression(lambda s, b, h, i, j: LEAKED.append(s) or s)
@@ -36,20 +36,26 @@ def value(function, **env):
         (lambda s, b, h, i, j: sl.where((i > j) & ~(i == j), sl.minimum(i, 3), 0) + sl.maximum(j, 6), 9),
         (lambda s, b, h, i, j: sl.floor(s * 5) + sl.cast(s * 5, int) + sl.cast(i > 3, float) + (i > 3), 6),
         (
-            lambda s, b, h, i, j: sl.exp(s) + sl.exp2(s) + sl.log(s) + sl.log2(s) + sl.tanh(s) + sl.sqrt(s) + sl.sigmoid(s) + sl.abs(-s),
+            lambda s, b, h, i, j: (
+                sl.exp(s) + sl.exp2(s) + sl.log(s) + sl.log2(s) + sl.tanh(s) + sl.sqrt(s) + sl.sigmoid(s) + sl.abs(-s)
+            ),
             None,
         ),
         (lambda s, b, h, i, j: TABLE[h, j - 2] + TABLE[2, 3] + TABLE[b, h], 7 + 11 + 1),
         (lambda s, b, h, i, j: np.float32(2) * i + np.int64(3), 17),
         (
-            lambda s, b, h, i, j: np.maximum(i, 9) + np.abs(j - i) + np.exp(s * 0) + np.float64(2) ** (i - 5) - divmod(i, j)[1],
+            lambda s, b, h, i, j: (
+                np.maximum(i, 9) + np.abs(j - i) + np.exp(s * 0) + np.float64(2) ** (i - 5) - divmod(i, j)[1]
+            ),
             9 + 2 + 1 + 4 - 2,
         ),
     ],
 )
 def test_operators(function, want):
     if want is None:
-        want = np.exp(0.5) + 2**0.5 + np.log(0.5) + np.log2(0.5) + np.tanh(0.5) + 0.5**0.5 + 1 / (1 + np.exp(-0.5)) + 0.5
+        want = (
+            np.exp(0.5) + 2**0.5 + np.log(0.5) + np.log2(0.5) + np.tanh(0.5) + 0.5**0.5 + 1 / (1 + np.exp(-0.5)) + 0.5
+        )
     assert np.isclose(float(value(function)), want, rtol=1e-6)
 
 
@@ -151,7 +157,10 @@ def test_tables_refuse():
     with pytest.raises(sl.ArgumentError, match="storage is missing"):
         sl.table(gone)
     for kind in (">f4", ">i8", ">u2", ">f8"):
-        assert sl.table(np.arange(3).astype(kind)).array.tolist() == [0, 1, 2] and sl.table(np.arange(3).astype(kind)).array.dtype.isnative
+        assert (
+            sl.table(np.arange(3).astype(kind)).array.tolist() == [0, 1, 2]
+            and sl.table(np.arange(3).astype(kind)).array.dtype.isnative
+        )
     source = np.arange(4)
     table = sl.table(source)
     source[:] = 9
@@ -180,7 +189,10 @@ def test_structure_is_the_key():
     assert sl.expression(lambda b, h, i, j: i > 1) != sl.expression(lambda b, h, i, j: i > 1.0)
     assert sl.expression(lambda b, h, i, j: True) != sl.expression(lambda b, h, i, j: False)
     code = "import speedlight as sl; print(hash(sl.window(5, 0) & sl.causal()))"
-    hashes = {subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout for _ in range(2)}
+    hashes = {
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        for _ in range(2)
+    }
     assert hashes == {f"{hash(sl.window(9, 0) & sl.causal())}\n"}
 
 
@@ -195,7 +207,12 @@ def test_functions_are_accurate(isa):
             f = getattr(sl, name)
             source = sl.table(at)
             _, lse = sl.attention(
-                ones, ones[:, :, :1], ones[:, :, :1], score=lambda s, b, h, i, j, f=f, t=source: f(t[i]), q_start=0, return_lse=True
+                ones,
+                ones[:, :, :1],
+                ones[:, :, :1],
+                score=lambda s, b, h, i, j, f=f, t=source: f(t[i]),
+                q_start=0,
+                return_lse=True,
             )
             exact = np.longdouble(at)
             with np.errstate(all="ignore"):
@@ -266,7 +283,8 @@ def test_long_expressions(name):
 )
 def test_longer_expressions_are_refused(make):
     with pytest.raises(
-        sl.ExpressionError, match=r"mask: expected at most 4,000 operations .* got [0-9,]*\. Put constants into an sl.table"
+        sl.ExpressionError,
+        match=r"mask: expected at most 4,000 operations .* got [0-9,]*\. Put constants into an sl.table",
     ):
         make()
 

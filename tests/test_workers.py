@@ -1,4 +1,6 @@
-"""Threads: concurrent callers (R13), forks (R14), interrupts (R15), the caller's floating-point modes, living with torch."""
+"""Threads: concurrent callers (R13), forks (R14), interrupts (R15), the caller's floating-point modes, living with
+torch.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +26,21 @@ from speedlight.cpu import workers
 
 def run(code: str, **environment: str) -> str:
     """A fresh interpreter; its output."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=os.environ | environment)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-BIG = "import numpy as np, speedlight as sl\nq = np.random.default_rng(0).standard_normal((1, 4, 600, 64)).astype(np.float32)\n"
+BIG = """import numpy as np, speedlight as sl
+q = np.random.default_rng(0).standard_normal((1, 4, 600, 64)).astype(np.float32)
+"""
 
 
 def test_importing_is_light():
-    code = "import sys, speedlight\nprint([m for m in ('torch', 'triton', 'llvmlite', 'matplotlib', 'rich', 'typer') if m in sys.modules])"
+    heavy = ("torch", "triton", "llvmlite", "matplotlib", "rich", "typer")
+    code = f"import sys, speedlight\nprint([m for m in {heavy} if m in sys.modules])"
     assert run(code).strip() == "[]"
 
 
@@ -87,7 +94,10 @@ def test_a_forked_child_has_a_scratch_of_its_own():
         "_, status = os.waitpid(pid, 0)\n"
         "print(wrong, status)\n"
     )
-    assert subprocess.check_output([sys.executable, "-W", "ignore", "-c", script], text=True, timeout=120).split() == ["0", "0"]
+    assert subprocess.check_output([sys.executable, "-W", "ignore", "-c", script], text=True, timeout=120).split() == [
+        "0",
+        "0",
+    ]
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
@@ -109,20 +119,24 @@ def test_multiprocessing(rng, method):
 @pytest.mark.parametrize("with_torch", [False, True])
 def test_forks_while_computing(with_torch):
     """Children and grandchildren of a process whose other thread is inside a region."""
-    code = ("import torch\n" if with_torch else "") + BIG + (
-        "import os, threading\nsl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\nstop = False\n"
-        "def busy():\n    while not stop: sl.attention(q, q, q)\n"
-        "t = threading.Thread(target=busy); t.start()\nok = 0\n"
-        f"for i in range({50 if FULL else 10}):\n"
-        "    pid = os.fork()\n"
-        "    if pid == 0:\n"
-        "        good = sl.attention(q, q, q).tobytes() == want\n"
-        "        inner = os.fork()\n"
-        "        if inner == 0: os._exit(0 if sl.attention(q, q, q).tobytes() == want else 1)\n"
-        "        os._exit(0 if good and os.waitpid(inner, 0)[1] == 0 else 1)\n"
-        "    ok += os.waitpid(pid, 0)[1] == 0\n"
-        "stop = True; t.join(); print(ok)"
-    )  # fmt: skip
+    code = (
+        ("import torch\n" if with_torch else "")
+        + BIG
+        + (
+            "import os, threading\nsl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\nstop = False\n"
+            "def busy():\n    while not stop: sl.attention(q, q, q)\n"
+            "t = threading.Thread(target=busy); t.start()\nok = 0\n"
+            f"for i in range({50 if FULL else 10}):\n"
+            "    pid = os.fork()\n"
+            "    if pid == 0:\n"
+            "        good = sl.attention(q, q, q).tobytes() == want\n"
+            "        inner = os.fork()\n"
+            "        if inner == 0: os._exit(0 if sl.attention(q, q, q).tobytes() == want else 1)\n"
+            "        os._exit(0 if good and os.waitpid(inner, 0)[1] == 0 else 1)\n"
+            "    ok += os.waitpid(pid, 0)[1] == 0\n"
+            "stop = True; t.join(); print(ok)"
+        )
+    )
     code = "import warnings; warnings.simplefilter('ignore')\n" + code
     assert int(run(code)) == (50 if FULL else 10)
 
@@ -130,17 +144,21 @@ def test_forks_while_computing(with_torch):
 @pytest.mark.parametrize("with_torch", [False, True])
 def test_interrupt(with_torch):
     """A call of seconds stops soon after SIGINT; the next call is right."""
-    code = ("import torch\n" if with_torch else "") + BIG + (
-        "import os, signal, threading, time\nsl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job's children ignore it
-        "x = np.ones((1, 8, 24000, 128), np.float32)\n"
-        "sent = []\n"
-        "def later():\n    time.sleep(0.7); sent.append(time.perf_counter()); os.kill(os.getpid(), signal.SIGINT)\n"
-        "threading.Thread(target=later).start()\n"
-        "try:\n    sl.attention(x, x, x); print('finished')\n"
-        "except KeyboardInterrupt: print(time.perf_counter() - sent[0])\n"
-        "print(sl.attention(q, q, q).tobytes() == want)"
-    )  # fmt: skip
+    code = (
+        ("import torch\n" if with_torch else "")
+        + BIG
+        + (
+            "import os, signal, threading, time\nsl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\n"
+            "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job's children ignore it
+            "x = np.ones((1, 8, 24000, 128), np.float32)\n"
+            "sent = []\n"
+            "def later():\n    time.sleep(0.7); sent.append(time.perf_counter()); os.kill(os.getpid(), signal.SIGINT)\n"
+            "threading.Thread(target=later).start()\n"
+            "try:\n    sl.attention(x, x, x); print('finished')\n"
+            "except KeyboardInterrupt: print(time.perf_counter() - sent[0])\n"
+            "print(sl.attention(q, q, q).tobytes() == want)"
+        )
+    )
     delay, right = run(code).split()
     assert delay != "finished" and right == "True"
     assert float(delay) < 10  # a hang guard; the figure is in docs/ladder.md
@@ -168,7 +186,12 @@ def test_openmp_is_shared_once_torch_is_there():
 
 
 def test_environment_variables_are_checked():
-    for name, value in (("SPEEDLIGHT_ISA", "mmx"), ("SPEEDLIGHT_THREADS", "many"), ("SPEEDLIGHT_THREADS", "0"), ("SPEEDLIGHT_ISA", "neon")):
+    for name, value in (
+        ("SPEEDLIGHT_ISA", "mmx"),
+        ("SPEEDLIGHT_THREADS", "many"),
+        ("SPEEDLIGHT_THREADS", "0"),
+        ("SPEEDLIGHT_ISA", "neon"),
+    ):
         code = BIG + "try:\n    sl.attention(q, q, q)\nexcept sl.Error as e: print(str(e).split(':')[0])"
         assert run(code, **{name: value}).strip() == name
 
@@ -239,7 +262,9 @@ print(ended > COUNT / 8, late, wrong, len(os.listdir("/proc/self/task")) - befor
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 @pytest.mark.parametrize("with_torch", [False, True])
 def test_signals_end_a_call_when_nobody_is_inside(with_torch):
-    """Three signals some 0.2 ms apart: what comes during the wait for other threads neither ends it nor costs a thread."""
+    """Three signals some 0.2 ms apart: what comes during the wait for other threads neither ends it nor costs a
+    thread.
+    """
     code = ("import torch\n" if with_torch else "") + BIG + SIGNALS.replace("COUNT", "600" if FULL else "60")
     assert run(code).split() == ["True", "0", "0", "0"]
 
@@ -247,7 +272,9 @@ def test_signals_end_a_call_when_nobody_is_inside(with_torch):
 @needs_places
 @pytest.mark.parametrize(("runtime", "regions"), [("pool", 1), ("pool", 5), ("openmp", 1)])
 def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, runtime, regions):
-    """At each place of the engine where CPython looks for signals: no slot stays taken, nobody inside, no thread more."""
+    """At each place of the engine where CPython looks for signals: no slot stays taken, nobody inside, no thread
+    more.
+    """
     import torch  # noqa: F401 - brings OpenMP
 
     if runtime == "pool":
@@ -269,7 +296,9 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, run
         ended = interrupted(call, n)
         left = out.tobytes()
         assert workers._region == [None]
-        wait_until(lambda: count_threads() <= threads)  # OpenMP's, and those that tried whether threads can be had, may be leaving
+        wait_until(
+            lambda: count_threads() <= threads
+        )  # OpenMP's, and those that tried whether threads can be had, may be leaving
         if n % 4 == 0:
             time.sleep(1e-3)
             assert out.tobytes() == left
@@ -282,21 +311,28 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, run
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 @pytest.mark.parametrize("with_torch", [False, True])
 def test_no_thread_can_be_started(with_torch):
-    """There is no room for a stack: GNU OpenMP would end the process. Right results, one warning, and threads once there is room."""
-    code = ("import torch\n" if with_torch else "") + BIG + (
-        "import resource, warnings\nfrom speedlight.cpu import workers\n"
-        "sl.set_threads(1)\nwant = sl.attention(q, q, q).tobytes()\nsl.set_threads(3)\n"
-        "before = resource.getrlimit(resource.RLIMIT_AS)\n"
-        "with open('/proc/self/statm') as f: size = int(f.read().split()[0]) * resource.getpagesize()\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (size + (5 << 20), before[1]))\n"
-        "with warnings.catch_warnings(record=True) as w:\n"
-        "    warnings.simplefilter('always')\n"
-        "    right = [sl.attention(q, q, q).tobytes() == want for _ in range(3)]\n"
-        "resource.setrlimit(resource.RLIMIT_AS, before)\n"
-        "right += [sl.attention(q, q, q).tobytes() == want for _ in range(3)]\n"
-        "print(all(right), sum('no more threads can be started' in str(x.message) for x in w), len(w))\n"
-        "print(len(workers._helpers), workers._region)"
-    )  # fmt: skip
+    """There is no room for a stack: GNU OpenMP would end the process.
+
+    Right results, one warning, and threads once there is room.
+    """
+    code = (
+        ("import torch\n" if with_torch else "")
+        + BIG
+        + (
+            "import resource, warnings\nfrom speedlight.cpu import workers\n"
+            "sl.set_threads(1)\nwant = sl.attention(q, q, q).tobytes()\nsl.set_threads(3)\n"
+            "before = resource.getrlimit(resource.RLIMIT_AS)\n"
+            "with open('/proc/self/statm') as f: size = int(f.read().split()[0]) * resource.getpagesize()\n"
+            "resource.setrlimit(resource.RLIMIT_AS, (size + (5 << 20), before[1]))\n"
+            "with warnings.catch_warnings(record=True) as w:\n"
+            "    warnings.simplefilter('always')\n"
+            "    right = [sl.attention(q, q, q).tobytes() == want for _ in range(3)]\n"
+            "resource.setrlimit(resource.RLIMIT_AS, before)\n"
+            "right += [sl.attention(q, q, q).tobytes() == want for _ in range(3)]\n"
+            "print(all(right), sum('no more threads can be started' in str(x.message) for x in w), len(w))\n"
+            "print(len(workers._helpers), workers._region)"
+        )
+    )
     assert run(code).split() == ["True", "1", "1", "0" if with_torch else "2", "[None]"]
 
 
@@ -323,7 +359,9 @@ def count_threads() -> int:
 
 @needs_places
 def test_an_interrupt_while_threads_are_started(rng, monkeypatch):
-    """A helper is in the list before it is up: whenever the start was interrupted, the next call starts what is missing, once."""
+    """A helper is in the list before it is up: whenever the start was interrupted, the next call starts what is
+    missing, once.
+    """
     monkeypatch.setattr(workers, "_openmp", lambda _: None)
     q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 256, 64, 64)
     sl.set_threads(3)
@@ -366,7 +404,9 @@ def test_no_memory_anywhere_in_a_run(rng, monkeypatch):
 
     testing = pytest.importorskip("_testcapi")
     monkeypatch.setattr(workers, "_openmp", lambda _: None)
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # a helper may be the one who has none; it is started anew
+    monkeypatch.setattr(
+        sys, "unraisablehook", lambda _: None
+    )  # a helper may be the one who has none; it is started anew
     q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 128, 64, 64)
     out = np.empty_like(q)
     sl.set_threads(3)

@@ -19,17 +19,26 @@ def plain(x: Any) -> np.ndarray:
     return np.asarray(x).astype(np.float64)
 
 
-def assert_within(got: Any, want: np.ndarray, bound: np.ndarray, what: str = "out", *, zeros_allowed: bool = False) -> float:
-    """Shape, then NaN and Inf patterns, then every element inside its bound. Returns the largest share of the bound used."""
+def assert_within(
+    got: Any, want: np.ndarray, bound: np.ndarray, what: str = "out", *, zeros_allowed: bool = False
+) -> float:
+    """Shape, then NaN and Inf patterns, then every element inside its bound.
+
+    Returns the largest share of the bound used.
+    """
     got = plain(got)
     assert got.shape == want.shape, f"{what}: shape {got.shape}, expected {want.shape}"
     if want.size == 0:
         return 0.0
-    assert (np.isnan(got) == np.isnan(want)).all(), f"{what}: NaN in {np.isnan(got).sum()} places, expected {np.isnan(want).sum()}"
+    assert (np.isnan(got) == np.isnan(want)).all(), (
+        f"{what}: NaN in {np.isnan(got).sum()} places, expected {np.isnan(want).sum()}"
+    )
     infinite = np.isinf(want)
     assert (got[infinite] == want[infinite]).all(), f"{what}: wrong infinities"
     finite = np.isfinite(want)
-    assert zeros_allowed or (want[finite] != 0).any() or not finite.any(), f"{what}: an all-zero reference proves nothing"
+    assert zeros_allowed or (want[finite] != 0).any() or not finite.any(), (
+        f"{what}: an all-zero reference proves nothing"
+    )
     error = np.abs(got[finite] - want[finite])
     inside = error <= bound[finite]  # False where anything is NaN
     if not inside.all():

@@ -13,5 +13,11 @@ class Odd:
 
 NUMBERS = [None, True, -1, 3, 2**70, 1.5, float("nan"), np.float32(1), np.int64(0), np.bool_(True)]
 LISTS = [[], {}, (), [None], ["a"], [[0]], [0, 2**70], {1: 2}, "x", "\0.safetensors", b"x"]
-ARRAYS = [np.array(1), np.zeros(3), np.zeros((2, 4, 1, 16), "S1"), np.zeros((2, 2, 1, 16), object), np.zeros((2, 0, 0, 0), np.float32)]
+ARRAYS = [
+    np.array(1),
+    np.zeros(3),
+    np.zeros((2, 4, 1, 16), "S1"),
+    np.zeros((2, 2, 1, 16), object),
+    np.zeros((2, 0, 0, 0), np.float32),
+]
 WRONG = [*NUMBERS, *LISTS, *ARRAYS, object(), Odd(), Odd, iter([]), lambda *_: None]

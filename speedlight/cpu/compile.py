@@ -51,8 +51,8 @@ if hasattr(os, "register_at_fork"):
 class Kernel:
     """Machine code with its name, which lives as long as this object. The GIL is released while it runs.
 
-    `entry(address of arguments)` does one thread's share of a region. `joined(address)` does so, too, and returns when nobody
-    is inside any more.
+    `entry(address of arguments)` does one thread's share of a region. `joined(address)` does so, too, and returns when
+    nobody is inside any more.
     """
 
     __slots__ = ("__weakref__", "address", "entry", "from_cache", "joined", "last", "owner", "symbol")
@@ -203,7 +203,10 @@ def _sources() -> bytes:
 
 
 def digest_of(package: Path) -> bytes:
-    """Of every source: changed code never meets an old object, for kernels are made of numbers from everywhere. Some 3 ms."""
+    """Of every source: changed code never meets an old object, for kernels are made of numbers from everywhere.
+
+    Some 3 ms.
+    """
     total = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         source = path.read_bytes()
@@ -336,7 +339,10 @@ def _sum(path: Path, code: bytes) -> bytes:
 
 
 def _write(path: Path, code: bytes, text: str) -> None:
-    """Under a temporary name first, then renamed: a reader sees all of it or none. Nothing is left behind, whatever happens."""
+    """Under a temporary name first, then renamed: a reader sees all of it or none.
+
+    Nothing is left behind, whatever happens.
+    """
     temporary = path.parent / f".new-{os.getpid()}-{os.urandom(8).hex()}"
     try:
         _make_directory(path.parent)

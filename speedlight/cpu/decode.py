@@ -91,12 +91,14 @@ def pack(module: Module, s: Shape) -> Any:
 
 
 _SCORE_PARAMS = {
-    "scores": PTR, "queries": PTR, "places": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64, "head_dim": I64,
+    "scores": PTR, "queries": PTR, "places": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64,
+    "head_dim": I64,
 }  # fmt: skip
 
 
 def score_rows(module: Module, s: Shape) -> Any:
-    """scores[row, key] = queries[row] · keys[key], a vector of keys at a time: one chain of multiply-adds over the units.
+    """scores[row, key] = queries[row] · keys[key], a vector of keys at a time: one chain of multiply-adds over the
+    units.
 
     Keys past the end repeat the last one; what they score is never used.
     """
@@ -140,7 +142,9 @@ def score_rows(module: Module, s: Shape) -> Any:
 
 
 def score_lanes(module: Module, s: Shape) -> Any:
-    """The same over a cache's blocks, where the keys of a vector lie side by side: nothing is transposed, all is read in sequence."""
+    """The same over a cache's blocks, where the keys of a vector lie side by side: nothing is transposed, all is read
+    in sequence.
+    """
     k = module.function("score_lanes", _SCORE_PARAMS)
     p, n = k.p, s.lanes
     vectors, unit_bytes = max(1, BLOCK // n), BLOCK * s.stored_bytes
@@ -148,7 +152,10 @@ def score_lanes(module: Module, s: Shape) -> Any:
     last = (p["count"] - 1) // BLOCK
 
     def rows_of(first: Value, count: int, j: Value, together: int) -> None:
-        """`count` rows and some blocks: as many independent chains as there are sums. A block past the end repeats the last one."""
+        """`count` rows and some blocks: as many independent chains as there are sums.
+
+        A block past the end repeats the last one.
+        """
         queries = [k.at(p["queries"], (first + r) * p["units"] * s.number_bytes) for r in range(count)]
         numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
         blocks, aheads = ([k.at(k.load(PTR, p["places"], (x + y) * 8), s.header) for x in numbers] for y in (0, far))
@@ -181,7 +188,10 @@ def score_lanes(module: Module, s: Shape) -> Any:
         start = k.i64(0)
         for rows, together in tiles:
             end = start + (p["rows"] - start) // rows * rows
-            with k.range(start, end, rows) as r, k.range(group, k.min(group + BLOCK * most, p["count"]), BLOCK * together) as j:
+            with (
+                k.range(start, end, rows) as r,
+                k.range(group, k.min(group + BLOCK * most, p["count"]), BLOCK * together) as j,
+            ):
                 rows_of(r, rows, j, together)
             start = end
     return k.finish()
@@ -190,8 +200,9 @@ def score_lanes(module: Module, s: Shape) -> Any:
 def _score_tiles(s: Shape) -> list[tuple[int, int]]:
     """Rows and blocks of a cache whose sums are in registers.
 
-    Blocks at once are streams from memory at once, which is 4 to 9 % slower where memory is what limits (measured). But a
-    few chains wait for each other, and of int8, which takes less from memory than it takes to compute, that is what limits.
+    Blocks at once are streams from memory at once, which is 4 to 9 % slower where memory is what limits (measured). But
+    a few chains wait for each other, and of int8, which takes less from memory than it takes to compute, that is what
+    limits.
     """
     if s.isa.registers < 32 or s.lanes < BLOCK:
         return [(4, 1), (1, 1)]
@@ -204,7 +215,8 @@ def _blocks_ahead(k: Function, row: Value) -> Value:
 
 
 def weigh(module: Module, s: Shape) -> Any:
-    """One row's scores become weights in place (pairs in the dot class); max and alpha are updated. Keys from `limit` on weigh -0.
+    """One row's scores become weights in place (pairs in the dot class); max and alpha are updated. Keys from `limit`
+    on weigh -0.
 
     Returns whether a score below `limit` is -inf: then its weight is -0 as well, and its value must not be touched.
     """
@@ -234,13 +246,19 @@ def weigh(module: Module, s: Shape) -> Any:
             with k.when(p["count"].equals(TILE)):
                 byte = p["ahead"] + j * 64
                 block = byte // block_bytes
-                place = k.at(k.load(PTR, p["places"], k.min(block, k.i64(TILE // BLOCK + _MOST_AHEAD)) * 8), byte - block * block_bytes)
+                place = k.at(
+                    k.load(PTR, p["places"], k.min(block, k.i64(TILE // BLOCK + _MOST_AHEAD)) * 8),
+                    byte - block * block_bytes,
+                )
                 for line in range(2 * n):
                     k.prefetch(k.at(place, line * 64))
         xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
         es = [k.fma(x, c, -base) for x in xs]
         es = [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e in es]
-        ws = [k.select(seen(x, j + i * n)[0], w, hidden) for i, (x, w) in enumerate(zip(xs, exp4(k, s, es, any_x=True), strict=True))]
+        ws = [
+            k.select(seen(x, j + i * n)[0], w, hidden)
+            for i, (x, w) in enumerate(zip(xs, exp4(k, s, es, any_x=True), strict=True))
+        ]
         if s.dot:
             pairs = k.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vec(BF16, 2 * n), ws[1], ws[0])
             k.store(pairs.bits(vec(I16, 2 * n)), p["scores"], j * 2)
@@ -290,7 +308,8 @@ def rescale(module: Module, s: Shape) -> Any:
 
 
 _VALUE_PARAMS = {
-    "sums": PTR, "sum_row": I64, "weights": PTR, "places": PTR, "value_row": I64, "first": I64, "end": I64, "value_dim": I64, "slots": I64,
+    "sums": PTR, "sum_row": I64, "weights": PTR, "places": PTR, "value_row": I64, "first": I64, "end": I64,
+    "value_dim": I64, "slots": I64,
     "regular": I64,
 }  # fmt: skip
 
@@ -316,8 +335,8 @@ def _step_row(k: Function, s: Shape) -> Value:
 def _value_tiles(s: Shape) -> list[tuple[int, int, int]]:
     """Rows and slots whose sums are in registers, and from how many rows on.
 
-    Memory is read best in whole rows of values. But where a vector of them is used by many rows, or is int8 that must be
-    widened, it is read once for four.
+    Memory is read best in whole rows of values. But where a vector of them is used by many rows, or is int8 that must
+    be widened, it is read once for four.
     """
     if s.isa.registers < 32:
         return [(2, 4, 2), (1, 4, 1)]
@@ -325,10 +344,11 @@ def _value_tiles(s: Shape) -> list[tuple[int, int, int]]:
 
 
 def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
-    """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a key, or a pair.
+    """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a key,
+    or a pair.
 
-    `rows` rows and `together` slots at a time. Each pass fetches what comes after: what one asks for may be dropped, and
-    once was measured to be too little.
+    `rows` rows and `together` slots at a time. Each pass fetches what comes after: what one asks for may be dropped,
+    and once was measured to be too little.
     """
     k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
     p = k.p
@@ -340,7 +360,9 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
         totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
         lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))]
 
-        def step(j: Value, row: Value, after: Value, columns: list[Value] = columns, totals: list[list[Any]] = totals) -> None:
+        def step(
+            j: Value, row: Value, after: Value, columns: list[Value] = columns, totals: list[list[Any]] = totals
+        ) -> None:
             vectors = [_value(k, s, row, after, c) for c in columns]
             for r in range(rows):
                 weight = k.splat(k.load(s.unit, p["weights"], j * s.number_bytes + r * _score_row(s)), s.lanes)
@@ -381,14 +403,20 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
 
 
 def careful_values(module: Module, s: Shape) -> Any:
-    """The same for one row where some weights are -0: those keys' values are not touched. `last` is the tile's last key."""
+    """The same for one row where some weights are -0: those keys' values are not touched.
+
+    `last` is the tile's last key.
+    """
     k = module.function("careful_values", _VALUE_PARAMS | {"last": I64})
     p, size = k.p, _steps_together(s)
     step_row = _step_row(k, s)
     with k.range(p["first"], p["end"]) as j:
         weight = k.load(s.unit, p["weights"], j * s.number_bytes)
         if s.dot:
-            low, high = (k.select((weight << by).bits(I32) > -1, k.const(m, I32), k.const(0, I32)) for by, m in ((16, 0xFFFF), (0, -65536)))
+            low, high = (
+                k.select((weight << by).bits(I32) > -1, k.const(m, I32), k.const(0, I32))
+                for by, m in ((16, 0xFFFF), (0, -65536))
+            )
             mask = low | high
             some = mask.differs(0)
         else:
@@ -415,7 +443,7 @@ def merge_row(module: Module, s: Shape) -> Any:
     p, n = k.p, s.lanes
     (m1, l1), (m2, l2) = (
         [k.splat(k.load(s.number, x, i * s.number_bytes), n) for i in (0, 1)] for x in (p["total"], p["span"])
-    )  # fmt: skip
+    )
     keep, copy = is_empty(m2, l2), is_empty(m1, l1)
     top = k.max(m1, m2)
     base = k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
@@ -432,7 +460,10 @@ def merge_row(module: Module, s: Shape) -> Any:
 
 def store_row(module: Module, s: Shape, log: Any) -> Any:
     """out = acc / sum and lse = ln4·max + ln sum, of one row."""
-    k = module.function("store_row", {"state": PTR, "out": PTR, "lse": PTR, "value_dim": I64, "slots": I64, "column": I64, "with_lse": I64})
+    k = module.function(
+        "store_row",
+        {"state": PTR, "out": PTR, "lse": PTR, "value_dim": I64, "slots": I64, "column": I64, "with_lse": I64},
+    )
     p, n = k.p, s.lanes
     m, total = (k.load(s.number, p["state"], i * s.number_bytes) for i in (0, 1))
     empty = is_empty(m, total)
@@ -523,7 +554,15 @@ class _Task(Work):
         k, s, parts = self.k, self.s, self.parts
         with self.each_head(), k.range(0, self.rows) as r:
             query = k.at(self.head_queries, r * self.units * s.number_bytes)
-            k.call(parts.pack, query, self.place("q", r), self.get("head_dim"), self.units, self.get("q_column"), self.get("flip"))
+            k.call(
+                parts.pack,
+                query,
+                self.place("q", r),
+                self.get("head_dim"),
+                self.units,
+                self.get("q_column"),
+                self.get("flip"),
+            )
         self.clear(self.total)
         last = k.select(self.rows > 0, self.limit(self.rows - 1), k.i64(0))
         spans = (last + (SPAN - 1)) // SPAN
@@ -556,7 +595,9 @@ class _Task(Work):
             self.finish()
 
     def class_of(self, low: Value, high: Value, heads: tuple[Value, Value]) -> Value:
-        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) the rows of some heads."""
+        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) the rows of some
+        heads.
+        """
         return self.seen_of(self.parts.visibility, self.of["index"], heads, self.box, low, high)
 
     def trimmed_tile(self, start: Value, count: Value) -> None:
@@ -566,7 +607,9 @@ class _Task(Work):
             self.tile(start, count, count)
             return
         seen = self.class_of(start, start + count, self.heads)
-        first, end, clear = self.extent_of(self.parts.extent, seen, self.of["index"], self.heads, self.box, start, count)
+        first, end, clear = self.extent_of(
+            self.parts.extent, seen, self.of["index"], self.heads, self.box, start, count
+        )
         with k.when(first < end):
             self.tile(start + first, end - first, clear - first)
 
@@ -586,7 +629,8 @@ class _Task(Work):
             k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
-        """The addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to be fetched ahead.
+        """The addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to be
+        fetched ahead.
 
         What comes next is the tile of the task's next head, or its first head's next tile.
         """
@@ -624,7 +668,9 @@ class _Task(Work):
                 place = (start + self.get("k_start"), count, limit, clear, self.of["index"], q_head, self.position(r))
                 k.call(parts.expression, k.p["a"], row, *place)
             ahead = r * (64 * TILE) + _FAR
-            gone = k.call(parts.weigh, row, state, k.at(self.alpha, r * 8), limit, count, c, self.v_places, v_row, ahead)
+            gone = k.call(
+                parts.weigh, row, state, k.at(self.alpha, r * 8), limit, count, c, self.v_places, v_row, ahead
+            )
             joint.set(k.min(k.select(gone.equals(0), limit, k.i64(0)), joint.get()))
         steps = (count + 1) >> 1 if s.dot else count
         k.call(parts.add_up, self.scratch, self.sums, self.rows, steps)
@@ -681,7 +727,14 @@ class _Task(Work):
                 k.call(self.parts.merge, state, self.span, self.slots)
             lse = self.get("lse")
             k.call(
-                self.parts.store, state, self.place("out", r), self.place("lse", r), self.value_dim, self.slots, self.get("out_column"), lse
+                self.parts.store,
+                state,
+                self.place("out", r),
+                self.place("lse", r),
+                self.value_dim,
+                self.slots,
+                self.get("out_column"),
+                lse,
             )
 
     def count(self, joint: Value, count: Value) -> None:

@@ -4,7 +4,7 @@
     task: pack the block's query panels; for every span, for every tile of keys, for every panel: score, softmax,
           value; merge the span into the panel's state; at the end divide, transpose and store
 
-Arguments are one struct of 64-bit words (fields.py).
+Arguments are one struct of 64-bit words (layout.py).
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ def forward_module(s: Shape, symbol: str) -> Module:
 
 def pack_queries(module: Module, s: Shape) -> Any:
     """q_panel[units, panel] from the rows named by a table of pointers; `flip` has the sign bits to invert."""
-    k = module.function("pack_queries", {"table": PTR, "q_panel": PTR, "head_dim": I64, "units": I64, "column": I64, "flip": I64})
+    k = module.function(
+        "pack_queries", {"table": PTR, "q_panel": PTR, "head_dim": I64, "units": I64, "column": I64, "flip": I64}
+    )
     p = k.p
     flip = p["flip"] if s.wide else k.trunc(p["flip"], I32)
     whole = p["head_dim"] // (2 * s.lanes if s.dot else s.lanes) * s.lanes
@@ -92,7 +94,10 @@ _STAGE = {"tile": PTR, "places": PTR, "row": I64, "column": I64, "count": I64, "
 
 
 def stage_rows(module: Module, s: Shape) -> Any:
-    """tile[count, units] from rows of any stride and narrower type. Of a cache in the dot class, rows are pairs of values."""
+    """tile[count, units] from rows of any stride and narrower type.
+
+    Of a cache in the dot class, rows are pairs of values.
+    """
     k = module.function("stage_rows", _STAGE)
     p = k.p
     whole = p["length"] // (2 * s.lanes if s.dot and not s.cached else s.lanes) * s.lanes
@@ -161,7 +166,9 @@ def _halves(k: Function, s: Shape, row: Value, t: Value) -> Value:
 
 def store_panel(module: Module, s: Shape, log: Any) -> Any:
     """out = acc / running_sum and lse = ln4·running_max + ln running_sum for the first `count` lanes."""
-    k = module.function("store_panel", {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64})
+    k = module.function(
+        "store_panel", {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64}
+    )
     p = k.p
     acc = k.at(p["state"], 2 * s.row_bytes)
     for v in range(s.vectors):
@@ -202,7 +209,11 @@ def _task(parts: _Parts) -> Any:
             count = k.min(last - start, k.i64(TILE))
             with k.when(task.class_of(k.i64(0), task.panels, start, start + count) > 0):
                 task.tile(start, count)
-        with k.when(last > SPAN), k.range(0, task.panels) as i, k.when(k.load(I64, task.panel(i), task.high) > span_start):
+        with (
+            k.when(last > SPAN),
+            k.range(0, task.panels) as i,
+            k.when(k.load(I64, task.panel(i), task.high) > span_start),
+        ):
             at = task.panel(i)
             k.call(parts.merge, k.at(at, task.get("at_total")), k.at(at, task.get("at_span")), task.get("value_dim"))
     state = k.select((last > SPAN) | last.equals(0), task.get("at_total"), task.get("at_span"))
@@ -263,7 +274,12 @@ class _Task(Work):
                 r = k.min(first + i * s.panel + lane, total - 1)
                 position, q_head = r // group, head * group + r % group
                 for slot, name in enumerate(("q", "out", "lse")):
-                    address = self.get(name) + of[f"{name}_at"] + q_head * self.get(f"{name}_head") + position * self.get(f"{name}_row")
+                    address = (
+                        self.get(name)
+                        + of[f"{name}_at"]
+                        + q_head * self.get(f"{name}_head")
+                        + position * self.get(f"{name}_row")
+                    )
                     if name == "lse":
                         address = k.select(lse.differs(0), address, lse)
                     k.store(address, rows, lane * 8 + slot * s.panel * 8)
@@ -279,7 +295,9 @@ class _Task(Work):
             if self.parts.visibility is not None:
                 self.clear(k.at(at, self.get("at_span")))  # the only span may be skipped
             d = self.get("head_dim")
-            k.call(self.parts.pack, rows, k.at(at, self.queries), d, self.units(d), self.get("q_column"), self.get("flip"))
+            k.call(
+                self.parts.pack, rows, k.at(at, self.queries), d, self.units(d), self.get("q_column"), self.get("flip")
+            )
         return k.load(I64, self.panel(self.panels - 1), self.high)
 
     @property
@@ -299,7 +317,10 @@ class _Task(Work):
                 k.store(k.const(0.0, s.vector), state, row * s.row_bytes + s.lane_offset(v))
 
     def sink(self, heads: Value, state: Value) -> None:
-        """Merges what a sink is: a key of that score, with a value of zeros. Its state lies where a tile's partial sums were."""
+        """Merges what a sink is: a key of that score, with a value of zeros.
+
+        Its state lies where a tile's partial sums were.
+        """
         k, s = self.k, self.s
         of, logits = k.at(self.scratch, self.get("at_check") + s.row_bytes), k.pointer(self.get("sinks"))
         self.clear(of)
@@ -338,7 +359,10 @@ class _Task(Work):
         if s.quantised:
             self.stage_scales(k_places, v_places, count)
         keys, k_row = k.select(stage_k, k_staged, keys), k.select(stage_k, units * number, k_row)
-        values, v_row = k.select(staging.get(), v_staged, values), k.select(staging.get(), value_dim * number, steps_row)
+        values, v_row = (
+            k.select(staging.get(), v_staged, values),
+            k.select(staging.get(), value_dim * number, steps_row),
+        )
         with k.range(0, self.panels) as i:
             at = self.panel(i)
             high = k.min(k.load(I64, at, self.high) - start, count)
@@ -347,7 +371,9 @@ class _Task(Work):
                     self.panel_tile(i, start, count, k.i64(0), high, high, keys, k_row, values, v_row)
                 else:
                     seen = self.class_of(i, i + 1, start, start + high)
-                    first, end, clear = self.extent_of(parts.extent, seen, self.index, self.heads, self.box(i, i + 1), start, high)
+                    first, end, clear = self.extent_of(
+                        parts.extent, seen, self.index, self.heads, self.box(i, i + 1), start, high
+                    )
                     with k.when(first < end):
                         self.panel_tile(i, start, count, first, end, clear, keys, k_row, values, v_row)
 
@@ -356,8 +382,16 @@ class _Task(Work):
         k = self.k
         row = self.get(f"{name}_row")
         return k.call(
-            self.parts.locate, k.p["a"], places, k.pointer(self.of["pages"]), base, self.get(f"{name}_page"), row, start, start + count
-        )  # fmt: skip
+            self.parts.locate,
+            k.p["a"],
+            places,
+            k.pointer(self.of["pages"]),
+            base,
+            self.get(f"{name}_page"),
+            row,
+            start,
+            start + count,
+        )
 
     def stage_scales(self, k_places: Value, v_places: Value, count: Value) -> None:
         """A tile's scales, side by side: of keys, then of values."""
@@ -368,9 +402,18 @@ class _Task(Work):
                 k.store(k.load(vec(F32, BLOCK), k.load(PTR, places, j // BLOCK * 8)), to, j * 4)
 
     def panel_tile(
-        self, i: Value, start: Value, count: Value, first: Value, end: Value, clear: Value,
-        keys: Value, k_row: Value, values: Value, v_row: Value,
-    ) -> None:  # fmt: skip
+        self,
+        i: Value,
+        start: Value,
+        count: Value,
+        first: Value,
+        end: Value,
+        clear: Value,
+        keys: Value,
+        k_row: Value,
+        values: Value,
+        v_row: Value,
+    ) -> None:
         """Keys [first, end) of a tile for one panel. The mask hides nothing below `clear`; `causal` still may."""
         k, s, parts = self.k, self.s, self.parts
         at = self.panel(i)
@@ -388,9 +431,22 @@ class _Task(Work):
         values = k.at(values, self.units(first) * v_row)
         state = k.at(at, self.get("at_span"))
         if parts.aim is not None:
-            k.call(parts.aim, k.p["a"], self.ahead, k.at(at, self.get("at_rows") + s.panel * 24), start + self.get("k_start"), self.index)
-        scales = [k.at(self.scratch, self.get("at_scales") + n * (TILE * 4) + first * 4) for n in (0, 1)] if s.quantised else []
-        k.call(parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check, self.ahead, *scales[:1])
+            k.call(
+                parts.aim,
+                k.p["a"],
+                self.ahead,
+                k.at(at, self.get("at_rows") + s.panel * 24),
+                start + self.get("k_start"),
+                self.index,
+            )
+        scales = (
+            [k.at(self.scratch, self.get("at_scales") + n * (TILE * 4) + first * 4) for n in (0, 1)]
+            if s.quantised
+            else []
+        )
+        k.call(
+            parts.score, self.scratch, k.at(at, self.queries), keys, k_row, high, units, check, self.ahead, *scales[:1]
+        )
         limits = k.at(at, self.get("at_limits"))
         if parts.expression is not None:
             lanes = k.at(at, self.get("at_rows") + s.panel * 24)
@@ -412,7 +468,9 @@ class _Task(Work):
         """First and last position of panels [first, end)."""
         k, s = self.k, self.s
         lanes = self.get("at_rows") + s.panel * 24
-        return k.load(I64, k.at(self.panel(first), lanes)), k.load(I64, k.at(self.panel(end - 1), lanes + (s.panel - 1) * 8))
+        return k.load(I64, k.at(self.panel(first), lanes)), k.load(
+            I64, k.at(self.panel(end - 1), lanes + (s.panel - 1) * 8)
+        )
 
     def class_of(self, first: Value, end: Value, low: Value, high: Value) -> Value:
         """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) panels [first, end)."""

@@ -130,4 +130,12 @@ def sqrt(k: Function, x: Value) -> Value:
     return k.unary("sqrt", x)
 
 
-FUNCTIONS: dict[str, Any] = {"exp": exp, "exp2": exp2, "log": log, "log2": log2, "tanh": tanh, "sqrt": sqrt, "sigmoid": sigmoid}
+FUNCTIONS: dict[str, Any] = {
+    "exp": exp,
+    "exp2": exp2,
+    "log": log,
+    "log2": log2,
+    "tanh": tanh,
+    "sqrt": sqrt,
+    "sigmoid": sigmoid,
+}

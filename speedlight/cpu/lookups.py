@@ -1,6 +1,7 @@
 """Table lookups as code: an entry a lane, sixteen keys of a row at once, and what a box of a table holds.
 
-A table is described by TABLE_WORDS words: address, 4 lengths, 4 strides in bytes, least and greatest entry (of integers).
+A table is described by TABLE_WORDS words: address, 4 lengths, 4 strides in bytes, least and greatest entry (of
+integers).
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ from collections.abc import Iterator
 
 from llvmlite import ir
 
-from ..bounds import SCAN, linear
-from ..tree import Node
+from ..expressions.bounds import SCAN, linear
+from ..expressions.tree import Node
 from .functions import like
 from .vector import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Function, Value, Variable, element_of, vec
 
 TABLE_WORDS = 11
 ENDS = 9  # the word of the least entry; the greatest follows
-_STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64, "uint64": I64,
+_STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64,
+           "uint64": I64,
            "float16": F16, "float32": F32, "float64": F64}  # fmt: skip
 _SUFFIX = {I8: "i8", I16: "i16", I32: "i32", I64: "i64", F16: "f16", F32: "f32", F64: "f64"}
 _BYTES = {I8: 1, I16: 2, I32: 4, I64: 8, F16: 2, F32: 4, F64: 8}
@@ -105,9 +107,13 @@ def lines(node: Node, keys: int) -> int:
 
 
 class Stream:
-    """A lookup whose last index moves by one from key to key: `lanes` keys of every lane's row are read and transposed at once."""
+    """A lookup whose last index moves by one from key to key: `lanes` keys of every lane's row are read and transposed
+    at once.
+    """
 
-    def __init__(self, k: Function, node: Node, at: Value, lanes: int, number: ir.Type, places: Value | None = None) -> None:
+    def __init__(
+        self, k: Function, node: Node, at: Value, lanes: int, number: ir.Type, places: Value | None = None
+    ) -> None:
         """`places`, if known: every lane's address of key 0."""
         self.k, self.node, self.at, self.lanes, self.number = k, node, at, lanes, number
         self.direction, self.last = direction(node), len(node.args) - 1

@@ -11,10 +11,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..tree import FUNCTIONS as _NAMES
-from ..tree import INT_MAX, INT_MIN, Node, order
-from .fields import field as field_at
+from ..expressions.tree import FUNCTIONS as _NAMES
+from ..expressions.tree import INT_MAX, INT_MIN, Node, order
 from .functions import FUNCTIONS, like
+from .layout import field as field_at
 from .lookups import TABLE_WORDS, Stream, added, as_number, direction, drawn, entries, splat_like, stride_of
 from .microkernels import Shape, unrolled
 from .vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
@@ -51,13 +51,19 @@ class Program:
         found = {n: i for i, n in enumerate(dict.fromkeys(id(n) for n in nodes if n.op == "number"))}
         tables = {t: i for i, t in enumerate(dict.fromkeys(id(n.value.array) for n in nodes if n.op == "table"))}
         lookups = list({id(n): n for n in nodes if n.op == "table"}.values())
-        return found, {id(n): tables[id(n.value.array)] for n in lookups}, [(n, d) for n in lookups for d in range(len(n.args))]
+        return (
+            found,
+            {id(n): tables[id(n.value.array)] for n in lookups},
+            [(n, d) for n in lookups for d in range(len(n.args))],
+        )
 
 
 class Lowering:
     """One function's values of a program's nodes."""
 
-    def __init__(self, k: Function, s: Shape, program: Program, numbers: Value, tables: Value, *, narrow: bool = False) -> None:
+    def __init__(
+        self, k: Function, s: Shape, program: Program, numbers: Value, tables: Value, *, narrow: bool = False
+    ) -> None:
         self.k, self.s, self.numbers_at, self.tables_at = k, s, numbers, tables
         self.numbers, self.tables, _ = program.slots()
         self.int = I32 if narrow else I64
@@ -161,7 +167,10 @@ class Lowering:
         return number if self.type_of(node.kind) is F64 else self.k.narrow(number, F32)
 
     def _may_shift(self, by: Value) -> Value:
-        """LLVM leaves shifts by anything else undefined. Integers that are shifted have 64 bits: their intervals are unknown."""
+        """LLVM leaves shifts by anything else undefined.
+
+        Integers that are shifted have 64 bits: their intervals are unknown.
+        """
         assert self.int is I64
         return (by >= 0) & (by < 64)
 
@@ -171,7 +180,9 @@ class Lowering:
             whole = k.unary("floor", a / b)
             return whole if op == "floordiv" else k.fma(-whole, b, a)
         none = b.equals(0)
-        if isinstance(a.type, ir.VectorType) and self.int is I32:  # no vector unit divides integers; float64 is exact here
+        if (
+            isinstance(a.type, ir.VectorType) and self.int is I32
+        ):  # no vector unit divides integers; float64 is exact here
             by = k.select(none, k.const(1, b.type), b)
             wide = vec(F64, a.type.count)
             floor = k.unary("floor", k.to_float(a, wide) / k.to_float(by, wide))
@@ -218,7 +229,9 @@ class Lowering:
 
     def streams(self, program: Program, roots: list[Node], env: dict[str, Value], ahead: Value) -> list[Stream]:
         """The lookups that are read many keys at once, begun. `ahead` as from aim(), at these lanes."""
-        places = {id(x): k_at for n, x in enumerate(squares(program)) for k_at in [self.k.at(ahead, n * self.s.panel * 8)]}
+        places = {
+            id(x): k_at for n, x in enumerate(squares(program)) for k_at in [self.k.at(ahead, n * self.s.panel * 8)]
+        }
         found = {id(n): n for root in roots for n in order(root) if n.op == "table" and direction(n)}
         out = []
         for node in found.values():
@@ -239,14 +252,21 @@ def squares(program: Program) -> list[Node]:
 
 
 def aim(module: Any, s: Shape, program: Program) -> Any:
-    """ahead[square, lane] = where the lane's entries of the keys from `first` on lie; in range or not, it is only a hint."""
+    """ahead[square, lane] = where the lane's entries of the keys from `first` on lie; in range or not, it is only a
+    hint.
+    """
     k = module.function("aim", {"a": PTR, "ahead": PTR, "lanes": PTR, "first": I64, "batch": I64})
     p, wide = k.p, vec(I64, s.lanes)
     numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
     with k.range(0, s.vectors) as v:
         lane = v * (s.lanes * 8)
         lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
-        env = {"b": p["batch"], "i": k.load(wide, p["lanes"], lane), "h": k.load(wide, p["lanes"], lane + s.panel * 8), "j": p["first"]}
+        env = {
+            "b": p["batch"],
+            "i": k.load(wide, p["lanes"], lane),
+            "h": k.load(wide, p["lanes"], lane + s.panel * 8),
+            "j": p["first"],
+        }
         env = {name: lowering.integer(x) for name, x in env.items()}
         for n, node in enumerate(squares(program)):
             stream = Stream(k, node, lowering.table_at(node), s.lanes, s.number)
@@ -257,14 +277,17 @@ def aim(module: Any, s: Shape, program: Program) -> Any:
 
 
 def expression_tile(module: Any, s: Shape, program: Program) -> Any:
-    """scores[n_keys, panel] = score(scale · S), and -inf (which means hidden) where the mask says so, from key `clear` on.
+    """scores[n_keys, panel] = score(scale · S), and -inf (which means hidden) where the mask says so, from key `clear`
+    on.
 
     `lanes` holds the position and then the head of every lane; `limits` as in softmax_tile. With a score, `check` is as
-    from score_tile. An index out of range at a visible key is noted in `wrong`: per lookup and dimension, a flag and one
-    such index.
+    from score_tile. An index out of range at a visible key is noted in `wrong`: per lookup and dimension, a flag and
+    one such index.
     """
-    k = module.function("expression_tile", {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
-                                            "start": I64, "n_keys": I64, "batch": I64, "clear": I64, "ahead": PTR})  # fmt: skip
+    k = module.function("expression_tile",
+                        {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
+                                            "start": I64, "n_keys": I64, "batch": I64, "clear": I64,
+                                            "ahead": PTR})  # fmt: skip
     p = k.p
     scale = k.load(I64, p["a"], field_at("scale"))
     scale = k.splat(scale.bits(F64) if s.wide else k.trunc(scale, I32).bits(F32), s.lanes)
@@ -280,7 +303,9 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         for root in (program.score, program.mask):
             if root is not None:
                 lowering.before_keys(root, env)
-        streams = lowering.streams(program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane))
+        streams = lowering.streams(
+            program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane)
+        )
         risky = _some(k, lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
 
@@ -311,7 +336,11 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                 here = env | {"j": lowering.integer(p["first"] + group)}
                 end = k.min(group + s.lanes, p["n_keys"])
                 for stream in streams:
-                    stream.fill(lowering.wide(lowering.value(stream.node.args[-1], here, dict(lowering.values))), group, end - group)
+                    stream.fill(
+                        lowering.wide(lowering.value(stream.node.args[-1], here, dict(lowering.values))),
+                        group,
+                        end - group,
+                    )
                 unrolled(k, group, end, lambda j: key(j, j - group), by=2)
         else:
             with k.range(begin, p["n_keys"]) as j:
@@ -323,7 +352,8 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
 
 
 def expression_row(module: Any, s: Shape, program: Program) -> Any:
-    """scores[key] = score(scale · S), and -inf (which means hidden) where the mask says so, of one row. A lane is a key.
+    """scores[key] = score(scale · S), and -inf (which means hidden) where the mask says so, of one row. A lane is a
+    key.
 
     `first` is the position of the first key; the mask hides nothing below `clear`. The row sees keys below `limit`.
     """
@@ -365,10 +395,20 @@ def _some(k: Function, lowering: Lowering, conditions: list[Value]) -> Value | N
 
 
 def _note_wrong(
-    k: Function, s: Shape, program: Program, lowering: Lowering, wrong: Value, seen: Callable[[], Value], still: Value | None,
-    streams: list[Stream], m: Value,
-) -> None:  # fmt: skip
-    """Writes down indices that are out of range at a key that a lane sees. `still`: some index that no key changes is."""
+    k: Function,
+    s: Shape,
+    program: Program,
+    lowering: Lowering,
+    wrong: Value,
+    seen: Callable[[], Value],
+    still: Value | None,
+    streams: list[Stream],
+    m: Value,
+) -> None:
+    """Writes down indices that are out of range at a key that a lane sees.
+
+    `still`: some index that no key changes is.
+    """
     moving, fixed = [], []
     streamed = {id(x.node): x for x in streams}
     for n, (node, d) in enumerate(program.slots()[2]):
@@ -389,7 +429,9 @@ def _note_wrong(
                     _note(k, s, lowering, wrong, n, bad, index, seen())
 
 
-def _note(k: Function, s: Shape, lowering: Lowering, wrong: Value, n: int, bad: Value, index: Value, seen: Value) -> None:
+def _note(
+    k: Function, s: Shape, lowering: Lowering, wrong: Value, n: int, bad: Value, index: Value, seen: Value
+) -> None:
     bad = lowering.vector(bad) & seen
     with k.when(k.any(bad)):
         worst = k.select(bad, lowering.vector(index), k.const(-(1 << 63), vec(I64, s.lanes)))

@@ -1,8 +1,8 @@
 """The merge kernel: states of attention over disjoint keys become one, in one pass over their outputs.
 
 A ticket is some rows, taken BLOCK at a time: their log-sum-exps become weights in float64, rows in lanes; then each
-row's outputs are summed by their weights, columns in lanes. States are taken in ascending order, each lane by itself, so
-the bits know nothing of lanes, strides or neighbours.
+row's outputs are summed by their weights, columns in lanes. States are taken in ascending order, each lane by itself,
+so the bits know nothing of lanes, strides or neighbours.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..arrays import STORAGE_BYTES
 from ..machine import Isa
 from . import functions
 from .conversions import load_f64, store_f64
-from .fields import HEAD
+from .layout import HEAD
 from .region import entry, region
 from .vector import F64, I64, PTR, Function, Module, Value, vec
 
@@ -140,7 +140,9 @@ def _task(module: Module, s: MergeShape) -> Any:
 
 
 def _locate(module: Module, numbers: Any) -> Any:
-    """Of the rows [start, end), and the last one again up to BLOCK: where each state's outputs lie, and its log-sum-exp."""
+    """Of the rows [start, end), and the last one again up to BLOCK: where each state's outputs lie, and its
+    log-sum-exp.
+    """
     part = _Part(module, "locate", "start", "end")
     k, p = part.k, part.p
     dims, sizes, states, index = part.get("dims"), part.pointer("sizes"), part.pointer("states"), part.index()
@@ -166,7 +168,9 @@ def _locate(module: Module, numbers: Any) -> Any:
 
 
 def _weigh(module: Module, s: MergeShape, numbers: Any) -> Any:
-    """From the log-sum-exps of a block's rows, in lanes: each state's share, or _NO_SAY; stores the merged log-sum-exps."""
+    """From the log-sum-exps of a block's rows, in lanes: each state's share, or _NO_SAY; stores the merged
+    log-sum-exps.
+    """
     part = _Part(module, "weigh", "start", "end")
     k, p, t = part.k, part.p, vec(F64, s.lanes)
     count = part.get("count")
@@ -219,7 +223,10 @@ def _sum(module: Module, s: MergeShape, numbers: Any) -> Any:
 
 
 class _Columns:
-    """Weighted sums of a row's columns over the entries of the list. From -0, which adds nothing, to the sign of zeros."""
+    """Weighted sums of a row's columns over the entries of the list.
+
+    From -0, which adds nothing, to the sign of zeros.
+    """
 
     def __init__(self, k: Function, entries: Value, said: Value, kind: Value, out: Value, size: Value) -> None:
         self.k, self.entries, self.said, self.kind, self.out, self.size = k, entries, said, kind, out, size

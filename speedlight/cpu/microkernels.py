@@ -23,8 +23,8 @@ from ..planning import BLOCK, TILE, lanes_of, register_rows, uses_dot
 from . import conversions, functions
 from .vector import BF16, F32, F64, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 
-# Weights are powers of 4: |log4 e · score| is below any finite |score|, so it is finite, which log2 e · score need not be.
-# Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
+# Weights are powers of 4: |log4 e · score| is below any finite |score|, so it is finite, which log2 e · score need not
+# be. Above this |running_max| one rounding of the product moves an exponent visibly: the maximum is then rounded
 # down and exponents are clamped at 0, so that the largest weight is exactly 1 for any finite score.
 LARGE = 2.0**23
 LN4 = 2 * 0.6931471805599453
@@ -49,7 +49,9 @@ class Shape:
     storage: str  # type in memory: f32, f64, f16, bf16
     vectors: int  # query vectors of a panel; 0 for the decode kernel, whose lanes are keys
     program: Any = None  # the mask and score, a lower.Program
-    cached: bool = False  # keys and values lie as a cache keeps them: keys in lane order, values of the dot class in pairs
+    cached: bool = (
+        False  # keys and values lie as a cache keeps them: keys in lane order, values of the dot class in pairs
+    )
     quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
 
     @property
@@ -157,10 +159,13 @@ def exp4(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
     """4^x for x <= 0 (a little above is fine), several vectors in step. Integer arithmetic scales.
 
     In step, because one vector's chain of dependent operations would fill the CPU's scheduler before it ends.
-    With `any_x`, +0 below the smallest normal exponent, and NaN stays. Without, the caller has proved that x is neither.
+    With `any_x`, +0 below the smallest normal exponent, and NaN stays. Without, the caller has proved that x is
+    neither.
     """
     shift = 52 if s.wide else 23
-    magic = k.const(1.5 * 2.0 ** (shift - 1), s.vector)  # adding it rounds to a half; how many halves lies in the low bits then
+    magic = k.const(
+        1.5 * 2.0 ** (shift - 1), s.vector
+    )  # adding it rounds to a half; how many halves lies in the low bits then
     ts = [x + magic for x in xs]
     rounded = [t - magic for t in ts]
     fs = [x - r for x, r in zip(xs, rounded, strict=True)]
@@ -194,12 +199,22 @@ def unrolled(k: Function, low: Value | int, high: Value, body: Any, by: int = 2)
 def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     """scores[n_keys, panel] = keys @ q_panel, one chain of multiply-adds over the units per element.
 
-    Meanwhile brings in what the expression will read: `ahead` has the panel's addresses, once for each number of `lines`.
+    Meanwhile brings in what the expression will read: `ahead` has the panel's addresses, once for each number of
+    `lines`.
 
     check holds every lane's largest score, the sum (finite only if all scores are), and the smallest.
     Row groups past the end repeat the last key: what they write lies past n_keys.
     """
-    params = {"scores": PTR, "q_panel": PTR, "keys": PTR, "key_row": I64, "n_keys": I64, "units": I64, "check": PTR, "ahead": PTR}
+    params = {
+        "scores": PTR,
+        "q_panel": PTR,
+        "keys": PTR,
+        "key_row": I64,
+        "n_keys": I64,
+        "units": I64,
+        "check": PTR,
+        "ahead": PTR,
+    }
     k = module.function("score_tile", params | _scales(s))
     p = k.p
     unit = s.number_bytes
@@ -231,7 +246,10 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
         for v in range(s.vectors):
             x = [total[m][v].get() for m in range(s.rows)]
             if s.quantised:
-                x = [each * k.splat(k.load(F32, p["scales"], k.min(j + m, last) * 4), s.lanes) for m, each in enumerate(x)]
+                x = [
+                    each * k.splat(k.load(F32, p["scales"], k.min(j + m, last) * 4), s.lanes)
+                    for m, each in enumerate(x)
+                ]
             for m in range(s.rows):
                 k.store(x[m], out, m * s.row_bytes + s.lane_offset(v))
             for i, combine in enumerate((k.max, lambda a, b: a + b, k.min)):
@@ -264,7 +282,16 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     finite, the maximum is below LARGE and no weight underflows, keys below `full` take the fast loop; all others
     take the careful one, which stands anything. There the weight of a hidden key is -0, which no visible key can have.
     """
-    params = {"scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "full": I64, "n_keys": I64, "c": s.number}
+    params = {
+        "scores": PTR,
+        "check": PTR,
+        "state": PTR,
+        "limits": PTR,
+        "tile_start": I64,
+        "full": I64,
+        "n_keys": I64,
+        "c": s.number,
+    }
     k = module.function("softmax_tile", params | _scales(s), I64)
     p = k.p
     c = k.splat(p["c"], s.lanes)
@@ -324,11 +351,14 @@ def largest(k: Function, s: Shape, best: Value, c: Value, old: Value) -> Value:
     return k.max(k.select(large & above, down, product), old)
 
 
-def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value], limits: list[Value], start: Value) -> None:
+def _weights(
+    k: Function, s: Shape, c: Value, old: list[Value], top: list[Value], limits: list[Value], start: Value
+) -> None:
     """Exponentials of one tile, its row sum, alpha, and the new running_max and running_sum.
 
     From key `start` on lanes are predicated, NaN is kept, exponents of LARGE rows are clamped. check gets alpha, then
-    what a sum of values starts from: +0, or -0 in a lane that sees nothing here, whose accumulator it then leaves as it is.
+    what a sum of values starts from: +0, or -0 in a lane that sees nothing here, whose accumulator it then leaves as it
+    is.
     """
     p = k.p
     zero, hidden = k.const(0.0, s.vector), k.const(-0.0, s.vector)
@@ -344,7 +374,10 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
             es = [k.select((k.abs(base[v]) >= LARGE) & (e > 0.0), zero, e) for e, (_, v) in zip(es, place, strict=True)]
         ws = exp4(k, s, es, any_x=careful)
         if careful:
-            ws = [k.select(_seen(k, s, x, j + i, limits[v]), w, hidden) for w, x, (i, v) in zip(ws, xs, place, strict=True)]
+            ws = [
+                k.select(_seen(k, s, x, j + i, limits[v]), w, hidden)
+                for w, x, (i, v) in zip(ws, xs, place, strict=True)
+            ]
         return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]
 
     def step(j: Value, keys: int, careful: bool) -> None:
@@ -360,7 +393,9 @@ def _weights(k: Function, s: Shape, c: Value, old: list[Value], top: list[Value]
                 continue
             for i in range(keys):
                 weight = (
-                    rescaled(k, s, weights[i][v], k.splat(k.load(F32, p["scales"], (j + i) * 4), s.lanes)) if s.quantised else weights[i][v]
+                    rescaled(k, s, weights[i][v], k.splat(k.load(F32, p["scales"], (j + i) * 4), s.lanes))
+                    if s.quantised
+                    else weights[i][v]
                 )
                 k.store(weight, p["scores"], (j + i) * s.row_bytes + s.lane_offset(v))
                 total[v].set(total[v].get() + weights[i][v])
@@ -432,7 +467,8 @@ def value_tile(module: Module, s: Shape) -> Any:
 
 
 _VALUE_PARAMS = {
-    "acc": PTR, "weights": PTR, "values": PTR, "value_row": I64, "full": I64, "steps": I64, "width": I64, "alpha": PTR, "partial": PTR,
+    "acc": PTR, "weights": PTR, "values": PTR, "value_row": I64, "full": I64, "steps": I64, "width": I64, "alpha": PTR,
+    "partial": PTR,
 }  # fmt: skip
 
 
@@ -528,7 +564,9 @@ def merged(k: Function, x1: Value, x2: Value, a1: Value, a2: Value, keep: Value,
 
 
 def load_units(k: Function, s: Shape, row: Value, t: Value, *, stored: bool = False) -> Value:
-    """`lanes` units from a row with unit stride, as the micro-kernels want them; of keys or values that are `stored`, or of q."""
+    """`lanes` units from a row with unit stride, as the micro-kernels want them; of keys or values that are `stored`,
+    or of q.
+    """
     if s.dot:
         return k.load(s.ivector, row, t * 4)
     if stored and s.quantised:
@@ -536,7 +574,9 @@ def load_units(k: Function, s: Shape, row: Value, t: Value, *, stored: bool = Fa
     return conversions.load(k, s.storage, row, t * s.storage_bytes, s.lanes)
 
 
-def load_unit(k: Function, s: Shape, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False) -> Value:
+def load_unit(
+    k: Function, s: Shape, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False
+) -> Value:
     """One unit from a row of any stride; the missing half of an odd last pair is 0."""
     if stored and s.quantised:
         return k.to_float(Value(k, k.b.sext(k.load(I8, row, t * column).x, I32)), F32)
@@ -560,7 +600,8 @@ def natural_log(module: Module) -> Any:
 
 
 def log_sum_exp(k: Function, s: Shape, log: Any, running_max: Value, running_sum: Value) -> Value:
-    """ln 4 · max + ln sum of one row, rounded once. -inf says that nothing was seen, so rounding does not make it of a finite score.
+    """ln 4 · max + ln sum of one row, rounded once. -inf says that nothing was seen, so rounding does not make it of a
+    finite score.
 
     A sink of -inf is nothing, too: its sum is 1.
     """

@@ -1,4 +1,5 @@
-"""Where the keys and values of a tile lie: side by side in an array, or page by page. A kernel reads addresses from a list.
+"""Where the keys and values of a tile lie: side by side in an array, or page by page. A kernel reads addresses from a
+list.
 
 A page of a sequence is `page_size` tokens, at base + number · page_bytes. An item's numbers of pages are a list; from
 entry `page_fixed` on it is a ring of `page_ring` entries. An array without pages is one page that never ends.
@@ -9,18 +10,28 @@ from __future__ import annotations
 from typing import Any
 
 from ..planning import ENDLESS, PLACES
-from .fields import field
+from .layout import field
 from .vector import I64, PTR, Module, Value, vec
 
 _AT_ONCE = 8  # addresses of one store
 
 
 def locate(module: Module, tokens: int) -> Any:
-    """places[i] = address of token start + i · tokens, for all below `end`. Returns 1 if one step leads from each to the next.
+    """places[i] = address of token start + i · tokens, for all below `end`. Returns 1 if one step leads from each to
+    the next.
 
     start and page_size are multiples of `tokens`, which lie side by side.
     """
-    params = {"a": PTR, "places": PTR, "pages": PTR, "base": PTR, "page_bytes": I64, "row": I64, "start": I64, "end": I64}
+    params = {
+        "a": PTR,
+        "places": PTR,
+        "pages": PTR,
+        "base": PTR,
+        "page_bytes": I64,
+        "row": I64,
+        "start": I64,
+        "end": I64,
+    }
     k = module.function(f"locate_{tokens}", params, I64)
     p = k.p
     size, fixed, ring = (k.load(I64, p["a"], field(f"page_{n}")) for n in ("size", "fixed", "ring"))
@@ -29,12 +40,17 @@ def locate(module: Module, tokens: int) -> Any:
     steps = k.iota(_AT_ONCE) * k.splat(step, _AT_ONCE)
     at, regular, expected = k.variable(p["start"]), k.variable(k.i64(1)), k.variable(k.i64(0))
     with k.either(size.equals(tokens) & fixed.equals(ENDLESS)) as (each, runs):
-        with each, k.when(p["start"] < p["end"]):  # a number of its own for each entry; up to _AT_ONCE - 1 numbers past the last are read
+        with (
+            each,
+            k.when(p["start"] < p["end"]),
+        ):  # a number of its own for each entry; up to _AT_ONCE - 1 numbers past the last are read
             count = (p["end"] - p["start"] + (tokens - 1)) // tokens
             numbers = k.at(p["pages"], p["start"] // tokens * 8)
             first = base + k.load(I64, numbers) * p["page_bytes"]
             with k.range(0, count, _AT_ONCE) as i:
-                address = k.splat(base, _AT_ONCE) + k.load(vec(I64, _AT_ONCE), numbers, i * 8) * k.splat(p["page_bytes"], _AT_ONCE)
+                address = k.splat(base, _AT_ONCE) + k.load(vec(I64, _AT_ONCE), numbers, i * 8) * k.splat(
+                    p["page_bytes"], _AT_ONCE
+                )
                 k.store(address, p["places"], i * 8)
                 follows = address.equals(k.splat(first + i * step, _AT_ONCE) + steps)
                 past = k.iota(_AT_ONCE) >= k.splat(count - i, _AT_ONCE)

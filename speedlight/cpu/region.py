@@ -9,7 +9,7 @@ from typing import Any
 
 from ..machine import Isa
 from ..planning import SPAN
-from .fields import ITEM, field
+from .layout import ITEM, field
 from .vector import I32, I64, PTR, VOID, Function, Module, Value
 
 _Pair = tuple[Value, Value]
@@ -25,8 +25,13 @@ class Work:
         return self.k.load(I64, self.k.p["a"], field(name), align=8)
 
     @contextlib.contextmanager
-    def stretches(self, first: Value, last: Value, hidden: Callable[[Value, Value], Value] | None) -> Iterator[tuple[Value, Value]]:
-        """The spans of keys [first, last) that may be visible. Where all are hidden, steps double, and halve before what is not."""
+    def stretches(
+        self, first: Value, last: Value, hidden: Callable[[Value, Value], Value] | None
+    ) -> Iterator[tuple[Value, Value]]:
+        """The spans of keys [first, last) that may be visible.
+
+        Where all are hidden, steps double, and halve before what is not.
+        """
         k = self.k
         if hidden is None:
             with k.range(first, last, SPAN) as start:
@@ -49,14 +54,18 @@ class Work:
                         at.set(end)
 
     def seen_of(self, visibility: Any, index: Value, heads: _Pair, box: _Pair, low: Value, high: Value) -> Value:
-        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) a box of heads and positions."""
+        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) a box of heads and
+        positions.
+        """
         offset = self.get("k_start")
         return self.k.call(visibility, self.k.p["a"], index, *heads, *box, low + offset, high - 1 + offset)
 
     def extent_of(
         self, extent: Any, seen: Value, index: Value, heads: _Pair, box: _Pair, start: Value, count: Value
     ) -> tuple[Value, Value, Value]:
-        """Which of `count` keys may be seen at all, from and to, and up to where by all; `seen` as seen_of says of them."""
+        """Which of `count` keys may be seen at all, from and to, and up to where by all; `seen` as seen_of says of
+        them.
+        """
         k = self.k
         packed = k.variable(k.select(seen.equals(0), k.i64(0), count << 8 | count << 16))
         with k.when(seen.equals(1)):
@@ -97,7 +106,9 @@ def region(module: Module, task: Any) -> Any:
 
 
 def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
-    """The public functions, `symbol` and what `joined` makes of it: the caller's rounding mode and flush-to-zero are put aside."""
+    """The public functions, `symbol` and what `joined` makes of it: the caller's rounding mode and flush-to-zero are
+    put aside.
+    """
     k = module.function(symbol, {"a": PTR}, public=True)
     if isa.arch == "x86_64":
         with k.b.goto_entry_block():
@@ -120,7 +131,8 @@ def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
 def joined(module: Module, share: Any, symbol: str) -> None:
     """The public function `symbol`_joined: a share of the region, then a wait until nobody is inside.
 
-    One call for both, because Python sees signals between calls only. Who comes later finds no ticket and touches the words alone.
+    One call for both, because Python sees signals between calls only. Who comes later finds no ticket and touches the
+    words alone.
     """
     k = module.function(f"{symbol}_joined", {"a": PTR}, public=True)
     a = k.p["a"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..machine import Isa
 from .compile import Kernel, _host_triple, compile_ir
-from .fields import FIELDS, LIMIT, field
+from .layout import FIELDS, LIMIT, field
 from .microkernels import Shape, multiply_add
 from .region import joined
 from .vector import I64, PTR, Module, vec
@@ -25,7 +25,9 @@ OPERANDS = 8 * (len(FIELDS) + 64)  # vectors behind the arguments
 
 @functools.cache
 def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
-    """`peak` runs `limit` times _ROUNDS of _UNROLL independent multiply-adds; `read` sums `limit` blocks of 64 KiB from `q`."""
+    """`peak` runs `limit` times _ROUNDS of _UNROLL independent multiply-adds; `read` sums `limit` blocks of 64 KiB from
+    `q`.
+    """
     s = Shape(isa, storage, 1)
     module = Module("roof")
     k = module.function("peak", {"a": PTR}, public=True)

@@ -167,7 +167,9 @@ class Module:
     def __init__(self, name: str) -> None:
         self.ir = ir.Module(name)
 
-    def function(self, name: str, params: Mapping[str, ir.Type], returns: ir.Type = VOID, *, public: bool = False) -> Function:
+    def function(
+        self, name: str, params: Mapping[str, ir.Type], returns: ir.Type = VOID, *, public: bool = False
+    ) -> Function:
         return Function(self, name, params, returns, public)
 
     def declare(self, name: str, returns: ir.Type, params: Sequence[ir.Type]) -> Any:
@@ -181,7 +183,9 @@ class Module:
 class Function:
     """One function being written. Parameters are attributes of `k.p`."""
 
-    def __init__(self, module: Module, name: str, params: Mapping[str, ir.Type], returns: ir.Type, public: bool) -> None:
+    def __init__(
+        self, module: Module, name: str, params: Mapping[str, ir.Type], returns: ir.Type, public: bool
+    ) -> None:
         self.module = module
         self.f = ir.Function(module.ir, ir.FunctionType(returns, list(params.values())), name)
         if not public:

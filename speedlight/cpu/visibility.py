@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..bounds import hides, visible
+from ..expressions.bounds import hides, visible
+from ..expressions.tree import Node
 from ..problem import PART
-from ..tree import Node
-from .fields import field
+from .layout import field
 from .lookups import ENDS, TABLE_WORDS, Box
 from .lower import Lowering, Program
 from .microkernels import Shape
@@ -54,7 +54,9 @@ class _Scalars:
         return self.k.at(self.lowering.tables_at, self.lowering.tables[id(node)] * TABLE_WORDS * 8)
 
     def table(self, node: Node, index: list[tuple[Value, Value]]) -> tuple[Value, Value, Value]:
-        """Least and greatest entry of a small box, of the whole table where the box is large; and whether it is inside."""
+        """Least and greatest entry of a small box, of the whole table where the box is large; and whether it is
+        inside.
+        """
         k, at = self.k, self._words(node)
         box = Box(k, node, at, index)
         least, most = (k.variable(k.load(I64, at, 8 * (ENDS + n))) for n in (0, 1))
@@ -64,16 +66,26 @@ class _Scalars:
 
     def all_equal(self, node: Node, index: list[tuple[Value, Value]], number: Node) -> Value:
         wanted = self.lowering._number(number)
-        return Box(self.k, node, self._words(node), index).all_equal(wanted if wanted.type is F64 else self.k.extend(wanted, F64))
+        return Box(self.k, node, self._words(node), index).all_equal(
+            wanted if wanted.type is F64 else self.k.extend(wanted, F64)
+        )
 
 
 def visibility(module: Any, s: Shape, program: Program) -> Any:
-    """0, 1 or 2: nothing, something, or everything in the box of heads, positions and keys is visible. Ends are inclusive."""
+    """0, 1 or 2: nothing, something, or everything in the box of heads, positions and keys is visible.
+
+    Ends are inclusive.
+    """
     names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "j_high")
     k = module.function("visibility", {"a": PTR} | dict.fromkeys(names, I64), I64)
     p = k.p
     lowering = Lowering(k, s, program, *(k.load(PTR, p["a"], field(n)) for n in ("numbers", "tables")))
-    box = {"b": (p["batch"], p["batch"]), "h": (p["h_low"], p["h_high"]), "i": (p["i_low"], p["i_high"]), "j": (p["j_low"], p["j_high"])}
+    box = {
+        "b": (p["batch"], p["batch"]),
+        "h": (p["h_low"], p["h_high"]),
+        "i": (p["i_low"], p["i_high"]),
+        "j": (p["j_low"], p["j_high"]),
+    }
     ops = _Scalars(lowering, box, program.followed())
     some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True), ops.truth(True))
     hidden = None if program.score is None else hides(program.score, ops)
@@ -84,7 +96,8 @@ def visibility(module: Any, s: Shape, program: Program) -> Any:
 def extent(module: Any, visibility: Any) -> Any:
     """Of the mixed tile [j_low, j_low + count): first and past-the-last key that may be visible, and how far all are.
 
-    Told by parts of PART keys, relative to j_low, packed as first | end << 8 | full << 16; first = end if all is hidden.
+    Told by parts of PART keys, relative to j_low, packed as first | end << 8 | full << 16; first = end if all is
+    hidden.
     """
     names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "count")
     k = module.function("extent", {"a": PTR} | dict.fromkeys(names, I64), I64)

@@ -3,8 +3,9 @@
 On the OpenMP runtime already in the process if there is one (two runtimes that alternate cost 5 to 8 times), else on
 a few threads of our own; inline for little work. Kernels never raise and never call Python.
 
-CPython handles signals, and changes threads, only after calls, at jumps back and at the start of functions. So a slot is
-claimed and given back by plain stores without a call between, and a wait that must not end early is one call into a kernel.
+CPython handles signals, and changes threads, only after calls, at jumps back and at the start of functions. So a slot
+is claimed and given back by plain stores without a call between, and a wait that must not end early is one call into a
+kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..machine import available_threads
 from .compile import Kernel
-from .fields import LEFT, LIMIT, TICKET, WORKER
+from .layout import LEFT, LIMIT, TICKET, WORKER
 
 _REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
 
@@ -65,7 +66,9 @@ def _default_threads(text: str) -> int:
     if not text:
         return available_threads()
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
-        raise ArgumentError(f"SPEEDLIGHT_THREADS: expected a number from 1 to 1024; got {text!r}. Unset it to use every CPU.")
+        raise ArgumentError(
+            f"SPEEDLIGHT_THREADS: expected a number from 1 to 1024; got {text!r}. Unset it to use every CPU."
+        )
     return int(text)
 
 
@@ -174,7 +177,8 @@ def _started(count: int) -> list[_Helper]:
 class _Helper:
     """A thread that waits for regions. ctypes releases the GIL while a kernel runs.
 
-    Whoever starts one may be interrupted before or after it has come up. So it is started until it is up, and is up but once.
+    Whoever starts one may be interrupted before or after it has come up. So it is started until it is up, and is up but
+    once.
     """
 
     __slots__ = ("regions", "up")
@@ -236,7 +240,8 @@ def _warn(error: object) -> None:
     if not _warned:
         _warned = True
         warnings.warn(
-            f"speedlight: no more threads can be started ({error}); calls run on fewer. Raise the limit (ulimit -u, or a container's "
+            f"speedlight: no more threads can be started ({error}); calls run on fewer. Raise the limit (ulimit -u, or "
+            "a container's "
             "limit of processes), or ask for fewer: SPEEDLIGHT_THREADS=1.",
             RuntimeWarning,
             stacklevel=2,

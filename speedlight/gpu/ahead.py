@@ -1,7 +1,8 @@
 """Compiles the kernels of the tile table for GPUs that are not here, and looks at what came out.
 
-No driver is needed: Triton's own ptxas and disassembler are used. `python -m speedlight.gpu.ahead` prints a line per kernel
-and ends with 1 if one of them spills, asks for more shared memory than the device has, or leaves the tensor cores alone.
+No driver is needed: Triton's own ptxas and disassembler are used. `python -m speedlight.gpu.ahead` prints a line per
+kernel and ends with 1 if one of them spills, asks for more shared memory than the device has, or leaves the tensor
+cores alone.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..patterns import documents, softcap
+from ..expressions.patterns import documents, softcap
+from ..expressions.tracing import expression
 from ..problem import from_cache
-from ..tracing import expression
 from .forward import AFTERWARDS
 from .launch import Keys, Launch, arrays_of, launches
 from .prepare import prepare
@@ -37,7 +38,8 @@ DEVICES = {
 }
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {
-    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32", torch.int8: "i8",
+    torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
+    torch.int8: "i8",
     torch.float64: "fp64",
 }  # fmt: skip
 
@@ -76,7 +78,9 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
             signature[parameter.name], constants[parameter.name] = "constexpr", value
             continue
         signature[parameter.name] = kind
-        even = isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize)
+        even = isinstance(value, torch.Tensor) or (
+            isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize
+        )
         if even:
             attributes[n,] = [["tt.divisibility", 16]]
     start = time.perf_counter()
@@ -89,8 +93,13 @@ def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compile
     warnings = tuple(line.strip()[:160] for line in text.splitlines() if "wgmma" in line.lower() or "C75" in line)
     cores = re.compile(DEVICES[capability][1])
     lines = (built.asm["ptx"] + built.asm["sass"]).splitlines()
-    counts = {"tensor": sum(bool(cores.search(x)) for x in lines), "bulk": sum("UTMALDG" in x or "cp.async.bulk" in x for x in lines)}
-    return Compiled(name, max(map(int, used), default=0), sum(map(int, spilled)), built.metadata.shared, seconds, counts, warnings)
+    counts = {
+        "tensor": sum(bool(cores.search(x)) for x in lines),
+        "bulk": sum("UTMALDG" in x or "cp.async.bulk" in x for x in lines),
+    }
+    return Compiled(
+        name, max(map(int, used), default=0), sum(map(int, spilled)), built.metadata.shared, seconds, counts, warnings
+    )
 
 
 def _kind(value: Any) -> str | None:
@@ -111,13 +120,16 @@ def _assembled(ptx: str, capability: tuple[int, int]) -> str:
         f.write(ptx)
         f.flush()
         name = f"sm_{capability[0]}{capability[1]}{suffix}"
-        done = subprocess.run([tool, "-v", f"--gpu-name={name}", f.name, "-o", "/dev/null"], capture_output=True, text=True)
+        done = subprocess.run(
+            [tool, "-v", f"--gpu-name={name}", f.name, "-o", "/dev/null"], capture_output=True, text=True
+        )
     if done.returncode:
         raise RuntimeError(f"{tool}: {done.stderr}")
     return done.stderr
 
 
-# --- what is compiled: for each row of the table, prefill and decode, full and causal; masks, scores, pages and int8 at head dim 128
+# --- what is compiled: for each row of the table, prefill and decode, full and causal; masks, scores, pages and int8 at
+# head dim 128
 
 
 def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -131,9 +143,19 @@ def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
                     }  # fmt: skip
     if quick:
         return
-    for d, q_len, causal in ((64, 4096, False), (64, 4096, True), (128, 4096, False), (128, 4096, True), (64, 1, False), (128, 1, False)):
+    for d, q_len, causal in (
+        (64, 4096, False),
+        (64, 4096, True),
+        (128, 4096, False),
+        (128, 4096, True),
+        (64, 1, False),
+        (128, 1, False),
+    ):
         kind = ("prefill causal" if causal else "prefill") if q_len > 1 else "decode"
-        yield f"tf32x3 d{d} {kind}", {"dtype": "float32", "d": d, "q_len": q_len, "causal": causal, "precision": "tf32x3"}
+        yield (
+            f"tf32x3 d{d} {kind}",
+            {"dtype": "float32", "d": d, "q_len": q_len, "causal": causal, "precision": "tf32x3"},
+        )
     ids = documents(torch.arange(4096).numpy() // 512)
     window = expression(lambda b, h, i, j: (i - j <= 1024) & (j <= i))
     for q_len in (4096, 1):
@@ -149,7 +171,7 @@ def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def appends() -> Iterator[tuple[str, Launch]]:
     """Storing a step's tokens, in arrays and in pages, as they are and as int8."""
-    from .resident import Rows
+    from .storage import Rows
 
     for dtype, paged in itertools.product(("bfloat16", "int8"), (False, True)):
         device = torch.device("cpu")
@@ -157,24 +179,46 @@ def appends() -> Iterator[tuple[str, Launch]]:
         x = torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
         words = torch.zeros(2, dtype=torch.int32)
         more: dict[str, Any] = (
-            {"pages": torch.zeros((2, 4), dtype=torch.int32), "page_size": 16, "first": words.long(), "counts": words.long()}
+            {
+                "pages": torch.zeros((2, 4), dtype=torch.int32),
+                "page_size": 16,
+                "first": words.long(),
+                "counts": words.long(),
+            }
             if paged
             else {"arrived": words}
         )
-        yield f"{dtype} append{' paged' * paged}", rows.put(x, x, (x.stride(), x.stride()), words, 1, words, capacity=32, **more)
+        yield (
+            f"{dtype} append{' paged' * paged}",
+            rows.put(x, x, (x.stride(), x.stride()), words, 1, words, capacity=32, **more),
+        )
 
 
 def build(
-    capability: tuple[int, int], *, dtype: str, d: int, q_len: int, causal: bool = False, mask: Any = None, score: Any = None,
-    paged: bool = False, int8: bool = False, value_dim: int | None = None, precision: str = "ieee",
-) -> list[Launch]:  # fmt: skip
-    """The launches of 32 query and 8 kv heads over 4,096 keys. The tensors are small: only their types and strides matter."""
+    capability: tuple[int, int],
+    *,
+    dtype: str,
+    d: int,
+    q_len: int,
+    causal: bool = False,
+    mask: Any = None,
+    score: Any = None,
+    paged: bool = False,
+    int8: bool = False,
+    value_dim: int | None = None,
+    precision: str = "ieee",
+) -> list[Launch]:
+    """The launches of 32 query and 8 kv heads over 4,096 keys.
+
+    The tensors are small: only their types and strides matter.
+    """
     from .. import arrays
 
     value_dim = value_dim or d
     number = getattr(torch, dtype)
     q, out = (
-        torch.empty_strided((1, 32, q_len, x), (32 * q_len * x, q_len * x, x, 1), dtype=number, device="meta") for x in (d, value_dim)
+        torch.empty_strided((1, 32, q_len, x), (32 * q_len * x, q_len * x, x, 1), dtype=number, device="meta")
+        for x in (d, value_dim)
     )
     shape = (256, 16, 8) if paged else (1, 8, 4096)
     kept = torch.int8 if int8 else number
@@ -183,14 +227,26 @@ def build(
     if paged:
         keys = Keys(k, v, (k.stride(0), k.stride(2), k.stride(1), 1), (v.stride(0), v.stride(2), v.stride(1), 1))
         keys.pages, keys.page_size, keys.page_count = torch.zeros((1, 256), dtype=torch.int32), 16, 256
-        keys.lengths, keys.status, keys.most = torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 4096
+        keys.lengths, keys.status, keys.most = (
+            torch.zeros(1, dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+            4096,
+        )
     if int8:
         keys.k_scales = keys.v_scales = torch.zeros(shape).permute(0, 2, 1)
     like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, dtype, "torch", True, None)
     problem = from_cache(
-        like, dtype="int8" if int8 else dtype, kv_heads=8, head_dim=d, value_dim=value_dim, k_lengths=(4096,), causal=causal, scale=None,
-        mask=mask, score=score,
-    )  # fmt: skip
+        like,
+        dtype="int8" if int8 else dtype,
+        kv_heads=8,
+        head_dim=d,
+        value_dim=value_dim,
+        k_lengths=(4096,),
+        causal=causal,
+        scale=None,
+        mask=mask,
+        score=score,
+    )
     lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
     return launches(problem, "bhld", q, keys, out, lse, prepare(problem, "cpu", None), None, precision, capability)
 

@@ -1,4 +1,6 @@
-"""What a call would do on a GPU, counted on the host: the tiles that the kernel's bounds find, bytes, workspace, the least time."""
+"""What a call would do on a GPU, counted on the host: the tiles that the kernel's bounds find, bytes, workspace, the
+least time.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 
 from .. import planning
 from ..arrays import STORAGE_BYTES
-from ..bounds import hides, visible
+from ..expressions.bounds import hides, visible
 from ..machine import interpreting, isa_named
 from ..problem import Problem
 from ..tiles import Many, integers_of
@@ -38,14 +40,30 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
     warps, stages = how.tile.warps, how.tile.stages
     square = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
     return planning.Plan(
-        problem=problem, engine="cuda", isa=number if interpreting() else f"{number} {torch.cuda.get_device_name(device)}",
-        kernel=f"attend_{problem.storage}_{how.rows}x{how.tile.keys}_w{warps}s{stages}", threads=blocks * splits, panel=how.rows,
-        visible_pairs=base.visible_pairs, flops=base.flops, tile_flops=pairs * per_pair, tiles_full=full, tiles_mixed=mixed,
-        tiles_skipped=skipped, panel_keys=pairs // how.rows, full_flops=full * cell, mixed_flops=pairs * per_pair - full * cell,
-        skipped_flops=skipped * cell, bytes_read=base.bytes_read, bytes_written=base.bytes_written,
-        workspace_bytes=states + 4 * blocks * splits, materialised_bytes=2 * square * STORAGE_BYTES[problem.storage], peak_flops=peak,
-        bandwidth=bandwidth, tile_keys=how.tile.keys,
-    )  # fmt: skip
+        problem=problem,
+        engine="cuda",
+        isa=number if interpreting() else f"{number} {torch.cuda.get_device_name(device)}",
+        kernel=f"attend_{problem.storage}_{how.rows}x{how.tile.keys}_w{warps}s{stages}",
+        threads=blocks * splits,
+        panel=how.rows,
+        visible_pairs=base.visible_pairs,
+        flops=base.flops,
+        tile_flops=pairs * per_pair,
+        tiles_full=full,
+        tiles_mixed=mixed,
+        tiles_skipped=skipped,
+        panel_keys=pairs // how.rows,
+        full_flops=full * cell,
+        mixed_flops=pairs * per_pair - full * cell,
+        skipped_flops=skipped * cell,
+        bytes_read=base.bytes_read,
+        bytes_written=base.bytes_written,
+        workspace_bytes=states + 4 * blocks * splits,
+        materialised_bytes=2 * square * STORAGE_BYTES[problem.storage],
+        peak_flops=peak,
+        bandwidth=bandwidth,
+        tile_keys=how.tile.keys,
+    )
 
 
 def _tiles(p: Problem, rows: int, keys: int, pack: int) -> tuple[int, int, int, int]:
@@ -83,7 +101,11 @@ def _of_head(
     j = p.k_start + np.arange(tiles)[None, :] * keys
     for at in range(0, blocks, step):
         here = slice(at, at + step)
-        box = {"b": (name, name), "h": (head * pack, head * pack + pack - 1), "i": (first[here, None], last[here, None])}
+        box = {
+            "b": (name, name),
+            "h": (head * pack, head * pack + pack - 1),
+            "i": (first[here, None], last[here, None]),
+        }
         ops = Many(box | {"j": (j, np.minimum(j + keys, p.k_start + k_len) - 1)}, followed)
         shown, every = visible(p.mask.root, ops) if p.mask is not None else (ops.truth(True),) * 2
         hidden = None if p.score is None else hides(p.score.root, ops)

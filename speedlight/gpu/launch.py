@@ -12,10 +12,10 @@ import torch
 import triton
 
 from ..errors import ArgumentError, ArgumentTypeError, CompileError, UnsupportedError
+from ..expressions.tree import out_of_range
 from ..machine import interpreting
 from ..modes import standard
 from ..problem import LAYOUTS, Problem, check_precision, page_lists
-from ..tree import out_of_range
 from .decode import combine
 from .forward import AFTERWARDS, FLAGGED, attend
 from .prepare import Ready, classes_of, prepare
@@ -54,15 +54,21 @@ def check(problem: Problem, device: str, precision: Any) -> None:
     """What this engine can do, on this device."""
     check_precision(precision)
     if problem.dtype == "float64":
-        raise UnsupportedError("q: expected float32, float16 or bfloat16 on a GPU; got float64. Use q.float(), or q.cpu() for float64.")
+        raise UnsupportedError(
+            "q: expected float32, float16 or bfloat16 on a GPU; got float64. Use q.float(), or q.cpu() for float64."
+        )
     if max(problem.head_dim, problem.value_dim) > HEAD_DIMS:
         most = max(problem.head_dim, problem.value_dim)
         raise UnsupportedError(f"q: expected head dims up to {HEAD_DIMS} on a GPU; got {most}. Use q.cpu().")
     have = capability(device)
     if have < (7, 5):
-        raise UnsupportedError(f"{device}: expected compute capability 7.5 or newer; got {have[0]}.{have[1]}. Use tensors on the CPU.")
+        raise UnsupportedError(
+            f"{device}: expected compute capability 7.5 or newer; got {have[0]}.{have[1]}. Use tensors on the CPU."
+        )
     if problem.dtype == "bfloat16" and have < (8, 0):
-        raise UnsupportedError(f"{device}: expected compute capability 8.0 for bfloat16; got {have[0]}.{have[1]}. Use float16.")
+        raise UnsupportedError(
+            f"{device}: expected compute capability 8.0 for bfloat16; got {have[0]}.{have[1]}. Use float16."
+        )
 
 
 # --- launching
@@ -86,7 +92,9 @@ def synchronize() -> None:
         if noted:
             word.zero_()
             what = "block_table: a page number" if noted == 2 else "k_lengths: a length"
-            raise ArgumentError(f"{what} that was read on {device} was out of range; what was computed from it means nothing.")
+            raise ArgumentError(
+                f"{what} that was read on {device} was out of range; what was computed from it means nothing."
+            )
 
 
 def _axes(x: torch.Tensor, layout: str) -> tuple[int, ...]:
@@ -103,16 +111,25 @@ def arrays_of(k: torch.Tensor, v: torch.Tensor, layout: str) -> Keys:
 def paged_tables(
     block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
-    """The table and the lengths on the device, and lengths for the host: the most there can be, where it does not know them."""
-    there = [isinstance(x, torch.Tensor) and str(x.device) == device and (x.is_cuda or interpreting()) for x in (block_table, k_lengths)]
+    """The table and the lengths on the device, and lengths for the host: the most there can be, where it does not know
+    them.
+    """
+    there = [
+        isinstance(x, torch.Tensor) and str(x.device) == device and (x.is_cuda or interpreting())
+        for x in (block_table, k_lengths)
+    ]
     if not all(there):
         numbers, lengths = page_lists(block_table, k_lengths, pages, page_size, 1)
         return torch.from_numpy(numbers).to(device), None, lengths
     for name, x, dims in (("block_table", block_table, 2), ("k_lengths", k_lengths, 1)):
         if x.ndim != dims or x.dtype not in (torch.int32, torch.int64):
-            raise ArgumentTypeError(f"{name}: expected int32 or int64 of {dims} dimensions; got {x.dtype} of shape {tuple(x.shape)}.")
+            raise ArgumentTypeError(
+                f"{name}: expected int32 or int64 of {dims} dimensions; got {x.dtype} of shape {tuple(x.shape)}."
+            )
     if len(k_lengths) != len(block_table):
-        raise ArgumentError(f"k_lengths: expected {len(block_table)} lengths, one per row of block_table; got {len(k_lengths)}.")
+        raise ArgumentError(
+            f"k_lengths: expected {len(block_table)} lengths, one per row of block_table; got {len(k_lengths)}."
+        )
     table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
     return table, k_lengths.contiguous(), (table.shape[1] * page_size,) * len(table)
 
@@ -147,9 +164,18 @@ class Launch:
 
 
 def run(
-    problem: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, *,
-    cu_q: tuple[int, ...] | None = None, cu_k: tuple[int, ...] | None = None, precision: str = "ieee", tile: Tile | None = None,
-) -> None:  # fmt: skip
+    problem: Problem,
+    layout: str,
+    q: torch.Tensor,
+    keys: Keys,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    cu_q: tuple[int, ...] | None = None,
+    cu_k: tuple[int, ...] | None = None,
+    precision: str = "ieee",
+    tile: Tile | None = None,
+) -> None:
     """Fills out and lse on q's device and its current stream. `tile` is for tests and tuning."""
     device = str(q.device)
     check(problem, device, precision)
@@ -188,7 +214,9 @@ def _alike(p: Problem) -> list[list[int]]:
 def _part(p: Problem, keys: Keys, which: list[int]) -> tuple[Problem, Keys]:
     """Some of the sequences."""
     names = p.items or tuple(range(p.batch))
-    q_lengths, k_lengths, q_starts, items = (tuple(x[i] for i in which) for x in (p.q_lengths, p.k_lengths, p.q_starts, names))
+    q_lengths, k_lengths, q_starts, items = (
+        tuple(x[i] for i in which) for x in (p.q_lengths, p.k_lengths, p.q_starts, names)
+    )
     pages, lengths = (None if x is None else x[which] for x in (keys.pages, keys.lengths))
     problem = replace(p, q_lengths=q_lengths, k_lengths=k_lengths, q_starts=q_starts, items=items)
     return problem, replace(keys, pages=pages, lengths=lengths)
@@ -210,13 +238,18 @@ class Shape:
 
 
 def shape_of(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile: Tile | None = None) -> Shape:
-    """By the lengths of queries alone, never by batch or keys: a row's bits depend on them no more than on the others."""
+    """By the lengths of queries alone, never by batch or keys: a row's bits depend on them no more than on the
+    others.
+    """
     most_rows = max(p.q_lengths, default=0) if p.rows is None else p.rows
     short = most_rows * p.group <= SHORT_ROWS
     row = table_row(have, p.dtype, max(p.head_dim, p.value_dim), precision)
     causal = p.causal and not _sees_all(p, keys)
     if tile is None:
-        paged, masked = keys.pages is not None or keys.k_scales is not None, causal or p.mask is not None or p.score is not None
+        paged, masked = (
+            keys.pages is not None or keys.k_scales is not None,
+            causal or p.mask is not None or p.score is not None,
+        )
         tile = row.decode if short else row.paged if paged else row.masked if masked else row.full
     pack = p.group if short else 1
     rows = max(tile.rows, power_above(most_rows * pack)) if short else tile.rows
@@ -227,10 +260,21 @@ def shape_of(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile
 
 @standard
 def launches(
-    p: Problem, layout: str, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, ready: Ready,
-    wrong: torch.Tensor | None, precision: str, have: tuple[int, int], tile: Tile | None = None,
-) -> list[Launch]:  # fmt: skip
-    """What the call comes to on a device of this capability: the attention kernel, its mending, and the merging of splits."""
+    p: Problem,
+    layout: str,
+    q: torch.Tensor,
+    keys: Keys,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    ready: Ready,
+    wrong: torch.Tensor | None,
+    precision: str,
+    have: tuple[int, int],
+    tile: Tile | None = None,
+) -> list[Launch]:
+    """What the call comes to on a device of this capability: the attention kernel, its mending, and the merging of
+    splits.
+    """
     precision = precision if max(p.head_dim, p.value_dim) <= COARSE_DIMS else "ieee"
     how = shape_of(p, keys, have, precision, tile)
     tile, short, pack, rows, group = how.tile, how.short, how.pack, how.rows, p.group
@@ -252,22 +296,31 @@ def launches(
     both: dict[str, Any] = {
         "out": out, "lse": lse, "items": ready.items, "lengths": keys.lengths, "partial": partial, "stats": stats,
         **_named("o", _axes(out, layout)), **dict(zip(("l_item", "l_head", "l_row"), places, strict=True)),
-        "q_len": p.q_lengths[0], "k_len": p.k_lengths[0], "out_rows": p.rows, "kv_heads": p.kv_heads, "group": group, "splits": splits,
+        "q_len": p.q_lengths[0], "k_len": p.k_lengths[0], "out_rows": p.rows, "kv_heads": p.kv_heads, "group": group,
+        "splits": splits,
         "PACK": pack, "DV": p.value_dim, "BLOCK_DV": max(16, power_above(p.value_dim)),
     }  # fmt: skip
-    ring = {"ring_first": keys.ring_first, "ring": keys.ring, "WHERE": 1 if keys.pages is not None else 2 if keys.ring else 0}
+    ring = {
+        "ring_first": keys.ring_first,
+        "ring": keys.ring,
+        "WHERE": 1 if keys.pages is not None else 2 if keys.ring else 0,
+    }
     scales = (0, 0, 0) if keys.k_scales is None else keys.k_scales.stride()
     arguments = both | {
-        "q": q, "k": keys.k, "v": keys.v, "sinks": None if short else ready.sinks, "pages": keys.pages, "k_scales": keys.k_scales,
+        "q": q, "k": keys.k, "v": keys.v, "sinks": None if short else ready.sinks, "pages": keys.pages,
+        "k_scales": keys.k_scales,
         "v_scales": keys.v_scales, "ints": ready.words, "floats": ready.floats, "wrong": wrong, "status": keys.status,
         **_named("q", _axes(q, layout)), **_named("k", keys.k_strides), **_named("v", keys.v_strides),
         **dict(zip(("s_item", "s_head", "s_row"), scales, strict=True)),
         "q_start": p.q_starts[0], "k_start": p.k_start, "row_blocks": row_blocks, "page_size": keys.page_size,
-        "table_row": 0 if keys.pages is None else keys.pages.stride(0), "table_pages": 0 if keys.pages is None else keys.pages.shape[1],
+        "table_row": 0 if keys.pages is None else keys.pages.stride(0),
+        "table_pages": 0 if keys.pages is None else keys.pages.shape[1],
         "page_count": keys.page_count,
-        **ring, **classes, "factor": factor, "scale": float(p.scale), "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)),
+        **ring, **classes, "factor": factor, "scale": float(p.scale), "D": p.head_dim,
+        "BLOCK_D": max(16, power_above(p.head_dim)),
         "BM": rows, "BN": tile.keys, "CAUSAL": causal,
-        "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(FLAGGED), "flags": flags, "blocks": blocks,
+        "SIGN": sign, "PRECISION": precision, "HIDING": hiding, "REPAIR": int(FLAGGED), "flags": flags,
+        "blocks": blocks,
         "SPLIT": short, "DESCRIBED": tile.described and _describable(keys, p),
         **{n: ready.functions.get(n) for n in ("known", "apply", "bounds")},
     }  # fmt: skip
@@ -289,7 +342,9 @@ def start(each: Launch) -> None:
         triton.set_allocator(_room)
     where = arguments["out" if "out" in arguments else "keys"].device
     try:
-        with torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext():  # Triton launches on the current one
+        with (
+            torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext()
+        ):  # Triton launches on the current one
             kernel[each.grid](**arguments, num_warps=each.warps, num_stages=each.stages, maxnreg=each.registers)
     except triton.runtime.errors.OutOfResources as error:
         raise UnsupportedError(
@@ -318,7 +373,9 @@ def _describable(keys: Keys, p: Problem) -> bool:
         return False
     size = keys.k.element_size()
     pairs = (keys.k, keys.k_strides), (keys.v, keys.v_strides)
-    return all(x.data_ptr() % 16 == 0 and s[3] == 1 and s[2] > 0 and all(y * size % 16 == 0 for y in s[:3]) for x, s in pairs)
+    return all(
+        x.data_ptr() % 16 == 0 and s[3] == 1 and s[2] > 0 and all(y * size % 16 == 0 for y in s[:3]) for x, s in pairs
+    )
 
 
 def _room(size: int, alignment: int, stream: Any) -> torch.Tensor:
@@ -343,7 +400,9 @@ def _sees_all(p: Problem, keys: Keys) -> bool:
     """Whether causality hides nothing: one query, at the last key."""
     if keys.lengths is not None:
         return max(p.q_lengths) <= 1
-    return all(q == 0 or start - p.k_start + 1 >= k for q, k, start in zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True))
+    return all(
+        q == 0 or start - p.k_start + 1 >= k for q, k, start in zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True)
+    )
 
 
 def _factor(p: Problem) -> tuple[float, int]:

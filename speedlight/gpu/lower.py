@@ -15,18 +15,21 @@ from typing import Any
 
 import numpy as np
 
-from ..bounds import Integers, hides, visible
+from ..expressions.bounds import Integers, hides, visible
+from ..expressions.tree import FUNCTIONS, Node, lazily, order
 from ..problem import Problem
-from ..tree import FUNCTIONS, Node, lazily, order
 
 TABLE_WORDS = 11  # address, 4 sizes, 4 strides in elements, least and greatest entry
 _POINTERS = {
-    "bool": "tl.int8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64", "uint8": "tl.uint8",
-    "uint16": "tl.uint16", "uint32": "tl.uint32", "uint64": "tl.uint64", "float16": "tl.float16", "bfloat16": "tl.bfloat16",
+    "bool": "tl.int8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64",
+    "uint8": "tl.uint8",
+    "uint16": "tl.uint16", "uint32": "tl.uint32", "uint64": "tl.uint64", "float16": "tl.float16",
+    "bfloat16": "tl.bfloat16",
     "float32": "tl.float32", "float64": "tl.float64",
 }  # fmt: skip
 _INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=", "and": "&", "or": "|",
+    "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
+    "and": "&", "or": "|",
     "xor": "^",
 }  # fmt: skip
 
@@ -39,7 +42,9 @@ class Program:
     mask: Node | None = field(compare=False, repr=False, default=None)
     score: Node | None = field(compare=False, repr=False, default=None)
     narrow: bool = False  # every integer fits 32 bits
-    followed: frozenset[int] = field(compare=False, repr=False, default=frozenset())  # ids of integers whose intervals are known to fit
+    followed: frozenset[int] = field(
+        compare=False, repr=False, default=frozenset()
+    )  # ids of integers whose intervals are known to fit
     checked: tuple[bool, ...] = ()  # of every (lookup, dimension): it may be out of range, and is looked at
 
     @property
@@ -95,7 +100,9 @@ class _Text:
 
     def __init__(self, program: Program, before: _Text | None = None) -> None:
         self.program, self.before, self.lines = program, before, list[str]()
-        self.names: dict[Any, str] = {} if before is None else before.names  # one function's names are known to the other
+        self.names: dict[Any, str] = (
+            {} if before is None else before.names
+        )  # one function's names are known to the other
         self.known: dict[str, str] = {}
 
     def let(self, value: str) -> str:
@@ -111,9 +118,12 @@ class _Text:
         return text.known[value]
 
     def type_of(self, kind: str) -> str:
-        return {"bool": "tl.int1", "int": "tl.int32" if self.program.narrow else "tl.int64", "float": "tl.float32", "double": "tl.float64"}[
-            kind
-        ]
+        return {
+            "bool": "tl.int1",
+            "int": "tl.int32" if self.program.narrow else "tl.int64",
+            "float": "tl.float32",
+            "double": "tl.float64",
+        }[kind]
 
     def value(self, root: Node) -> str:
         for node in order(root):
@@ -178,7 +188,9 @@ class _Text:
             last = self.constant(f"tl.load(ints + {at + 1 + d}).to({self.type_of('int')}) - 1")
             inside = self.let(f"tl.minimum(tl.maximum({x}, 0), {last})")
             self.names[id(node), d] = self.let(f"{inside} != {x}")
-            stride = "1" if d + 1 == len(index) and array.last_is_one else self.constant(f"tl.load(ints + {at + 5 + d})")
+            stride = (
+                "1" if d + 1 == len(index) and array.last_is_one else self.constant(f"tl.load(ints + {at + 5 + d})")
+            )
             offset += f"{' + ' if offset else ''}{inside}.to(tl.int64) * {stride}"
         pointer = self.constant(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[array.dtype_name]}))")
         entry = f"tl.load({pointer} + ({offset}))"
@@ -239,8 +251,12 @@ class _Ranges:
 
     def __init__(self, text: _Text) -> None:
         self.text, self.followed = text, text.program.followed
-        ends = {name: _Range(text, text.let(f"{name}.to(tl.int64)")) for x in "hij" for name in (f"{x}_low", f"{x}_high")}
-        self.box = {x: (ends[f"{x}_low"], ends[f"{x}_high"]) for x in "hij"} | {"b": (_Range(text, text.let("b.to(tl.int64)")),) * 2}
+        ends = {
+            name: _Range(text, text.let(f"{name}.to(tl.int64)")) for x in "hij" for name in (f"{x}_low", f"{x}_high")
+        }
+        self.box = {x: (ends[f"{x}_low"], ends[f"{x}_high"]) for x in "hij"} | {
+            "b": (_Range(text, text.let("b.to(tl.int64)")),) * 2
+        }
 
     def _call(self, function: str, *args: Any) -> _Range:
         return _Range(self.text, self.text.let(f"{function}({', '.join(str(getattr(x, 'name', x)) for x in args)})"))
@@ -273,22 +289,29 @@ class _Ranges:
         return _Range(self.text, self.text.let(value if node.kind == "int" else f"{value} != 0"))
 
     def minus_infinity(self, node: Node) -> _Range:
-        return _Range(self.text, self.text.let(f"tl.load(floats + {self.text.program.numbers[id(node)]}) == float('-inf')"))
+        return _Range(
+            self.text, self.text.let(f"tl.load(floats + {self.text.program.numbers[id(node)]}) == float('-inf')")
+        )
 
     def table(self, node: Node, index: list[tuple[_Range, _Range]]) -> tuple[_Range, _Range, _Range]:
-        """Least and greatest entry where the box is one short run of a row of the table, else of the whole table; and if it is inside."""
+        """Least and greatest entry where the box is one short run of a row of the table, else of the whole table; and
+        if it is inside.
+        """
         text, at = self.text, self.text.program.table_at(node)
         start, alone, inside = "0", "h_low == h_low", "h_low == h_low"
         for d, (low, high) in enumerate(index[:-1]):
             size = text.let(f"tl.load(ints + {at + 1 + d})")
-            start = text.let(f"{start} + tl.minimum(tl.maximum({low.name}, 0), {size} - 1) * tl.load(ints + {at + 5 + d})")
+            start = text.let(
+                f"{start} + tl.minimum(tl.maximum({low.name}, 0), {size} - 1) * tl.load(ints + {at + 5 + d})"
+            )
             alone = text.let(f"{alone} & ({low.name} == {high.name})")
             inside = text.let(f"{inside} & ({low.name} >= 0) & ({high.name} < {size})")
         low, high = (x.name for x in index[-1])
         pointer = text.let(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[node.value.dtype_name]}))")
         d = len(index)
         found = text.let(
-            f"ends({pointer}, {start}, {alone}, {inside}, {low}, {high}, tl.load(ints + {at + d}), tl.load(ints + {at + 4 + d}), "
+            f"ends({pointer}, {start}, {alone}, {inside}, {low}, {high}, tl.load(ints + {at + d}), tl.load(ints + "
+            f"{at + 4 + d}), "
             f"tl.load(ints + {at + 9}), tl.load(ints + {at + 10}), WIDTH)"
         )
         least, most, inside = (_Range(text, text.let(f"{found}[{n}]")) for n in range(3))
@@ -367,7 +390,10 @@ def _bounds(program: Program) -> str:
     some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True), ops.truth(True))
     hidden = None if program.score is None else hides(program.score, ops)
     some = some if hidden is None else some & ops.invert(hidden)
-    lines = ["@triton.jit", "def bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, ints, floats, WIDTH: tl.constexpr):"]
+    lines = [
+        "@triton.jit",
+        "def bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, ints, floats, WIDTH: tl.constexpr):",
+    ]
     lines.extend(f"    {line}" for line in text.lines)
     lines.append("    none = j_low != j_low  # of the right shape")
     lines.append(f"    return {some.name} | none, {every.name} | none\n")

@@ -1,4 +1,6 @@
-"""What a problem needs on a device, made once and kept: the expressions' functions, numbers and tables, the items, tiles' classes."""
+"""What a problem needs on a device, made once and kept: the expressions' functions, numbers and tables, the items,
+tiles' classes.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..bounds import Exact, Walk, hides, integers, visible
 from ..errors import ArgumentError
+from ..expressions.bounds import Exact, Walk, hides, integers, visible
 from ..machine import interpreting
 from ..modes import standard
 from ..problem import Problem
@@ -74,7 +76,9 @@ def _table_on(table: Any, device: str) -> torch.Tensor:
             raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
         return table.tensor
     if table.array.flags.writeable and not interpreting():
-        raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. Move it, or use sl.table().")
+        raise ArgumentError(
+            f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. Move it, or use sl.table()."
+        )
     found = table.copies.get(device)
     if found is None:
         array = table.array
@@ -108,7 +112,9 @@ def prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[
     if problem.sinks is not None:
         sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
     alike = (
-        firsts is None and problem.items is None and all(len(set(x)) == 1 for x in (problem.q_lengths, problem.k_lengths, problem.q_starts))
+        firsts is None
+        and problem.items is None
+        and all(len(set(x)) == 1 for x in (problem.q_lengths, problem.k_lengths, problem.q_starts))
     )
     if not alike:
         batch = problem.batch
@@ -126,10 +132,10 @@ def prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[
     return found
 
 
-def classes_of(
-    p: Problem, ready: Ready, rows: int, keys: int, pack: int, device: torch.device
-) -> dict[str, Any]:  # fmt: skip
-    """The kernel's own look at tiles cannot see into tables of several dimensions: where there are few tiles, the host looks."""
+def classes_of(p: Problem, ready: Ready, rows: int, keys: int, pack: int, device: torch.device) -> dict[str, Any]:
+    """The kernel's own look at tiles cannot see into tables of several dimensions: where there are few tiles, the host
+    looks.
+    """
     found: dict[str, Any] = {"classes": None, "c_item": 0, "c_head": 0, "chunks": 0}
     if ready.program is None or not ready.program.opaque:
         return found
@@ -143,10 +149,15 @@ _CELLS = 1 << 16  # blocks x tiles that the host looks at, at most
 _BITS = int(TILES)
 
 
-def _classified(p: Problem, program: lower.Program, rows: int, keys: int, pack: int, device: torch.device) -> dict[str, Any] | None:
+def _classified(
+    p: Problem, program: lower.Program, rows: int, keys: int, pack: int, device: torch.device
+) -> dict[str, Any] | None:
     """For every block of rows and run of tiles two words: which tiles show something, and which show everything."""
     uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
-    items, heads = (p.batch if "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1 else 1), p.q_heads // pack
+    items, heads = (
+        (p.batch if "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1 else 1),
+        p.q_heads // pack,
+    )
     heads = heads if "h" in uses else 1
     most, longest = max(p.q_lengths), max(p.k_lengths)
     blocks, chunks = -(-most * pack // rows), -(-longest // (keys * _BITS))
@@ -157,12 +168,16 @@ def _classified(p: Problem, program: lower.Program, rows: int, keys: int, pack: 
     j = p.k_start + np.arange(chunks * _BITS)[None, :] * keys
     for item in range(items):
         low = p.q_starts[item] + np.minimum(first, max(p.q_lengths[item] - 1, 0))
-        high = p.q_starts[item] + np.minimum(((np.arange(blocks) + 1) * rows - 1)[:, None] // pack, max(p.q_lengths[item] - 1, 0))
+        high = p.q_starts[item] + np.minimum(
+            ((np.arange(blocks) + 1) * rows - 1)[:, None] // pack, max(p.q_lengths[item] - 1, 0)
+        )
         last = np.minimum(j + keys, p.k_start + max(p.k_lengths)) - 1
         for head in range(heads):
             ends = (head * pack, head * pack + pack - 1) if "h" in uses else (0, p.q_heads - 1)
             name = item if p.items is None else p.items[item]
-            ops = Many({"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))}, program.followed)
+            ops = Many(
+                {"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))}, program.followed
+            )
             some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
             hidden = None if program.score is None else hides(program.score, ops)
             some = some if hidden is None else some & ~hidden

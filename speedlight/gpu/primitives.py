@@ -28,12 +28,16 @@ def finite_max(running_max):
 
 @triton.jit
 def exponents(top, factor):
-    """(by, base) of rows with these maxima: weights are 2^(x · by - base), one multiply-add each; `by` is `factor` for ordinary rows.
+    """(by, base) of rows with these maxima: weights are 2^(x · by - base), one multiply-add each; `by` is `factor` for
+    ordinary rows.
 
-    From |top · factor| = 2^28 on, unequal scores differ by 16 at least, and roundings of the product by as much. A power of two
+    From |top · factor| = 2^28 on, unequal scores differ by 16 at least, and roundings of the product by as much. A
+    power of two
     has none and never overflows: the largest score takes all.
     """
-    exact = ((~top.to(tl.int32, bitcast=True) & 0x7F800000) + (39 << 23)).to(tl.float32, bitcast=True)  # |top| · exact >= 2^40
+    exact = ((~top.to(tl.int32, bitcast=True) & 0x7F800000) + (39 << 23)).to(
+        tl.float32, bitcast=True
+    )  # |top| · exact >= 2^40
     by = tl.where(tl.abs(top * factor) < 268435456.0, factor, exact)
     return by, finite_max(top * by)
 
@@ -165,7 +169,9 @@ def exp2(x):
 @triton.jit
 def exp(x):
     if x.dtype == tl.float32:
-        y = tl.math.exp2(_whole_part(x)) * (_expm1(x - _whole_part(x) * 0.693359375 + _whole_part(x) * 2.12194440e-4) + 1.0)
+        y = tl.math.exp2(_whole_part(x)) * (
+            _expm1(x - _whole_part(x) * 0.693359375 + _whole_part(x) * 2.12194440e-4) + 1.0
+        )
         y = tl.where(x > 88.72283, float("inf"), tl.where(x < -87.33654, 0.0, y))
         return tl.where(x != x, x, y)
     return tl.math.exp(x)
@@ -218,7 +224,9 @@ def tanh(x):
         scale = tl.math.exp2(n)
         below = scale * _expm1(twice - n * 0.693359375 + n * 2.12194440e-4) + (scale - 1.0)
     else:
-        series = twice * (1.0 + twice * (0.5 + twice * (1.0 / 6 + twice * (1.0 / 24 + twice * (1.0 / 120 + twice / 720)))))
+        series = twice * (
+            1.0 + twice * (0.5 + twice * (1.0 / 6 + twice * (1.0 / 24 + twice * (1.0 / 120 + twice / 720))))
+        )
         below = tl.where(twice > -1e-2, series, tl.math.exp(twice) - 1.0)
     y = tl.abs(divided(below, below + 2.0))
     return tl.where(x != x, x, tl.where(x < 0.0, -y, y))
@@ -237,7 +245,8 @@ def note(p_wrong, bad, index, shown):
 def ends(p_table, row, alone, inside, low, high, size, stride, least, most, WIDTH: tl.constexpr):
     """Least and greatest entry from `low` to `high` of a row of a table, for one such run or for many.
 
-    The whole table's ends where the run is longer than WIDTH, may leave the table, or is not of one row alone; and whether it
+    The whole table's ends where the run is longer than WIDTH, may leave the table, or is not of one row alone; and
+    whether it
     stays inside: if not, the keys must be looked at.
     """
     inside = inside & (low >= 0) & (high < size)

@@ -1,7 +1,8 @@
-"""The table of tiles: rows and keys of a block, warps and stages, by compute capability, dtype and head dim. Nothing else.
+"""The table of tiles: rows and keys of a block, warps and stages, by compute capability, dtype and head dim. Nothing
+else.
 
-Never by length or batch: the order of sums, and so the bits of a row, would change with them. Made by `speedlight tune` on
-the device; rows that say `measured=False` were chosen by what compiles without spills and by published kernels.
+Never by length or batch: the order of sums, and so the bits of a row, would change with them. Made by `speedlight tune`
+on the device; rows that say `measured=False` were chosen by what compiles without spills and by published kernels.
 """
 
 from __future__ import annotations
@@ -64,7 +65,13 @@ TABLE: dict[tuple[int, int], dict[str, tuple[Row, ...]]] = {
             Row(64, Tile(128, 128, 8, 3, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
             Row(128, Tile(128, 128, 8, 2, True), Tile(128, 64, 8, 3, True), Tile(128, 64, 8, 3), Tile(16, 64, 4, 3)),
             Row(256, Tile(128, 32, 8, 2, True), Tile(64, 64, 8, 2, True), Tile(32, 32, 8, 2), Tile(16, 64, 8, 2)),
-            Row(512, Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2, True), Tile(32, 32, 8, 2), Tile(16, 16, 4, 2, registers=255)),
+            Row(
+                512,
+                Tile(32, 32, 8, 2, True),
+                Tile(32, 32, 8, 2, True),
+                Tile(32, 32, 8, 2),
+                Tile(16, 16, 4, 2, registers=255),
+            ),
         ),
         "32": (
             Row(64, Tile(64, 32, 8, 2), Tile(32, 64, 8, 2), Tile(32, 32, 8, 2), Tile(16, 32, 4, 3)),
@@ -104,7 +111,9 @@ TABLE[7, 5] = {
     )
     for kind in ("16", "32")
 }
-COARSE_DIMS = 128  # the most by tensor cores for float32: above, operands do not fit the registers, and IEEE products are taken
+COARSE_DIMS = (
+    128  # the most by tensor cores for float32: above, operands do not fit the registers, and IEEE products are taken
+)
 HEAD_DIMS = 512  # the most
 
 

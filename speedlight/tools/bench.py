@@ -37,16 +37,23 @@ GPU_KINDS = ("forward", "float32", "mask", "decode")
 
 
 def bench(
-    dtype: Annotated[list[str] | None, typer.Option(help="May be given several times. Default float32, float16 and bfloat16.")] = None,
+    dtype: Annotated[
+        list[str] | None, typer.Option(help="May be given several times. Default float32, float16 and bfloat16.")
+    ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be given several times. Default 64 and 128.")] = None,
-    length: Annotated[list[int] | None, typer.Option(help="May be given several times. Default 128, 512, 2048 and 8192.")] = None,
+    length: Annotated[
+        list[int] | None, typer.Option(help="May be given several times. Default 128, 512, 2048 and 8192.")
+    ] = None,
     mask: Annotated[str, typer.Option(help="full, causal or both.")] = "both",
     heads: Annotated[int, typer.Option(help="Heads.")] = 8,
     peer: Annotated[
-        list[str] | None, typer.Option(help=f"Which peers, of {', '.join(PEERS)}, or none. Default all that are installed.")
+        list[str] | None,
+        typer.Option(help=f"Which peers, of {', '.join(PEERS)}, or none. Default all that are installed."),
     ] = None,
     turns: Annotated[int, typer.Option(help="Samples of each, in turn.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu, or cuda: forward, masks and decode on a GPU, beside its own peers.")] = "cpu",
+    device: Annotated[
+        str, typer.Option(help="cpu, or cuda: forward, masks and decode on a GPU, beside its own peers.")
+    ] = "cpu",
     only: Annotated[str, typer.Option(help="On a GPU: forward, float32, mask or decode.")] = "",
     base: Annotated[str | None, typer.Option(help="A commit of this clone to compare with, instead of peers.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the rows.")] = None,
@@ -124,7 +131,9 @@ def tune(
 ) -> None:
     """Measures the GPU kernel's tiles, best first: what gpu/tiles.py should say for this device."""
     if dtype not in _DTYPES or head_dim not in (64, 128, 256, 512) or kind not in ("full", "masked", "decode"):
-        raise ArgumentError("tune: expected a dtype of the GPU, a head dim of 64, 128, 256 or 512, and full, masked or decode.")
+        raise ArgumentError(
+            "tune: expected a dtype of the GPU, a head dim of 64, 128, 256 or 512, and full, masked or decode."
+        )
     engine.resident().device_of("cuda")
     from . import gpu
 
@@ -132,7 +141,9 @@ def tune(
         print(f"{seconds * 1e6:10,.1f} us  {tile}")
 
 
-def _shapes(dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, mask: str, heads: int) -> list[tuple[Any, ...]]:
+def _shapes(
+    dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, mask: str, heads: int
+) -> list[tuple[Any, ...]]:
     if mask not in ("full", "causal", "both"):
         raise ArgumentError(f"--mask: expected full, causal or both; got {mask!r}.")
     for name, values in (("--head-dim", dims or []), ("--length", lengths or []), ("--heads", [heads])):
@@ -143,7 +154,11 @@ def _shapes(dtypes: list[str] | None, dims: list[int] | None, lengths: list[int]
             raise ArgumentError(f"--dtype: expected some of {', '.join(_TOLERANCE)}; got {name!r}.")
     causal = {"full": (False,), "causal": (True,), "both": (False, True)}[mask]
     return [
-        (t, heads, n, d, c) for t in dtypes or _DTYPES for d in dims or (64, 128) for n in lengths or (128, 512, 2048, 8192) for c in causal
+        (t, heads, n, d, c)
+        for t in dtypes or _DTYPES
+        for d in dims or (64, 128)
+        for n in lengths or (128, 512, 2048, 8192)
+        for c in causal
     ]
 
 
@@ -151,7 +166,9 @@ def _name(dtype: str, heads: int, n: int, d: int, causal: bool) -> str:
     return f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}"
 
 
-def _measured(shapes: list[tuple[Any, ...]], names: list[str], turns: int, missing: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _measured(
+    shapes: list[tuple[Any, ...]], names: list[str], turns: int, missing: dict[str, str]
+) -> Iterator[dict[str, Any]]:
     from ..cpu import roof
 
     isa, threads = machine.current_isa(), sl.get_threads()
@@ -160,11 +177,16 @@ def _measured(shapes: list[tuple[Any, ...]], names: list[str], turns: int, missi
         dtype, _, _, _, causal = shape
         arrays = tensors(*shape[:4])
         ours = lambda a=arrays, c=causal: sl.attention(*a, causal=c)  # noqa: E731
-        got, row = ours(), {"name": _name(*shape), "dtype": dtype, "length": shape[2], "head_dim": shape[3], "causal": causal}
+        got, row = (
+            ours(),
+            {"name": _name(*shape), "dtype": dtype, "length": shape[2], "head_dim": shape[3], "causal": causal},
+        )
         if refused := check(arrays, got, causal):
             yield row | {"refused": refused}
             continue
-        others, without = peers(dtype, arrays, causal, [x for x in names if not missing.get(x, "").startswith("not installed")])
+        others, without = peers(
+            dtype, arrays, causal, [x for x in names if not missing.get(x, "").startswith("not installed")]
+        )
         missing |= {x: why for x, why in without.items() if why.startswith("not installed")}
         notes = {x: why for x, why in without.items() if x not in missing}
         for name in list(others):
@@ -173,14 +195,21 @@ def _measured(shapes: list[tuple[Any, ...]], names: list[str], turns: int, missi
                 notes[name] = f"another result than ours, by {off:.2g}"
                 del others[name]
         kind = "f64" if dtype == "float64" else "bf16" if dtype == "bfloat16" and uses_dot(isa, "bf16") else "f32"
-        times, peaks = measure({"speedlight": ours} | others, turns, lambda k=kind: roof.peak_flops.__wrapped__(isa, k, threads))
+        times, peaks = measure(
+            {"speedlight": ours} | others, turns, lambda k=kind: roof.peak_flops.__wrapped__(isa, k, threads)
+        )
         plan = sl.plan(*arrays, causal=causal)
         flops = plan.flops or 0
         seconds, peak = statistics.median(times["speedlight"]), statistics.median(peaks)
         # turn by turn, so that what slows both down does not count
-        turn_ratios = {x: [a / b for a, b in zip(t, times["speedlight"], strict=True)] for x, t in times.items() if x != "speedlight"}
+        turn_ratios = {
+            x: [a / b for a, b in zip(t, times["speedlight"], strict=True)]
+            for x, t in times.items()
+            if x != "speedlight"
+        }
         yield row | {
-            "kernel": plan.kernel, "flops": flops, "bytes_moved": plan.bytes_read + plan.bytes_written, "gflops": flops / seconds / 1e9,
+            "kernel": plan.kernel, "flops": flops, "bytes_moved": plan.bytes_read + plan.bytes_written,
+            "gflops": flops / seconds / 1e9,
             "peak": peak / 1e9, "share_of_peak": flops / seconds / peak, "read_bandwidth": read,
             "seconds": {x: quantiles(t) for x, t in times.items()}, "notes": notes,
             "ratios": {x: quantiles(t) for x, t in turn_ratios.items()},
@@ -213,7 +242,10 @@ def _against(base: str, shapes: list[tuple[Any, ...]], turns: int) -> Iterator[d
     run = lambda *words: subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)  # noqa: E731
     found = run("rev-parse", "--verify", f"{base}^{{commit}}")
     if found.returncode:
-        raise ArgumentError(f"--base: expected a commit of the clone in {here}; got {base!r} ({found.stderr.strip().splitlines()[-1:]}).")
+        raise ArgumentError(
+            f"--base: expected a commit of the clone in {here}; got {base!r} "
+            f"({found.stderr.strip().splitlines()[-1:]})."
+        )
     with tempfile.TemporaryDirectory() as directory:
         archive = subprocess.run(["git", "archive", found.stdout.strip(), "speedlight"], cwd=here, capture_output=True)
         subprocess.run(["tar", "-x", "-C", directory], input=archive.stdout, check=True)
@@ -233,7 +265,11 @@ def _against(base: str, shapes: list[tuple[Any, ...]], turns: int) -> Iterator[d
                         seconds, *results[name] = _ask(worker, [*shape, 0.03])
                         times[name].append(seconds)
                 ratio = [b / a for a, b in zip(times["speedlight"], times["base"], strict=True)]
-                row = {"name": _name(*shape), "seconds": {x: quantiles(t) for x, t in times.items()}, "ratios": {"base": quantiles(ratio)}}
+                row = {
+                    "name": _name(*shape),
+                    "seconds": {x: quantiles(t) for x, t in times.items()},
+                    "ratios": {"base": quantiles(ratio)},
+                }
                 one, other = (results[x][0] for x in ("speedlight", "base"))
                 if not abs(one - other) <= 1e-2 * abs(other):
                     row = {"name": _name(*shape), "refused": "the two have different results"}
@@ -249,7 +285,9 @@ def _ask(worker: Any, question: list[Any]) -> list[Any]:
     worker.stdin.flush()
     answer = worker.stdout.readline()
     if not answer:
-        raise ArgumentError("--base: that version could not run attention(q, k, v, causal=…) here; see the lines above.")
+        raise ArgumentError(
+            "--base: that version could not run attention(q, k, v, causal=…) here; see the lines above."
+        )
     return json.loads(answer)
 
 
@@ -261,7 +299,8 @@ def _about() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "machine": machine.cpu_name(), "threads": sl.get_threads(), "isa": machine.current_isa().name, "versions": versions,
+        "machine": machine.cpu_name(), "threads": sl.get_threads(), "isa": machine.current_isa().name,
+        "versions": versions,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip
 
@@ -280,7 +319,10 @@ def _print(report: dict[str, Any], output: Path | None, plot: Path | None) -> No
         if "refused" in row:
             table.add_row(row["name"], "[red]refused[/]")
             continue
-        cells = [row["name"] if spreads else re.sub(r" H\d+", "", row["name"]), f"{row['seconds']['speedlight'][2] * 1e3:.3g}"]
+        cells = [
+            row["name"] if spreads else re.sub(r" H\d+", "", row["name"]),
+            f"{row['seconds']['speedlight'][2] * 1e3:.3g}",
+        ]
         cells += [] if base else [f"{row['gflops']:.0f}", f"{row['share_of_peak']:.0%}"]
         for name in names:
             spread = row["ratios"].get(name)
@@ -289,7 +331,9 @@ def _print(report: dict[str, Any], output: Path | None, plot: Path | None) -> No
         table.add_row(*cells)
     screen.print(table)
     if names:
-        screen.print("Of a peer: its time over ours, median of turns; above 1 means that speedlight is faster.", style="dim")
+        screen.print(
+            "Of a peer: its time over ours, median of turns; above 1 means that speedlight is faster.", style="dim"
+        )
     for row in rows:
         if "refused" in row:
             screen.print(f"[red]{row['name']}: refused: {row['refused']}[/]")

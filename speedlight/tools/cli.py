@@ -23,14 +23,19 @@ try:
     from rich.console import Console
     from rich.progress import Progress
 except ImportError as error:  # pragma: no cover
-    raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: pip install 'speedlight[cli]'") from None
+    raise SystemExit(
+        f"speedlight: the command needs {error.name}. Install it with: pip install 'speedlight[cli]'"
+    ) from None
 
 from .bench import bench, tune
 from .inspecting import info, show
 from .reports import print_json, print_rows
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help="Exact attention at the speed of the machine."
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Exact attention at the speed of the machine.",
 )
 
 
@@ -43,22 +48,31 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 @app.command()
 def attend(
-    files: Annotated[list[Path], typer.Argument(help="One .safetensors or .npz file with q, k and v; or three .npy files named so.")],
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write out and lse: .safetensors, .npz or .npy.")] = None,
+    files: Annotated[
+        list[Path], typer.Argument(help="One .safetensors or .npz file with q, k and v; or three .npy files named so.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where to write out and lse: .safetensors, .npz or .npy.")
+    ] = None,
     q: Annotated[str, typer.Option(help="Name of the queries.")] = "q",
     k: Annotated[str, typer.Option(help="Name of the keys.")] = "k",
     v: Annotated[str, typer.Option(help="Name of the values.")] = "v",
-    layout: Annotated[str, typer.Option(help="bhld, blhd or lhd (packed; offsets are read from cu_seqlens_q and cu_seqlens_k).")] = "bhld",
+    layout: Annotated[
+        str, typer.Option(help="bhld, blhd or lhd (packed; offsets are read from cu_seqlens_q and cu_seqlens_k).")
+    ] = "bhld",
     causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query, aligned at the end.")] = False,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal, aligned at the start.")] = False,
     scale: Annotated[float | None, typer.Option(help="Factor of the scores. Default 1/sqrt(head_dim).")] = None,
     mask: Annotated[
-        str | None, typer.Option(help="Which keys are seen: 'causal() & window(1024, 0)', or in b, h, i, j: '(i - j) % 2 == 0'.")
+        str | None,
+        typer.Option(help="Which keys are seen: 'causal() & window(1024, 0)', or in b, h, i, j: '(i - j) % 2 == 0'."),
     ] = None,
     score: Annotated[
         str | None, typer.Option(help="What becomes of a score s: 'softcap(30)', or '30 * tanh(s / 30) - abs(i - j)'.")
     ] = None,
-    check: Annotated[bool, typer.Option("--check", help="Compare every element with float64; exit 1 if one is outside its bound.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare every element with float64; exit 1 if one is outside its bound.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
 ) -> None:
     """Attention over a file: softmax(scale·QKᵀ)V, its log-sum-exp, and the plan it followed."""
@@ -70,7 +84,9 @@ def attend(
     names = {"--q": q, "--k": k, "--v": v}
     for option, name in names.items():
         if name not in found:
-            raise ArgumentError(f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}.")
+            raise ArgumentError(
+                f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}."
+            )
     arrays = [found[n] for n in names.values()]
     options: dict[str, Any] = {"causal": "top-left" if top_left else causal, "scale": scale, "layout": layout}
     if layout == "lhd":
@@ -99,13 +115,18 @@ def attend(
 
 @app.command()
 def view(
-    files: Annotated[list[Path] | None, typer.Argument(help="A file with q and k, to draw weights; without one, --mask is drawn.")] = None,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="A file with q and k, to draw weights; without one, --mask is drawn.")
+    ] = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture: .png, .svg or .pdf.")] = Path("view.png"),
     mask: Annotated[
-        str | None, typer.Option(help="The mask: 'causal() & window(1024, 0)', or in b, h, i, j: '(i >= j) & (i - j < 100)'.")
+        str | None,
+        typer.Option(help="The mask: 'causal() & window(1024, 0)', or in b, h, i, j: '(i >= j) & (i - j < 100)'."),
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Of a file: hide keys after the query.")] = False,
-    head: Annotated[list[int] | None, typer.Option(help="Which query head to draw; of a file, may be given several times.")] = None,
+    head: Annotated[
+        list[int] | None, typer.Option(help="Which query head to draw; of a file, may be given several times.")
+    ] = None,
     item: Annotated[int, typer.Option(help="Of a file: which batch item.")] = 0,
     span: Annotated[str | None, typer.Option(help="Of a file: positions first:end to draw, such as 0:40.")] = None,
     labels: Annotated[Path | None, typer.Option(help="Of a file: a text file with a token on each line.")] = None,
@@ -119,22 +140,30 @@ def view(
     dtype: Annotated[str, typer.Option(help="Of a mask: float32, float64, float16 or bfloat16.")] = "float32",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Draws the attention weights of a file's heads; or, without a file, which tiles a mask computes whole, under the mask, and skips."""
+    """Draws the attention weights of a file's heads; or, without a file, which tiles a mask computes whole, under the
+    mask, and skips.
+    """
     check_path(output)
     what = None if mask is None else read_formula("--mask", mask, "bhij")
     if files:
         found = read_arrays(files)
         for option, name in (("--q", q), ("--k", k)):
             if name not in found:
-                raise ArgumentError(f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}.")
-        report: dict[str, Any] = draw_weights(found[q], found[k], head or [0], item, span, labels, {"causal": causal, "mask": what}, output)
+                raise ArgumentError(
+                    f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}."
+                )
+        report: dict[str, Any] = draw_weights(
+            found[q], found[k], head or [0], item, span, labels, {"causal": causal, "mask": what}, output
+        )
     else:
         if what is None or mask is None:
             raise ArgumentError("--mask: expected a mask to draw, or a file with q and k.")
         (one, *more) = head or [0]
         if more or not 0 <= one < heads:
             raise ArgumentError(f"--head: expected 0 to {heads - 1}; got {', '.join(map(str, head or []))}.")
-        drawn = sl.plan(q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, dtype=dtype, mask=what)
+        drawn = sl.plan(
+            q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, dtype=dtype, mask=what
+        )
         tile_map(drawn, one, mask, output)
         report = {"plan": dict(drawn.rows())}
     if as_json:
@@ -149,7 +178,9 @@ def plan(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
     heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
     kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values; default as many.")] = None,
-    keys: Annotated[int | None, typer.Option(help="Keys; default as many as queries. The last query is at the last key.")] = None,
+    keys: Annotated[
+        int | None, typer.Option(help="Keys; default as many as queries. The last query is at the last key.")
+    ] = None,
     head_dim: Annotated[int, typer.Option(help="Elements of a query and a key.")] = 64,
     value_dim: Annotated[int | None, typer.Option(help="Elements of a value; default --head-dim.")] = None,
     dtype: Annotated[str, typer.Option(help="float32, float64, float16 or bfloat16.")] = "float32",
@@ -160,20 +191,41 @@ def plan(
     device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the time it cannot beat. Runs nothing."""
+    """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the time it cannot beat.
+
+    Runs nothing.
+    """
     found = sl.plan(
-        batch=batch, q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, value_dim=value_dim, dtype=dtype,
-        causal=causal, exact=exact, device=device, **read_formulas(mask, score),
-    )  # fmt: skip
+        batch=batch,
+        q_heads=heads,
+        kv_heads=kv_heads,
+        q_len=length,
+        k_len=keys,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        dtype=dtype,
+        causal=causal,
+        exact=exact,
+        device=device,
+        **read_formulas(mask, score),
+    )
     if as_json:
         figures = {n: getattr(found, n) for n in _FIGURES}
-        print_json(figures | {"memory_ratio": found.memory_ratio, "seconds_at_least": found.seconds_at_least, "text": dict(found.rows())})
+        print_json(
+            figures
+            | {
+                "memory_ratio": found.memory_ratio,
+                "seconds_at_least": found.seconds_at_least,
+                "text": dict(found.rows()),
+            }
+        )
         return
     print_rows(found.rows())
 
 
 _FIGURES = (
-    "engine", "isa", "kernel", "threads", "visible_pairs", "flops", "tile_flops", "tiles_full", "tiles_mixed", "tiles_skipped",
+    "engine", "isa", "kernel", "threads", "visible_pairs", "flops", "tile_flops", "tiles_full", "tiles_mixed",
+    "tiles_skipped",
     "bytes_read", "bytes_written", "workspace_bytes", "materialised_bytes", "peak_flops", "bandwidth",
 )  # fmt: skip
 app.command()(bench)
@@ -182,7 +234,9 @@ app.command()(info)
 app.command()(show)
 
 
-def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan, quiet: bool) -> tuple[np.ndarray, np.ndarray, float]:
+def _attend(
+    arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan, quiet: bool
+) -> tuple[np.ndarray, np.ndarray, float]:
     """The call; head by head under a progress bar if it takes over a second. The bits are the same."""
     q, k, v = arrays
     group, kv_heads = plan.problem.group, plan.problem.kv_heads
@@ -204,7 +258,11 @@ def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan, qu
             seconds += time.perf_counter() - start
             progress.advance(task)
     lse_axis = 0 if options["layout"] == "lhd" else 1
-    return np.concatenate([p[0] for p in parts], axis=axis), np.concatenate([p[1] for p in parts], axis=lse_axis), seconds
+    return (
+        np.concatenate([p[0] for p in parts], axis=axis),
+        np.concatenate([p[1] for p in parts], axis=lse_axis),
+        seconds,
+    )
 
 
 def _check(arrays: list[np.ndarray], options: dict[str, Any], out: np.ndarray, lse: np.ndarray) -> dict[str, Any]:

@@ -9,14 +9,16 @@ from typing import Any
 import speedlight as sl
 
 from ..errors import ArgumentError, Error, shown
-from ..tracing import Symbol
-from ..tree import INT_MAX, INT_MIN
+from ..expressions.tracing import Symbol
+from ..expressions.tree import INT_MAX, INT_MIN
 
 _PATTERNS = ("causal", "window", "prefix", "dilated", "softcap", "alibi")
 _FUNCTIONS = ("where", "minimum", "maximum", "exp", "exp2", "log", "log2", "tanh", "sqrt", "abs", "sigmoid", "floor")
 _BINARY = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor, ast.LShift: operator.lshift,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.LShift: operator.lshift,
     ast.RShift: operator.rshift,
 }  # fmt: skip
 _UNARY = {ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Invert: operator.invert}
@@ -47,12 +49,18 @@ def read_formula(option: str, text: str, symbols: str) -> Any:
         return _evaluated(option, text, tree, names)
     if symbols.startswith("s"):
         if used & set(_PATTERNS):
-            raise ArgumentError(f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in {_shortened(text)}.")
+            raise ArgumentError(
+                f"{option}: expected either patterns or the symbols {', '.join(symbols)}; got both in "
+                f"{_shortened(text)}."
+            )
         return sl.expression(
-            lambda s, b, h, i, j: _evaluated(option, text, tree, names | {"s": s, "b": b, "h": h, "i": i, "j": j}), "score"
+            lambda s, b, h, i, j: _evaluated(option, text, tree, names | {"s": s, "b": b, "h": h, "i": i, "j": j}),
+            "score",
         )
     patterns = {n: _inlined(names[n]) for n in _PATTERNS}
-    return sl.expression(lambda b, h, i, j: _evaluated(option, text, tree, names | patterns | {"b": b, "h": h, "i": i, "j": j}), "mask")
+    return sl.expression(
+        lambda b, h, i, j: _evaluated(option, text, tree, names | patterns | {"b": b, "h": h, "i": i, "j": j}), "mask"
+    )
 
 
 def _parsed(option: str, text: str) -> ast.expr:
@@ -86,7 +94,10 @@ def _shortened(text: str) -> str:
 
 
 def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) -> Any:
-    """What the formula makes of these names. Nothing else can be reached: the tree is walked here, and not run by Python."""
+    """What the formula makes of these names.
+
+    Nothing else can be reached: the tree is walked here, and not run by Python.
+    """
     values: dict[ast.AST, Any] = {}
     stack: list[ast.AST] = [tree]
     try:

@@ -1,4 +1,5 @@
-"""A GPU's figures, beside its peers: forward, masks and decode. `python -m speedlight.tools.gpu` needs no more than the engine.
+"""A GPU's figures, beside its peers: forward, masks and decode. `python -m speedlight.tools.gpu` needs no more than the
+engine.
 
 Calls are measured in turn, A B A B, between CUDA events; a row whose result is not right is refused.
 """
@@ -114,9 +115,15 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> dic
 
     def call(backend: Any) -> Any:
         with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1]
+            )
 
-    names = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION, "efficient": SDPBackend.EFFICIENT_ATTENTION}
+    names = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
     return {name: lambda b=backend: call(b) for name, backend in names.items()}
 
 
@@ -139,13 +146,16 @@ def jax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Call
     """By cuDNN; timed on this process's events, so each call is waited for."""
     library = importlib.import_module("jax")
     a, b, c = (library.dlpack.from_dlpack(x.transpose(1, 2).contiguous()) for x in (q, k, v))
-    run = library.jit(lambda q, k, v: library.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn"))
+    run = library.jit(
+        lambda q, k, v: library.nn.dot_product_attention(q, k, v, is_causal=causal, implementation="cudnn")
+    )
     return lambda: torch.from_dlpack(run(a, b, c).block_until_ready()).transpose(1, 2)
 
 
 def peers_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, names: Iterable[str]) -> dict[str, Call]:
     makers: dict[str, Callable[[], Call]] = {
-        "flex": lambda: flex(q, k, v, (lambda b, h, i, j: i >= j) if causal else None), "flash_attn": lambda: flash_attn(q, k, v, causal),
+        "flex": lambda: flex(q, k, v, (lambda b, h, i, j: i >= j) if causal else None),
+        "flash_attn": lambda: flash_attn(q, k, v, causal),
         "jax": lambda: jax(q, k, v, causal),
     }  # fmt: skip
     made = sdpa(q, k, v, causal)
@@ -175,7 +185,9 @@ PEERS = ("cudnn", "flash", "efficient", "flex", "flash_attn", "jax")
 _TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
-def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, keys: int, **options: Any) -> str | None:
+def wrong(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, keys: int, **options: Any
+) -> str | None:
     """The last rows of one head against the float64 oracle, every element inside its bound."""
     one = [x.detach()[:1, :1].cpu() for x in (q, k, v)]
     rows = min(64, q.shape[2])
@@ -189,7 +201,9 @@ def wrong(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, 
 # --- what is measured
 
 
-def forward(dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterable[str] = PEERS, tokens: int = TOKENS) -> dict[str, Any]:
+def forward(
+    dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterable[str] = PEERS, tokens: int = TOKENS
+) -> dict[str, Any]:
     """TFLOP/s of prefill; causal counts half. Peers that are compiled for each shape run at 8,192 alone."""
     batch, heads = max(1, tokens // n), max(1, WIDTH // d) if tokens == TOKENS else 1
     q, k, v = (drawn(batch, heads, n, d, dtype=dtype, seed=s) for s in range(3))
@@ -208,7 +222,12 @@ def forward(dtype: str, d: int, n: int, causal: bool, turns: int, names: Iterabl
     others = usable(peers_of(q, k, v, causal, chosen), out, notes, _TOLERANCE[dtype])
     times = measured({"speedlight": ours} | others, turns)
     flops = sl.plan(batch=batch, q_heads=heads, q_len=n, head_dim=d, dtype=dtype, causal=causal).flops or 0
-    return row | {"flops": flops, "seconds": times, "tflops": {x: flops / t[2] / 1e12 for x, t in times.items()}, "notes": notes}
+    return row | {
+        "flops": flops,
+        "seconds": times,
+        "tflops": {x: flops / t[2] / 1e12 for x, t in times.items()},
+        "notes": notes,
+    }
 
 
 def mask_list(n: int) -> dict[str, tuple[dict[str, Any], Any, Any]]:
@@ -222,9 +241,21 @@ def mask_list(n: int) -> dict[str, tuple[dict[str, Any], Any, Any]]:
         "causal": ({"mask": sl.causal()}, causal, None),
         "window 1024": ({"mask": sl.window(1024, 0)}, lambda b, h, i, j: (i >= j) & (i - j <= 1024), None),
         "prefix 1024": ({"mask": sl.causal() | sl.prefix(1024)}, lambda b, h, i, j: (i >= j) | (j < 1024), None),
-        "documents": ({"mask": sl.documents(ids) & sl.causal()}, lambda b, h, i, j: (there[i] == there[j]) & (i >= j), None),
-        "alibi": ({"score": sl.alibi(slopes), "causal": True}, causal, lambda s, b, h, i, j: s + slopes_there[h] * (j - i)),
-        "softcap": ({"score": sl.softcap(30.0), "causal": True}, causal, lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0)),
+        "documents": (
+            {"mask": sl.documents(ids) & sl.causal()},
+            lambda b, h, i, j: (there[i] == there[j]) & (i >= j),
+            None,
+        ),
+        "alibi": (
+            {"score": sl.alibi(slopes), "causal": True},
+            causal,
+            lambda s, b, h, i, j: s + slopes_there[h] * (j - i),
+        ),
+        "softcap": (
+            {"score": sl.softcap(30.0), "causal": True},
+            causal,
+            lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0),
+        ),
     }
 
 
@@ -243,7 +274,9 @@ def masked(name: str, n: int, turns: int, with_flex: bool = True, heads: int = 1
     return row | {"seconds": times, "notes": notes}
 
 
-def decode(batch: int, n: int, turns: int, dtype: str = "bfloat16", heads: tuple[int, int] = (32, 8), d: int = 128) -> dict[str, Any]:
+def decode(
+    batch: int, n: int, turns: int, dtype: str = "bfloat16", heads: tuple[int, int] = (32, 8), d: int = 128
+) -> dict[str, Any]:
     """One token per sequence: bytes of keys and values per second."""
     q = drawn(batch, heads[0], 1, d, dtype=dtype, seed=0)
     k, v = (drawn(batch, heads[1], n, d, dtype=dtype, seed=s) for s in (1, 2))
@@ -254,10 +287,17 @@ def decode(batch: int, n: int, turns: int, dtype: str = "bfloat16", heads: tuple
         return row | {"refused": refused}
     notes: dict[str, str] = {}
     others = usable(sdpa(q, k, v, False), out, notes, _TOLERANCE[dtype]) if not interpreting() else {}
-    calls = {"speedlight": graphed(ours), "speedlight eager": ours} | {name: graphed(call) for name, call in others.items()}
+    calls = {"speedlight": graphed(ours), "speedlight eager": ours} | {
+        name: graphed(call) for name, call in others.items()
+    }
     times = measured(calls, turns)
     moved = k.nbytes + v.nbytes
-    return row | {"bytes": moved, "seconds": times, "gbps": {x: moved / t[2] / 1e9 for x, t in times.items()}, "notes": notes}
+    return row | {
+        "bytes": moved,
+        "seconds": times,
+        "gbps": {x: moved / t[2] / 1e9 for x, t in times.items()},
+        "notes": notes,
+    }
 
 
 def rows(turns: int = 5, only: str = "", limit: float = math.inf) -> Iterator[dict[str, Any]]:
@@ -268,7 +308,10 @@ def rows(turns: int = 5, only: str = "", limit: float = math.inf) -> Iterator[di
     rest = [(d, n, c) for d in DIMS for n in LENGTHS for c in (False, True) if (d, n, c) not in first]
     cases += [("forward", lambda a=a: forward("bfloat16", a[0], a[1], a[2], turns)) for a in first]
     cases += [("decode", lambda: decode(32, 4096, turns))]
-    cases += [("float32", lambda d=d, n=n: forward("float32", d, n, False, turns)) for d, n in ((128, 4096), (64, 4096), (128, 16384))]
+    cases += [
+        ("float32", lambda d=d, n=n: forward("float32", d, n, False, turns))
+        for d, n in ((128, 4096), (64, 4096), (128, 16384))
+    ]
     cases += [("mask", lambda m=m: masked(m, 8192, turns)) for m in mask_list(16)]
     cases += [("decode", lambda a=a: decode(a[0], a[1], turns)) for a in DECODE if a != (32, 4096)]
     cases += [("forward", lambda a=a: forward("bfloat16", a[0], a[1], a[2], turns)) for a in rest]
@@ -292,13 +335,20 @@ def about() -> dict[str, Any]:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    found = {"versions": versions, "time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "cuda": torch.version.cuda}
+    found = {
+        "versions": versions,
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "cuda": torch.version.cuda,
+    }
     if interpreting():
         return found | {"machine": "interpreter"}
     query = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.limit"
-    asked = subprocess.run(["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True)
+    asked = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True
+    )
     return found | {
-        "machine": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability(), "nvidia-smi": asked.stdout.strip(),
+        "machine": torch.cuda.get_device_name(), "capability": torch.cuda.get_device_capability(),
+        "nvidia-smi": asked.stdout.strip(),
         "cudnn": torch.backends.cudnn.version(),
     }  # fmt: skip
 
@@ -313,7 +363,9 @@ def line(row: dict[str, Any], found: dict[str, float]) -> str:
     if "tflops" in row:
         text += f", {row['tflops']['speedlight']:.0f} TFLOP/s"
     if "gbps" in row:
-        text += f", {row['gbps']['speedlight']:,.0f} GB/s, {row['gbps']['speedlight'] * 1e9 / found['copy']:.0%} of a copy"
+        text += (
+            f", {row['gbps']['speedlight']:,.0f} GB/s, {row['gbps']['speedlight'] * 1e9 / found['copy']:.0%} of a copy"
+        )
     ratios = [f"{name} {t[2] / ours:.2f}" for name, t in times.items() if name != "speedlight"]
     return (
         text
@@ -328,7 +380,14 @@ def tune(dtype: str, d: int, kind: str, turns: int = 3) -> list[tuple[float, Any
     from ..gpu.tiles import Row, Tile
 
     n = 4096
-    q = drawn(32 if kind == "decode" else 4, 32 if kind == "decode" else 16, 1 if kind == "decode" else n, d, dtype=dtype, seed=0)
+    q = drawn(
+        32 if kind == "decode" else 4,
+        32 if kind == "decode" else 16,
+        1 if kind == "decode" else n,
+        d,
+        dtype=dtype,
+        seed=0,
+    )
     k, v = (drawn(q.shape[0], 8 if kind == "decode" else 16, n, d, dtype=dtype, seed=s) for s in (1, 2))
     options: dict[str, Any] = {"causal": kind == "masked", "engine": "cuda"}
     rows_of = (16,) if kind == "decode" else (64, 128)

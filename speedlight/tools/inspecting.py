@@ -36,10 +36,12 @@ def info(
     read = roof.bandwidth(threads, _READ)
     directory = compile.cache_directory()
     report = {
-        "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(), "vector_unit": isa.name,
+        "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(),
+        "vector_unit": isa.name,
         "vector_units": [x.name for x in machine.host_isas()], "threads": threads, "thread_runtime": workers.runtime(),
         "peak_flops": peaks, "read_bytes_per_second": read,
-        "kernels": {"directory": str(directory) if directory else None, "count": len(kept), "bytes": sum(kept.values())},
+        "kernels": {"directory": str(directory) if directory else None, "count": len(kept),
+                    "bytes": sum(kept.values())},
         "loaded": {"count": len(compile.loaded_kernels()), "most": compile.MOST_LOADED},
         "removed": removed,
     }  # fmt: skip
@@ -57,10 +59,14 @@ def info(
         ("cpu", machine.cpu_name()),
         (
             "vector unit",
-            f"{isa.name}: {isa.registers} registers of {8 * isa.vector_bytes} bits" + (f"; also here: {others}" if others else ""),
+            f"{isa.name}: {isa.registers} registers of {8 * isa.vector_bytes} bits"
+            + (f"; also here: {others}" if others else ""),
         ),
         ("threads", f"{threads}, {workers.runtime()}"),
-        ("peak", ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items()) + f", {threads} threads, measured"),
+        (
+            "peak",
+            ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items()) + f", {threads} threads, measured",
+        ),
         ("plain read", f"{read / 1e9:,.1f} GB/s, measured"),
         ("kernels", where),
         ("loaded", f"{report['loaded']['count']} in this process; {compile.MOST_LOADED} at most in any"),
@@ -79,11 +85,14 @@ def show(
     mask: Annotated[str | None, typer.Option(help="A mask, as for attend.")] = None,
     score: Annotated[str | None, typer.Option(help="A score, as for attend.")] = None,
     isa: Annotated[
-        str | None, typer.Option(help=f"A vector unit, this machine's or not: {', '.join(x.name for x in machine.ISAS)}.")
+        str | None,
+        typer.Option(help=f"A vector unit, this machine's or not: {', '.join(x.name for x in machine.ISAS)}."),
     ] = None,
     ir: Annotated[bool, typer.Option("--ir", help="Print the LLVM IR.")] = False,
     assembly: Annotated[bool, typer.Option("--asm", help="Print the assembly.")] = False,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where to write the IR or assembly instead.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Where to write the IR or assembly instead.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """The kernel that a call would run: its name, size and registers; its IR or its assembly."""
@@ -97,9 +106,15 @@ def show(
         raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
     unit = machine.current_isa() if isa is None else machine.isa_named(isa)
     problem = sl.plan(
-        q_heads=heads, kv_heads=kv_heads, q_len=length, k_len=keys, head_dim=head_dim, dtype=dtype, causal=causal,
+        q_heads=heads,
+        kv_heads=kv_heads,
+        q_len=length,
+        k_len=keys,
+        head_dim=head_dim,
+        dtype=dtype,
+        causal=causal,
         **read_formulas(mask, score),
-    ).problem  # fmt: skip
+    ).problem
     how, shape = engine.kernel_shape(problem, sl.get_threads(), unit)
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
@@ -128,14 +143,20 @@ def show(
     rows = [
         ("kernel", report["kernel"]),
         ("vector unit", unit.name + ("" if report["runs_here"] else ", not of this machine")),
-        ("lanes", f"{shape.lanes}, {report['arithmetic']}; register tile {report['tile']}; {how.panels} panels share a tile of keys"),
+        (
+            "lanes",
+            f"{shape.lanes}, {report['arithmetic']}; register tile {report['tile']}; {how.panels} panels share a tile "
+            "of keys",
+        ),
         (
             "object",
-            f"{len(code):,} bytes, {report['instructions']:,} instructions, {report['registers']} of {unit.registers} vector registers",
+            f"{len(code):,} bytes, {report['instructions']:,} instructions, {report['registers']} of {unit.registers} "
+            "vector registers",
         ),
     ]
     rows += [
-        (f"  {name}", f"{n:,} instructions" + (f", {spills} vector spills" if spills else "")) for name, (n, spills) in functions.items()
+        (f"  {name}", f"{n:,} instructions" + (f", {spills} vector spills" if spills else ""))
+        for name, (n, spills) in functions.items()
     ]
     print_rows([*rows, ("written", report["output"])] if "output" in report else rows)
 

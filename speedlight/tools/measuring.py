@@ -34,7 +34,9 @@ def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool) -> str | None
     return None if right.all() else f"{(~right).sum()} elements outside the bound"
 
 
-def measure(calls: dict[str, Call], turns: int, peak: Callable[[], float]) -> tuple[dict[str, list[float]], list[float]]:
+def measure(
+    calls: dict[str, Call], turns: int, peak: Callable[[], float]
+) -> tuple[dict[str, list[float]], list[float]]:
     """A B A B: every call in every turn, repeated until a sample lasts 20 ms."""
     repeats = {}
     for name, call in calls.items():
@@ -57,7 +59,10 @@ def measure(calls: dict[str, Call], turns: int, peak: Callable[[], float]) -> tu
 
 
 def settle(seconds: float = 0.03) -> None:
-    """The threads of the library before spin for a while. Asleep we might wake on the core of a thread of our own: stay awake."""
+    """The threads of the library before spin for a while.
+
+    Asleep we might wake on the core of a thread of our own: stay awake.
+    """
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
@@ -68,7 +73,9 @@ def quantiles(times: list[float]) -> list[float]:
     return [float(x) for x in np.quantile(times, (0, 0.25, 0.5, 0.75, 1))]
 
 
-def peers(dtype: str, arrays: list[np.ndarray], causal: bool, names: Iterable[str] | None = None) -> tuple[dict[str, Call], dict[str, str]]:
+def peers(
+    dtype: str, arrays: list[np.ndarray], causal: bool, names: Iterable[str] | None = None
+) -> tuple[dict[str, Call], dict[str, str]]:
     """Every installed peer that can do this, with its inputs already in its own form; and why the others cannot."""
     found: dict[str, Call] = {}
     missing: dict[str, str] = {}
@@ -118,11 +125,18 @@ def _onnxruntime(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | N
     ort, onnx = (importlib.import_module(n) for n in ("onnxruntime", "onnx"))
     helper, kind = onnx.helper, onnx.TensorProto.FLOAT
     _, heads, n, d = arrays[0].shape
-    feeds = {x: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).reshape(1, n, heads * d) for x, a in zip("qkv", arrays, strict=True)}
-    node = helper.make_node("MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads, unidirectional=int(causal))
+    feeds = {
+        x: np.ascontiguousarray(a.transpose(0, 2, 1, 3)).reshape(1, n, heads * d)
+        for x, a in zip("qkv", arrays, strict=True)
+    }
+    node = helper.make_node(
+        "MultiHeadAttention", list("qkv"), ["o"], domain="com.microsoft", num_heads=heads, unidirectional=int(causal)
+    )
     infos = [helper.make_tensor_value_info(x, kind, a.shape) for x, a in feeds.items()]
     graph = helper.make_graph([node], "g", infos, [helper.make_tensor_value_info("o", kind, None)])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)], ir_version=10
+    )
     options = ort.SessionOptions()
     options.intra_op_num_threads = sl.get_threads()
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -138,7 +152,10 @@ def openvino(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | None:
     inputs = [x.astype(np.float32) for x in arrays]
     parameters = [op.parameter(list(x.shape), np.float32) for x in inputs]
     model = ov.Model([op.scaled_dot_product_attention(*parameters, causal=causal)], parameters)
-    hints = {"INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype], "INFERENCE_NUM_THREADS": sl.get_threads()}
+    hints = {
+        "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype],
+        "INFERENCE_NUM_THREADS": sl.get_threads(),
+    }
     request = ov.Core().compile_model(model, "CPU", hints).create_infer_request()
     return lambda: request.infer(inputs, share_inputs=True)
 

@@ -23,7 +23,9 @@ def _pyplot() -> Any:
         matplotlib.use("agg")
         import matplotlib.pyplot as plt
     except ImportError:
-        raise ArgumentError("--output: a picture needs matplotlib. Install it with: pip install 'speedlight[plot]'") from None
+        raise ArgumentError(
+            "--output: a picture needs matplotlib. Install it with: pip install 'speedlight[plot]'"
+        ) from None
     return plt
 
 
@@ -47,7 +49,15 @@ def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7.2, 7.0), layout="constrained")
     # the last cell may reach past the end: draw it whole and cut the axes there
     extent = (p.k_start, p.k_start + kinds.shape[1] * keys, kinds.shape[0] * queries / p.group, 0)
-    axes.imshow(kinds, cmap=ListedColormap(list(_COLOURS.values())), vmin=0, vmax=2, interpolation="nearest", aspect="auto", extent=extent)
+    axes.imshow(
+        kinds,
+        cmap=ListedColormap(list(_COLOURS.values())),
+        vmin=0,
+        vmax=2,
+        interpolation="nearest",
+        aspect="auto",
+        extent=extent,
+    )
     axes.set_xlim(p.k_start, p.k_start + rows.keys)
     axes.set_ylim(p.q_lengths[0], 0)
     first = p.q_starts[0]
@@ -58,12 +68,18 @@ def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
     whole = plan.tile_flops + plan.skipped_flops
     computed = plan.tile_flops / whole if whole else 0.0
     square = sum(a * b for a, b in zip(p.q_lengths, p.k_lengths, strict=True)) * p.q_heads
-    visible = "" if plan.visible_pairs is None or not square else f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
+    visible = (
+        ""
+        if plan.visible_pairs is None or not square
+        else f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
+    )
     axes.set_title(f"{text}\n{visible}{computed:.1%} of the work is done, {1 - computed:.1%} is skipped", fontsize=11)
     shown = f"a cell: {queries / p.group:g} queries x {keys} keys"
     names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
     handles = [Patch(facecolor=_COLOURS[n], edgecolor="#666666", label=label) for n, label in names.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, title=shown, title_fontsize=9, fontsize=9)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=3, frameon=False, title=shown, title_fontsize=9, fontsize=9
+    )
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
@@ -74,11 +90,20 @@ _FAINTEST = 1e-3
 
 
 def draw_weights(
-    q: np.ndarray, k: np.ndarray, heads: list[int], item: int, span: str | None, labels: Path | None, options: dict[str, Any], path: Path
+    q: np.ndarray,
+    k: np.ndarray,
+    heads: list[int],
+    item: int,
+    span: str | None,
+    labels: Path | None,
+    options: dict[str, Any],
+    path: Path,
 ) -> dict[str, Any]:
     """A panel of attention weights for each head: queries downwards, keys to the right."""
     if q.ndim != 4 or k.ndim != 4:
-        raise ArgumentError(f"--q: expected arrays of shape (batch, heads, length, head_dim); got {q.shape} and {k.shape}.")
+        raise ArgumentError(
+            f"--q: expected arrays of shape (batch, heads, length, head_dim); got {q.shape} and {k.shape}."
+        )
     for name, chosen, most in (("--item", [item], q.shape[0]), ("--head", heads, q.shape[1])):
         if any(not 0 <= x < most for x in chosen):
             raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
@@ -90,14 +115,18 @@ def draw_weights(
     across = min(len(heads), 3)
     down = -(-len(heads) // across)
     side = 5.6 if len(heads) == 1 else 4.2
-    figure, axes = plt.subplots(down, across, figsize=(side * across + 0.9, side * down + 0.4), layout="constrained", squeeze=False)
+    figure, axes = plt.subplots(
+        down, across, figsize=(side * across + 0.9, side * down + 0.4), layout="constrained", squeeze=False
+    )
     drawn, largest = None, {}
     for place, head in zip(axes.flat, heads, strict=False):
         cells = _cells(q, k, item, head, options, rows, keys)
         largest[f"head {head}"] = f"largest weight {cells.max(initial=0.0):.3g}"
         extent = (keys[0] - 0.5, keys[1] - 0.5, rows[1] - 0.5, rows[0] - 0.5)
         faint = np.maximum(cells, _FAINTEST)  # one scale for all heads
-        drawn = place.imshow(faint, cmap="cividis", norm=LogNorm(_FAINTEST, 1.0), interpolation="nearest", aspect="auto", extent=extent)
+        drawn = place.imshow(
+            faint, cmap="cividis", norm=LogNorm(_FAINTEST, 1.0), interpolation="nearest", aspect="auto", extent=extent
+        )
         place.set_title(f"head {head}", fontsize=10)
         if tokens is not None:
             _name_ticks(place.xaxis, keys, tokens, 90)
@@ -124,7 +153,13 @@ def _name_ticks(axis: Any, span: tuple[int, int], tokens: list[str], rotation: i
 
 
 def _cells(
-    q: np.ndarray, k: np.ndarray, item: int, head: int, options: dict[str, Any], rows: tuple[int, int], keys: tuple[int, int]
+    q: np.ndarray,
+    k: np.ndarray,
+    item: int,
+    head: int,
+    options: dict[str, Any],
+    rows: tuple[int, int],
+    keys: tuple[int, int],
 ) -> np.ndarray:
     """The weights of some rows and keys of a head, computed by rows; where tokens share a cell, the largest."""
     kv_head = head // (q.shape[1] // max(1, k.shape[1]))
@@ -163,7 +198,12 @@ def _labels(path: Path | None, length: int) -> list[str] | None:
     return [t.replace("$", r"\$") for t in tokens]
 
 
-_SERIES = {"float32": ("#0072b2", "o"), "float16": ("#009e73", "s"), "bfloat16": ("#d55e00", "^"), "float64": ("#cc79a7", "D")}
+_SERIES = {
+    "float32": ("#0072b2", "o"),
+    "float16": ("#009e73", "s"),
+    "bfloat16": ("#d55e00", "^"),
+    "float64": ("#cc79a7", "D"),
+}
 
 
 def roofline(report: dict[str, Any], path: Path) -> None:
@@ -181,19 +221,40 @@ def roofline(report: dict[str, Any], path: Path) -> None:
         tops.append((peak, dtype, colour))
         at = [r["flops"] / r["bytes_moved"] for r in mine]
         axes.plot(at, [r["gflops"] for r in mine], marker, color=colour, markersize=5, label=f"speedlight, {dtype}")
-        best = [(a, r["gflops"] / min(t[2] for t in r["ratios"].values())) for a, r in zip(at, mine, strict=True) if r["ratios"]]
+        best = [
+            (a, r["gflops"] / min(t[2] for t in r["ratios"].values()))
+            for a, r in zip(at, mine, strict=True)
+            if r["ratios"]
+        ]
         if best:
-            axes.plot(*zip(*best, strict=True), marker, markerfacecolor="none", color=colour, markersize=5, label=f"best peer, {dtype}")
+            axes.plot(
+                *zip(*best, strict=True),
+                marker,
+                markerfacecolor="none",
+                color=colour,
+                markersize=5,
+                label=f"best peer, {dtype}",
+            )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("FLOPs per byte of Q, K, V and the result")
     axes.set_ylabel("GFLOP/s of visible work")
-    axes.set_title(f"{report['machine']}, {report['threads']} threads, {report['isa']}; roofs measured in the same run", fontsize=10)
+    axes.set_title(
+        f"{report['machine']}, {report['threads']} threads, {report['isa']}; roofs measured in the same run",
+        fontsize=10,
+    )
     axes.grid(alpha=0.25, which="both")
     for n, (peak, dtype, colour) in enumerate(sorted(tops)):
         near = n > 0 and peak < 1.08 * sorted(tops)[n - 1][0]  # then its name stands above, the other's below its line
         below = n + 1 < len(tops) and sorted(tops)[n + 1][0] < 1.08 * peak and not near
-        axes.annotate(f"{dtype}: {peak:,.0f}", (x[-1], peak), color=colour, ha="right", va="top" if below else "bottom", fontsize=8)
+        axes.annotate(
+            f"{dtype}: {peak:,.0f}",
+            (x[-1], peak),
+            color=colour,
+            ha="right",
+            va="top" if below else "bottom",
+            fontsize=8,
+        )
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=max(1, len(tops)))
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -17,7 +17,7 @@ import numpy as np
 import speedlight as sl
 from speedlight import arrays, engine
 from speedlight.cpu.compile import compile_ir, emit, symbol_of
-from speedlight.cpu.fields import FIELDS, ITEM
+from speedlight.cpu.layout import FIELDS, ITEM
 from speedlight.cpu.microkernels import Shape
 from speedlight.machine import isa_named
 from speedlight.planning import SLACK
@@ -28,7 +28,9 @@ GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 POINTERS = ("q", "k", "v", "out", "lse", "items", "scratch")
 
 
-def words_for(q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, causal: bool) -> tuple[np.ndarray, np.ndarray, Shape, int]:
+def words_for(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, out: np.ndarray, causal: bool
+) -> tuple[np.ndarray, np.ndarray, Shape, int]:
     """The argument words of a call on NEON, prepared here, with the items table."""
     isa = isa_named("neon")
     described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
@@ -71,7 +73,9 @@ def run_on_arm(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, folder
     (folder / "kernel.o").write_bytes(compile_ir(shape, emit(shape)))
     binary = folder / "run"
     flags = ["-O2", "-static", f"-DKERNEL={symbol_of(shape)}"]
-    subprocess.run([GCC, *flags, str(HERE / "driver.c"), str(folder / "kernel.o"), "-o", str(binary), "-lm"], check=True)
+    subprocess.run(
+        [GCC, *flags, str(HERE / "driver.c"), str(folder / "kernel.o"), "-o", str(binary), "-lm"], check=True
+    )
     subprocess.run([QEMU, str(binary), str(folder / "in"), str(folder / "out")], check=True)
     data = (folder / "out").read_bytes()
     return data[: out.nbytes], data[offsets["lse"] - offsets["out"] :]
@@ -80,7 +84,9 @@ def run_on_arm(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, folder
 def main() -> None:
     for tool in (GCC, QEMU):
         if shutil.which(tool) is None:
-            raise SystemExit(f"check-arm: {tool} is missing. On Debian: apt-get install gcc-aarch64-linux-gnu qemu-user-static")
+            raise SystemExit(
+                f"check-arm: {tool} is missing. On Debian: apt-get install gcc-aarch64-linux-gnu qemu-user-static"
+            )
     rng = np.random.default_rng(0)
     wrong = 0
     for dtype in ("float32", "float64", "float16", "bfloat16"):

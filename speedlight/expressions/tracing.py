@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import check_plain_tensor, is_masked, is_tensor
-from .errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
+from ..arrays import check_plain_tensor, is_masked, is_tensor
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from .tree import BITS, COMPARISONS, FUNCTIONS, INT_MAX, INT_MIN, KINDS, NUMPY, SYMBOLS, Node, convert, lazily, order
 
 _MOST = 4_000  # operations: such a kernel compiles in about two seconds
@@ -36,8 +36,8 @@ class Table:
     """An array that masks and scores may look up: `t = sl.table(ids)`, then `t[j]` inside a function.
 
     Args:
-        array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is copied, so later
-            changes do not matter, and gradients do not reach it.
+        array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is
+            copied, so later changes do not matter, and gradients do not reach it.
         name: what error messages call it.
 
     An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
@@ -58,7 +58,9 @@ class Table:
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
             raise ArgumentTypeError(f"name: expected a string; got {type(name).__name__}.")
-        self.tensor: Any = None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
+        self.tensor: Any = (
+            None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
+        )
         self.copies: dict[str, Any] = {}  # by device
         if is_tensor(array):
             check_plain_tensor(array, name)
@@ -66,7 +68,9 @@ class Table:
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)
         array = (
-            _entries(array, name) if self.tensor is None else np.broadcast_to(np.zeros((), _torch_dtype(array, name)), self.tensor.shape)
+            _entries(array, name)
+            if self.tensor is None
+            else np.broadcast_to(np.zeros((), _torch_dtype(array, name)), self.tensor.shape)
         )
         if not array.ndim and not copy:
             array = array.reshape(1)
@@ -74,11 +78,14 @@ class Table:
             raise ArgumentError(f"{name}: expected 1 to 4 dimensions; got shape {array.shape}.")
         self.kind = _table_kind(array.dtype)
         if self.kind is None:
-            raise ArgumentTypeError(f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {array.dtype}.")
+            raise ArgumentTypeError(
+                f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {array.dtype}."
+            )
         if not array.dtype.isnative:
             if not copy:
                 raise ArgumentTypeError(
-                    f"{name}: expected native byte order; got {array.dtype.str}. Use {name}.astype({array.dtype.name!r})."
+                    f"{name}: expected native byte order; got {array.dtype.str}. Use "
+                    f"{name}.astype({array.dtype.name!r})."
                 )
             array = array.astype(array.dtype.newbyteorder("="))
         if array.dtype.name == "bfloat16":
@@ -93,7 +100,11 @@ class Table:
 
     def reshaped(self, shape: tuple[int, ...]) -> None:
         """Takes another shape with leading ones."""
-        self.array = self.array.reshape(shape) if self.array.flags.c_contiguous else self.array[(None,) * (len(shape) - self.array.ndim)]
+        self.array = (
+            self.array.reshape(shape)
+            if self.array.flags.c_contiguous
+            else self.array[(None,) * (len(shape) - self.array.ndim)]
+        )
         if self.tensor is not None:
             self.tensor = self.tensor[(None,) * (len(shape) - self.tensor.ndim)]
 
@@ -115,7 +126,12 @@ class Table:
 
     def known_ends(self) -> tuple[int, int] | None:
         """Least and greatest entry of integers that stay what they are."""
-        if self.kind not in ("bool", "int") or not self.array.size or self.tensor is not None or self.array.flags.writeable:
+        if (
+            self.kind not in ("bool", "int")
+            or not self.array.size
+            or self.tensor is not None
+            or self.array.flags.writeable
+        ):
             return None
         return self.ends()
 
@@ -129,13 +145,21 @@ class Table:
             raise ExpressionError(f"{self.name}: expected {self.array.ndim} indices; got {len(index)}.")
         for at, (x, n) in enumerate(zip(index, self.array.shape, strict=True)):
             if isinstance(x, numbers.Integral) and not 0 <= int(x) < n:
-                raise ExpressionError(f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {shown(x)} (shape {self.array.shape}).")
-        if all(isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index) and self.tensor is None:
+                raise ExpressionError(
+                    f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {shown(x)} (shape "
+                    f"{self.array.shape})."
+                )
+        if (
+            all(isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index)
+            and self.tensor is None
+        ):
             return self.array[tuple(int(x) for x in index)].item()
         nodes = tuple(_node(x) for x in index)
         for at, x in enumerate(nodes):
             if x.kind != "int":
-                raise ExpressionError(f"{self.name}: expected an integer as index {at + 1}; got {x.kind}. Use sl.cast(x, int).")
+                raise ExpressionError(
+                    f"{self.name}: expected an integer as index {at + 1}; got {x.kind}. Use sl.cast(x, int)."
+                )
         return Symbol(Node("table", str(self.kind), nodes, self))
 
     def ends(self) -> tuple[int, int]:
@@ -154,7 +178,9 @@ class Table:
 def _entries(x: Any, name: str) -> np.ndarray:
     """What NumPy reads of an array, a tensor or a list."""
     if is_masked(x):
-        raise ArgumentTypeError(f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(…).")
+        raise ArgumentTypeError(
+            f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(…)."
+        )
     try:
         if is_tensor(x):
             x = x.cpu()
@@ -169,7 +195,9 @@ def _torch_dtype(x: Any, name: str) -> Any:
     try:
         return np.float32 if which == "bfloat16" else np.dtype(which)
     except TypeError:
-        raise ArgumentTypeError(f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {x.dtype}.") from None
+        raise ArgumentTypeError(
+            f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {x.dtype}."
+        ) from None
 
 
 def _table_kind(dtype: np.dtype) -> str | None:
@@ -203,7 +231,8 @@ def _node(x: Any) -> Node:
     if isinstance(x, np.ndarray) and x.ndim == 0 and x.dtype.kind in "biuf":
         return _node(x.item())
     raise ExpressionError(
-        f"{type(x).__name__}: expected a symbol or a Python number in an expression. Look arrays up through sl.table(array)."
+        f"{type(x).__name__}: expected a symbol or a Python number in an expression. Look arrays up through "
+        "sl.table(array)."
     )
 
 
@@ -221,7 +250,8 @@ def _promoted(*args: Node) -> tuple[Node, ...]:
 
 def _no_branch(self: Symbol, *_: Any) -> Any:
     raise ExpressionError(
-        "a symbol has no value while a mask or score is traced, so Python's if, and, or, not, max, range … cannot look at it: "
+        "a symbol has no value while a mask or score is traced, so Python's if, and, or, not, max, range … cannot look "
+        "at it: "
         "use sl.where(condition, yes, no), & | ~, sl.minimum, sl.maximum."
     )
 
@@ -249,7 +279,9 @@ class Symbol:
     def __repr__(self) -> str:
         return repr(self.node)
 
-    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __complex__ = __array__ = __round__ = __contains__ = _no_branch
+    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __complex__ = __array__ = __round__ = (
+        __contains__
+    ) = _no_branch
     __hash__ = __trunc__ = __floor__ = __ceil__ = __reversed__ = _no_branch  # type: ignore[assignment]
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
@@ -258,7 +290,8 @@ class Symbol:
         if op is None or method != "__call__" or options:
             name = getattr(ufunc, "__name__", "a ufunc")
             raise ExpressionError(
-                f"np.{name}: expected operators, sl.where, sl.exp, sl.minimum … in an expression; symbols have no values."
+                f"np.{name}: expected operators, sl.where, sl.exp, sl.minimum … in an expression; symbols have no "
+                "values."
             )
         return op(*inputs)
 
@@ -271,7 +304,9 @@ class Symbol:
     __rmatmul__ = __matmul__
 
     def __getattr__(self, name: str) -> Any:
-        raise ExpressionError(f"a symbol has no attribute {name!r}; an expression is built of operators and sl.where, sl.exp, sl.table …")
+        raise ExpressionError(
+            f"a symbol has no attribute {name!r}; an expression is built of operators and sl.where, sl.exp, sl.table …"
+        )
 
     def __add__(self, other: Any) -> Symbol:
         return _arithmetic("add", self, other)
@@ -319,11 +354,17 @@ class Symbol:
         if modulus is not None:
             raise ExpressionError("pow: expected two arguments in an expression; got a third. Use %.")
         if isinstance(n, numbers.Real) and _float(n).is_integer() and -_MOST_POWER <= _float(n) <= _MOST_POWER:
-            whole = self if isinstance(n, numbers.Integral) else Symbol(self.node if self.node.is_float else convert(self.node, "float"))
+            whole = (
+                self
+                if isinstance(n, numbers.Integral)
+                else Symbol(self.node if self.node.is_float else convert(self.node, "float"))
+            )
             result = _multiplied(whole, builtins.abs(int(_float(n))))
             return result if _float(n) >= 0 else 1.0 / result
         if isinstance(n, numbers.Real) and _float(n).is_integer():
-            raise ExpressionError(f"**: expected a whole exponent from {-_MOST_POWER} to {_MOST_POWER}, or a fraction; got {shown(n)}.")
+            raise ExpressionError(
+                f"**: expected a whole exponent from {-_MOST_POWER} to {_MOST_POWER}, or a fraction; got {shown(n)}."
+            )
         return sqrt(self) if isinstance(n, numbers.Real) and _float(n) == 0.5 else exp2(log2(self) * n)
 
     def __rpow__(self, base: Any) -> Symbol:
@@ -511,9 +552,11 @@ def floor(x: Any) -> Any:
 
 
 def cast(x: Any, dtype: Any) -> Any:
-    """x as another kind: bool, int (any integer type means int64), float or float32 (what scores are computed in), float64.
+    """x as another kind: bool, int (any integer type means int64), float or float32 (what scores are computed in),
+    float64.
 
-    A float becomes an int by dropping its fraction; NaN becomes 0, and what int64 cannot hold its least or greatest number.
+    A float becomes an int by dropping its fraction; NaN becomes 0, and what int64 cannot hold its least or greatest
+    number.
     """
     kind = {bool: "bool", int: "int", float: "float"}.get(dtype) if isinstance(dtype, type) else None
     if kind is None:
@@ -542,13 +585,17 @@ _UFUNCS: dict[Any, Callable[..., Any]] = {
     **{NUMPY[op]: functools.partial(_bits, op) for op in ("and", "or", "xor")},
     np.left_shift: functools.partial(_bits, "shl"), np.right_shift: functools.partial(_bits, "shr"),
     **{NUMPY[name]: functools.partial(_function, name) for name in FUNCTIONS if name != "sigmoid"},
-    np.negative: operator.neg, np.absolute: abs, np.invert: operator.invert, np.logical_not: operator.invert, np.floor: floor,
+    np.negative: operator.neg, np.absolute: abs, np.invert: operator.invert, np.logical_not: operator.invert,
+    np.floor: floor,
     np.minimum: minimum, np.maximum: maximum, np.power: _power,
 }  # fmt: skip
 
 
 class Expression:
-    """A traced mask or score. Masks combine with & | ~. Two are equal if they compute the same from the same tables and numbers."""
+    """A traced mask or score.
+
+    Masks combine with & | ~. Two are equal if they compute the same from the same tables and numbers.
+    """
 
     __slots__ = ("__dict__", "role", "root", "size")
 
@@ -636,15 +683,21 @@ class Expression:
 
 
 def kept(x: Any) -> bool:
-    """Whether a mask or score stays what it is: an Expression whose tables are its own does; an array, or a function, does not."""
-    return x is None or (type(x) is Expression and all(t.array.base is None and not t.array.flags.writeable for t in x.tables))
+    """Whether a mask or score stays what it is: an Expression whose tables are its own does; an array, or a function,
+    does not.
+    """
+    return x is None or (
+        type(x) is Expression and all(t.array.base is None and not t.array.flags.writeable for t in x.tables)
+    )
 
 
 def expression(function: Callable[..., Any] | Expression, role: str | None = None) -> Expression:
-    """Traces a mask `function(b, h, i, j)` or a score `function(s, b, h, i, j)` once; the result can be kept and used again.
+    """Traces a mask `function(b, h, i, j)` or a score `function(s, b, h, i, j)` once; the result can be kept and used
+    again.
 
     Raises:
-        speedlight.ExpressionError: the function branches on a symbol, uses an unknown operation, or returns a wrong type.
+        speedlight.ExpressionError: the function branches on a symbol, uses an unknown operation, or returns a wrong
+        type.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4))
@@ -658,7 +711,8 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
         return function
     if not callable(function):
         raise ArgumentTypeError(
-            f"{role or 'function'}: expected a function, a pattern such as sl.causal(), or an array; got {shown(function)}."
+            f"{role or 'function'}: expected a function, a pattern such as sl.causal(), or an array; got "
+            f"{shown(function)}."
         )
     if isinstance(function, type):
         raise ArgumentTypeError(f"{role or 'function'}: expected a function; got the class {function.__name__}.")
@@ -666,7 +720,8 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     role = role or {4: "mask", 5: "score"}.get(count or 0)
     if role is None or count not in (None, 4 if role == "mask" else 5):
         raise ExpressionError(
-            f"{role or 'function'}: expected the arguments (b, h, i, j) for a mask, (s, b, h, i, j) for a score; got {count} arguments."
+            f"{role or 'function'}: expected the arguments (b, h, i, j) for a mask, (s, b, h, i, j) for a score; got "
+            f"{count} arguments."
         )
     names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
     result = function(*(Symbol(Node("symbol", SYMBOLS[n], value=n)) for n in names))
@@ -678,16 +733,22 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     if role == "score":
         root = convert(root, "float")
     if not root.uses <= set(names):
-        raise ExpressionError(f"{role}: expected a result made of {', '.join(names)}; got {', '.join(root.uses - set(names))} in {root!r}.")
+        raise ExpressionError(
+            f"{role}: expected a result made of {', '.join(names)}; got {', '.join(root.uses - set(names))} in "
+            f"{root!r}."
+        )
     return _checked(role, root)
 
 
 def _checked(role: str, root: Node, most: int = _MOST) -> Expression:
-    """The expression, if it is not too long; `most`: operations without the last, as far as is known without looking."""
+    """The expression, if it is not too long; `most`: operations without the last, as far as is known without
+    looking.
+    """
     size = most + 1 if most < _MOST else sum(_HEAVY if node.op in _LONG else 1 for node in order(root))
     if size > _MOST:
         raise ExpressionError(
-            f"{role}: expected at most {_MOST:,} operations (a lookup, a function, // and % count as {_HEAVY}); got {size:,}. "
+            f"{role}: expected at most {_MOST:,} operations (a lookup, a function, // and % count as {_HEAVY}); got "
+            f"{size:,}. "
             "Put constants into an sl.table."
         )
     return Expression(role, root, size)

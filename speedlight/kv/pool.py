@@ -10,15 +10,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import arrays, engine
-from .blocks import make_stores
-from .compiling import in_graph, outside
-from .errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
-from .forks import renew_after_fork
-from .machine import current_isa
-from .planning import BLOCK, DECODE_ROWS, SLACK, Pages
-from .problem import SPAN, cache_dtype, check_index, check_list, check_sizes, check_tokens, device_name, each_count, from_cache
-from .tracing import kept
+from .. import arrays, engine
+from ..compiling import in_graph, outside
+from ..cpu.storage import make_stores
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
+from ..expressions.tracing import kept
+from ..forks import renew_after_fork
+from ..machine import current_isa
+from ..planning import BLOCK, DECODE_ROWS, SLACK, Pages
+from ..problem import (
+    SPAN,
+    cache_dtype,
+    check_index,
+    check_list,
+    check_sizes,
+    check_tokens,
+    device_name,
+    each_count,
+    from_cache,
+)
 
 _STEPS = 64  # prepared steps kept
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
@@ -103,10 +113,17 @@ class PagePool:
     """
 
     def __init__(
-        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: Any = "float32",
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: Any = "float32",
         value_dim: int | None = None,
         device: Any = "cpu",
-    ) -> None:  # fmt: skip
+    ) -> None:
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
         check_sizes(sizes)
@@ -135,20 +152,28 @@ class PagePool:
         """The memory: first, since it is what may not be had."""
         if device_name(device) != "cpu":
             memory = engine.resident().PoolMemory
-            own = {n: getattr(self, n) for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim", "dtype")}
+            own = {
+                n: getattr(self, n)
+                for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim", "dtype")
+            }
             self._cuda = memory(**own, device=device)
             self._keys, self._values = [0] * self.layers, [1] * self.layers  # which of the two, for tokens()
             return
         shape = (self.pages, self.kv_heads, self.page_size // BLOCK)
-        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=True)
+        self._keys, self._values = make_stores(
+            self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=True
+        )
         self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
         k, v = self._keys[0], self._values[0]
-        # to the kernels a page is a block; blocks are numbered through heads, so that one number times a block's bytes leads there
+        # to the kernels a page is a block; blocks are numbered through heads, so that one number times a block's bytes
+        # leads there
         head, block = k.memory.strides[1:3]
         self._pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{n}={getattr(self, n)}" for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim"))
+        sizes = ", ".join(
+            f"{n}={getattr(self, n)}" for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim")
+        )
         return f"PagePool({sizes}, dtype={self.dtype!r}, {self.free_pages} pages free)"
 
     # --- accounts
@@ -169,8 +194,9 @@ class PagePool:
         """Bytes of the pages that sequences hold; a shared page counts once."""
         return (self.pages - self.free_pages) * self.page_bytes
 
-    # Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of plain stores,
-    # operators and returns. Claims are made and released, pages change hands, and everything takes effect, in such runs.
+    # Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of
+    # plain stores, operators and returns. Claims are made and released, pages change hands, and everything takes
+    # effect, in such runs.
 
     def _count_dropped(self) -> None:
         """Pages that nobody holds any more are free."""
@@ -229,7 +255,9 @@ class PagePool:
 
     def _of(self, sequence: Any) -> _Held:
         if not isinstance(sequence, Sequence):
-            raise ArgumentTypeError(f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}.")
+            raise ArgumentTypeError(
+                f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}."
+            )
         if sequence.pool is not self:
             raise ArgumentError("sequences: expected sequences of this pool; got one of another pool.")
         held = self._held.get(sequence._number)
@@ -305,7 +333,9 @@ class PagePool:
     # --- append and attend
 
     def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
-        """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after the other's."""
+        """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
+        the other's.
+        """
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
@@ -315,10 +345,23 @@ class PagePool:
         self._grow(layer, sequences, counts, k, v, None)
 
     def attend(
-        self, layer: int, sequences: Any, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None,
-        mask: Any = None, score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
-    ) -> Any:  # fmt: skip
-        """Appends new tokens to several sequences, then lets their queries attend, each to all tokens of its sequence up to its own.
+        self,
+        layer: int,
+        sequences: Any,
+        q: Any,
+        k: Any = None,
+        v: Any = None,
+        *,
+        new_lengths: Any = None,
+        scale: float | None = None,
+        mask: Any = None,
+        score: Any = None,
+        sink_logits: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
+        """Appends new tokens to several sequences, then lets their queries attend, each to all tokens of its sequence
+        up to its own.
 
         Args:
             layer: which layer.
@@ -327,7 +370,8 @@ class PagePool:
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
             new_lengths: new tokens of each sequence. Default: all to a single sequence, else one each.
-            scale, mask, score, sink_logits, return_lse, out: as for KVCache.attend; a mask's b is the place in `sequences`.
+            scale, mask, score, sink_logits, return_lse, out: as for KVCache.attend; a mask's b is the place in
+                `sequences`.
 
         Returns:
             (total new, q_heads, value_dim), of q's kind; with return_lse also (q_heads, total new).
@@ -340,7 +384,14 @@ class PagePool:
         After any exception the pool and its sequences are as they were.
         """
         if in_graph():
-            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            options = {
+                "scale": scale,
+                "mask": mask,
+                "score": score,
+                "sink_logits": sink_logits,
+                "return_lse": return_lse,
+                "out": out,
+            }
             return outside(PagePool.attend, self, layer, sequences, q, k, v, new_lengths=new_lengths, **options)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         if not isinstance(return_lse, bool):
@@ -354,12 +405,24 @@ class PagePool:
             if k is not None or v is not None:
                 raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
             held = [self._of(x) for x in sequences]
-            return self._run(layer, a, counts, [x.lengths[layer] for x in held], [x.table for x in held], False, options, return_lse, out)
+            return self._run(
+                layer,
+                a,
+                counts,
+                [x.lengths[layer] for x in held],
+                [x.table for x in held],
+                False,
+                options,
+                return_lse,
+                out,
+            )
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
         self._check_new(k, v, counts)
         return self._grow(layer, sequences, counts, k, v, (a, options, return_lse, out))
 
-    def _grow(self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: tuple[Any, ...] | None) -> Any:
+    def _grow(
+        self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: tuple[Any, ...] | None
+    ) -> Any:
         """New tokens, and what a query then sees; all of it or nothing."""
         numbers = [getattr(x, "_number", None) for x in sequences]
         claims, mine, claimed, taken, result = self._claims, set(numbers), False, [], None
@@ -415,19 +478,24 @@ class PagePool:
         given = alone if new_lengths is None else each_count(new_lengths, sequences)
         if any(n < 0 for n in given) or sum(given) != total:
             raise ArgumentError(
-                f"new_lengths: expected {sequences} ints, one per sequence, that add up to the {total} tokens; got {shown(given)}."
+                f"new_lengths: expected {sequences} ints, one per sequence, that add up to the {total} tokens; got "
+                f"{shown(given)}."
             )
         return given
 
     def _check_new(self, k: Any, v: Any, counts: list[int]) -> None:
         for name, x in (("k", k), ("v", v)):
             if x.shape[0] != sum(counts):
-                raise ArgumentError(f"{name}: expected {sum(counts)} tokens, as q and new_lengths have; got {x.shape[0]}.")
+                raise ArgumentError(
+                    f"{name}: expected {sum(counts)} tokens, as q and new_lengths have; got {x.shape[0]}."
+                )
 
     def _tables(
         self, before: list[_Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
     ) -> tuple[list[np.ndarray], list[int]]:
-        """Each sequence's table with so many fresh pages, in which none that is written to is shared; and the pages that gave way."""
+        """Each sequence's table with so many fresh pages, in which none that is written to is shared; and the pages
+        that gave way.
+        """
         left, tables, replaced = iter(taken), [], []
         for which, (held, n) in enumerate(zip(before, fresh, strict=True)):
             mine = [at for owner, at in copies if owner == which] if copies else []
@@ -446,7 +514,10 @@ class PagePool:
         return tables, replaced
 
     def _to_copy(self, before: list[_Held], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
-        """Shared pages that would be written to. The last of those who share one writes to it, if the others end before."""
+        """Shared pages that would be written to.
+
+        The last of those who share one writes to it, if the others end before.
+        """
         left: Counter[int] = Counter()
         away: dict[int, int] = {}  # of a page, the longest that has left it
         found = []
@@ -473,7 +544,9 @@ class PagePool:
             for t, n in zip(tables, totals, strict=True)
         ]
 
-    def _write(self, layer: int, starts: list[int], tables: list[np.ndarray], counts: list[int], k: Any, v: Any) -> None:
+    def _write(
+        self, layer: int, starts: list[int], tables: list[np.ndarray], counts: list[int], k: Any, v: Any
+    ) -> None:
         if self._cuda:
             totals = [a + b for a, b in zip(starts, counts, strict=True)]
             self._cuda.write(layer, self._page_lists(tables, totals), starts, counts, k, v)
@@ -491,11 +564,21 @@ class PagePool:
             self._values[layer].put_each(*places, v)
 
     def _run(
-        self, layer: int, q: arrays.Array, counts: list[int], totals: list[int], tables: list[np.ndarray], causal: bool,
-        options: dict[str, Any], return_lse: bool, out: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: int,
+        q: arrays.Array,
+        counts: list[int],
+        totals: list[int],
+        tables: list[np.ndarray],
+        causal: bool,
+        options: dict[str, Any],
+        return_lse: bool,
+        out: Any,
+    ) -> Any:
         if self._cuda:
-            return self._cuda.run(layer, q, self._page_lists(tables, totals), counts, totals, causal, options, return_lse, out)
+            return self._cuda.run(
+                layer, q, self._page_lists(tables, totals), counts, totals, causal, options, return_lse, out
+            )
         shape = (*q.shape[:-1], self.value_dim)
         result, target = arrays.out_for(q, shape, out, (q,), staged=not (options["mask"] is options["score"] is None))
         number = "float64" if q.dtype == "float64" else "float32"
@@ -513,34 +596,74 @@ class PagePool:
         return result if lse is None else (result, arrays.like_input(q, lse))
 
     def _parts(self, q_heads: int, counts: list[int]) -> list[list[int]]:
-        """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer chunks."""
+        """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer
+        chunks.
+        """
         few = DECODE_ROWS * self.kv_heads // max(1, q_heads)
         short, long = ([i for i, n in enumerate(counts) if n and (n <= few) == x] for x in (True, False))
         return [x for x in (short, long) if x]
 
     def _step(
-        self, q: arrays.Array, which: list[int], counts: list[int], first: list[int], totals: list[int], lists: list[int], causal: bool,
-        options: dict[str, Any], strides: tuple[int, ...],
-    ) -> tuple[engine.Prepared, bool]:  # fmt: skip
+        self,
+        q: arrays.Array,
+        which: list[int],
+        counts: list[int],
+        first: list[int],
+        totals: list[int],
+        lists: list[int],
+        causal: bool,
+        options: dict[str, Any],
+        strides: tuple[int, ...],
+    ) -> tuple[engine.Prepared, bool]:
         """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
         mask, score, scale = options["mask"], options["score"], options["scale"]
-        alike = options["sink_logits"] is None and kept(mask) and kept(score) and type(scale) in (type(None), float) and max(totals) > 0
+        alike = (
+            options["sink_logits"] is None
+            and kept(mask)
+            and kept(score)
+            and type(scale) in (type(None), float)
+            and max(totals) > 0
+        )
         key = shortest = None
         if alike:
             shortest = max(counts) if causal else 1
             spans = 1 << (max(totals) - 1 >> 10).bit_length()
             # it depends on these, on what the pool is, and on no length or page: items_for() puts them in
             places = tuple(which), tuple(counts), tuple(first)
-            key = places, q.shape, q.strides, q.dtype, strides, causal, mask, score, scale or str(scale), spans, engine.threads_now()
+            key = (
+                places,
+                q.shape,
+                q.strides,
+                q.dtype,
+                strides,
+                causal,
+                mask,
+                score,
+                scale or str(scale),
+                spans,
+                engine.threads_now(),
+            )
             prepared = self._steps.get(key)
             if prepared is not None:
                 return prepared, True
             totals = [spans * SPAN] * len(totals)
         problem = from_cache(
-            q, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=tuple(totals),
-            causal=causal, layout="lhd", q_lengths=counts, items=tuple(which), shortest=shortest, **options,
-        )  # fmt: skip
-        prepared = engine.prepare_pages(problem, "lhd", q, self._pages, lists, strides, tuple(first), engine.threads_now(), self._isa)
+            q,
+            dtype=self.dtype,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            k_lengths=tuple(totals),
+            causal=causal,
+            layout="lhd",
+            q_lengths=counts,
+            items=tuple(which),
+            shortest=shortest,
+            **options,
+        )
+        prepared = engine.prepare_pages(
+            problem, "lhd", q, self._pages, lists, strides, tuple(first), engine.threads_now(), self._isa
+        )
         if key is not None:
             if len(self._steps) >= _STEPS:
                 self._steps.clear()
@@ -550,4 +673,6 @@ class PagePool:
 
 def _busy() -> CacheBusy:
     """A second writer is told so instead of waiting."""
-    return CacheBusy("sequences: another thread is writing to one of them. Write to a sequence from one thread at a time.")
+    return CacheBusy(
+        "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
+    )

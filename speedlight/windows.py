@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .patterns import prefix, window
-from .tracing import Expression
+from .expressions.patterns import prefix, window
+from .expressions.tracing import Expression
 
 PIECE = 256  # tokens that a windowed cache takes at a time
 SPARE = 16  # oldest tokens of a ring that nobody counts on: a call that fails may have written over so many
@@ -13,7 +13,10 @@ SPARE = 16  # oldest tokens of a ring that nobody counts on: a call that fails m
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The first `fixed` tokens stay where they are; the others go round in `size`. Without a window nothing moves: size 0."""
+    """The first `fixed` tokens stay where they are; the others go round in `size`.
+
+    Without a window nothing moves: size 0.
+    """
 
     window: int | None = None
     keep_first: int = 0
@@ -39,7 +42,8 @@ class Ring:
         return [*range(min(self.keep_first, length)), *range(first, length)]
 
     def lost(self, position: int, length: int, written: int) -> bool:
-        """Whether of what a query at `position` sees, of a sequence of this length, anything may have been written over.
+        """Whether of what a query at `position` sees, of a sequence of this length, anything may have been written
+        over.
 
         written: past the last token that was ever there.
         """

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays
-from .errors import ArgumentTypeError, FileError
-from .files import read_arrays, read_metadata, write_arrays
-from .problem import TILE
-from .rings import Ring, ring_of
+from .. import arrays
+from ..errors import ArgumentTypeError, FileError
+from ..files import read_arrays, read_metadata, write_arrays
+from ..problem import TILE
+from ..windows import Ring, ring_of
 
 _FORMAT, _VERSION = "speedlight key-value cache", 1
 _MOST = 1 << 46
@@ -57,7 +57,9 @@ def read(path: Path) -> Saved:
     if words.get("format") != _FORMAT:
         raise FileError(f"{path}: expected a file that KVCache.save() wrote; got format {words.get('format')!r}.")
     if words.get("version") != str(_VERSION):
-        raise FileError(f"{path}: expected version {_VERSION}; got {words.get('version')!r}. Save it anew with this release.")
+        raise FileError(
+            f"{path}: expected version {_VERSION}; got {words.get('version')!r}. Save it anew with this release."
+        )
     sizes, dtype = _sizes(path, words), words["dtype"]
     room = path.stat().st_size
     if sizes["layers"] * sizes["batch"] * 16 > room:
@@ -79,14 +81,25 @@ def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
     except (KeyError, ValueError) as error:
         raise FileError(f"{path}: a size is missing or no number ({error}).") from None
     wrong = any(not (0 if n == "keep_first" else 1) <= x <= _MOST for n, x in sizes.items())
-    if wrong or words.get("dtype") not in (*arrays.DTYPES, "int8") or (sizes.get("keep_first") and "window" not in sizes):
-        raise FileError(f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}.")
+    if (
+        wrong
+        or words.get("dtype") not in (*arrays.DTYPES, "int8")
+        or (sizes.get("keep_first") and "window" not in sizes)
+    ):
+        raise FileError(
+            f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}."
+        )
     if "window" in sizes and max(sizes["window"], sizes.get("keep_first", 0)) > _LONGEST_WINDOW:
-        raise FileError(f"{path}: expected a window of up to 2^30 tokens; got {sizes['window']} and keep_first {sizes.get('keep_first')}.")
+        raise FileError(
+            f"{path}: expected a window of up to 2^30 tokens; got {sizes['window']} and keep_first "
+            f"{sizes.get('keep_first')}."
+        )
     return sizes
 
 
-def _held(path: Path, sizes: dict[str, int], ring: Ring, found: dict[str, np.ndarray]) -> list[tuple[list[int], list[int]]]:
+def _held(
+    path: Path, sizes: dict[str, int], ring: Ring, found: dict[str, np.ndarray]
+) -> list[tuple[list[int], list[int]]]:
     shape, capacity = (sizes["layers"], sizes["batch"]), sizes["capacity"]
     both = []
     for name in ("lengths", "written"):
@@ -100,11 +113,16 @@ def _held(path: Path, sizes: dict[str, int], ring: Ring, found: dict[str, np.nda
     for lengths, written in held:
         for n, w in zip(lengths, written, strict=True):
             if w < n or ring.lost(n, n, w):
-                raise FileError(f"{path}: expected what a sequence of {n} tokens sees; of {w} that were there it has been written over.")
+                raise FileError(
+                    f"{path}: expected what a sequence of {n} tokens sees; of {w} that were there it has been written "
+                    "over."
+                )
     return held
 
 
-def _parts(path: Path, name: str, sizes: dict[str, int], dtype: str, held: int, found: dict[str, np.ndarray]) -> list[np.ndarray]:
+def _parts(
+    path: Path, name: str, sizes: dict[str, int], dtype: str, held: int, found: dict[str, np.ndarray]
+) -> list[np.ndarray]:
     """Keys or values of a layer; of int8 codes and scales."""
     dim = sizes["head_dim" if name.startswith("key") else "value_dim"]
     planes = [("", dim, arrays.numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if dtype == "int8" else [])

@@ -1,7 +1,8 @@
 """How a cache keeps keys and values: blocks of 16 tokens, in the order in which the kernels read them.
 
-A `Store` is the memory of one layer's keys or values, (…, block, bytes of a block), and *planes*: views of it with tokens
-first, (…, block, token, element), to which whole tokens are written. `Store.split` makes of tokens what each plane takes.
+A `Store` is the memory of one layer's keys or values, (…, block, bytes of a block), and *planes*: views of it with
+tokens first, (…, block, token, element), to which whole tokens are written. `Store.split` makes of tokens what each
+plane takes.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays
-from .errors import ReservationError, shown
-from .modes import standard
-from .planning import BLOCK, uses_dot
+from .. import arrays
+from ..errors import ReservationError, shown
+from ..modes import standard
+from ..planning import BLOCK, uses_dot
 
 
 class Store:
@@ -39,7 +40,11 @@ class Store:
         return self.dim * self.kind.itemsize
 
     def views(self) -> list[np.ndarray]:
-        return [self.view(self.kind, (self.dim, BLOCK)).swapaxes(-1, -2) if self.is_keys else self.view(self.kind, (BLOCK, self.dim))]
+        return [
+            self.view(self.kind, (self.dim, BLOCK)).swapaxes(-1, -2)
+            if self.is_keys
+            else self.view(self.kind, (BLOCK, self.dim))
+        ]
 
     def view(self, kind: np.dtype, tail: tuple[int, ...], offset: int = 0) -> np.ndarray:
         """Part of each block as an array of this type."""
@@ -58,7 +63,9 @@ class Store:
     # --- tokens in and out
 
     def put(self, where: Any, at: int, x: np.ndarray) -> None:
-        """Tokens x (items, heads, n, dim) from token `at` on, into the blocks memory[where], (items, heads, block, …)."""
+        """Tokens x (items, heads, n, dim) from token `at` on, into the blocks memory[where], (items, heads, block,
+        …).
+        """
         for plane, part in zip(self.planes, self.split(x), strict=True):
             if x.shape[2] == 1 and plane.ndim == self.memory.ndim + 1:  # the usual step
                 plane[where][:, :, at >> 4, at & 15] = part[:, :, 0]
@@ -97,7 +104,8 @@ class Store:
 
 
 class Pairs(Store):
-    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of keys][element][2].
+    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of
+    keys][element][2].
 
     An odd last element of a key has a zero beside it.
     """
@@ -131,7 +139,10 @@ class Coded(Store):
 
 @standard
 def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over 127. A row with NaN or infinity is NaN."""
+    """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over 127.
+
+    A row with NaN or infinity is NaN.
+    """
     x = x.astype(np.float32)
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
@@ -174,13 +185,16 @@ def _scatter(blocks: np.ndarray, axes: int, at: int, x: np.ndarray) -> None:
 
 
 def room(shape: tuple[int, ...]) -> np.ndarray:
-    """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take no memory."""
+    """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
+    no memory.
+    """
     count = math.prod(shape)
     try:
         memory = arrays.pages(count)
     except (OSError, OverflowError, ValueError) as error:
         raise ReservationError(
-            f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or dtype."
+            f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or "
+            "dtype."
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError, AttributeError):  # a kernel without them: small pages do
@@ -191,9 +205,14 @@ def room(shape: tuple[int, ...]) -> np.ndarray:
 def make_stores(
     layers: int, shape: tuple[int, ...], dtype: str, head_dim: int, value_dim: int, isa: Any, *, together: bool
 ) -> tuple[list[Store], list[Store]]:
-    """Keys and values of every layer; shape: all but what is in a block. `together`: a block's values follow its keys."""
+    """Keys and values of every layer; shape: all but what is in a block.
+
+    `together`: a block's values follow its keys.
+    """
     kind = Coded if dtype == "int8" else Pairs if dtype == "bfloat16" and uses_dot(isa, "bf16") else Store
-    k, v = ([kind(dim, dtype, keys=keys) for _ in range(layers)] for dim, keys in ((head_dim, True), (value_dim, False)))
+    k, v = (
+        [kind(dim, dtype, keys=keys) for _ in range(layers)] for dim, keys in ((head_dim, True), (value_dim, False))
+    )
     for keys, values in zip(k, v, strict=True):
         if together:
             whole = room((*shape, BLOCK * (keys.row + values.row)))

@@ -1,9 +1,10 @@
 """What a mask says about a whole box of (b, h, i, j): nothing visible, all visible, or mixed. Always sound.
 
-Integers are followed as intervals. Comparisons that are linear with unit coefficients are half-planes in i, j and i - j,
-and a conjunction of those is tested exactly: its bounds on i, j and i - j are tightened until they meet or cross. A mask
-is brought into disjunctive form for "is anything visible", and its negation for "is anything hidden". Everything else
-may be anything. The walk is written once: `ops` computes with Python integers, or writes machine code.
+Integers are followed as intervals. Comparisons that are linear with unit coefficients are half-planes in i, j and i -
+j,
+and a conjunction of those is tested exactly: its bounds on i, j and i - j are tightened until they meet or cross. A
+mask is brought into disjunctive form for "is anything visible", and its negation for "is anything hidden". Everything
+else may be anything. The walk is written once: `ops` computes with Python integers, or writes machine code.
 
 Integers of expressions wrap, and intervals must not: only integers that stay within ±FOLLOWED over a whole problem are
 followed (`integers` tells which). Every smaller box has smaller intervals, so that 64 bits hold all of the walk.
@@ -16,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import ExpressionError
+from ..errors import ExpressionError
 from .tree import INT_MAX, INT_MIN, Node
 
 SCAN = 8192  # entries of a table that are worth looking at for one box
@@ -54,7 +55,9 @@ Linear = tuple[int, int, tuple[tuple[int, Node], ...]]
 class Exact:
     """Arithmetic of the walk on Python integers and bools."""
 
-    followed: Collection[int] | None = None  # ids of the integers that are; None: those up to `most`, which Python can tell
+    followed: Collection[int] | None = (
+        None  # ids of the integers that are; None: those up to `most`, which Python can tell
+    )
     most: float = FOLLOWED
 
     def __init__(self, box: dict[str, tuple[int, int]]) -> None:
@@ -191,7 +194,10 @@ def _half_planes(op: str, a: Node, b: Node) -> list[Term] | None:
 
 
 def linear(root: Node) -> Linear | None:
-    """Coefficients of i and j, and up to _MOST_SUMMANDS that are free of both; None for anything else. As long as nothing wraps."""
+    """Coefficients of i and j, and up to _MOST_SUMMANDS that are free of both; None for anything else.
+
+    As long as nothing wraps.
+    """
     stack = [root]
     while stack:
         node = stack[-1]
@@ -210,7 +216,9 @@ def _unknown(node: Node) -> bool:
 
 
 def _known_linear(node: Node) -> Linear | None:
-    return node.linear if node.uses & {"i", "j"} else (0, 0, ((1, node),))  # which is not kept: a node would hold itself
+    return (
+        node.linear if node.uses & {"i", "j"} else (0, 0, ((1, node),))
+    )  # which is not kept: a node would hold itself
 
 
 def _linear(node: Node) -> Linear | None:
@@ -270,7 +278,9 @@ def integers(expressions: Iterable[Any], box: dict[str, tuple[int, int]]) -> Int
         low, high = interval
         if low < INT_MIN or high > INT_MAX:
             far = low if low < INT_MIN else high
-            raise ExpressionError(f"{role}: {node!r} may reach {far}, which int64 cannot hold. Use sl.cast(…, float), or bound it with %.")
+            raise ExpressionError(
+                f"{role}: {node!r} may reach {far}, which int64 cannot hold. Use sl.cast(…, float), or bound it with %."
+            )
         most = None if most is None else max(most, -low, high)
         if max(-low, high) <= FOLLOWED and len(followed) < _MOST_FOLLOWED:
             followed.add(id(node))
@@ -367,7 +377,9 @@ class Walk:
 
     def _needed(self, node: Node) -> tuple[Node, ...]:
         """Of which nodes the interval is wanted first."""
-        if node.is_float or (node.kind == "int" and self.ops.followed is not None and id(node) not in self.ops.followed):
+        if node.is_float or (
+            node.kind == "int" and self.ops.followed is not None and id(node) not in self.ops.followed
+        ):
             return ()
         return node.args[0].args if _compares_floats(node) else node.args
 
@@ -485,7 +497,9 @@ class Walk:
             case "where":
                 low, high = ops.minimum(b[0], c[0]), ops.maximum(b[1], c[1])
                 never = ops.invert(a[1])
-                return ops.where(a[0], b[0], ops.where(never, c[0], low)), ops.where(a[0], b[1], ops.where(never, c[1], high))
+                return ops.where(a[0], b[0], ops.where(never, c[0], low)), ops.where(
+                    a[0], b[1], ops.where(never, c[1], high)
+                )
             case "floordiv" | "mod" if node.args[1].op == "number":
                 n = b[0]
                 first, last = ops.floordiv(a[0], n), ops.floordiv(a[1], n)

@@ -10,14 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, engine, saved
-from .blocks import Store, make_stores
-from .compiling import in_graph, outside
-from .errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError, shown
-from .forks import renew_after_fork
-from .machine import current_isa
-from .planning import BLOCK, ENDLESS, SLACK, Pages
-from .problem import (
+from .. import arrays, engine
+from ..compiling import in_graph, outside
+from ..cpu.storage import Store, make_stores
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError, shown
+from ..expressions.tracing import kept
+from ..forks import renew_after_fork
+from ..machine import current_isa
+from ..planning import BLOCK, ENDLESS, SLACK, Pages
+from ..problem import (
     SPAN,
     TILE,
     cache_dtype,
@@ -31,8 +32,8 @@ from .problem import (
     new_totals,
     shorter_lengths,
 )
-from .rings import PIECE, SPARE, ring_of
-from .tracing import kept
+from ..windows import PIECE, SPARE, ring_of
+from . import saved
 
 _STEPS = 64  # prepared steps kept
 _INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
@@ -58,9 +59,12 @@ class KVCache:
         value_dim: elements of a value. Default head_dim.
         window: a token sees itself and the window - 1 tokens before it, as with sl.window(window - 1, 0); older
             ones are forgotten.
-        device: where it lies. On "cuda" (or "cuda:0", …) keys, values and lengths stay on that GPU, calls take its tensors and
-            only enqueue work, and a step may be captured in a CUDA graph: gpu/resident.py's CudaCache, with the same methods.
-        keep_first: … but the first tokens of a sequence stay visible to all (attention sinks), as with sl.prefix(keep_first).
+        device: where it lies. On "cuda" (or "cuda:0", …) keys, values and lengths stay on that GPU, calls take its
+            tensors and
+            only enqueue work, and a step may be captured in a CUDA graph: gpu/storage.py's CudaCache, with the same
+                methods.
+        keep_first: … but the first tokens of a sequence stay visible to all (attention sinks), as with
+            sl.prefix(keep_first).
 
     >>> import numpy as np, speedlight as sl
     >>> cache = sl.KVCache(layers=1, batch=1, kv_heads=2, head_dim=4, capacity=8)
@@ -91,21 +95,32 @@ class KVCache:
         if device_name(device) != "cpu":  # __new__ has made something else, unless this is another CPU
             raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {device!r}.")
         self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
-            layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, capacity=capacity, window=window,
+            layers=layers,
+            batch=batch,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            capacity=capacity,
+            window=window,
             keep_first=keep_first,
-        )  # fmt: skip
+        )
         self.window, self.keep_first = None if window is None else int(window), int(keep_first)
         self.dtype = cache_dtype(dtype)
         self._isa = current_isa()
         self._rings = ring_of(self.window, self.keep_first, TILE)
-        self._fixed, self._ring = self._rings.fixed, self._rings.size  # tokens that stay where they are, and those of the ring
+        self._fixed, self._ring = (
+            self._rings.fixed,
+            self._rings.size,
+        )  # tokens that stay where they are, and those of the ring
         tokens = self._rings.tokens or self.capacity
         shape = (self.batch, self.kv_heads, -(-tokens // BLOCK))
-        self._keys, self._values = make_stores(self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=False)
+        self._keys, self._values = make_stores(
+            self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=False
+        )
         self._pages, self._list = self._layout()
         self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
-        # Of each layer the lengths; and past the last token that was ever there, which tells what a ring has forgotten. A call
-        # takes effect by one store of such a pair, the lists of which never change.
+        # Of each layer the lengths; and past the last token that was ever there, which tells what a ring has forgotten.
+        # A call takes effect by one store of such a pair, the lists of which never change.
         self._held = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers that somebody writes to
         self._every = set(range(self.layers))
@@ -120,16 +135,26 @@ class KVCache:
         page = TILE if self._ring else ENDLESS
         ring = {"fixed": self._fixed // TILE, "ring": self._ring // TILE} if self._ring else {}
         pages = Pages(
-            True, page, k.memory.strides[1], TILE * k.row, k.row, v.memory.strides[1], TILE * v.row, v.row,
-            k_item=k.memory.strides[0], v_item=v.memory.strides[0], **ring,
-        )  # fmt: skip
+            True,
+            page,
+            k.memory.strides[1],
+            TILE * k.row,
+            k.row,
+            v.memory.strides[1],
+            TILE * v.row,
+            v.row,
+            k_item=k.memory.strides[0],
+            v_item=v.memory.strides[0],
+            **ring,
+        )
         return pages, np.arange((self._fixed + self._ring) // TILE + SLACK, dtype=np.int64)
 
     def __repr__(self) -> str:
         sizes = ["layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity"]
         if self.window is not None:
             sizes[-1:] = ["window", "keep_first"]
-        return f"KVCache({', '.join(f'{n}={getattr(self, n)}' for n in sizes)}, dtype={self.dtype!r}, {self.used_bytes:,} bytes used)"
+        given = ", ".join(f"{n}={getattr(self, n)}" for n in sizes)
+        return f"KVCache({given}, dtype={self.dtype!r}, {self.used_bytes:,} bytes used)"
 
     # --- what it holds
 
@@ -153,7 +178,8 @@ class KVCache:
         return self._held[self._layer(layer)][0][self._item(item)]
 
     def keys(self, layer: int) -> np.ndarray:
-        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of int8, codes · scales in float32.
+        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of int8, codes · scales in
+        float32.
 
         With a window: the tokens that the next one would see, in order.
         """
@@ -189,9 +215,20 @@ class KVCache:
         self._grow(layer, k, v, self._counts(new_lengths, k.shape[2]), None)
 
     def attend(
-        self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
-        score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: int,
+        q: Any,
+        k: Any = None,
+        v: Any = None,
+        *,
+        new_lengths: Any = None,
+        scale: float | None = None,
+        mask: Any = None,
+        score: Any = None,
+        sink_logits: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
         Args:
@@ -215,9 +252,21 @@ class KVCache:
         After any exception the cache is as it was.
         """
         if in_graph():
-            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            options = {
+                "scale": scale,
+                "mask": mask,
+                "score": score,
+                "sink_logits": sink_logits,
+                "return_lse": return_lse,
+                "out": out,
+            }
             return outside(KVCache.attend, self, layer, q, k, v, new_lengths=new_lengths, **options)
-        if new_lengths is out is sink_logits is None and type(k) is np.ndarray and type(layer) is int and 0 <= layer < self.layers:
+        if (
+            new_lengths is out is sink_logits is None
+            and type(k) is np.ndarray
+            and type(layer) is int
+            and 0 <= layer < self.layers
+        ):
             result = self._known(layer, q, k, v, scale, mask, score, return_lse)
             if result is not None:
                 return result
@@ -234,7 +283,8 @@ class KVCache:
             for item, (n, w) in enumerate(zip(lengths, written, strict=True) if rows else ()):
                 if self._rings.lost(n - rows[0], n, w):
                     raise ArgumentError(
-                        f"q: expected fewer queries; of sequence {item} the window has forgotten what {rows[0]} of them see."
+                        f"q: expected fewer queries; of sequence {item} the window has forgotten what {rows[0]} of "
+                        "them see."
                     )
             return self._run(layer, q, lengths, None, False, options, return_lse, out)
         k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
@@ -248,8 +298,8 @@ class KVCache:
     def _grow(self, layer: int, k: np.ndarray, v: np.ndarray, counts: list[int], query: tuple[Any, ...] | None) -> Any:
         """New tokens, and what a query then sees; all of it or nothing.
 
-        Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of plain
-        stores, operators and returns. Claims are made and released, and everything takes effect, in such runs.
+        Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of
+        plain stores, operators and returns. Claims are made and released, and everything takes effect, in such runs.
         """
         claims, mine, claimed, undo, result = self._claims, {layer}, False, self._undo, None
         keys, values = self._keys[layer].memory, self._values[layer].memory
@@ -300,9 +350,15 @@ class KVCache:
         """What new tokens of a ring are written over, though somebody may go back to it."""
         if not self._ring:
             return None
-        places = {n // BLOCK for total, w in zip(totals, written, strict=True) for n in self._rings.overwritten(total, w)}
+        places = {
+            n // BLOCK for total, w in zip(totals, written, strict=True) for n in self._rings.overwritten(total, w)
+        }
         blocks = sorted(places)
-        return (blocks, self._keys[layer].memory[:, :, blocks], self._values[layer].memory[:, :, blocks]) if blocks else None
+        return (
+            (blocks, self._keys[layer].memory[:, :, blocks], self._values[layer].memory[:, :, blocks])
+            if blocks
+            else None
+        )
 
     def after_fork(self) -> None:
         """In the child: nobody writes, and what another thread of the parent had begun has not been."""
@@ -322,7 +378,13 @@ class KVCache:
 
     def _known(self, layer: int, q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any, return_lse: Any) -> Any:
         """A step of a form that was checked before, told by shapes, dtypes and options; None for any other."""
-        if not (type(q) is type(v) is np.ndarray and type(return_lse) is bool and kept(mask) and kept(score) and type(scale) in _SCALES):
+        if not (
+            type(q) is type(v) is np.ndarray
+            and type(return_lse) is bool
+            and kept(mask)
+            and kept(score)
+            and type(scale) in _SCALES
+        ):
             return None
         new, held = k.shape[2:3], self._held[layer]
         lengths, written = held
@@ -366,7 +428,10 @@ class KVCache:
     def _shorter(self, length: int | Sequence[int]) -> list[tuple[list[int], list[int]]]:
         lost = lambda item, n: any(self._rings.lost(n, n, written[item]) for _, written in self._held)  # noqa: E731
         lengths = shorter_lengths(length, [lengths for lengths, _ in self._held], lost)
-        return [(lengths, [n and w for n, w in zip(lengths, old, strict=True)] if self._ring else lengths) for _, old in self._held]
+        return [
+            (lengths, [n and w for n, w in zip(lengths, old, strict=True)] if self._ring else lengths)
+            for _, old in self._held
+        ]
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
@@ -383,7 +448,9 @@ class KVCache:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
         new = KVCache(**(self._sizes() | {"batch": len(indices)}), dtype=self.dtype)
         if new._isa != self._isa:
-            raise UnsupportedError("select: SPEEDLIGHT_ISA has changed since this cache was made. Set it once, at the start.")
+            raise UnsupportedError(
+                "select: SPEEDLIGHT_ISA has changed since this cache was made. Set it once, at the start."
+            )
         for layer, (lengths, written) in enumerate(self._held):
             for to, item in enumerate(indices):
                 blocks = -(-self._rings.held(lengths[item], written[item]) // BLOCK)
@@ -475,8 +542,16 @@ class KVCache:
             done += count
 
     def _pieces(
-        self, layer: int, k: np.ndarray, v: np.ndarray, counts: list[int], q: Any, options: dict[str, Any], return_lse: bool, out: Any
-    ) -> Any:  # fmt: skip
+        self,
+        layer: int,
+        k: np.ndarray,
+        v: np.ndarray,
+        counts: list[int],
+        q: Any,
+        options: dict[str, Any],
+        return_lse: bool,
+        out: Any,
+    ) -> Any:
         """A chunk that is longer than a window has room for: each piece sees what is still there."""
         a = arrays.describe(q, "q")
         result, target, lse, where = self._results(a, return_lse, out, options)
@@ -496,9 +571,16 @@ class KVCache:
         return self._given(a, result, lse, out)
 
     def _run(
-        self, layer: int, q: Any, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any],
-        return_lse: bool, out: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: int,
+        q: Any,
+        totals: list[int],
+        counts: list[int] | None,
+        causal: bool,
+        options: dict[str, Any],
+        return_lse: bool,
+        out: Any,
+    ) -> Any:
         quick = counts is None and out is None and type(q) is np.ndarray and q.ndim == 4 and q.size and min(totals)
         step = self._step(q, totals, causal, options) if quick else None
         if step is not None:
@@ -515,7 +597,11 @@ class KVCache:
         """What a call writes to, and where that lies: out, and the log-sum-exp."""
         shape = (*q.shape[:-1], self.value_dim)
         result, target = arrays.out_for(q, shape, out, (q,), staged=not (options["mask"] is options["score"] is None))
-        lse, where = arrays.empty_like(q, shape[:-1], "float64" if q.dtype == "float64" else "float32") if return_lse else (None, None)
+        lse, where = (
+            arrays.empty_like(q, shape[:-1], "float64" if q.dtype == "float64" else "float32")
+            if return_lse
+            else (None, None)
+        )
         return result, target, lse, where
 
     def _given(self, q: arrays.Array, result: Any, lse: Any, out: Any) -> Any:
@@ -523,22 +609,46 @@ class KVCache:
         return result if lse is None else (result, arrays.like_input(q, lse))
 
     def _compute(
-        self, layer: int, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any],
-        out: arrays.Array, lse: arrays.Array | None,
-    ) -> None:  # fmt: skip
+        self,
+        layer: int,
+        q: arrays.Array,
+        totals: list[int],
+        counts: list[int] | None,
+        causal: bool,
+        options: dict[str, Any],
+        out: arrays.Array,
+        lse: arrays.Array | None,
+    ) -> None:
         prepared = self._prepare(q, totals, counts, causal, options, out.strides)
         prepared.run(q.address, *self._addresses[layer], out.address, lse.address if lse else 0)
 
     def _prepare(
-        self, q: arrays.Array, totals: list[int], counts: list[int] | None, causal: bool, options: dict[str, Any],
-        strides: tuple[int, ...], shortest: int | None = None,
-    ) -> engine.Prepared:  # fmt: skip
+        self,
+        q: arrays.Array,
+        totals: list[int],
+        counts: list[int] | None,
+        causal: bool,
+        options: dict[str, Any],
+        strides: tuple[int, ...],
+        shortest: int | None = None,
+    ) -> engine.Prepared:
         problem = from_cache(
-            q, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=tuple(totals),
-            causal=causal, q_lengths=counts, hiding=self._rings.mask(causal), shortest=shortest, **options,
-        )  # fmt: skip
+            q,
+            dtype=self.dtype,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            k_lengths=tuple(totals),
+            causal=causal,
+            q_lengths=counts,
+            hiding=self._rings.mask(causal),
+            shortest=shortest,
+            **options,
+        )
         lists = [self._list.ctypes.data] * self.batch
-        return engine.prepare_pages(problem, "bhld", q, self._pages, lists, strides, None, engine.threads_now(), self._isa)
+        return engine.prepare_pages(
+            problem, "bhld", q, self._pages, lists, strides, None, engine.threads_now(), self._isa
+        )
 
     def _step(self, q: np.ndarray, totals: list[int], causal: bool, options: dict[str, Any]) -> engine.Prepared | None:
         """The prepared call for queries of this form: for any lengths of as many spans (doubled until they suffice)."""
@@ -546,13 +656,16 @@ class KVCache:
         if options["sink_logits"] is not None or not (kept(mask) and kept(score) and type(scale) in _SCALES):
             return None
         spans = 1 << (max(totals) - 1 >> 10).bit_length()
-        # it depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and rows in
+        # it depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and
+        # rows in
         key = (q.shape, q.strides, q.dtype, causal, mask, score, scale or str(scale), spans, engine.threads_now())
         prepared = self._steps.get(key)
         if prepared is None:
             most = [min(spans * SPAN, self.capacity)] * self.batch
             strides = np.empty((*q.shape[:-1], self.value_dim), q.dtype).strides
-            prepared = self._prepare(arrays.describe(q, "q"), most, None, causal, options, strides, q.shape[2] if causal else 1)
+            prepared = self._prepare(
+                arrays.describe(q, "q"), most, None, causal, options, strides, q.shape[2] if causal else 1
+            )
             if len(self._steps) >= _STEPS:
                 self._steps.clear()
             self._steps[key] = prepared
@@ -565,16 +678,35 @@ class KVCache:
         lse = np.empty(q.shape[:-1], np.float64 if self.dtype == "float64" else np.float32) if return_lse else None
         threads = 1 if sum(totals) * self.token_bytes * max(1, n_new // 8) < _INLINE_BYTES else 0
         step.run(
-            arrays.address_of(q), *self._addresses[layer], arrays.address_of(out), 0 if lse is None else arrays.address_of(lse),
-            items=ctypes.addressof(items), threads=threads,
-        )  # fmt: skip
+            arrays.address_of(q),
+            *self._addresses[layer],
+            arrays.address_of(out),
+            0 if lse is None else arrays.address_of(lse),
+            items=ctypes.addressof(items),
+            threads=threads,
+        )
         return out if lse is None else (out, lse)
 
 
-def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any, score: Any, scale: Any, totals: list[int]) -> tuple[Any, ...]:
+def _form(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: Any, score: Any, scale: Any, totals: list[int]
+) -> tuple[Any, ...]:
     """What two steps share that need the same checks and the same prepared call. -0.0 is another scale than 0.0."""
     spans = max(totals) - 1 >> 10
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, mask, score, scale or str(scale), spans, engine.threads_now()
+    return (
+        q.shape,
+        k.shape,
+        v.shape,
+        q.dtype,
+        k.dtype,
+        v.dtype,
+        q.strides,
+        mask,
+        score,
+        scale or str(scale),
+        spans,
+        engine.threads_now(),
+    )
 
 
 def _busy(layer: int) -> CacheBusy:

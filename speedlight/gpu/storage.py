@@ -11,6 +11,7 @@ import torch
 from .. import arrays
 from ..compiling import in_graph, outside
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError, shown
+from ..expressions.tracing import kept
 from ..forks import renew_after_fork
 from ..machine import interpreting
 from ..problem import (
@@ -25,8 +26,7 @@ from ..problem import (
     new_totals,
     shorter_lengths,
 )
-from ..rings import PIECE, ring_of
-from ..tracing import kept
+from ..windows import PIECE, ring_of
 from .decode import store
 from .launch import Keys, Launch, capturing, check, power_above, run, start
 
@@ -38,7 +38,9 @@ def device_of(device: Any) -> torch.device:
     try:
         found = torch.device(device)
     except Exception as error:  # PyTorch's, of several kinds
-        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)} ({type(error).__name__}).") from None
+        raise ArgumentError(
+            f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)} ({type(error).__name__})."
+        ) from None
     if found.type != "cuda":
         raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
     if interpreting():
@@ -58,14 +60,26 @@ def described(x: Any, name: str, device: torch.device) -> arrays.Array:
     """An argument that must lie where the cache does."""
     found = arrays.describe(x, name, gpu=True)
     if torch.device(found.device) != device or (found.kind != "torch" and found.device == "cpu"):
-        raise ArgumentError(f"{name}: expected a tensor on {device}, as the cache is; got one on {found.device}. Move it first.")
+        raise ArgumentError(
+            f"{name}: expected a tensor on {device}, as the cache is; got one on {found.device}. Move it first."
+        )
     return found
 
 
 class Rows:
-    """Keys and values of one layer, token by token: (item or page, head, token, element) in any order of memory; int8 with scales."""
+    """Keys and values of one layer, token by token: (item or page, head, token, element) in any order of memory; int8
+    with scales.
+    """
 
-    def __init__(self, shape: tuple[int, int, int], dtype: str, dims: tuple[int, int], device: torch.device, *, tokens_first: bool) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        dtype: str,
+        dims: tuple[int, int],
+        device: torch.device,
+        *,
+        tokens_first: bool,
+    ) -> None:
         outer, heads, tokens = shape
         lies = (outer, tokens, heads) if tokens_first else (outer, heads, tokens)
 
@@ -83,7 +97,13 @@ class Rows:
     def keys(self, **more: Any) -> Keys:
         """As the attention kernel takes them."""
         return Keys(
-            self.k, self.v, tuple(self.k.stride()), tuple(self.v.stride()), k_scales=self.scales[0], v_scales=self.scales[1], **more
+            self.k,
+            self.v,
+            tuple(self.k.stride()),
+            tuple(self.v.stride()),
+            k_scales=self.scales[0],
+            v_scales=self.scales[1],
+            **more,
         )
 
     def values_of(self, which: int, where: Any) -> torch.Tensor:
@@ -92,19 +112,39 @@ class Rows:
         return x.clone() if scale is None else x.float() * scale[where][..., None]
 
     def put(
-        self, k: torch.Tensor, v: torch.Tensor, strides: tuple[tuple[int, ...], tuple[int, ...]], lengths: torch.Tensor, n_new: int,
-        status: torch.Tensor, *, counts: torch.Tensor | None = None, first: torch.Tensor | None = None, arrived: torch.Tensor | None = None,
-        pages: torch.Tensor | None = None, page_size: int = 1, capacity: int, ring_first: int = 0, ring: int = 0,
-    ) -> Launch:  # fmt: skip
-        """Stores new tokens past the lengths; with `arrived`, then makes those longer. strides: (item, head, row, column) of k and v."""
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        strides: tuple[tuple[int, ...], tuple[int, ...]],
+        lengths: torch.Tensor,
+        n_new: int,
+        status: torch.Tensor,
+        *,
+        counts: torch.Tensor | None = None,
+        first: torch.Tensor | None = None,
+        arrived: torch.Tensor | None = None,
+        pages: torch.Tensor | None = None,
+        page_size: int = 1,
+        capacity: int,
+        ring_first: int = 0,
+        ring: int = 0,
+    ) -> Launch:
+        """Stores new tokens past the lengths; with `arrived`, then makes those longer.
+
+        strides: (item, head, row, column) of k and v.
+        """
         batch, heads = lengths.shape[0], self.k.shape[1]
         d, dv = self.k.shape[3], self.v.shape[3]
         scales = self.scales[0].stride() if self.scales[0] is not None else (0, 0, 0)
         arguments: dict[str, Any] = {
-            "k": k, "v": v, "keys": self.k, "values": self.v, "k_scales": self.scales[0], "v_scales": self.scales[1], "counts": counts,
-            "lengths": lengths, "arrived": arrived, "pages": pages, "status": status, "first": first, "n_new": n_new, "capacity": capacity,
-            "page_size": page_size, "table_row": 0 if pages is None else pages.stride(0), "programs": n_new, "D": d, "DV": dv,
-            "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)), "HEADS": heads, "BLOCK_H": power_above(heads),
+            "k": k, "v": v, "keys": self.k, "values": self.v, "k_scales": self.scales[0], "v_scales": self.scales[1],
+            "counts": counts,
+            "lengths": lengths, "arrived": arrived, "pages": pages, "status": status, "first": first, "n_new": n_new,
+            "capacity": capacity,
+            "page_size": page_size, "table_row": 0 if pages is None else pages.stride(0), "programs": n_new, "D": d,
+            "DV": dv,
+            "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)), "HEADS": heads,
+            "BLOCK_H": power_above(heads),
             "ring_first": ring_first, "ring": ring, "RING": ring > 0,
         }  # fmt: skip
         for name, each in (("k", strides[0]), ("v", strides[1])):
@@ -117,19 +157,35 @@ class Rows:
 class CudaCache:
     """What `KVCache(device="cuda")` makes: the same methods, on tensors of a GPU. See KVCache for the arguments.
 
-    Lengths are kept twice: on the device, where kernels read them and make them longer, and on the host, which checks every
-    eager call. Calls only enqueue work. Under a CUDA graph only the device's lengths move, so that a graph of one step can
-    be replayed; synchronize() then brings the host's up to date and raises CacheFull if a step did not fit.
+    Lengths are kept twice: on the device, where kernels read them and make them longer, and on the host, which checks
+    every eager call. Calls only enqueue work. Under a CUDA graph only the device's lengths move, so that a graph of one
+    step can be replayed; synchronize() then brings the host's up to date and raises CacheFull if a step did not fit.
     """
 
     def __init__(
-        self, *, layers: int, batch: int = 1, kv_heads: int, head_dim: int, capacity: int | None = None, dtype: Any = "float32",
-        value_dim: int | None = None, window: int | None = None, keep_first: int = 0, device: Any = "cuda",
-    ) -> None:  # fmt: skip
+        self,
+        *,
+        layers: int,
+        batch: int = 1,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int | None = None,
+        dtype: Any = "float32",
+        value_dim: int | None = None,
+        window: int | None = None,
+        keep_first: int = 0,
+        device: Any = "cuda",
+    ) -> None:
         self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
-            layers=layers, batch=batch, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, capacity=capacity, window=window,
+            layers=layers,
+            batch=batch,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            capacity=capacity,
+            window=window,
             keep_first=keep_first,
-        )  # fmt: skip
+        )
         self.dtype, self.device = cache_dtype(dtype), device_of(device)
         self.window, self.keep_first, self._ring = window, keep_first, ring_of(window, keep_first, 1)
         shape, dims = (self.batch, self.kv_heads, self._ring.tokens or self.capacity), (self.head_dim, self.value_dim)
@@ -148,7 +204,8 @@ class CudaCache:
         names = ["layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity"]
         if self.window is not None:
             names[-1:] = ["window", "keep_first"]
-        return f"KVCache({', '.join(f'{n}={getattr(self, n)}' for n in names)}, dtype={self.dtype!r}, device='{self.device}')"
+        sizes = ", ".join(f"{n}={getattr(self, n)}" for n in names)
+        return f"KVCache({sizes}, dtype={self.dtype!r}, device='{self.device}')"
 
     # --- what it holds
 
@@ -172,7 +229,10 @@ class CudaCache:
         return self.lengths(layer)[check_index("batch index", item, self.batch)]
 
     def keys(self, layer: int) -> torch.Tensor:
-        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of int8, codes · scales in float32."""
+        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length.
+
+        Of int8, codes · scales in float32.
+        """
         return self._copied(layer, 0)
 
     def values(self, layer: int) -> torch.Tensor:
@@ -201,12 +261,16 @@ class CudaCache:
         """
         noted = int(self._status.item())
         there = self._device_lengths.tolist()
-        self._held = [(lengths, list(map(max, written, lengths))) for lengths, (_, written) in zip(there, self._held, strict=True)]
+        self._held = [
+            (lengths, list(map(max, written, lengths))) for lengths, (_, written) in zip(there, self._held, strict=True)
+        ]
         if noted:
             self._status.zero_()
             free = self.capacity - max(map(max, there))
             raise CacheFull(
-                f"a step of a CUDA graph found no room: {free} of {self.capacity} tokens are free. truncate() it.", free + 1, free
+                f"a step of a CUDA graph found no room: {free} of {self.capacity} tokens are free. truncate() it.",
+                free + 1,
+                free,
             )
 
     def _now(self) -> list[tuple[list[int], list[int]]]:
@@ -228,12 +292,30 @@ class CudaCache:
         self._step(layer, None, k, v, new_lengths, {}, False, None)
 
     def attend(
-        self, layer: int, q: Any, k: Any = None, v: Any = None, *, new_lengths: Any = None, scale: float | None = None, mask: Any = None,
-        score: Any = None, sink_logits: Any = None, return_lse: bool = False, out: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: int,
+        q: Any,
+        k: Any = None,
+        v: Any = None,
+        *,
+        new_lengths: Any = None,
+        scale: float | None = None,
+        mask: Any = None,
+        score: Any = None,
+        sink_logits: Any = None,
+        return_lse: bool = False,
+        out: Any = None,
+    ) -> Any:
         """As KVCache.attend, on tensors of the cache's device."""
         if in_graph():
-            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "return_lse": return_lse, "out": out}
+            options = {
+                "scale": scale,
+                "mask": mask,
+                "score": score,
+                "sink_logits": sink_logits,
+                "return_lse": return_lse,
+                "out": out,
+            }
             return outside(CudaCache.attend, self, layer, q, k, v, new_lengths=new_lengths, **options)
         if not isinstance(return_lse, bool):
             raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
@@ -245,7 +327,7 @@ class CudaCache:
 
     def _step(
         self, layer: int, q: Any, k: Any, v: Any, new_lengths: Any, options: dict[str, Any], return_lse: bool, out: Any
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         layer = check_index("layer", layer, self.layers)
         capture = capturing()
         lengths, written = self._now()[layer]
@@ -255,7 +337,9 @@ class CudaCache:
         if new and new[1].shape[2] != n_new:
             raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {new[1].shape[2]} (shape {new[1].shape}).")
         if capture and new_lengths is not None:
-            raise UnsupportedError("new_lengths: expected None while a CUDA graph is captured; a replay could not change them.")
+            raise UnsupportedError(
+                "new_lengths: expected None while a CUDA graph is captured; a replay could not change them."
+            )
         counts = new_counts(new_lengths, self.batch, n_new)
         a = described(q, "q", self.device) if q is not None else None
         shape = a.shape if a is not None else ()
@@ -265,7 +349,9 @@ class CudaCache:
         if not new and any(self._ring.lost(n - rows, n, w) for n, w in zip(lengths, written, strict=True)):
             raise ArgumentError(f"q: expected fewer queries; the window has forgotten what some of the {rows} see.")
         if capture and self.capacity == _ENDLESS:
-            raise UnsupportedError("capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none.")
+            raise UnsupportedError(
+                "capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none."
+            )
         query = a, options, return_lse, out, new_lengths is not None, capture
         return self._grow(layer, new, counts, query) if new else self._attend(layer, [], counts, lengths, query)
 
@@ -282,7 +368,9 @@ class CudaCache:
             totals = new_totals(layer, lengths, counts, self.capacity)
             after = totals, list(map(max, written, totals))
             if not query[-1]:  # of a CUDA graph only the device knows
-                places = sorted({n for total, w in zip(totals, written, strict=True) for n in self._ring.overwritten(total, w)})
+                places = sorted(
+                    {n for total, w in zip(totals, written, strict=True) for n in self._ring.overwritten(total, w)}
+                )
                 below = [x[:, :, places] for x in parts] if places else []
                 before = torch.tensor(lengths, dtype=torch.int32)
             result = self._attend(layer, new, counts, totals, query)
@@ -300,8 +388,11 @@ class CudaCache:
 
     def _attend(
         self, layer: int, new: list[arrays.Array], counts: list[int], totals: list[int], query: tuple[Any, ...]
-    ) -> Any:  # fmt: skip
-        """Enqueues the stores and kernels of a call. A ring takes a long chunk in pieces: each sees what is still there."""
+    ) -> Any:
+        """Enqueues the stores and kernels of a call.
+
+        A ring takes a long chunk in pieces: each sees what is still there.
+        """
         a, options, return_lse, out, uneven, capture = query
         n_new = new[0].shape[2] if new else 0
         result = target = lse = where = None
@@ -311,7 +402,9 @@ class CudaCache:
             lse, where = arrays.empty_like(a, a.shape[:-1], "float32") if return_lse else (None, None)
         step = PIECE if self._ring.size else max(n_new, 1)
         pieces = [slice(at, at + step) for at in range(0, max(n_new, 1), step)]
-        problems = [self._problem(a, x, counts, totals, uneven, capture, bool(new), options) for x in pieces if a is not None]
+        problems = [
+            self._problem(a, x, counts, totals, uneven, capture, bool(new), options) for x in pieces if a is not None
+        ]
         self._captured |= capture
         for n, piece in enumerate(pieces):
             if new:
@@ -319,7 +412,9 @@ class CudaCache:
                 self._put(layer, [x.tensor[:, :, piece] for x in new], some, uneven)
             if a is not None and target is not None:
                 most = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
-                views = [None if x is None else x.tensor[:, :, piece] if n_new else x.tensor for x in (a, target, where)]
+                views = [
+                    None if x is None else x.tensor[:, :, piece] if n_new else x.tensor for x in (a, target, where)
+                ]
                 self._run(layer, problems[n], *views, most)  # type: ignore[arg-type]
         if a is None or target is None:
             return None
@@ -328,10 +423,19 @@ class CudaCache:
         return (result, arrays.like_input(a, lse)) if return_lse else result
 
     def _problem(
-        self, a: arrays.Array, piece: slice, counts: list[int], totals: list[int], uneven: bool, capture: bool, causal: bool,
+        self,
+        a: arrays.Array,
+        piece: slice,
+        counts: list[int],
+        totals: list[int],
+        uneven: bool,
+        capture: bool,
+        causal: bool,
         options: dict[str, Any],
-    ) -> Problem:  # fmt: skip
-        """A problem is kept and used again, so it speaks of a power of two of keys; arrays as masks want the lengths themselves."""
+    ) -> Problem:
+        """A problem is kept and used again, so it speaks of a power of two of keys; arrays as masks want the lengths
+        themselves.
+        """
         known = kept(options["mask"]) and kept(options["score"])
         bucket = self.capacity if capture else min(self.capacity, power_above(max(totals, default=1)))
         longest = (bucket,) * self.batch if known or capture else tuple(totals)
@@ -340,16 +444,31 @@ class CudaCache:
         shortest = (len(range(rows)[piece]) if causal else 1) if known or capture else None
         given = None if not uneven else [min(max(n - piece.start, 0), piece.stop - piece.start) for n in counts]
         problem = from_cache(
-            some, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=longest,
-            causal=causal, q_lengths=given, hiding=self._ring.mask(causal), shortest=shortest, **options,
-        )  # fmt: skip
+            some,
+            dtype=self.dtype,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            k_lengths=longest,
+            causal=causal,
+            q_lengths=given,
+            hiding=self._ring.mask(causal),
+            shortest=shortest,
+            **options,
+        )
         check(problem, str(self.device), "ieee")
         return problem
 
     def _new(self, x: Any, name: str, dim: int) -> arrays.Array:
         found = described(x, name, self.device)
-        if len(found.shape) != 4 or (found.shape[0], found.shape[1], found.shape[3]) != (self.batch, self.kv_heads, dim):
-            raise ArgumentError(f"{name}: expected shape ({self.batch}, {self.kv_heads}, n_new, {dim}); got {found.shape}.")
+        if len(found.shape) != 4 or (found.shape[0], found.shape[1], found.shape[3]) != (
+            self.batch,
+            self.kv_heads,
+            dim,
+        ):
+            raise ArgumentError(
+                f"{name}: expected shape ({self.batch}, {self.kv_heads}, n_new, {dim}); got {found.shape}."
+            )
         check_tokens(found.dtype, name, self.dtype)
         return found
 
@@ -357,12 +476,23 @@ class CudaCache:
         k, v = new
         each = torch.tensor(counts, dtype=torch.int32).to(self.device) if uneven else None
         step = self._rows[layer].put(
-            k, v, (k.stride(), v.stride()), self._device_lengths[layer], k.shape[2], self._status, counts=each,
-            arrived=self._arrived[layer], capacity=self.capacity, ring_first=self._ring.fixed, ring=self._ring.size,
-        )  # fmt: skip
+            k,
+            v,
+            (k.stride(), v.stride()),
+            self._device_lengths[layer],
+            k.shape[2],
+            self._status,
+            counts=each,
+            arrived=self._arrived[layer],
+            capacity=self.capacity,
+            ring_first=self._ring.fixed,
+            ring=self._ring.size,
+        )
         start(step)
 
-    def _run(self, layer: int, problem: Problem, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, most: int) -> None:
+    def _run(
+        self, layer: int, problem: Problem, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None, most: int
+    ) -> None:
         ring = {"ring_first": self._ring.fixed, "ring": self._ring.size}
         keys = self._rows[layer].keys(lengths=self._device_lengths[layer], most=most, **ring)
         run(problem, "bhld", q, keys, out, lse)
@@ -408,7 +538,9 @@ class CudaCache:
 
     def select(self, batch_indices: Sequence[int]) -> CudaCache:
         """A new cache of these sequences, in this order and as often: for beams."""
-        indices = [check_index("batch index", i, self.batch) for i in check_list("batch_indices", batch_indices, "ints")]
+        indices = [
+            check_index("batch index", i, self.batch) for i in check_list("batch_indices", batch_indices, "ints")
+        ]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
         names = ("layers", "kv_heads", "head_dim", "value_dim", "capacity", "dtype", "window", "keep_first")
@@ -423,7 +555,9 @@ class CudaCache:
         return new
 
     def save(self, path: Any) -> None:
-        raise UnsupportedError("save: expected a cache on the CPU; one on a GPU is not saved yet. Copy keys() and values() to the CPU.")
+        raise UnsupportedError(
+            "save: expected a cache on the CPU; one on a GPU is not saved yet. Copy keys() and values() to the CPU."
+        )
 
 
 def _busy(layer: int) -> CacheBusy:
@@ -435,7 +569,16 @@ class PoolMemory:
     """The memory of a `PagePool(device="cuda")`: pages of tokens, per layer. The pool itself keeps the accounts."""
 
     def __init__(
-        self, *, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, value_dim: int, dtype: str, device: Any
+        self,
+        *,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: str,
+        device: Any,
     ) -> None:
         self.device, self.dtype, self.page_size = device_of(device), dtype, page_size
         self.kv_heads, self.head_dim, self.value_dim = kv_heads, head_dim, value_dim
@@ -450,7 +593,9 @@ class PoolMemory:
 
     def described(self, x: Any, name: str) -> arrays.Array:
         if capturing():
-            raise UnsupportedError("PagePool: a CUDA graph cannot hand out pages. Use attention_paged() with tables of your own there.")
+            raise UnsupportedError(
+                "PagePool: a CUDA graph cannot hand out pages. Use attention_paged() with tables of your own there."
+            )
         return described(x, name, self.device)
 
     def copy_page(self, new: int, old: int) -> None:
@@ -467,7 +612,9 @@ class PoolMemory:
         most = max(map(len, pages), default=0) or 1
         return torch.tensor([[*x, *[0] * (most - len(x))] for x in pages], dtype=torch.int32).to(self.device)
 
-    def write(self, layer: int, pages: list[list[int]], starts: list[int], counts: list[int], k: arrays.Array, v: arrays.Array) -> None:
+    def write(
+        self, layer: int, pages: list[list[int]], starts: list[int], counts: list[int], k: arrays.Array, v: arrays.Array
+    ) -> None:
         """New tokens, one sequence's after the other's, to their pages."""
         first, total = [], 0
         for n in counts:
@@ -476,26 +623,54 @@ class PoolMemory:
         three = torch.tensor([starts, counts, first], dtype=torch.int64).to(self.device)
         strides = tuple((0, x.tensor.stride(1), x.tensor.stride(0), x.tensor.stride(2)) for x in (k, v))
         step = self.rows[layer].put(
-            k.tensor, v.tensor, strides, three[0], max(counts, default=0), self.status, counts=three[1], first=three[2],  # type: ignore[arg-type]
-            pages=self._tables(pages), page_size=self.page_size, capacity=1 << 40,
-        )  # fmt: skip
+            k.tensor,
+            v.tensor,
+            strides,  # type: ignore[arg-type]
+            three[0],
+            max(counts, default=0),
+            self.status,
+            counts=three[1],
+            first=three[2],
+            pages=self._tables(pages),
+            page_size=self.page_size,
+            capacity=1 << 40,
+        )
         start(step)
 
     def run(
-        self, layer: int, q: arrays.Array, pages: list[list[int]], counts: list[int], totals: list[int], causal: bool,
-        options: dict[str, Any], return_lse: bool, out: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: int,
+        q: arrays.Array,
+        pages: list[list[int]],
+        counts: list[int],
+        totals: list[int],
+        causal: bool,
+        options: dict[str, Any],
+        return_lse: bool,
+        out: Any,
+    ) -> Any:
         """Packed queries over their sequences' pages."""
         problem = from_cache(
-            q, dtype=self.dtype, kv_heads=self.kv_heads, head_dim=self.head_dim, value_dim=self.value_dim, k_lengths=tuple(totals),
-            causal=causal, layout="lhd", q_lengths=counts, **options,
-        )  # fmt: skip
+            q,
+            dtype=self.dtype,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.value_dim,
+            k_lengths=tuple(totals),
+            causal=causal,
+            layout="lhd",
+            q_lengths=counts,
+            **options,
+        )
         check(problem, str(self.device), "ieee")
         staged = not (options["mask"] is options["score"] is None)
         result, target = arrays.out_for(q, (*q.shape[:-1], self.value_dim), out, (q,), staged=staged)
         lse, where = arrays.empty_like(q, (q.shape[1], q.shape[0]), "float32") if return_lse else (None, None)
         keys = self.rows[layer].keys(
-            pages=self._tables(pages), page_size=self.page_size, page_count=self.rows[layer].k.shape[0], status=self.status
+            pages=self._tables(pages),
+            page_size=self.page_size,
+            page_count=self.rows[layer].k.shape[0],
+            status=self.status,
         )
         offsets = [0]
         for n in counts:

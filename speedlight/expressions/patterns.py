@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError, shown
+from ..errors import ArgumentError, ArgumentTypeError, shown
 from .tracing import Expression, Table, expression, table, tanh
 
 _MOST = 1 << 46  # positions and distances

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from .errors import ArgumentError
+from ..errors import ArgumentError
 
 KINDS = ("bool", "int", "float", "double")
 SYMBOLS = {"s": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
@@ -29,7 +29,10 @@ _T = TypeVar("_T")
 
 
 class lazily(Generic[_T]):
-    """A property that is computed once. Not functools.cached_property: Python 3.11's has a lock, which a forked child may find taken."""
+    """A property that is computed once.
+
+    Not functools.cached_property: Python 3.11's has a lock, which a forked child may find taken.
+    """
 
     def __init__(self, function: Callable[[Any], _T]) -> None:
         self.function, self.__doc__ = function, function.__doc__
@@ -78,7 +81,11 @@ def convert(a: Node, kind: str) -> Node:
     if a.kind == kind:
         return a
     if a.op == "number":
-        value = int(whole(np.float64(a.value))) if kind == "int" and a.is_float else {"bool": bool, "int": int}.get(kind, float)(a.value)
+        value = (
+            int(whole(np.float64(a.value)))
+            if kind == "int" and a.is_float
+            else {"bool": bool, "int": int}.get(kind, float)(a.value)
+        )
         return Node("number", kind, value=value)
     return Node("cast", kind, (a,))
 
@@ -112,7 +119,9 @@ def whole(x: Any) -> Any:
     """Floats as int64: the fraction is dropped, NaN is 0, and what is beyond int64 becomes its nearest end."""
     x = np.asarray(x)
     inside = (x >= -(2.0**63)) & (x < 2.0**63)
-    return np.where(inside, np.where(inside, x, 0).astype(np.int64), np.where(x > 0, INT_MAX, np.where(x < 0, INT_MIN, 0)))
+    return np.where(
+        inside, np.where(inside, x, 0).astype(np.int64), np.where(x > 0, INT_MAX, np.where(x < 0, INT_MIN, 0))
+    )
 
 
 def _floordiv(a: Any, b: Any) -> Any:
@@ -150,8 +159,10 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": _floordiv, "mod": _mod,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": _shl, "shr": _shr,
-    "neg": np.negative, "abs": np.abs, "not": np.logical_not, "min": np.minimum, "max": np.maximum, "where": np.where, "floor": np.floor,
-    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt, "sigmoid": _sigmoid,
+    "neg": np.negative, "abs": np.abs, "not": np.logical_not, "min": np.minimum, "max": np.maximum, "where": np.where,
+    "floor": np.floor,
+    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
+    "sigmoid": _sigmoid,
 }  # fmt: skip
 
 
@@ -159,7 +170,9 @@ def numpy_type(kind: str, float_type: Any) -> np.dtype:
     return np.dtype({"bool": np.bool_, "int": np.int64, "float": float_type, "double": np.float64}[kind])
 
 
-def evaluate(root: Node, env: dict[str, Any], float_type: Any = np.float64, seen: Any = True, beyond: float = np.inf) -> Any:
+def evaluate(
+    root: Node, env: dict[str, Any], float_type: Any = np.float64, seen: Any = True, beyond: float = np.inf
+) -> Any:
     """The tree over arrays that broadcast: env maps s, b, h, i, j to them. Floats from ±`beyond` on are infinite.
 
     Raises ArgumentError where an index is out of range at an element that is visible (`seen`).
@@ -199,19 +212,25 @@ def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
         x, wrong = np.broadcast_arrays(x, (np.asarray(x != y) | (n == 0)) & seen)
         if wrong.any():
             raise out_of_range(node.value, at, int(x[wrong][0]))
-    return array[tuple(inside)] if array.size else np.zeros(np.broadcast_shapes(*(np.shape(x) for x in inside)), array.dtype)
+    return (
+        array[tuple(inside)]
+        if array.size
+        else np.zeros(np.broadcast_shapes(*(np.shape(x) for x in inside)), array.dtype)
+    )
 
 
 def out_of_range(which: Any, at: int, value: int) -> ArgumentError:
     """The error of an index outside its table."""
     return ArgumentError(
-        f"{which.name}: expected index {at + 1} from 0 to {which.array.shape[at] - 1} where the key is visible; got {value} "
+        f"{which.name}: expected index {at + 1} from 0 to {which.array.shape[at] - 1} where the key is visible; got "
+        f"{value} "
         f"(shape {which.array.shape}). Hide those keys with a mask, or bound the index with sl.minimum and sl.maximum."
     )
 
 
 def rounding_error(root: Node, env: dict[str, Any], s_error: Any, unit: float) -> tuple[Any, Any]:
-    """A score's value in float64, and how far its value in arithmetic of unit roundoff `unit` may be off, if s is by s_error.
+    """A score's value in float64, and how far its value in arithmetic of unit roundoff `unit` may be off, if s is by
+    s_error.
 
     First order, with two more units for every function. Conditions of floats count as exact: see docs/numerics.md.
     """
@@ -226,7 +245,10 @@ def rounding_error(root: Node, env: dict[str, Any], s_error: Any, unit: float) -
             rounded = node.is_float and node.op not in ("symbol", "neg", "abs", "min", "max", "where")
             units = 3 * unit if node.op in FUNCTIONS else unit
             total = off + (units * np.abs(y) if rounded else 0.0)
-            value[id(node)], error[id(node)] = y, np.where(np.isinf(y), 0.0, total) if node.is_float else total  # an infinity is exact
+            value[id(node)], error[id(node)] = (
+                y,
+                np.where(np.isinf(y), 0.0, total) if node.is_float else total,
+            )  # an infinity is exact
             for at in gone:
                 del value[at], error[at]
     return value[id(root)], error[id(root)]

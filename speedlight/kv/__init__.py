@@ -1,0 +1,1 @@
+"""Caches of keys and values: accounts, locks, roll-back and files. Memory layouts and devices are the engines'."""
