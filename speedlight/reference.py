@@ -322,8 +322,27 @@ class _Head:
             # so large a maximum is rounded down, and exponents are clamped
             error = error + np.where((np.abs(top) > 2.0**22) & (total > 0), 4 * rules.u * np.abs(top), 0)
         logs = np.abs(np.where(total == 0, 0, top + np.log(total)))
-        out[self.at] = rules.relative(error) * (weight @ values) + rules.floor(values, visible, weight)
+        mean = weight @ values
+        out[self.at] = rules.relative(error) * mean + rules.floor(values, visible, weight)
         lse[self.at] = rules.of_lse(error, logs)[:, 0]
+        if not rules.proven:
+            chain = weight * self.chain_steps(visible)
+            total = chain.sum(axis=1)
+            out[self.at] += rules.u * (chain @ values + total[:, None] * mean)
+            lse[self.at] += rules.u * total
+
+    def chain_steps(self, visible: np.ndarray) -> Any:
+        """[q_len, keys]: how many roundings a key's weight goes through in its tile's chain, each of one unit at most.
+
+        They may all be of one sign where terms are equal. The GPU's order is not known: half a tile.
+        """
+        if self.case.tile:
+            return TILE / 2
+        keys = self.k.shape[0]  # a sink is merged by itself
+        tiles = np.zeros((len(visible), -(-keys // TILE), TILE))
+        tiles.reshape(len(visible), -1)[:, :keys] = visible[:, :keys]
+        later = tiles[:, :, ::-1].cumsum(axis=2)[:, :, ::-1].reshape(len(visible), -1)[:, :keys]
+        return np.pad(later, ((0, 0), (0, visible.shape[1] - keys)))
 
     def logit_errors(self, rules: _Rules, products: np.ndarray, scores: np.ndarray) -> np.ndarray:
         """[q_len, k_len]: how far every score may be off, its product with log4 e included."""
@@ -354,7 +373,7 @@ class _Rules:
     u: float  # unit roundoff of what is computed in
     chain: float  # of a score, in u · |scale| Σ|q||k|
     biased: float  # of a score, in u · |score|: what roundings of equal products add up to
-    sums: float  # of the sums over keys, of quotients and products, in u
+    sums: float  # of the sums over keys, unless `chain_steps` has them, of quotients and products, in u
     exponential: float  # of a weight and what it is multiplied by later
     coarse: float  # of float32 products on tensor cores
     weights: float  # of weights that are rounded
@@ -376,7 +395,7 @@ class _Rules:
             exponential = (1.1e-4 if case.dot else 4 * u) * (tiles + merges)
         else:
             chain, biased = 6.0 + 2 * case.int8, d / 4
-            sums = TILE / 2 + n / (case.tile or SPAN) + 12
+            sums = n / (case.tile or SPAN) + 12
             exponential = 0.0
         return cls(
             case.proven,

@@ -44,6 +44,7 @@ FILLS: dict[str, Callable[[Random, Size], np.ndarray]] = {
     "sorted": lambda rng, n: np.sort(rng.standard_normal(n) * 2, axis=0)[:: rng.choice([-1, 1])],
     "one large row": lambda rng,
     n: np.where(np.arange(n[0])[:, None] == rng.integers(0, n[0]), 5.0, 0.01) * rng.standard_normal(n),
+    "one row": lambda rng, n: (np.arange(n[0])[:, None] == rng.integers(0, n[0])) * rng.standard_normal(n) * 4,
     "wide range": lambda rng, n: rng.standard_normal(n) * np.exp2(rng.integers(-30, 4, n)),
     "subnormal": lambda rng, n: rng.integers(-40, 41, n) * 2.0**-149,
 }  # fmt: skip
@@ -120,6 +121,16 @@ def test_structured_problems_on_every_unit(isa, kind):
         one_problem(rng, kind)
 
 
+def test_one_key_above_equal_ones():
+    """Equal terms on top of a large sum: each rounding of a tile's chain has one sign, in numerator and denominator."""
+    rng = np.random.default_rng(11)
+    for _ in range(60):
+        q, k, v = np.zeros((1, 1, 40, 8)), np.zeros((1, 1, 128, 8)), np.full((1, 1, 128, 64), rng.uniform(1, 4))
+        q[..., 3], k[0, 0, 0, 3] = rng.uniform(3, 7, 40), 5.0
+        arrays = tuple((x * np.linspace(1, 2, 64) if x is v else x).astype(np.float32) for x in (q, k, v))
+        shares(arrays, {})
+
+
 @pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
 def test_sparse_values_of_amplitude_8(int8):
     """The bound that was published first had √d here, where a score is one product or two: 32 of four million were
@@ -159,7 +170,7 @@ def test_broken_results_are_outside(rng, broken, proven):
         case "tile twice":
             weights[:, 1024:1152] = 2
         case "score":
-            score = score * (1 + (1e-3 if proven else 1e-4))
+            score = score * (1 + (1e-3 if proven else 1.5e-4))
         case "pair swapped":
             values = values[np.arange(1300) ^ 1]
     out, lse = _without(score, values, weights)
