@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import marshal
-import sys
-from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from . import arrays
+from . import arrays, calls
 from . import engine as engines
+from .checks import check_layout, check_precision, packed_lengths, page_lists
 from .compiling import leaves_graph
-from .errors import ArgumentError, ArgumentTypeError, Error, shown
-from .expressions.tracing import kept
+from .errors import ArgumentError, ArgumentTypeError, shown
 from .machine import current_isa
 from .planning import SLACK, Pages, Plan
-from .problem import (
-    LAYOUTS,
-    check_layout,
-    check_precision,
-    from_arrays,
-    from_cache,
-    from_sizes,
-    packed_lengths,
-    page_lists,
-)
+from .problem import LAYOUTS, Options, Problem, Sizes
+from .resolve import Stored, check_together, from_arrays, from_sizes, from_stored
 
-_prepared: dict[Any, engines.Prepared] = {}
-_MEMO = 512  # prepared calls kept
+_prepared: calls.Memo[calls.Repeatable] = calls.Memo(512, 64 << 20)
 
 
 @leaves_graph
@@ -111,112 +97,60 @@ def attention(
     >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
     ((1, 2, 3, 4), (1, 2, 3), 1.0)
     """
-    check_precision(precision)
+    options = Options(
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+        q_lengths, k_lengths, precision,
+    )  # fmt: skip
     if engine is not None or arrays.on_gpu(q):
         place = engines.chosen(engine, arrays.describe(q, "q", gpu=True))
         if place != "cpu" or engine == "cuda":
-            return _on_gpu(
-                q,
-                k,
-                v,
-                layout,
-                return_lse,
-                out,
-                precision,
-                causal=causal,
-                q_start=q_start,
-                k_start=k_start,
-                scale=scale,
-                window=window,
-                mask=mask,
-                score=score,
-                sink_logits=sink_logits,
-                cu_seqlens_q=cu_seqlens_q,
-                cu_seqlens_k=cu_seqlens_k,
-                q_lengths=q_lengths,
-                k_lengths=k_lengths,
-            )
+            return _on_gpu(q, k, v, options, return_lse, out)
     threads, isa = engines.threads_now(), current_isa()
-    key = None
-    if cu_seqlens_q is None and cu_seqlens_k is None and kept(mask) and kept(score):
-        numbers = (causal, q_start, k_start, scale, layout, threads)
-        lists = (
-            ()
-            if window is sink_logits is q_lengths is k_lengths is None
-            else (window, sink_logits, q_lengths, k_lengths)
-        )
-        key = _key((q, k, v) if out is None else (q, k, v, out), numbers, (isa.name, mask, score), lists)
-        prepared = _prepared.get(key) if key else None
-        places = _places(prepared, q, k, v, out) if prepared is not None and type(return_lse) is bool else None
-        if prepared is not None and places is not None:
-            return _again(prepared, places, q, layout, return_lse, out)
+    tensors = (q, k, v) if out is None else (q, k, v, out)
+    key = calls.key_of(tensors, options, (threads, isa.name))
+    if key is not None and type(return_lse) is bool:
+        repeated = _prepared.get(key)
+        results = None if repeated is None else repeated.again(tensors, return_lse)
+        if results is not None:
+            return results
     if not isinstance(return_lse, bool):
         raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    problem, cu_q, cu_k = from_arrays(
-        a,
-        b,
-        c,
-        causal=causal,
-        q_start=q_start,
-        k_start=k_start,
-        scale=scale,
-        layout=layout,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        mask=mask,
-        score=score,
-        window=window,
-        sink_logits=sink_logits,
-        q_lengths=q_lengths,
-        k_lengths=k_lengths,
-    )
-    shape = (*a.shape[:-1], problem.value_dim)
-    result, target = arrays.out_for(a, shape, out, (a, b, c), staged=out is not None and engines.may_fail(problem))
-    prepared = engines.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, threads, isa)
-    prepared.reach = [
-        (low - x.address, high - x.address) for x in (a, b, c, target.final or target) for low, high in (x.extent(),)
-    ]
-    prepared.staged = target.final is not None
-    lse, lse_array = _lse(a, layout) if return_lse else (None, None)
-    prepared.run(a.address, b.address, c.address, target.address, lse_array.address if lse_array else 0)
-    arrays.deliver(target)
+    problem, cu_q, cu_k = from_arrays(a, b, c, options)
+    results = _results(a, problem, options, return_lse, out, (a, b, c))
+    prepared = engines.prepare(problem, layout, a, b, c, results.out.strides, cu_q, cu_k, threads, isa)
+    prepared.run(a.address, b.address, c.address, results.out.address, results.lse_address)
     if key is not None:
-        if len(_prepared) >= _MEMO:
-            _prepared.clear()
-        _prepared[key] = prepared
-    if out is None:
-        result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
-    return (result, lse) if return_lse else result
+        repeatable = calls.Repeatable(prepared.run, problem.value_dim, layout, [a, b, c, results.out])
+        _prepared.put(key, repeatable, prepared.size)
+    return results.returned()
 
 
-def _on_gpu(q: Any, k: Any, v: Any, layout: Any, return_lse: Any, out: Any, precision: str, **options: Any) -> Any:
+def _results(
+    q: arrays.Array, problem: Problem, options: Options, return_lse: bool, out: Any, inputs: tuple[arrays.Array, ...]
+) -> arrays.Results:
+    """Where a call writes. A lookup that may be out of range is known while kernels run: then `out` is staged."""
+    lse_shape = tuple(q.shape[x] for x in LAYOUTS[options.layout][:-1]) if return_lse else None
+    staged = out is not None and engines.may_fail(problem)
+    return arrays.Results(q, (*q.shape[:-1], problem.value_dim), lse_shape, out, inputs, staged)
+
+
+def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> Any:
     """attention() on arrays of a GPU: enqueued on PyTorch's current stream, not waited for."""
     if not isinstance(return_lse, bool):
         raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    problem, cu_q, cu_k = from_arrays(a, b, c, layout=layout, **options)
+    problem, cu_q, cu_k = from_arrays(a, b, c, options)
     launch = engines.gpu()
-    launch.check(problem, a.device, precision)
-    staged = out is not None and engines.may_fail(problem)
-    result, target = arrays.out_for(a, (*a.shape[:-1], problem.value_dim), out, (a, b, c), staged=staged)
-    lse, lse_array = _lse(a, layout) if return_lse else (None, None)
-    where = None if lse_array is None else lse_array.tensor
+    launch.check(problem, a.device, options.precision)
+    results = _results(a, problem, options, return_lse, out, (a, b, c))
+    keys = launch.arrays_of(b.tensor, c.tensor, options.layout)
+    lse = None if results.lse is None else results.lse.tensor
     launch.run(
-        problem,
-        layout,
-        a.tensor,
-        launch.arrays_of(b.tensor, c.tensor, layout),
-        target.tensor,
-        where,
-        cu_q=cu_q,
-        cu_k=cu_k,
-        precision=precision,
-    )
-    arrays.deliver(target)
-    if out is None:
-        result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)
-    return (result, lse) if return_lse else result
+        problem, options.layout, a.tensor, keys, results.out.tensor, lse, cu_q=cu_q, cu_k=cu_k,
+        precision=options.precision,
+    )  # fmt: skip
+    return results.returned()
 
 
 @leaves_graph
@@ -265,6 +199,7 @@ def attention_paged(
     >>> sl.attention_paged(q, pages, pages, [[4, 0], [2, -1]], [5, 3]).shape
     (2, 4, 1, 8)
     """
+    options = Options(causal, None, mask, score, sink_logits, None, 0, scale, layout, cu_seqlens_q)
     check_layout(layout)
     if not isinstance(causal, bool):
         raise ArgumentError(f"causal: expected False or True (aligned at the last key); got {shown(causal)}.")
@@ -276,206 +211,59 @@ def attention_paged(
     if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
         raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
     for x in (k, v):
-        if x.dtype != a.dtype:
-            raise ArgumentTypeError(
-                f"{x.name}: expected dtype {a.dtype}, as q has; got {x.dtype}. Convert one of them."
-            )
-        if (x.kind == "torch") != (a.kind == "torch"):
-            raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {a.kind}.")
-        if x.device != a.device:
-            raise ArgumentError(
-                f"{x.name}: expected an array on {a.device}, as q; got one on {x.device}. Move one of them."
-            )
-    pages, page_size, kv_heads, head_dim = k.shape
+        check_together(x, a)
     place = engines.chosen(engine, a)
-    lists = tables = lengths_there = None
     if place != "cpu" or engine == "cuda":
-        tables, lengths_there, lengths = engines.gpu().paged_tables(block_table, k_lengths, pages, page_size, a.device)
-    else:
-        lists, lengths = page_lists(block_table, k_lengths, pages, page_size, SLACK)
-    rows, first = None, None
-    if layout == "lhd":
-        cu = range(len(lengths) + 1) if cu_seqlens_q is None else cu_seqlens_q
-        rows = packed_lengths(cu, a.shape[0] if a.shape else 0, len(lengths))
-        first = tuple(itertools.accumulate(rows, initial=0))[:-1]
-    elif cu_seqlens_q is not None:
-        raise ArgumentError(f"cu_seqlens_q: expected None for layout={layout!r}; packed sequences take layout='lhd'.")
-    problem = from_cache(
-        a,
-        dtype=a.dtype,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_dim=v.shape[3],
-        k_lengths=lengths,
-        causal=causal,
-        scale=scale,
-        layout=layout,
-        q_lengths=rows,
-        mask=mask,
-        score=score,
-        sink_logits=sink_logits,
-        shortest=None if lengths_there is None else 1,
-    )
-    shape = (*a.shape[:-1], problem.value_dim)
-    result, target = arrays.out_for(a, shape, out, (a, k, v), staged=out is not None and engines.may_fail(problem))
-    if lists is None:
-        launch = engines.gpu()
-        launch.check(problem, a.device, "ieee")
-        keys = launch.paged_keys(k.tensor, v.tensor, tables, lengths_there, max(lengths, default=0))
-        lse, lse_array = _lse(a, layout) if return_lse else (None, None)
-        cu_q = None if first is None or rows is None else (*first, sum(rows))
-        launch.run(
-            problem, layout, a.tensor, keys, target.tensor, None if lse_array is None else lse_array.tensor, cu_q=cu_q
-        )
-        arrays.deliver(target)
-        if out is None:
-            result = arrays.like_input(a, result)
-        return (result, arrays.like_input(a, lse)) if return_lse else result
-    places = Pages(
-        False,
-        page_size,
-        k.strides[2],
-        k.strides[0],
-        k.strides[1],
-        v.strides[2],
-        v.strides[0],
-        v.strides[1],
-        k.strides[3],
-        v.strides[3],
-    )
+        return _paged_on_gpu(a, k, v, block_table, k_lengths, options, return_lse, out)
+    lists, lengths = page_lists(block_table, k_lengths, k.shape[0], k.shape[1], SLACK)
+    problem, offsets = _paged(a, k, v, lengths, options)
+    results = _results(a, problem, options, return_lse, out, (a, k, v))
+    pages = Pages(
+        False, k.shape[1],
+        k_head=k.strides[2], k_page=k.strides[0], k_row=k.strides[1], k_column=k.strides[3],
+        v_head=v.strides[2], v_page=v.strides[0], v_row=v.strides[1], v_column=v.strides[3],
+    )  # fmt: skip
     each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
+    first = None if offsets is None else offsets[:-1]
     prepared = engines.prepare_pages(
-        problem, layout, a, places, each, target.strides, first, engines.threads_now(), current_isa()
+        problem, layout, a, pages, each, results.out.strides, first, engines.threads_now(), current_isa()
     )
-    lse, lse_array = _lse(a, layout) if return_lse else (None, None)
-    prepared.run(a.address, k.address, v.address, target.address, lse_array.address if lse_array else 0)
-    arrays.deliver(target)
-    if out is None:
-        result = arrays.like_input(a, result)
-    return (result, arrays.like_input(a, lse)) if lse_array else result
+    prepared.run(a.address, k.address, v.address, results.out.address, results.lse_address)
+    return results.returned()
 
 
-def _lse(q: arrays.Array, layout: str) -> tuple[Any, arrays.Array]:
-    """A new array for the log-sum-exp of a call with these queries."""
-    axes = LAYOUTS[layout]
-    shape = tuple(q.shape[a] for a in axes[:-1])
-    return arrays.empty_like(q, shape, "float64" if q.dtype == "float64" else "float32")
+def _paged(
+    q: arrays.Array, k: arrays.Array, v: arrays.Array, lengths: tuple[int, ...], options: Options, shortest: Any = None
+) -> tuple[Problem, tuple[int, ...] | None]:
+    """The problem of queries over pages, and the offsets of packed queries; `shortest` as Stored has it."""
+    offsets = None
+    if options.layout == "lhd":
+        given = range(len(lengths) + 1) if options.cu_seqlens_q is None else options.cu_seqlens_q
+        rows = packed_lengths(given, q.shape[0] if q.shape else 0, len(lengths))
+        offsets = tuple(itertools.accumulate(rows, initial=0))
+        options = options._replace(q_lengths=rows)
+    elif options.cu_seqlens_q is not None:
+        raise ArgumentError(
+            f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."
+        )
+    stored = Stored(q.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest)
+    return from_stored(q, stored, options), offsets
 
 
-# --- repeated calls
-#
-# What was prepared depends on: shapes, strides, dtypes and kind of q, k, v and of a given out; every option, by exact
-# type and bits; threads and vector unit; mask and score, by what they compute. Addresses, memory and overlap are looked
-# at each time.
-
-
-def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], others: tuple[Any, ...], lists: tuple[Any, ...]) -> Any:
-    """What a repeated call is found by; None where the arrays are neither NumPy's nor PyTorch's or an option is odd."""
-    causal, q_start, k_start, scale, layout = numbers[:5]
-    if not (type(causal) in (bool, str) and (q_start is None or type(q_start) is int) and type(k_start) is int):
-        return None
-    if not (scale is None or type(scale) in (float, int)) or type(layout) is not str:
-        return None
-    key: list[Any] = [marshal.dumps(numbers, 2), others]  # types and bits: 0.0 is not -0.0, True not 1
-    for x in lists:
-        x = None if x is None else _exactly(x)
-        if x is ...:
-            return None
-        key.append(x)
-    if type(tensors[0]) is np.ndarray:
-        for x in tensors:
-            if type(x) is not np.ndarray:
-                return None
-            key += (x.shape, x.strides, x.dtype)
-        return tuple(key)
-    torch: Any = sys.modules.get("torch")
-    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # there may be tangents
-        return None
-    for x in tensors:
-        if (
-            type(x) is not torch.Tensor
-            or x.requires_grad
-            or x.is_nested
-            or not x.is_cpu
-            or x.layout is not torch.strided
-            or x.is_neg()
-        ):
-            return None
-        key += (x.shape, x.stride(), x.dtype)
-    return tuple(key)
-
-
-_PLAIN, _MOST_VALUES = frozenset((int, float, type(None))), 4096
-
-
-def _exactly(x: Any) -> Any:
-    """A short list as something to find a call by: types and bits of its values now. ... for what cannot be told so."""
-    if type(x) in (list, tuple):
-        return (type(x), marshal.dumps(x, 2)) if _PLAIN.issuperset(map(type, x)) else ...
-    if type(x) is np.ndarray:
-        return (x.dtype, x.shape, x.tobytes()) if x.dtype.kind in "iuf" and x.size <= _MOST_VALUES else ...
-    torch = sys.modules.get("torch")
-    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.numel() > _MOST_VALUES:
-        return ...
-    try:
-        return x.dtype, _exactly(arrays.listed(x, "", ""))
-    except Error:  # checked again, by name, where nothing is kept
-        return ...
-
-
-def _places(prepared: engines.Prepared, q: Any, k: Any, v: Any, out: Any) -> list[int] | None:
-    """Addresses of q, k, v and a given out.
-
-    None where one lacks memory, or `out` is read-only or not apart from each input.
-    """
-    given = (q, k, v) if out is None else (q, k, v, out)
-    if type(q) is np.ndarray:
-        places = [arrays.address_of(x) for x in given]
-    else:
-        places = []
-        for x, (_, high) in zip(given, prepared.reach, strict=False):
-            try:
-                address = x.data_ptr()
-            except RuntimeError:  # a wrapper of torch.func
-                return None
-            if high and (not address or x.untyped_storage().nbytes() < high + x.storage_offset() * x.itemsize):
-                return None
-            places.append(address)
-    if out is not None:
-        if type(out) is np.ndarray and not out.flags.writeable:
-            return None
-        ends = [(at + low, at + high) for at, (low, high) in zip(places, prepared.reach, strict=True)]
-        first, last = ends[3]
-        if not all(high <= first or last <= low for low, high in ends[:3]):
-            return None
-    return places
-
-
-def _again(prepared: engines.Prepared, places: list[int], q: Any, layout: str, return_lse: bool, out: Any) -> Any:
-    """A call that was prepared before: only the addresses are new."""
-    new, at = (
-        _new(q, (*q.shape[:-1], prepared.problem.value_dim)) if out is None or prepared.staged else (out, places[3])
-    )
-    lse, lse_at = _new(q, tuple(q.shape[a] for a in LAYOUTS[layout][:-1]), logarithms=True) if return_lse else (None, 0)
-    prepared.run(places[0], places[1], places[2], at, lse_at)
-    if out is not None and new is not out:
-        arrays.deliver(replace(arrays.describe(new, "out"), final=arrays.describe(out, "out")))
-        new = out
-    return (new, lse) if return_lse else new
-
-
-def _new(q: Any, shape: tuple[int, ...], *, logarithms: bool = False) -> tuple[Any, int]:
-    """A new array beside q, for out or for log-sum-exps, and its address."""
-    if type(q) is np.ndarray:
-        new = np.empty(shape, np.float32 if logarithms and q.dtype != np.float64 else q.dtype)
-        return new, arrays.address_of(new)
-    torch: Any = sys.modules["torch"]
-    new = torch.empty(
-        shape, dtype=torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype, device="cpu"
-    )
-    if type(new) is not torch.Tensor or not (new.data_ptr() or 0 in shape):
-        arrays.check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
-    return new, new.data_ptr()
+def _paged_on_gpu(
+    q: arrays.Array, k: arrays.Array, v: arrays.Array, block_table: Any, k_lengths: Any, options: Options,
+    return_lse: bool, out: Any,
+) -> Any:  # fmt: skip
+    """attention_paged() on arrays of a GPU."""
+    launch = engines.gpu()
+    table, lengths_there, lengths = launch.paged_tables(block_table, k_lengths, k.shape[0], k.shape[1], q.device)
+    problem, offsets = _paged(q, k, v, lengths, options, None if lengths_there is None else 1)
+    results = _results(q, problem, options, return_lse, out, (q, k, v))
+    launch.check(problem, q.device, "ieee")
+    keys = launch.paged_keys(k.tensor, v.tensor, table, lengths_there, max(lengths, default=0))
+    lse = None if results.lse is None else results.lse.tensor
+    launch.run(problem, options.layout, q.tensor, keys, results.out.tensor, lse, cu_q=offsets)
+    return results.returned()
 
 
 @leaves_graph
@@ -549,27 +337,22 @@ def plan(
     if not isinstance(exact, bool):
         raise ArgumentTypeError(f"exact: expected True or False; got {shown(exact)}.")
     check_precision(precision)
-    options = {
-        "causal": causal, "q_start": q_start, "k_start": k_start, "scale": scale, "layout": layout,
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k, "mask": mask, "score": score, "window": window, "sink_logits": sink_logits,
-        "q_lengths": q_lengths, "k_lengths": k_lengths,
-    }  # fmt: skip
-    sizes = {
-        "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "k_len": k_len, "head_dim": head_dim,
-        "value_dim": value_dim, "dtype": dtype,
-    }  # fmt: skip
+    options = Options(
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+        q_lengths, k_lengths, precision,
+    )  # fmt: skip
+    sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
     if q is not None or k is not None or v is not None:
-        for name, x in sizes.items():
+        for name, x in zip(Sizes._fields, sizes, strict=True):
             if x is not None:
                 raise ArgumentError(f"{name}: expected either arrays or sizes; got both. Leave the sizes out.")
         a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         device = a.device if device is None and a.device != "cpu" else device
-        problem, _, _ = from_arrays(a, b, c, **options)
+        problem = from_arrays(a, b, c, options).problem
         strides = engines.strides_of(problem, layout, b, c)
     else:
-        sizes["batch"], sizes["dtype"] = 1 if batch is None else batch, "float32" if dtype is None else dtype
-        problem = from_sizes(**sizes, **options)
+        sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
+        problem = from_sizes(sizes, options)
         strides: dict[str, Any] = {"heads_adjoin": layout != "bhld" and problem.kv_heads > 1}
     if device is not None and not (isinstance(device, str) and device == "cpu"):
         return engines.gpu_plan(problem, device, precision, exact)

@@ -376,6 +376,51 @@ def like_input(x: Array, result: Any) -> Any:
     return library.asarray(result)
 
 
+class Results:
+    """What a call returns, where kernels write it, and how it gets back to the caller's library: the only place."""
+
+    __slots__ = ("_given", "_lse", "_out", "_q", "lse", "out")
+
+    def __init__(
+        self,
+        q: Array,
+        shape: tuple[int, ...],
+        lse_shape: tuple[int, ...] | None,
+        out: Any,
+        inputs: tuple[Array, ...],
+        staged: bool = False,
+    ) -> None:
+        """out: the caller's own array, or None. `staged`: the call may fail after it has begun to write."""
+        self._q, self._given = q, out is not None
+        self._out, self.out = out_for(q, shape, out, inputs, staged=staged and out is not None)
+        self._lse, self.lse = None, None
+        if lse_shape is not None:
+            self._lse, self.lse = empty_like(q, lse_shape, "float64" if q.dtype == "float64" else "float32")
+
+    @property
+    def lse_address(self) -> int:
+        return 0 if self.lse is None else self.lse.address
+
+    def returned(self) -> Any:
+        """out, or (out, lse), once kernels have run."""
+        deliver(self.out)
+        out = self._out if self._given else like_input(self._q, self._out)
+        return out if self._lse is None else (out, like_input(self._q, self._lse))
+
+
+def fresh(q: Any, shape: tuple[int, ...], *, logarithms: bool = False) -> tuple[Any, int]:
+    """A new array beside a NumPy array or a tensor, for out or for log-sum-exps, and its address; as fast as can be."""
+    if type(q) is np.ndarray:
+        new = np.empty(shape, np.float32 if logarithms and q.dtype != np.float64 else q.dtype)
+        return new, address_of(new)
+    torch: Any = sys.modules["torch"]
+    dtype = torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype
+    new = torch.empty(shape, dtype=dtype, device="cpu")
+    if type(new) is not torch.Tensor or not (new.data_ptr() or 0 in shape):
+        check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
+    return new, new.data_ptr()
+
+
 def address_of(x: np.ndarray) -> int:
     """x.ctypes.data, four times as fast where the array can be written."""
     buffer: Any = x

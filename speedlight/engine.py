@@ -84,10 +84,16 @@ class Prepared:
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
         self.item_words = len(fields.ITEM)
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
-        self.reach: list[tuple[int, int]] = []  # of q, k, v, out: first and last byte, from the address
-        self.staged = False  # whether results go to an array of ours first: a lookup may be out of range
         self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
         self.scratch_size = how.scratch_stride * self.threads + self.groups * how.partial_bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps alive, the tables of its mask and score included."""
+        own = self.items.nbytes + len(self.items_bytes) + len(self.template)
+        own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
+        expressions = [x for x in (self.problem.mask, self.problem.score) if x is not None]
+        return own + sum(table.array.nbytes for x in expressions for table in x.tables)
 
     def items_for(self, k_lengths: list[int], lists: list[int] | None = None) -> Any:
         """Its table of items for other lengths of keys, of no more spans, and lists of pages.

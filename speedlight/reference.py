@@ -16,7 +16,8 @@ from .errors import ArgumentError
 from .expressions.tree import evaluate, rounding_error
 from .modes import standard
 from .planning import TILE
-from .problem import LAYOUTS, SPAN, Problem, from_arrays
+from .problem import LAYOUTS, SPAN, Options, Problem
+from .resolve import from_arrays
 
 # unit roundoff of a result in each dtype, and half its smallest subnormal
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
@@ -197,11 +198,11 @@ class _Case:
 
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
         described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-        defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
-        self.layout = options.get("layout", "bhld")
+        given = Options(**options)
+        self.layout = given.layout
         self.proven, self.dot, self.int8, self.precision = False, False, False, "ieee"
         self.tile: int | None = None
-        self.problem, self.cu_q, self.cu_k = from_arrays(*described, **(defaults | options))
+        self.problem, self.cu_q, self.cu_k = from_arrays(described[0], described[1], described[2], given)
         self.dtype = self.problem.dtype
         axes = LAYOUTS[self.layout]
         self.q, self.k, self.v = (np.transpose(x.numpy(), axes) for x in described)

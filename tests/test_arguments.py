@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 import speedlight as sl
 from speedlight import api
+from speedlight.calls import Memo, Repeatable
 from speedlight.machine import host_isas
 
 SHAPE = (1, 2, 8, 16)
@@ -441,10 +442,10 @@ def test_an_option_is_part_of_what_a_call_is_known_by(rng, name, monkeypatch):
     )
     want = []
     for value in OTHERWISE[name]:
-        monkeypatch.setattr(api, "_prepared", {})
+        monkeypatch.setattr(api, "_prepared", Memo(8, 1 << 20))
         want.append(sl.attention(q, k, v, **options, **{name: value}).tobytes())
     assert want[0] != want[1]
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(api, "_prepared", Memo(8, 1 << 20))
     for turn in range(6):
         assert sl.attention(q, k, v, **options, **{name: OTHERWISE[name][turn % 2]}).tobytes() == want[turn % 2]
     assert len(api._prepared) == 2
@@ -461,8 +462,8 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
     options = dict(plain)
     hits = ran = 0
     isas = [i.name for i in host_isas()][:2]
-    again = api._again
-    monkeypatch.setattr(api, "_again", lambda *given: (calls.append(1), again(*given))[1])
+    again = Repeatable.again
+    monkeypatch.setattr(Repeatable, "again", lambda *given: (calls.append(1), again(*given))[1])
     variants = _variants()
     for _ in range(500 if FULL else 250):
         if rng.random() < 0.2:
@@ -476,13 +477,13 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
         if rng.random() < 0.05:
             monkeypatch.setenv("SPEEDLIGHT_ISA", str(rng.choice(isas)))
         given, out = _arrays(rng, base)
-        kept, untouched = dict(api._prepared), None if out is None else _numpy(out).copy()
+        memo, untouched = api._prepared, None if out is None else _numpy(out).copy()
         calls: list[int] = []
         got = _outcome(lambda: sl.attention(*given, out=out, **options))  # noqa: B023
         hits += len(calls)
         if isinstance(got, tuple) and out is not None:
             assert _numpy(out).tobytes() == untouched.tobytes()
-        api._prepared.clear()
+        monkeypatch.setattr(api, "_prepared", Memo(8, 1 << 20))
         if isinstance(out, torch.Tensor):
             out.copy_(torch.from_numpy(untouched))
         elif out is not None and out.flags.writeable:
@@ -490,7 +491,7 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
         want = _outcome(lambda: sl.attention(*given, out=out, **options))  # noqa: B023
         ran += isinstance(want, list)
         assert got == want, options
-        api._prepared.update(kept)
+        monkeypatch.setattr(api, "_prepared", memo)
     assert hits > 20 and ran > 40
 
 

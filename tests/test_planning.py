@@ -16,15 +16,15 @@ from problems import qkv
 import speedlight as sl
 from speedlight import arrays, engine, planning
 from speedlight.machine import current_isa
-from speedlight.problem import LAYOUTS, from_arrays
+from speedlight.problem import LAYOUTS, Options
+from speedlight.resolve import from_arrays
 
 
 def counted(q, k, v, options):
     """What the kernel counts, the plan, and the problem."""
     plan = sl.plan(q, k, v, **options, exact=True)
     described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-    defaults = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
-    problem, _, _ = from_arrays(*described, **(defaults | options))
+    problem = from_arrays(*described, Options(**options)).problem
     out, counts = np.empty_like(q), np.zeros(3, np.int64)
     prepared = engine.prepare(problem, "bhld", *described, out.strides, None, None, sl.get_threads(), current_isa())
     prepared.run(*(x.address for x in described), out.ctypes.data, 0, counts.ctypes.data)

@@ -177,11 +177,11 @@ def test_devices_must_agree():
     from dataclasses import replace
 
     from speedlight import arrays, engine
-    from speedlight.problem import from_arrays
+    from speedlight.problem import Options
+    from speedlight.resolve import from_arrays
 
     x = np.zeros((1, 1, 2, 4), np.float32)
     q, k, v = (arrays.describe(x, n) for n in "qkv")
-    options = {"causal": False, "q_start": None, "k_start": 0, "scale": None, "layout": "bhld"}
     for wrong in (
         (q, replace(k, device="cuda:0"), v),
         (replace(q, device="cuda:0"), k, v),
@@ -190,7 +190,7 @@ def test_devices_must_agree():
         with pytest.raises(
             sl.ArgumentError, match="expected an array on (cpu|cuda:0), as q; got one on (cpu|cuda:0|cuda:1)"
         ):
-            from_arrays(*wrong, **options)
+            from_arrays(*wrong, Options())
     with pytest.raises(sl.ArgumentError, match="q: expected an array on the CPU for engine='cpu'; got one on cuda:0"):
         engine.chosen("cpu", replace(q, device="cuda:0"))
     with pytest.raises(sl.ArgumentError, match="q: expected a tensor on a GPU for engine='cuda'"):

@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 
 from ..expressions.patterns import documents, softcap
 from ..expressions.tracing import expression
-from ..problem import from_cache
+from ..resolve import from_cache
 from .forward import AFTERWARDS
 from .launch import Keys, Launch, arrays_of, launches
 from .prepare import prepare

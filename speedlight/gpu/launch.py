@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import triton
 
+from ..checks import check_precision, page_lists
 from ..errors import ArgumentError, ArgumentTypeError, CompileError, UnsupportedError
 from ..expressions.tree import out_of_range
 from ..machine import interpreting
 from ..modes import standard
-from ..problem import LAYOUTS, Problem, check_precision, page_lists
+from ..problem import LAYOUTS, Problem
 from .decode import combine
 from .forward import AFTERWARDS, FLAGGED, attend
 from .prepare import Ready, classes_of, prepare

@@ -9,23 +9,23 @@ from typing import Any
 import torch
 
 from .. import arrays
-from ..compiling import in_graph, outside
-from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError, shown
-from ..expressions.tracing import kept
-from ..forks import renew_after_fork
-from ..machine import interpreting
-from ..problem import (
-    Problem,
+from ..checks import (
     cache_dtype,
     cache_sizes,
     check_index,
     check_list,
     check_tokens,
-    from_cache,
     new_counts,
     new_totals,
     shorter_lengths,
 )
+from ..compiling import in_graph, outside
+from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError, shown
+from ..expressions.tracing import kept
+from ..forks import renew_after_fork
+from ..machine import interpreting
+from ..problem import Problem
+from ..resolve import from_cache
 from ..windows import PIECE, ring_of
 from .decode import store
 from .launch import Keys, Launch, capturing, check, power_above, run, start

@@ -11,6 +11,17 @@ from typing import Any
 import numpy as np
 
 from .. import arrays, engine
+from ..checks import (
+    cache_dtype,
+    cache_sizes,
+    check_index,
+    check_list,
+    check_tokens,
+    device_name,
+    new_counts,
+    new_totals,
+    shorter_lengths,
+)
 from ..compiling import in_graph, outside
 from ..cpu.storage import Store, make_stores
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError, shown
@@ -18,20 +29,8 @@ from ..expressions.tracing import kept
 from ..forks import renew_after_fork
 from ..machine import current_isa
 from ..planning import BLOCK, ENDLESS, SLACK, Pages
-from ..problem import (
-    SPAN,
-    TILE,
-    cache_dtype,
-    cache_sizes,
-    check_index,
-    check_list,
-    check_tokens,
-    device_name,
-    from_cache,
-    new_counts,
-    new_totals,
-    shorter_lengths,
-)
+from ..problem import SPAN, TILE
+from ..resolve import from_cache
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
 

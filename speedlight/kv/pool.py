@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import arrays, engine
+from ..checks import cache_dtype, check_index, check_list, check_sizes, check_tokens, device_name, each_count
 from ..compiling import in_graph, outside
 from ..cpu.storage import make_stores
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
@@ -18,17 +19,8 @@ from ..expressions.tracing import kept
 from ..forks import renew_after_fork
 from ..machine import current_isa
 from ..planning import BLOCK, DECODE_ROWS, SLACK, Pages
-from ..problem import (
-    SPAN,
-    cache_dtype,
-    check_index,
-    check_list,
-    check_sizes,
-    check_tokens,
-    device_name,
-    each_count,
-    from_cache,
-)
+from ..problem import SPAN
+from ..resolve import from_cache
 
 _STEPS = 64  # prepared steps kept
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice

@@ -21,7 +21,8 @@ from speedlight.cpu.layout import FIELDS, ITEM
 from speedlight.cpu.microkernels import Shape
 from speedlight.machine import isa_named
 from speedlight.planning import SLACK
-from speedlight.problem import from_arrays
+from speedlight.problem import Options
+from speedlight.resolve import from_arrays
 
 HERE = Path(__file__).parent
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
@@ -34,7 +35,7 @@ def words_for(
     """The argument words of a call on NEON, prepared here, with the items table."""
     isa = isa_named("neon")
     described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-    problem, _, _ = from_arrays(*described, causal=causal, q_start=None, k_start=0, scale=None, layout="bhld")
+    problem = from_arrays(*described, Options(causal)).problem
     how, values, items = engine.arguments(problem, "bhld", *described, out.strides, None, None, 1, isa)
     words = np.zeros(len(FIELDS), np.int64)
     for name, value in values.items():

@@ -1,0 +1,161 @@
+"""Prepared calls, kept for when they come again: one bounded memo, and what a repeated call still looks at.
+
+What was prepared depends on: shapes, strides, dtypes and kind of q, k, v and of a given out; every option, by exact
+type and bits; mask and score, by what they compute; threads and vector unit. Addresses, memory and overlap are looked
+at each time.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from . import arrays
+from .forks import renew_after_fork
+from .problem import LAYOUTS, Options
+
+T = TypeVar("T")
+
+
+class Memo(Generic[T]):
+    """At most so many entries, of at most so many bytes in all; those that were used last stay.
+
+    get() takes no lock: it may run while a signal has stopped put() in the middle.
+    """
+
+    def __init__(self, entries: int, most_bytes: int) -> None:
+        self.entries, self.most_bytes = entries, most_bytes
+        self._held: dict[Any, tuple[T, int]] = {}
+        self._used: dict[Any, int] = {}  # when each was used last
+        self._clock = 0
+        self._lock = threading.RLock()
+        renew_after_fork(self)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    @property
+    def bytes(self) -> int:
+        return sum(size for _, size in list(self._held.values()))
+
+    def get(self, key: Any) -> T | None:
+        found = self._held.get(key)
+        if found is None:
+            return None
+        self._clock += 1
+        self._used[key] = self._clock
+        return found[0]
+
+    def put(self, key: Any, value: T, size: int) -> None:
+        """Keeps a value of so many bytes; others leave for it, least recently used first. Larger than all: not kept."""
+        with self._lock:
+            if size > self.most_bytes:
+                return
+            self._held[key] = value, size
+            self._clock += 1
+            self._used[key] = self._clock
+            while len(self._held) > self.entries or self.bytes > self.most_bytes:
+                oldest = min(list(self._held), key=lambda x: self._used.get(x, 0))
+                self._held.pop(oldest, None)
+                self._used.pop(oldest, None)
+            for other in self._used.keys() - self._held.keys():  # a get() that came while its entry left
+                self._used.pop(other, None)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self._used.clear()
+
+    def after_fork(self) -> None:
+        self._lock = threading.RLock()
+
+
+def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]) -> Any:
+    """What a repeated call is known by; None where arrays are neither NumPy's nor PyTorch's, or an option may change.
+
+    `machine`: threads and vector unit.
+    """
+    known = options.key()
+    if known is None:
+        return None
+    key: list[Any] = [known, machine]
+    if type(tensors[0]) is np.ndarray:
+        for x in tensors:
+            if type(x) is not np.ndarray:
+                return None
+            key += (x.shape, x.strides, x.dtype)
+        return tuple(key)
+    torch: Any = sys.modules.get("torch")
+    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # there may be tangents
+        return None
+    for x in tensors:
+        if type(x) is not torch.Tensor or x.requires_grad or x.is_nested or not x.is_cpu:
+            return None
+        if x.layout is not torch.strided or x.is_neg():
+            return None
+        key += (x.shape, x.stride(), x.dtype)
+    return tuple(key)
+
+
+class Repeatable:
+    """A prepared call, how far its arrays reach, and whether results are staged: a lookup may be out of range.
+
+    reach: of q, k, v and out the first byte and one past the last, from the address.
+    """
+
+    __slots__ = ("layout", "reach", "run", "staged", "value_dim")
+
+    def __init__(self, run: Callable[..., None], value_dim: int, layout: str, given: list[arrays.Array]) -> None:
+        self.run, self.value_dim, self.layout = run, value_dim, layout
+        out = given[-1]
+        self.staged = out.final is not None
+        self.reach = [
+            (low - x.address, high - x.address) for x in (*given[:-1], out.final or out) for low, high in (x.extent(),)
+        ]
+
+    def again(self, tensors: tuple[Any, ...], return_lse: bool) -> Any:
+        """The same call for arrays at other addresses; None where one lacks memory or `out` is not apart."""
+        addresses = self._addresses(tensors)
+        if addresses is None:
+            return None
+        q, out = tensors[0], tensors[3] if len(tensors) == 4 else None
+        if out is None or self.staged:
+            new, at = arrays.fresh(q, (*q.shape[:-1], self.value_dim))
+        else:
+            new, at = out, addresses[3]
+        lse, lse_at = None, 0
+        if return_lse:
+            lse, lse_at = arrays.fresh(q, tuple(q.shape[a] for a in LAYOUTS[self.layout][:-1]), logarithms=True)
+        self.run(addresses[0], addresses[1], addresses[2], at, lse_at)
+        if out is not None and new is not out:
+            arrays.deliver(replace(arrays.describe(new, "out"), final=arrays.describe(out, "out")))
+            new = out
+        return (new, lse) if return_lse else new
+
+    def _addresses(self, tensors: tuple[Any, ...]) -> list[int] | None:
+        if type(tensors[0]) is np.ndarray:
+            found = [arrays.address_of(x) for x in tensors]
+        else:
+            found = []
+            for x, (_, high) in zip(tensors, self.reach, strict=False):
+                try:
+                    address = x.data_ptr()
+                except RuntimeError:  # a wrapper of torch.func
+                    return None
+                if high and (not address or x.untyped_storage().nbytes() < high + x.storage_offset() * x.itemsize):
+                    return None
+                found.append(address)
+        if len(tensors) == 4:
+            out = tensors[3]
+            if type(out) is np.ndarray and not out.flags.writeable:
+                return None
+            ends = [(at + low, at + high) for at, (low, high) in zip(found, self.reach, strict=True)]
+            first, last = ends[3]
+            if not all(high <= first or last <= low for low, high in ends[:3]):
+                return None
+        return found

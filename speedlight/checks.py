@@ -1,0 +1,311 @@
+"""Checks of single arguments, and what their messages say. Kernels trust these and nobody else."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import DTYPES, check_plain_tensor, is_masked, is_tensor, listed
+from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
+from .problem import LAYOUTS
+
+MOST = 1 << 46  # of sizes and positions
+
+
+def integer(name: str, x: Any) -> int:
+    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Integral):
+        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+    value = int(x)
+    if value.bit_length() > 64:  # and Python may refuse to print it
+        raise ArgumentError(f"{name}: expected an int of at most 64 bits; got one of {value.bit_length()} bits.")
+    return value
+
+
+def size(name: str, x: Any, least: int = 0) -> int:
+    x = integer(name, x)
+    if not least <= x <= MOST:
+        raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {x}.")
+    return x
+
+
+def number(name: str, x: Any, what: str) -> float:
+    """A real number as a float; integers beyond all floats are refused, not rounded to infinity."""
+    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real):
+        raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.")
+    try:
+        return float(x)
+    except (OverflowError, ValueError, TypeError) as error:
+        raise ArgumentError(f"{name}: expected {what}, that a float can hold; got {shown(x)} ({error}).") from None
+
+
+def scale_of(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    value = number("scale", scale, "a number or None (1/sqrt(head_dim))")
+    if not math.isfinite(value) or abs(value) > 1e30:
+        raise ArgumentError(f"scale: expected a finite number up to 1e30 in size; got {value}.")
+    return value
+
+
+def dtype_name(dtype: Any) -> str:
+    name = getattr(dtype, "__name__" if isinstance(dtype, type) else "name", None)
+    name = name if isinstance(name, str) else dtype if isinstance(dtype, str) else shown(dtype)
+    name = name.removeprefix("torch.")
+    if name not in DTYPES:
+        raise ArgumentTypeError(f"dtype: expected float32, float64, float16 or bfloat16; got {shown(dtype)}.")
+    return name
+
+
+def item_lengths(name: str, x: Any, batch: int, most: int, what: str = "the length of the array") -> tuple[int, ...]:
+    """Lengths of a padded batch, copied before they are checked."""
+    if x is None:
+        return (most,) * batch
+    values = listed(x, name, "a sequence of ints")
+    if len(values) != batch:
+        raise ArgumentError(f"{name}: expected {batch} lengths, one per batch item; got {len(values)}.")
+    lengths = tuple(integer(name, n) for n in values)
+    for at, n in enumerate(lengths):
+        if not 0 <= n <= most:
+            raise ArgumentError(f"{name}: expected lengths from 0 to {most}, {what}; got {n} for item {at}.")
+    return lengths
+
+
+def packed_offsets(name: str, x: Any, total: int) -> tuple[int, ...]:
+    """Packed offsets, copied before they are checked: 0 = c₀ ≤ c₁ ≤ … = total."""
+    if x is None:
+        return (0, total)
+    values = tuple(integer(name, i) for i in listed(x, name, "a sequence of ints"))
+    if len(values) < 2 or values[0] != 0 or values[-1] != total:
+        ends = f"{len(values)} entries" if len(values) < 2 else f"{values[0]} … {values[-1]}"
+        raise ArgumentError(f"{name}: expected offsets from 0 to the total length {total}; got {ends}.")
+    for i, (a, b) in enumerate(itertools.pairwise(values)):
+        if b < a:
+            raise ArgumentError(f"{name}: expected offsets that never fall; got {a} then {b} at entry {i + 1}.")
+    return values
+
+
+def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]:
+    """Lengths of packed queries, of a known number of sequences."""
+    offsets = packed_offsets("cu_seqlens_q", cu_seqlens_q, total)
+    if len(offsets) != batch + 1:
+        raise ArgumentError(f"cu_seqlens_q: expected {batch + 1} entries, one more than sequences; got {len(offsets)}.")
+    return tuple(b - a for a, b in itertools.pairwise(offsets))
+
+
+def check_layout(x: Any) -> None:
+    """Where batch, heads, length and dim lie."""
+    if not isinstance(x, str) or x not in LAYOUTS:
+        raise ArgumentError(f"layout: expected 'bhld', 'blhd' or 'lhd'; got {shown(x)}.")
+
+
+def check_precision(x: Any) -> None:
+    """That of float32 products on a GPU."""
+    if not isinstance(x, str) or x not in ("ieee", "tf32x3", "tf32"):
+        raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {shown(x)}.")
+
+
+def _block_table(x: Any) -> np.ndarray:
+    """(batch, most pages) of ints, of any kind and byte order."""
+    if is_tensor(x):
+        check_plain_tensor(x, "block_table")
+    elif isinstance(x, Sequence):  # of rows, whose lengths are looked at before NumPy copies them
+        what = "ints of shape (batch, most pages)"
+        x = [
+            row if hasattr(row, "shape") else listed(row, "block_table", what) for row in listed(x, "block_table", what)
+        ]
+    try:
+        table = np.array(x.detach().cpu().numpy() if is_tensor(x) else x)
+    except Exception as error:  # ragged lists, other libraries' code
+        raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from None
+    if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
+        raise ArgumentTypeError(
+            f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__} of {table.dtype}, shape "
+            f"{table.shape}."
+        )
+    return table
+
+
+def page_lists(
+    block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int
+) -> tuple[np.ndarray, tuple[int, ...]]:
+    """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the
+    lengths.
+    """
+    table = _block_table(block_table)
+    numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
+    numbers[:, : table.shape[1]] = table
+    lengths = item_lengths(
+        "k_lengths",
+        k_lengths,
+        len(table),
+        table.shape[1] * page_size,
+        "the tokens that a row of block_table has pages for",
+    )
+    for item, n in enumerate(lengths):
+        used = numbers[item, : -(-n // page_size)]
+        if used.size and (used.min() < 0 or used.max() >= pages):
+            at = int(np.argmax((used < 0) | (used >= pages)))
+            raise ArgumentError(f"block_table: expected pages from 0 to {pages - 1}; got {used[at]} at [{item}, {at}].")
+    return numbers, lengths
+
+
+# --- of caches
+
+_FLOATS = ("float32", "float16", "bfloat16")  # of tokens that an int8 cache takes
+
+
+def check_index(name: str, x: Any, count: int) -> int:
+    """One of `count` places, by name."""
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+    if not 0 <= x < count:
+        raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {shown(x)}.")
+    return int(x)
+
+
+def check_list(name: str, x: Any, of: str) -> list[Any]:
+    """Several things, by name; `of`: what they should be."""
+    try:
+        return list(x)
+    except TypeError:
+        raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__}.") from None
+    except Exception as error:  # another library's, or a generator's
+        raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__} ({error}).") from error
+
+
+def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
+    """Sizes of a cache, by name."""
+    for name, x in sizes.items():
+        if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+            raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
+        if not least <= x <= MOST:
+            raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {shown(x)}.")
+
+
+def cache_dtype(dtype: Any) -> str:
+    """The name of a cache's dtype."""
+    name = (
+        getattr(dtype, "name", None)
+        or getattr(dtype, "__name__", None)
+        or (dtype if isinstance(dtype, str) else shown(dtype))
+    )
+    name = name.removeprefix("torch.") if isinstance(name, str) else shown(dtype)
+    if name not in (*DTYPES, "int8"):
+        raise ArgumentTypeError(f"dtype: expected float32, float64, float16, bfloat16 or int8; got {shown(dtype)}.")
+    return name
+
+
+def device_name(device: Any) -> str:
+    """Of a cache: as a string, or as PyTorch has it."""
+    if not isinstance(device, str) and type(device).__module__ != "torch":
+        raise ArgumentTypeError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
+    return str(device)
+
+
+def check_tokens(got: str, name: str, dtype: str) -> None:
+    """The dtype of new keys or values."""
+    if dtype == "int8":
+        if got not in _FLOATS:
+            raise ArgumentTypeError(
+                f"{name}: expected float32, float16 or bfloat16, which an int8 cache rounds itself; got {got}."
+            )
+    elif got != dtype:
+        raise ArgumentTypeError(f"{name}: expected dtype {dtype}, as the cache has; got {got}. Convert it first.")
+
+
+def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
+    """New tokens of every sequence of a padded batch."""
+    if new_lengths is None:
+        return [n_new] * batch
+    values = each_count(new_lengths, batch)
+    for item, n in enumerate(values):
+        if not 0 <= n <= n_new:
+            raise ArgumentError(
+                f"new_lengths: expected 0 to {n_new}, the tokens in k; got {shown(n)} for sequence {item}."
+            )
+    return values
+
+
+def each_count(new_lengths: Any, sequences: int) -> list[int]:
+    """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
+    what = f"{sequences} ints, one per sequence"
+    values = listed(new_lengths, "new_lengths", what)
+    if any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values):
+        raise ArgumentTypeError(f"new_lengths: expected {what}; got {shown(new_lengths)}.")
+    if len(values) != sequences:
+        raise ArgumentError(f"new_lengths: expected {what}; got {len(values)}.")
+    return [int(n) for n in values]
+
+
+def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int) -> list[int]:
+    """Lengths after an append that fits."""
+    for item, n in enumerate(counts):
+        free = capacity - lengths[item]
+        if n > free:
+            raise CacheFull(
+                f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {capacity} are free. "
+                "truncate() it, or make a cache of larger capacity.",
+                n,
+                free,
+            )
+    return [a + b for a, b in zip(lengths, counts, strict=True)]
+
+
+def cache_sizes(
+    *,
+    layers: Any,
+    batch: Any,
+    kv_heads: Any,
+    head_dim: Any,
+    value_dim: Any,
+    capacity: Any,
+    window: Any,
+    keep_first: Any,
+) -> tuple[int, int, int, int, int, int]:
+    """(layers, batch, kv_heads, head_dim, value_dim, capacity) of a cache; with a window and no capacity, the most
+    there is.
+    """
+    if capacity is None:
+        if window is None:
+            raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
+        capacity = MOST
+    sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
+    sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
+    check_sizes(sizes | {"window": 1 if window is None else window})
+    check_sizes({"keep_first": keep_first}, least=0)
+    if window is None and keep_first:
+        raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
+    return tuple(map(int, sizes.values()))  # type: ignore[return-value]
+
+
+def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, int], bool]) -> list[int]:
+    """What truncate() leaves of every sequence; lengths: per layer.
+
+    lost(item, n): a window has forgotten what token n would see.
+    """
+    batch = len(lengths[0])
+    wanted = (
+        [length] * batch if isinstance(length, (int, np.integer)) else check_list("length", length, "ints, or one int")
+    )
+    if len(wanted) != batch:
+        raise ArgumentError(f"length: expected one int, or {batch} (one per sequence); got {len(wanted)}.")
+    for item, n in enumerate(wanted):
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
+            raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
+        least = min(x[item] for x in lengths)
+        if not 0 <= n <= least:
+            raise ArgumentError(
+                f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {shown(n)}."
+            )
+        if lost(item, int(n)):
+            raise ArgumentError(
+                f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what "
+                f"token {n} would "
+                "see. clear() it, or make a cache of a longer window."
+            )
+    return [int(n) for n in wanted]

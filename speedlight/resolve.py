@@ -1,0 +1,404 @@
+"""From a call's arrays, or sizes, and its options to the problem that they state. checks.py has the single checks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import numbers
+import operator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import checks
+from .arrays import Array, is_tensor, listed
+from .errors import ArgumentError, ArgumentTypeError, shown
+from .expressions.tracing import Expression, Symbol, Table, expression, score_chain, where
+from .modes import standard
+from .problem import LAYOUTS, SPAN, Options, Problem, Sizes
+
+_AXES = {
+    "bhld": "(batch, heads, length, head_dim)",
+    "blhd": "(batch, length, heads, head_dim)",
+    "lhd": "(total_length, heads, head_dim)",
+}
+
+
+class Stated(NamedTuple):
+    """A problem, and the offsets of packed sequences in q and in k, where there are any."""
+
+    problem: Problem
+    cu_q: tuple[int, ...] | None = None
+    cu_k: tuple[int, ...] | None = None
+
+
+class Stored(NamedTuple):
+    """Keys and values that are already kept somewhere, and known to be right."""
+
+    dtype: str  # int8 has a scale per token and head
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    k_lengths: tuple[int, ...]
+    hiding: Expression | None = None  # a mask of the cache itself, joined to the caller's
+    items: tuple[int, ...] | None = None  # what a mask calls the sequences, where not 0, 1, …
+    shortest: int | None = None  # what is made of the problem is used for any k_lengths from this to those given
+
+
+@standard
+def from_sizes(sizes: Sizes, options: Options) -> Problem:
+    """The problem of a plan by sizes alone; lengths and offsets give the sizes that are left out (None)."""
+    o = options
+    checks.check_layout(o.layout)
+    q_len = _longest("q_len", sizes.q_len, "cu_seqlens_q", "q_lengths", o)
+    k_len = sizes.k_len
+    if k_len is None and o.cu_seqlens_k is None and o.k_lengths is None:
+        k_len = q_len
+    k_len = _longest("k_len", k_len, "cu_seqlens_k", "k_lengths", o)
+    q_heads, q_len, k_len = (
+        checks.size(n, x) for n, x in (("q_heads", sizes.q_heads), ("q_len", q_len), ("k_len", k_len))
+    )
+    kv_heads = q_heads if sizes.kv_heads is None else checks.size("kv_heads", sizes.kv_heads)
+    head_dim = checks.size("head_dim", sizes.head_dim, 1)
+    value_dim = head_dim if sizes.value_dim is None else checks.size("value_dim", sizes.value_dim, 1)
+    batch = checks.size("batch", sizes.batch)
+    if batch > 1_000_000:
+        raise ArgumentError(f"batch: expected at most 1,000,000; got {batch}.")
+    if o.layout == "lhd" and batch != 1:
+        raise ArgumentError(
+            f"batch: expected 1 for layout='lhd', whose sequences are those of cu_seqlens_q; got {batch}."
+        )
+    dtype = checks.dtype_name(sizes.dtype)
+    return _stated(Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), o).problem
+
+
+def _longest(name: str, length: Any, offsets: str, lengths: str, options: Options) -> Any:
+    """A length that was left out: that of the packed rows, or of the longest item."""
+    for its_name in (offsets, lengths):
+        given = getattr(options, its_name)
+        if length is None and given is not None:
+            return max((checks.integer(its_name, n) for n in listed(given, its_name, "a sequence of ints")), default=0)
+    return length
+
+
+@standard
+def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
+    """The problem of three arrays."""
+    layout = options.layout
+    checks.check_layout(layout)
+    checks.check_precision(options.precision)
+    dims = len(layout)
+    for x in (q, k, v):
+        if len(x.shape) != dims:
+            raise ArgumentError(
+                f"{x.name}: expected {dims} dimensions {_AXES[layout]} for layout={layout!r}; got shape {x.shape}."
+            )
+        check_together(x, q)
+    axes = LAYOUTS[layout]
+    q_heads, q_len, head_dim = (q.shape[a] for a in axes[-3:])
+    kv_heads, k_len, k_dim = (k.shape[a] for a in axes[-3:])
+    if k_dim != head_dim:
+        raise ArgumentError(
+            f"k: expected head_dim {head_dim}, as q has; got {k_dim} (shape {k.shape}, layout {layout!r})."
+        )
+    if head_dim < 1:
+        raise ArgumentError(f"q: expected head_dim of at least 1; got shape {q.shape}.")
+    v_heads, v_len, value_dim = (v.shape[a] for a in axes[-3:])
+    if value_dim < 1:
+        raise ArgumentError(f"v: expected a value dim of at least 1; got shape {v.shape}.")
+    if (v_heads, v_len) != (kv_heads, k_len):
+        raise ArgumentError(
+            f"v: expected {kv_heads} heads and length {k_len}, as k has; got {v_heads} and {v_len} (shape {v.shape})."
+        )
+    batch = 1 if layout == "lhd" else q.shape[0]
+    for x in (k, v) if layout != "lhd" else ():
+        if x.shape[0] != batch:
+            raise ArgumentError(f"{x.name}: expected batch {batch}, as q has; got {x.shape[0]} (shape {x.shape}).")
+    return _stated(Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), options)
+
+
+def check_together(x: Array, q: Array) -> None:
+    """Keys or values of q's dtype, kind and device."""
+    if x.dtype != q.dtype:
+        raise ArgumentTypeError(f"{x.name}: expected dtype {q.dtype}, as q has; got {x.dtype}. Convert one of them.")
+    if (x.kind == "torch") != (q.kind == "torch"):
+        raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}.")
+    if x.device != q.device:
+        raise ArgumentError(
+            f"{x.name}: expected an array on {q.device}, as q; got one on {x.device}. Move one of them."
+        )
+
+
+def _stated(sizes: Sizes, options: Options) -> Stated:
+    """The problem of these sizes under all of a call's options."""
+    packed = options.layout == "lhd"
+    cu_q = cu_k = None
+    if packed:
+        cu_q, cu_k = _packed_offsets(sizes, options)
+        q_lens, k_lens = (tuple(b - a for a, b in itertools.pairwise(c)) for c in (cu_q, cu_k))
+    else:
+        q_lens, k_lens = _padded_lengths(sizes, options)
+    problem = _problem(sizes, q_lens, k_lens, options)
+    rows = None if packed or options.q_lengths is None else sizes.q_len
+    if options.sink_logits is not None or rows is not None:
+        problem = replace(problem, sinks=_sinks(options.sink_logits, problem), rows=rows)
+    square, mask = (sizes.q_len, sizes.k_len), options.mask
+    mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
+    return Stated(_expressed(problem, mask, options.score, packed, square), cu_q, cu_k)
+
+
+def _packed_offsets(sizes: Sizes, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    for name, x in (("q_lengths", options.q_lengths), ("k_lengths", options.k_lengths)):
+        if x is not None:
+            raise ArgumentError(
+                f"{name}: expected None for layout='lhd'; packed sequences have cu_seqlens_q and cu_seqlens_k."
+            )
+    cu_q = checks.packed_offsets("cu_seqlens_q", options.cu_seqlens_q, sizes.q_len)
+    if options.cu_seqlens_k is None and sizes.k_len == sizes.q_len:
+        return cu_q, cu_q
+    cu_k = checks.packed_offsets("cu_seqlens_k", options.cu_seqlens_k, sizes.k_len)
+    if len(cu_q) != len(cu_k):
+        raise ArgumentError(f"cu_seqlens_k: expected {len(cu_q)} entries, as cu_seqlens_q has; got {len(cu_k)}.")
+    return cu_q, cu_k
+
+
+def _padded_lengths(sizes: Sizes, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    o = options
+    for name, x in (("cu_seqlens_q", o.cu_seqlens_q), ("cu_seqlens_k", o.cu_seqlens_k)):
+        if x is not None:
+            raise ArgumentError(f"{name}: expected None for layout={o.layout!r}; packed sequences take layout='lhd'.")
+    q_lens = checks.item_lengths("q_lengths", o.q_lengths, sizes.batch, sizes.q_len)
+    k_lens = checks.item_lengths("k_lengths", o.k_lengths, sizes.batch, sizes.k_len)
+    alone = (o.q_lengths is None) != (o.k_lengths is None)
+    if alone and o.q_start is None and sizes.q_len == sizes.k_len > 1 and o.causal != "top-left":
+        _check_alignment(q_lens, k_lens, o)
+    return q_lens, k_lens
+
+
+def _check_alignment(q_lens: tuple[int, ...], k_lens: tuple[int, ...], options: Options) -> None:
+    """Refuses a padded square batch with one kind of lengths alone, where it matters where queries are.
+
+    By attention()'s rule an item's last row is at its last key; whoever pads a square means row i to be at key i.
+    """
+    name, other = ("q_lengths", "k_lengths") if options.q_lengths is not None else ("k_lengths", "q_lengths")
+    placed = options.causal is True or options.window is not None
+    for item, (rows, keys) in enumerate(zip(q_lens, k_lens, strict=True)):
+        if 0 < rows != keys > 0:
+            if placed or any("i" in x.root.uses for x in _functions_of(options.mask, options.score)):
+                raise ArgumentError(
+                    f"{name}: expected {other}= or q_start= beside it: without them the last of item {item}'s {rows} "
+                    f"queries is at the last of its {keys} keys. Give {other}= the same lengths, or q_start=0, which "
+                    "puts row i at key i."
+                )
+            return
+
+
+def _functions_of(mask: Any, score: Any) -> list[Any]:
+    """Expressions among the masks and scores. A dense array has rows of its own, wherever queries are."""
+    scores = score if isinstance(score, (list, tuple)) else [score]
+    given = [(mask, "mask"), *((x, "score") for x in scores)]
+    return [expression(x, role) for x, role in given if isinstance(x, Expression) or callable(x)]
+
+
+@standard
+def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
+    """The problem of queries over keys and values that are stored. The last query is the last key's.
+
+    Packed queries ("lhd") have options.q_lengths that are right, too.
+    """
+    layout = options.layout
+    dims = len(layout)
+    if len(q.shape) != dims:
+        raise ArgumentError(f"q: expected {dims} dimensions {_AXES[layout]}; got shape {q.shape}.")
+    axes = LAYOUTS[layout]
+    q_heads, q_len, dim = (q.shape[a] for a in axes[-3:])
+    if dim != stored.head_dim:
+        raise ArgumentError(f"q: expected head_dim {stored.head_dim}, as the cache has; got {dim} (shape {q.shape}).")
+    if stored.dtype == "int8":
+        if q.dtype == "float64":
+            raise ArgumentTypeError("q: expected float32, float16 or bfloat16 over an int8 cache; got float64.")
+    elif q.dtype != stored.dtype:
+        raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as the cache has; got {q.dtype}. Convert it first.")
+    rows, batch = None, len(stored.k_lengths)
+    if layout == "lhd":
+        q_lens = tuple(options.q_lengths)
+    else:
+        if q.shape[0] != batch:
+            raise ArgumentError(f"q: expected batch {batch}, as the cache has; got {q.shape[0]} (shape {q.shape}).")
+        q_lens = checks.item_lengths("q_lengths", options.q_lengths, batch, q_len)
+        rows = None if options.q_lengths is None else q_len
+    sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, 0, stored.head_dim, stored.value_dim)
+    problem = _problem(sizes, q_lens, stored.k_lengths, options)
+    problem = replace(
+        problem,
+        sinks=_sinks(options.sink_logits, problem),
+        rows=rows,
+        quantised=stored.dtype == "int8",
+        items=stored.items,
+        first_row=None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
+    )
+    mask, packed, square = options.mask, layout == "lhd", (q_len, max(stored.k_lengths, default=0))
+    if stored.hiding is not None:
+        mask = stored.hiding if mask is None else stored.hiding & _mask(mask, problem, packed, square)
+    return _expressed(problem, mask, options.score, packed, square)
+
+
+def from_cache(q: Array, *, hiding: Any = None, items: Any = None, shortest: Any = None, **x: Any) -> Problem:
+    stored = Stored(**{n: x.pop(n) for n in Stored._fields[:5]}, hiding=hiding, items=items, shortest=shortest)
+    return from_stored(q, stored, Options(**x))
+
+
+def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], options: Options) -> Problem:
+    """Without mask, score and sinks."""
+    q_heads, kv_heads, causal = sizes.q_heads, sizes.kv_heads, options.causal
+    if (kv_heads == 0 and q_heads) or (kv_heads and q_heads % kv_heads):
+        raise ArgumentError(f"k: expected a number of kv heads that divides q's {q_heads} heads; got {kv_heads}.")
+    if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
+        raise ArgumentError(f"causal: expected False, True (aligned at the end) or 'top-left'; got {shown(causal)}.")
+    k_start = checks.integer("k_start", options.k_start)
+    if causal == "top-left" and options.q_start is not None:
+        raise ArgumentError("q_start: expected None with causal='top-left', which means q_start=0.")
+    if k_start < 0 or k_start % SPAN or k_start > checks.MOST:
+        raise ArgumentError(f"k_start: expected a multiple of {SPAN}, not negative; got {k_start}.")
+    return Problem(
+        sizes.dtype,
+        q_heads,
+        kv_heads,
+        sizes.head_dim,
+        sizes.value_dim,
+        q_lengths,
+        k_lengths,
+        _starts(0 if causal == "top-left" else options.q_start, q_lengths, k_lengths),
+        k_start,
+        bool(causal),
+        checks.scale_of(options.scale, sizes.head_dim),
+    )
+
+
+def _starts(q_start: Any, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Absolute positions of each item's first query; by default its last query is its last key's."""
+    if q_start is None:
+        starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))
+    elif isinstance(q_start, numbers.Integral):
+        starts = (checks.integer("q_start", q_start),) * len(q_lengths)
+    else:
+        starts = tuple(checks.integer("q_start", x) for x in listed(q_start, "q_start", "an int or a sequence of ints"))
+        if len(starts) != len(q_lengths):
+            raise ArgumentError(
+                f"q_start: expected one int, or {len(q_lengths)} (one per batch item); got {len(starts)}."
+            )
+    if any(abs(x) > checks.MOST for x in starts):
+        raise ArgumentError(f"q_start: expected positions below 2^46; got {max(starts, key=abs)}.")
+    return starts
+
+
+def _windowed(window: Any, mask: Any, problem: Problem, packed: bool, square: tuple[int, int]) -> Expression | None:
+    """The shorthand (left, right), joined to the mask."""
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {shown(window)}.")
+    left, right = (None if x is None else checks.size("window", x) for x in window)
+    limits: list[Any] = []
+    if left is not None:
+        limits.append(expression(lambda b, h, i, j: i - j <= left, "mask"))
+    if right is not None:
+        limits.append(expression(lambda b, h, i, j: j - i <= right, "mask"))
+    if mask is not None:
+        limits.append(_mask(mask, problem, packed, square))
+    return functools.reduce(operator.and_, limits) if limits else None
+
+
+def _sinks(x: Any, problem: Problem) -> tuple[float, ...] | None:
+    """One logit per query head, copied; each a number of the type that scores are computed in."""
+    if x is None:
+        return None
+    if isinstance(x, np.ndarray) and x.dtype.name == "bfloat16":
+        x = x.astype(np.float32)
+    values = listed(x, "sink_logits", "numbers, one per query head")
+    if len(values) != problem.q_heads:
+        raise ArgumentError(f"sink_logits: expected {problem.q_heads} numbers, one per query head; got {len(values)}.")
+    most = float(np.finfo(np.float64 if problem.dtype == "float64" else np.float32).max)
+    sinks = []
+    for v in values:
+        sinks.append(checks.number("sink_logits", v, "numbers, one per query head"))
+        if most < abs(sinks[-1]) < math.inf:
+            raise ArgumentError(
+                f"sink_logits: expected logits that float32 can hold, up to {most:.3g} in size, or infinities; got "
+                f"{sinks[-1]}."
+            )
+    return tuple(sinks)
+
+
+def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tuple[int, int] | None = None) -> Problem:
+    if mask is None and score is None:
+        return problem
+    return replace(problem, mask=_mask(mask, problem, packed, square), score=_score(score, problem, packed, square))
+
+
+def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:
+    if x is None or isinstance(x, Expression) or callable(x):
+        return None if x is None else expression(x, "mask")
+    table = _dense("mask", x, problem, packed, square)
+    if table.kind != "bool":
+        way = (
+            "Use mask.bool() or mask.astype(bool)"
+            if table.kind == "int"
+            else "Pass an array that is added to scores as score=[array]"
+        )
+        raise ArgumentTypeError(
+            f"mask: expected a bool array, True where a key is seen; got {table.array.dtype}. {way}."
+        )
+    return expression(lambda b, h, i, j: _entry(table, problem, b, h, i, j), "mask")
+
+
+def _score(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:
+    """One score, or several, left to right."""
+    found = []
+    for one in x if isinstance(x, (list, tuple)) else [] if x is None else [x]:
+        if isinstance(one, Expression) or callable(one):
+            found.append(expression(one, "score"))
+            continue
+        table = _dense("score", one, problem, packed, square)
+        if table.kind not in ("float", "double"):
+            way = "Pass it as mask=" if table.kind == "bool" else "Use score.float() or score.astype('float32')"
+            raise ArgumentTypeError(f"score: expected a float array; got {table.array.dtype}. {way}.")
+        found.append(expression(lambda s, b, h, i, j, t=table: _plus(s, _entry(t, problem, b, h, i, j)), "score"))
+    return score_chain(found)
+
+
+def _plus(s: Symbol, entry: Any) -> Any:
+    """s + entry; -inf hides the key whatever its score, so that a tile of nothing else need not be computed."""
+    return where(entry == -math.inf, -math.inf, s + entry)
+
+
+def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Table:
+    """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
+    if packed:
+        raise ArgumentError(
+            f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their "
+            "own."
+        )
+    if not (is_tensor(x) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
+        raise ArgumentTypeError(
+            f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}."
+        )
+    table = Table(x, name, copy=False)
+    q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
+    whole = (problem.batch, problem.q_heads, q_len, k_len)
+    shape = (1,) * (4 - table.array.ndim) + table.array.shape
+    if any(a not in (1, b) for a, b in zip(shape, whole, strict=True)):
+        raise ArgumentError(
+            f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got "
+            f"{table.array.shape}."
+        )
+    table.reshaped(shape)
+    return table
+
+
+def _entry(table: Table, problem: Problem, b: Symbol, h: Symbol, i: Symbol, j: Symbol) -> Any:
+    """The entry of a dense array; positions become rows and columns again."""
+    starts = problem.q_starts
+    first: Any = max(starts, default=0) if len(set(starts)) <= 1 else Table(np.array(starts, np.int64), "q_start")[b]
+    index = (b, h, i - first, j - problem.k_start)
+    return table[tuple(b * 0 if n == 1 else x for x, n in zip(index, table.array.shape, strict=True))]
