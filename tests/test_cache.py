@@ -113,12 +113,13 @@ def test_an_unfinished_file_of_a_killed_process_is_not_read(tmp_path):
 def test_places_that_others_can_write_are_not_trusted(tmp_path):
     directory = tmp_path / "cache"
     use(directory)
-    directory.chmod(0o777)
-    assert use(directory) == ["True", "1", "False"]
-    directory.chmod(0o700)
     (file,) = directory.iterdir()
-    file.chmod(0o666)
-    assert use(directory)[0::2] == ["True", "False"]
+    for others in (0o002, 0o020):
+        directory.chmod(0o700 | others)
+        assert use(directory) == ["True", "1", "False"]
+        directory.chmod(0o700)
+        file.chmod(0o600 | others)
+        assert use(directory)[0::2] == ["True", "False"]
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give a file away")
