@@ -6,36 +6,19 @@ Slow, in memory that grows with q_len x k_len of one head, and plain on purpose.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from . import arrays
+from .accuracy import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
 from .errors import ArgumentError
-from .expressions.tree import evaluate, rounding_error
+from .expressions.tree import evaluate
 from .modes import standard
-from .planning import TILE
-from .problem import LAYOUTS, SPAN, Options, Problem
+from .problem import LAYOUTS, Options, Problem
 from .resolve import from_arrays
 
-# unit roundoff of a result in each dtype, and half its smallest subnormal
-ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-_TINY = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
-
 _BEYOND = 2.0**128 - 2.0**103  # rounds to infinity in float32, in which a score's expression is computed
-
-_MOST = float(np.finfo(np.float64).max)
-
-# of float32 products on tensor cores: of S for the scores, and of M for the sum of values
-_COARSE = {"ieee": 0.0, "tf32x3": 2.0**-19, "tf32": 2.0**-9}
-
-
-class Bounds(NamedTuple):
-    """Largest allowed |error| of every element of out and of lse."""
-
-    out: np.ndarray
-    lse: np.ndarray
 
 
 def attention_row(score: np.ndarray, v: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, float]:
@@ -99,7 +82,7 @@ def error_bound(
     Args:
         q, k, v, **options: as for `attention`.
         proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
-            Default: what rounding errors that are not all of one sign add up to, several times less.
+            Default: what roundings of these very numbers come to at most, to first order: several times less.
         dot: bfloat16 by the dot instruction.
         int8: k and v are codes · scales of an int8 cache, as its keys() and values() give them.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
@@ -115,11 +98,12 @@ def error_bound(
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
     case = _Case(q, k, v, options)
-    case.proven, case.dot, case.int8, case.tile, case.precision = proven, dot, int8, tile, precision
+    arithmetic = Arithmetic(case.problem, proven, dot, int8, tile, precision)
     out, lse = case.results()
     with np.errstate(all="ignore"):
-        for place in case.heads():
-            place.bound(out, lse)
+        for head in case.heads():
+            if head.q.size and (head.k.size or head.problem.sinks):
+                out[head.at], lse[head.at] = bounds_of(head, arithmetic)
     return Bounds(case.outward(out), lse)
 
 
@@ -170,10 +154,10 @@ def merge_bound(outs: Sequence[Any], lses: Sequence[Any]) -> Bounds:
         below = np.where(seen[..., 0] & (share[..., 0] > 0), -np.log(share[..., 0]), 0.0).max(axis=0)
         steps = 2.0**-51 * (len(outs) + 5 + below)
         m, mean = (np.where(seen, share * x, 0.0).sum(axis=0) for x in (np.abs(out), out))
-        tiny = _TINY[dtype] + len(outs) * 2.0**-1074 + 2.0**-1022 * np.where(seen, np.abs(out), 0.0).sum(axis=0)
+        tiny = TINY[dtype] + len(outs) * 2.0**-1074 + 2.0**-1022 * np.where(seen, np.abs(out), 0.0).sum(axis=0)
         rounded = (ROUNDOFF[x] + (2.0**-24 if x.endswith("16") else 0.0) for x in (dtype, lse_dtype))
         return Bounds(
-            next(rounded) * np.abs(mean) + steps[..., None] * m + tiny, next(rounded) * log + steps + _TINY[lse_dtype]
+            next(rounded) * np.abs(mean) + steps[..., None] * m + tiny, next(rounded) * log + steps + TINY[lse_dtype]
         )
 
 
@@ -200,8 +184,6 @@ class _Case:
         described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
         given = Options(**options)
         self.layout = given.layout
-        self.proven, self.dot, self.int8, self.precision = False, False, False, "ieee"
-        self.tile: int | None = None
         self.problem, self.cu_q, self.cu_k = from_arrays(described[0], described[1], described[2], given)
         self.dtype = self.problem.dtype
         axes = LAYOUTS[self.layout]
@@ -298,157 +280,3 @@ class _Head:
         rows = [attention_row(row, self.v, seen) for row, seen in zip(score, self.visible, strict=True)]
         if rows:
             out[self.at], lse[self.at] = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])
-
-    def bound(self, out: np.ndarray, lse: np.ndarray) -> None:
-        """Per element, from M = Σ p|v|."""
-        if not self.q.size or not (self.k.size or self.problem.sinks):
-            return
-        rules, products = _Rules.of(self), self.products()
-        scores = self.scores(products)
-        errors = self.logit_errors(rules, products, scores)
-        score = self.add_sink(scores)
-        if self.problem.sinks is not None:
-            errors = np.concatenate([errors, 2 * rules.u * np.abs(score[:, -1:])], axis=1)
-        values, visible = np.abs(self.v), self.visible & (score != -np.inf)
-        score = np.where(visible, score, -np.inf)
-        top = np.maximum(score.max(axis=1, keepdims=True), -_MOST)
-        weight = np.exp(score - top)
-        total = weight.sum(axis=1, keepdims=True)
-        weight /= np.where(total == 0, 1, total)
-        error = np.where(visible, errors, 0).max(axis=1, keepdims=True)
-        if rules.proven:
-            error = error + rules.u * np.where(visible, np.minimum(top - score, rules.deepest), 0).max(
-                axis=1, keepdims=True
-            )
-            # so large a maximum is rounded down, and exponents are clamped
-            error = error + np.where((np.abs(top) > 2.0**22) & (total > 0), 4 * rules.u * np.abs(top), 0)
-        logs = np.abs(np.where(total == 0, 0, top + np.log(total)))
-        mean = weight @ values
-        out[self.at] = rules.relative(error) * mean + rules.floor(values, visible, weight)
-        lse[self.at] = rules.of_lse(error, logs)[:, 0]
-        if not rules.proven:
-            chain = weight * self.chain_steps(visible)
-            total = chain.sum(axis=1)
-            out[self.at] += rules.u * (chain @ values + total[:, None] * mean)
-            lse[self.at] += rules.u * total
-
-    def chain_steps(self, visible: np.ndarray) -> Any:
-        """[q_len, keys]: how many roundings a key's weight goes through in its tile's chain, each of one unit at most.
-
-        They may all be of one sign where terms are equal. The GPU's order is not known: half a tile.
-        """
-        if self.case.tile:
-            return TILE / 2
-        keys = self.k.shape[0]  # a sink is merged by itself
-        tiles = np.zeros((len(visible), -(-keys // TILE), TILE))
-        tiles.reshape(len(visible), -1)[:, :keys] = visible[:, :keys]
-        later = tiles[:, :, ::-1].cumsum(axis=2)[:, :, ::-1].reshape(len(visible), -1)[:, :keys]
-        return np.pad(later, ((0, 0), (0, visible.shape[1] - keys)))
-
-    def logit_errors(self, rules: _Rules, products: np.ndarray, scores: np.ndarray) -> np.ndarray:
-        """[q_len, k_len]: how far every score may be off, its product with log4 e included."""
-        p, u = self.problem, rules.u
-        scale = max(abs(p.scale), rules.normal * 2) if p.scale else 0.0
-        size = np.abs(self.q) @ np.abs(self.k).T * scale
-        off = (u * rules.chain + rules.coarse) * size + p.head_dim * rules.tiny * abs(p.scale)
-        if rules.biased:
-            off += u * rules.biased * np.abs(products)
-        if rules.dot:  # subnormal numbers count as zeros
-            q, k = (np.where(np.abs(x) < rules.normal, np.abs(x), 0) for x in (self.q, self.k))
-            if q.any() or k.any():
-                off += (q @ np.abs(self.k).T + np.abs(self.q) @ k.T) * abs(p.scale)
-        if p.score is None:
-            return off
-        _, off = rounding_error(p.score.root, self.env | {"s": products}, off, u)
-        return off + 2 * u * np.abs(scores)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rules:
-    """How errors add up for one head: the constants of docs/numerics.md."""
-
-    proven: bool
-    dot: bool
-    gpu: bool
-    wide: bool
-    u: float  # unit roundoff of what is computed in
-    chain: float  # of a score, in u · |scale| Σ|q||k|
-    biased: float  # of a score, in u · |score|: what roundings of equal products add up to
-    sums: float  # of the sums over keys, unless `chain_steps` has them, of quotients and products, in u
-    exponential: float  # of a weight and what it is multiplied by later
-    coarse: float  # of float32 products on tensor cores
-    weights: float  # of weights that are rounded
-    out: float  # of the result
-    tiny_out: float  # half the smallest subnormal of the result
-    keys: int
-
-    @classmethod
-    def of(cls, head: _Head) -> _Rules:
-        case, p, n = head.case, head.problem, len(head.k)
-        wide, low = p.dtype == "float64", p.dtype in ("float16", "bfloat16")
-        u, d = ROUNDOFF["float64" if wide else "float32"], p.head_dim + p.head_dim % 2 * case.dot
-        tiles, merges = min(-(-n // TILE), SPAN // TILE), -(-n // SPAN) + (p.sinks is not None)
-        out = ROUNDOFF[p.dtype] if low else 0.0
-        weights = ROUNDOFF["bfloat16"] if case.dot else out if case.tile else 0.0
-        if case.proven:
-            chain, biased = d + 2 + 2 * case.int8 + (p.score is not None), 0.0
-            sums = 2 * min(n, TILE) + 2 * tiles + 4 * merges + 1 + 2 * case.int8
-            exponential = (1.1e-4 if case.dot else 4 * u) * (tiles + merges)
-        else:
-            chain, biased = 6.0 + 2 * case.int8, d / 4
-            sums = n / (case.tile or SPAN) + 12
-            exponential = 0.0
-        return cls(
-            case.proven,
-            case.dot,
-            case.tile is not None,
-            wide,
-            u,
-            chain,
-            biased,
-            sums,
-            exponential,
-            _COARSE[case.precision],
-            weights,
-            out,
-            _TINY[p.dtype],
-            n + 1,
-        )
-
-    @property
-    def normal(self) -> float:
-        """The smallest normal number: weights below are 0."""
-        return 2.0**-1022 if self.wide else 2.0**-126
-
-    @property
-    def tiny(self) -> float:
-        """What an operation may be off whose result is subnormal."""
-        return self.normal if self.dot else _TINY["float64" if self.wide else "float32"]
-
-    @property
-    def deepest(self) -> float:
-        """A key so far below the maximum weighs 0."""
-        return 709.0 if self.wide else 88.0
-
-    def relative(self, error: Any) -> Any:
-        """Of out, in units of M."""
-        if self.proven:
-            shared = error + self.exponential + self.weights
-            return np.expm1(1.01 * (2 * shared + self.u * self.sums)) * (1 + self.out) + self.out
-        return self.u * self.sums + error + self.weights + self.out + self.coarse
-
-    def of_lse(self, error: Any, logs: Any) -> Any:
-        if self.proven:
-            shared = error + self.exponential + self.weights
-            return 1.01 * (shared + self.u * self.sums) + 4 * self.u * logs
-        return self.u * (self.sums + 2 * logs) + error + self.weights
-
-    def floor(self, values: Any, visible: Any, weight: Any) -> Any:
-        """What does not shrink with M: weights and sums that underflow."""
-        lost = (
-            2.0**-25 if self.gpu and self.out == ROUNDOFF["float16"] else self.normal
-        )  # weights of the GPU are float16 there
-        floor = self.tiny_out + self.tiny * (2 * self.keys) + lost * (visible.astype(np.float64) @ values)
-        if self.dot:
-            floor = floor + weight @ np.where(values < self.normal, values, 0)
-        return floor
