@@ -267,11 +267,9 @@ class _Head:
 
     def solve(self, out: np.ndarray, lse: np.ndarray) -> None:
         score = self.add_sink(self.scores())
-        ordinary = (
-            np.isfinite(score).all() and np.isfinite(self.v).all() and self.visible.any(axis=1).all() and score.size
-        )
-        if ordinary:  # the definition for all rows at once
-            score[~self.visible] = -np.inf
+        seen = self.visible & (score != -np.inf)
+        if np.isfinite(score[seen]).all() and np.isfinite(self.v).all() and seen.any(axis=1).all() and score.size:
+            score[~seen] = -np.inf  # the definition for all rows at once
             top = score.max(axis=1, keepdims=True)
             p = np.exp(score - top)
             total = p.sum(axis=1, keepdims=True)

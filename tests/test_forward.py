@@ -32,7 +32,7 @@ def test_every_length(isa, rng, dtype, q_len, k_len):
         assert_accurate(*qkv(rng, dtype, 2, 4, 2, q_len, k_len, 24, 20), causal=causal, zeros_allowed=True)
 
 
-@pytest.mark.parametrize("seed", range(100 if FULL else 15))
+@pytest.mark.parametrize("seed", range(100 if FULL else 4))
 def test_random_problems(seed):
     rng = np.random.default_rng(1000 + seed)
     for _ in range(100):
@@ -40,7 +40,7 @@ def test_random_problems(seed):
         assert_accurate(*arrays, zeros_allowed=True, **options)
 
 
-@pytest.mark.parametrize("seed", range(20 if FULL else 2))
+@pytest.mark.parametrize("seed", range(20 if FULL else 1))
 def test_random_problems_on_every_unit(isa, seed):
     rng = np.random.default_rng(5000 + seed)
     for _ in range(100):
