@@ -48,7 +48,8 @@ if TYPE_CHECKING:
         where,
     )
     from .kv.cache import KVCache
-    from .kv.pool import PagePool, Sequence
+    from .kv.pool import PagePool
+    from .kv.sequence import Sequence
     from .merging import merge
     from .planning import Plan
 
@@ -64,7 +65,7 @@ _HOMES = {
     "Plan": "planning",
     "KVCache": "kv.cache",
     "PagePool": "kv.pool",
-    "Sequence": "kv.pool",
+    "Sequence": "kv.sequence",
     "CacheBusy": "errors",
     "CacheFull": "errors",
     "set_threads": "cpu.workers",

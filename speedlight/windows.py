@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from .expressions.patterns import prefix, window
 from .expressions.tracing import Expression
+from .problem import TILE
 
 PIECE = 256  # tokens that a windowed cache takes at a time
-SPARE = 16  # oldest tokens of a ring that nobody counts on: a call that fails may have written over so many
+SPARE = 16  # the oldest tokens of a ring are not promised: a call that fails may have written over so many
 
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """The first `fixed` tokens stay where they are; the others go round in `size`.
+    """The slots of a sequence: the first `fixed` tokens keep theirs, the others go round in the next `size`.
 
-    Without a window nothing moves: size 0.
+    The same on every device, and in files. Without a window every token keeps its slot: size 0.
     """
 
     window: int | None = None
@@ -28,12 +29,12 @@ class Ring:
         """That there is room for."""
         return self.fixed + self.size
 
-    def place(self, position: int) -> int:
-        """Where a token lies."""
+    def slot(self, position: int) -> int:
+        """Where a token lies, from the start of its sequence's memory."""
         return position if position < self.fixed or not self.size else self.fixed + (position - self.fixed) % self.size
 
     def held(self, length: int, written: int) -> int:
-        """Tokens in memory, from its start, whether or not they are still seen."""
+        """Slots in use, from the first one, whether or not their tokens are still seen."""
         return min(max(length, written), self.tokens) if self.size else length
 
     def shown(self, length: int) -> list[int]:
@@ -51,10 +52,17 @@ class Ring:
             return False
         return max(position - (self.window or 1) + 1, self.fixed) < min(length, written + SPARE - self.size)
 
-    def overwritten(self, total: int, written: int) -> list[int]:
-        """Places of tokens that are counted on, and that those up to `total` are written over."""
-        first = max(written + SPARE, self.fixed + self.size, total - self.size)
-        return [self.place(n) for n in range(first, total)] if self.size else []
+    def reached(self, written: list[int], totals: list[int]) -> list[int]:
+        """Of sequences that grow to these totals: past the last token that was ever there."""
+        return [max(a, b) for a, b in zip(written, totals, strict=True)] if self.size else totals
+
+    def overwritten(self, written: list[int], totals: list[int]) -> list[int]:
+        """Slots of promised tokens that new ones are written over, where sequences grow to these totals."""
+        slots: set[int] = set()
+        for old, total in zip(written, totals, strict=True) if self.size else ():
+            first = max(old + SPARE, self.tokens, total - self.size)
+            slots.update(self.slot(n) for n in range(first, total))
+        return sorted(slots)
 
     def mask(self, causal: bool) -> Expression | None:
         """What the window hides from queries that are, or are not, hidden from later keys anyway."""
@@ -64,8 +72,8 @@ class Ring:
         return limits | prefix(self.keep_first) if self.keep_first else limits
 
 
-def ring_of(window: int | None, keep_first: int, step: int) -> Ring:
-    """Room for a window and a piece of new tokens, in multiples of `step`."""
+def ring_of(window: int | None, keep_first: int) -> Ring:
+    """Room for a window and a piece of new tokens, in whole tiles."""
     if window is None:
         return Ring()
-    return Ring(window, keep_first, -(-keep_first // step) * step, -(-(window + PIECE) // step) * step)
+    return Ring(window, keep_first, -(-keep_first // TILE) * TILE, -(-(window + PIECE) // TILE) * TILE)

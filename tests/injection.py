@@ -29,17 +29,17 @@ class Interrupt(KeyboardInterrupt):
     """What is raised."""
 
 
-def places(call: Callable[[], Any], within: str = "") -> range:
+def places(call: Callable[[], Any], within: tuple[str, ...] = ("",)) -> range:
     """The numbers of all places of a call, which is made once. It must take the same way each time.
 
-    within: only in functions of files whose name has this in it.
+    within: only in functions of files whose name has one of these in it.
     """
     probe = _Probe(-1, within)
     probe.run(call)
     return range(1, probe.count + 1)
 
 
-def interrupted(call: Callable[[], Any], at: int, within: str = "") -> bool:
+def interrupted(call: Callable[[], Any], at: int, within: tuple[str, ...] = ("",)) -> bool:
     """Whether the call was ended by an exception at its `at`-th place."""
     probe = _Probe(at, within)
     try:
@@ -70,7 +70,7 @@ def _code(code: CodeType) -> tuple[dict[int, str], dict[int, Any]]:
 class _Probe:
     """Counts places and raises at one of them."""
 
-    def __init__(self, at: int, within: str = "") -> None:
+    def __init__(self, at: int, within: tuple[str, ...] = ("",)) -> None:
         self.at, self.within, self.count, self.raised = at, within, 0, False
         self.last: dict[FrameType, int] = {}  # the instruction that a frame is in
         self.told: set[FrameType] = set()  # whose call in progress has places of its own
@@ -90,8 +90,11 @@ class _Probe:
             if enabled:
                 gc.enable()
 
+    def looks_into(self, frame: FrameType) -> bool:
+        return any(name in frame.f_code.co_filename for name in self.within)
+
     def place(self, frame: FrameType) -> None:
-        if self.within not in frame.f_code.co_filename:
+        if not self.looks_into(frame):
             return
         self.count += 1
         if self.count == self.at:
@@ -104,7 +107,7 @@ class _Probe:
             return None
         if frame.f_back is not None:
             self.told.add(frame.f_back)
-        if self.within not in frame.f_code.co_filename:
+        if not self.looks_into(frame):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if frame.f_back is not self.depth:

@@ -24,7 +24,9 @@ from tolerance import assert_within
 from wrong import WRONG
 
 import speedlight as sl
-from speedlight.cpu.storage import quantise
+from speedlight.cpu.blocks import quantise
+from speedlight.cpu.storage import Step
+from speedlight.kv.query import Results
 from speedlight.windows import SPARE
 
 OPTIONS = [{}, {"sink_logits": [0.5, -1, 2, 0]}, {"mask": sl.window(200, 0) | sl.prefix(3)}, {"score": sl.softcap(2.0)}]
@@ -623,7 +625,8 @@ def test_a_window_is_the_mask_in_constant_memory(isa, rng, dtype):
             sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=24, dtype=dtype, window=window, keep_first=keep),
             0,
         )
-        room = cache._keys[0].memory.nbytes
+        store = cache._storage.keys[0]
+        room = store.memory.nbytes
         if options:
             whole.clear()
             want, lse = whole.attend(
@@ -636,9 +639,7 @@ def test_a_window_is_the_mask_in_constant_memory(isa, rng, dtype):
                 f"{m} tokens at {at}"
             )
             at += m
-        assert (
-            cache.used_bytes <= 2 * (128 + 640) * cache.token_bytes and room == 2 * 2 * (128 + 640) * cache._keys[0].row
-        )
+        assert cache.used_bytes <= 2 * (128 + 640) * cache.token_bytes and room == 2 * 2 * (128 + 640) * store.row
         assert cache.keys(0).shape[2] == keep + window - 1 and cache.copy().keys(0).tobytes() == cache.keys(0).tobytes()
     with pytest.raises(sl.ArgumentError, match="length: expected one whose window is still there"):
         cache.truncate(2000)
@@ -657,11 +658,12 @@ def test_a_failing_long_chunk_leaves_a_windowed_cache_as_it_was(rng):
     q, k, v = qkv(rng, "float32", 1, 4, 2, 900, 900, 16, 16)
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=100)
     cache.attend(0, q, k, v)
-    before = [x.memory.tobytes() for x in (cache._keys[0], cache._values[0])]
+    stores = cache._storage.keys[0], cache._storage.values[0]
+    before = [x.memory.tobytes() for x in stores]
     ids = sl.table(np.zeros(1500, np.int64), "ids")  # too short for the last piece
     with pytest.raises(sl.Error, match="ids"):
         cache.attend(0, q, k, v, mask=lambda b, h, i, j: ids[i] == 0)
-    assert [x.memory.tobytes() for x in (cache._keys[0], cache._values[0])] == before and cache.lengths(0) == (900,)
+    assert [x.memory.tobytes() for x in stores] == before and cache.lengths(0) == (900,)
     with pytest.raises(sl.ArgumentError, match="q: expected fewer queries"):
         cache.attend(0, q)
     assert np.isfinite(cache.attend(0, q[:, :, :50])).all()
@@ -689,11 +691,11 @@ def test_a_failing_call_takes_nothing_from_a_ring(rng, dtype, keep, monkeypatch)
         cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
         held = cache.keys(0).tobytes()
         with monkeypatch.context() as patch:
-            patch.setattr(cache, "_run" if n <= 256 else "_given", fail)
+            patch.setattr(*((Step, "run") if n <= 256 else (Results, "delivered")), fail)
             with pytest.raises(Broken):
                 cache.attend(0, *(x[:, :, :n] for x in (q, k, v)))
         assert cache.keys(0).tobytes() == held and cache.lengths(0) == (750, 730)
-        ring = cache._rings
+        ring = cache._ring
         first = [
             m - ring.size + SPARE + 99 for m in (750, 730)
         ]  # what the next token sees begins with the oldest that is counted on
@@ -713,7 +715,7 @@ def test_queries_over_a_ring_see_all_that_they_should_or_are_refused(rng, keep):
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=100, keep_first=keep)
     cache.append(0, k, v)
     want = sl.attention(q, k, v, mask=sl.window(99, None) | sl.prefix(keep))
-    most = cache._rings.size - SPARE - 99
+    most = cache._ring.size - SPARE - 99
     for n in (1, 50, most - 1, most):
         assert cache.attend(0, q[:, :, 900 - n :]).tobytes() == want[:, :, 900 - n :].tobytes()
     for n in (

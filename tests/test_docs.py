@@ -24,6 +24,7 @@ MODULES = (
     ".expressions.tracing",
     ".expressions.patterns",
     ".kv.cache",
+    ".kv.pool",
     ".cpu.workers",
 )
 

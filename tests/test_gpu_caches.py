@@ -5,6 +5,7 @@ on a GPU.
 from __future__ import annotations
 
 import contextlib
+import inspect
 
 import numpy as np
 import pytest
@@ -20,11 +21,14 @@ from tolerance import plain
 from wrong import WRONG
 
 import speedlight as sl
+from speedlight.cpu import storage as cpu_storage
 from speedlight.gpu import launch
+from speedlight.gpu import storage as gpu_storage
 from speedlight.windows import SPARE
 
 KINDS = ("float32", "float16", "bfloat16", "int8")
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
+OWN = ("storage.py", "kv/")  # files whose functions are interrupted
 CLOSE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2, "int8": 3e-6}
 
 
@@ -106,13 +110,14 @@ def test_a_window_in_constant_memory(rng, dtype, keep, capacity):
         close(got, want, dtype)
         np.testing.assert_allclose(lse.cpu(), want_lse, rtol=0, atol=2e-3 if dtype == "bfloat16" else 1e-5)
         np.testing.assert_array_equal(plain(there.keys(0).cpu()), plain(here.keys(0)))
-    assert there.lengths(0) == here.lengths(0) == (438, 681) and there._rows[0].k.shape[2] == 20 + 256 + keep
+    assert there.lengths(0) == here.lengths(0) == (438, 681) and there._storage.rows[0].k.shape[2] == there._ring.tokens
     q = tensor(tokens(rng, dtype, (2, 2, 400, 16))[0])
     with pytest.raises(sl.ArgumentError, match="the window has forgotten"):
         there.attend(0, q)
-    with pytest.raises(sl.ArgumentError, match="one whose window is still there"):
-        there.truncate(10 + keep)
+    assert there._ring == here._ring and there._ring.tokens <= 20 + 256 + keep + 2 * 127
     for cache in (here, there):
+        with pytest.raises(sl.ArgumentError, match="one whose window is still there"):
+            cache.truncate(200)
         cache.truncate([430, 670])
     beams, others = there.select([1]), here.select([1])
     q, k, v = tokens(rng, dtype, (1, 2, 1, 16), (1, 1, 1, 16), (1, 1, 1, 16))
@@ -145,7 +150,7 @@ def test_a_failing_call_takes_nothing_from_a_ring(rng, n, monkeypatch):
     )
     x = tokens(rng, "float32", (1, 1, 600, 16), (1, 1, 600, 16), (1, 1, 600, 16))
     cache.append(0, *(tensor(y) for y in x[1:]))
-    first = 600 - 276 + SPARE + 19
+    first = 600 - cache._ring.size + SPARE + 19
     here.append(0, *(y[:, :, :first] for y in x[1:]))
 
     def fail(*_, **__):
@@ -195,7 +200,7 @@ def test_a_kept_expression_is_run_at_any_position(rng):
     "method", ["append", "truncate", "attend"] if FULL else ["append", "truncate"]
 )  # the interpreter is slow
 def test_an_interrupt_anywhere_leaves_a_cache_as_it_was(rng, method, window):
-    """At every place of the cache's own functions."""
+    """At every place of the functions of the cache and its storage."""
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=600, window=window, device="cuda")
     q, k, v = (tensor(x) for x in tokens(rng, "float32", (1, 1, 280, 16), (1, 1, 280, 16), (1, 1, 280, 16)))
     cache.append(0, k, v)
@@ -208,13 +213,13 @@ def test_an_interrupt_anywhere_leaves_a_cache_as_it_was(rng, method, window):
 
     def state():
         cache.append(0, k[:, :, :0], v[:, :, :0])  # nobody is busy
-        return [cache.keys(0), cache.values(0)], [cache.length(0), cache._device_lengths.tolist(), cache._held]
+        return [cache.keys(0), cache.values(0)], [cache.length(0), cache._storage.device_lengths.tolist(), cache._held]
 
     before, probe = state(), cache.copy()
-    found = places(lambda: call(probe), "storage.py")
+    found = places(lambda: call(probe), OWN)
     assert len(found) > 5
     for n in spread(found, 1000 if FULL else 12):
-        assert interrupted(lambda: call(cache), n, "storage.py")
+        assert interrupted(lambda: call(cache), n, OWN)
         parts, lengths = state()
         assert lengths == before[1] and same(parts, before[0]), n
     call(cache)
@@ -232,10 +237,10 @@ def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     assert same([before], [cache.keys(0)]) and cache.length(0) == 7
     # what a graph's replay does: the host's lengths are not asked
     cache._held = [([0], [0])]
-    cache._captured = True
-    strides = k.stride(), v.stride()
-    step = cache._rows[0].put(
-        k, v, strides, cache._device_lengths[0], 4, cache._status, arrived=cache._arrived[0], capacity=10
+    there = cache._storage
+    there.captured, strides = True, (k.stride(), v.stride())
+    step = there.rows[0].put(
+        k, v, strides, there.device_lengths[0], 4, there.status, arrived=there.arrived[0], capacity=10
     )
     launch.start(step)
     with pytest.raises(sl.CacheFull, match=r"found no room: 3 of 10"):
@@ -256,7 +261,7 @@ def test_a_failed_call_leaves_the_lengths(rng, monkeypatch):
     monkeypatch.setattr("speedlight.gpu.storage.run", fail)
     with pytest.raises(sl.CompileError):
         cache.attend(0, q, k, v)
-    assert cache.length(0) == 2 and cache._device_lengths.tolist() == [[2]]
+    assert cache.length(0) == 2 and cache._storage.device_lengths.tolist() == [[2]]
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,59 @@ def test_devices_by_torch():
     sizes = {"layers": 1, "kv_heads": 1, "head_dim": 16}
     assert sl.KVCache(**sizes, capacity=10, device=torch.device("cpu")).keys(0).shape == (1, 1, 0, 16)
     assert sl.PagePool(**sizes, pages=2, page_size=16, device=torch.device("cpu")).free_pages == 2
-    assert "cuda" in type(sl.KVCache(**sizes, capacity=10, device=torch.device("cuda"))).__name__.lower()
+    cache = sl.KVCache(**sizes, capacity=10, device=torch.device("cuda"))
+    assert type(cache) is type(cache.copy()) is sl.KVCache and "device='" in repr(cache)
+
+
+@pytest.mark.parametrize("name", ["CacheStorage", "PoolStorage"])
+def test_both_engines_keep_tokens_by_the_same_methods(name):
+    """kv/ knows no other difference than which of the two it made."""
+    methods = []
+    for kind in (getattr(cpu_storage, name), getattr(gpu_storage, name)):
+        public = {n: getattr(kind, n) for n in vars(kind) if n[0] != "_" and callable(getattr(kind, n))}
+        methods.append({n: [x for x in inspect.signature(f).parameters if x != "self"] for n, f in public.items()})
+    assert methods[0] == methods[1] and {"received", "query", "put", "tokens", "attend"} <= set(methods[0])
+
+
+KEPT = [{"capacity": 900}, {"window": 70, "keep_first": 5}, {"window": 20, "capacity": 3000}]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", KEPT if FULL else KEPT[:2])
+def test_a_cache_saved_on_one_device_loads_on_the_other(rng, tmp_path, dtype, first, kind):
+    """With all that a window has not forgotten, to which truncate() may go back; and files of both are the same."""
+    pytest.importorskip("safetensors")
+    sizes = {"layers": 2, "batch": 2, "kv_heads": 1, "head_dim": 16, "value_dim": 20, "dtype": dtype} | kind
+    _, k, v = tokens(rng, dtype, (2, 2, 700, 16), (2, 1, 700, 16), (2, 1, 700, 20))
+    paths = {device: tmp_path / f"{device}.safetensors" for device in ("cpu", "cuda")}
+    for device, path in paths.items():
+        cache, of = sl.KVCache(**sizes, device=device), np.asarray if device == "cpu" else tensor
+        cache.append(0, of(k), of(v), new_lengths=[700, 7])
+        cache.truncate(7 if cache.window is None else [690, 7])
+        cache.append(1, of(k[:, :, :3]), of(v[:, :, :3]))
+        cache.save(path)
+    assert paths["cpu"].read_bytes() == paths["cuda"].read_bytes()
+    here, there = (sl.KVCache.load(paths[first], device=device) for device in ("cpu", "cuda"))
+    assert [here.lengths(n) for n in (0, 1)] == [there.lengths(n) for n in (0, 1)] == [cache.lengths(n) for n in (0, 1)]
+    for cut in (None, 4):
+        if cut is not None:
+            there.truncate(cut)
+            here.truncate(cut)
+        for layer in (0, 1):
+            np.testing.assert_array_equal(plain(there.keys(layer).cpu()), plain(here.keys(layer)))
+            q, new_k, new_v = tokens(rng, dtype, (2, 2, 1, 16), (2, 1, 1, 16), (2, 1, 1, 20))
+            got = there.attend(layer, *(tensor(x) for x in (q, new_k, new_v)))
+            close(got, here.attend(layer, q, new_k, new_v), dtype)
+
+
+def test_a_file_that_a_device_cannot_load(tmp_path):
+    path = tmp_path / "c.safetensors"
+    sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, dtype="float64").save(path)
+    with pytest.raises(sl.UnsupportedError, match="dtype: expected"):
+        sl.KVCache.load(path, device="cuda")
+    with pytest.raises(sl.ArgumentError, match="device: expected"):
+        sl.KVCache.load(path, device="tpu")
 
 
 def test_wrong_tokens(rng):
@@ -293,7 +350,7 @@ def test_wrong_tokens(rng):
         ("q: expected 2 tokens", lambda: cache.attend(0, x[:, :, :1], x, x)),
         ("k: expected k and v together", lambda: cache.attend(0, x, None, x)),
         ("length: expected 0 to 0", lambda: cache.truncate(1)),
-        ("save: expected a cache on the CPU", lambda: cache.save("x.safetensors")),
+        ("expected a name that ends in .safetensors", lambda: cache.save("x.npz")),
     ):
         with pytest.raises(sl.Error, match=message):
             call()
@@ -489,7 +546,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_there(self):
-        assert self.cache.lengths(0) == tuple(map(len, self.held)) == tuple(self.cache._device_lengths[0].tolist())
+        assert (
+            self.cache.lengths(0) == tuple(map(len, self.held)) == tuple(self.cache._storage.device_lengths[0].tolist())
+        )
         keys = self.cache.keys(0).cpu().numpy()
         for i, h in enumerate(self.held):
             assert (keys[i, 0, : len(h)] == h).all() and not keys[i, 0, len(h) :].any()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from conftest import FULL
 from injection import Interrupt, interrupted, needs_places, places, spread
-from test_pages import check_accounts
+from test_pages import check_accounts, forget_steps
 
 import speedlight as sl
 
@@ -199,7 +199,7 @@ def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
         w = world(kind)
     for n in spread(found, MOST):
         if name != "attend again":
-            (w.cache if hasattr(w, "cache") else w.pool)._steps.clear()
+            forget_steps(w.cache if hasattr(w, "cache") else w.pool)
         assert interrupted(lambda: call(w), n), f"place {n} of {len(found)}"
         assert w.state(w) == before, f"place {n} of {len(found)}"
     assert result(w, call) == wanted
@@ -296,13 +296,14 @@ def halfway(monkeypatch, owner, name, at, call):
 @pytest.mark.parametrize(
     ("kind", "name", "stop", "at"),
     [
-        ("cache", "attend", "_run", 1),
-        ("cache", "append", "_write", 1),
-        ("ring", "attend pieces", "_compute", 2),
-        ("ring", "attend many", "_write", 1),
-        ("pool", "attend", "_write", 1),
+        ("cache", "attend some of", "attend", 1),
+        ("cache", "attend", "put", 1),
+        ("cache", "append", "put", 1),
+        ("ring", "attend pieces", "attend", 2),
+        ("ring", "attend many", "put", 1),
+        ("pool", "attend", "put", 1),
         ("pool", "append", "_take", 1),
-        ("pool", "attend chunks", "_run", 1),
+        ("pool", "attend chunks", "attend", 1),
     ],
 )
 def test_a_child_finds_everything_as_it_was(monkeypatch, kind, name, stop, at):
@@ -316,7 +317,8 @@ def test_a_child_finds_everything_as_it_was(monkeypatch, kind, name, stop, at):
         assert w.state(w) == before
         assert result(w, call) == wanted
 
-    finish = halfway(monkeypatch, w.pool if "pool" in kind else w.cache, stop, at, lambda: call(w))
+    owner = w.pool if "pool" in kind else w.cache
+    finish = halfway(monkeypatch, owner if stop == "_take" else owner._storage, stop, at, lambda: call(w))
     try:
         assert child(check)
     finally:

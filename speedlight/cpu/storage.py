@@ -1,224 +1,438 @@
-"""How a cache keeps keys and values: blocks of 16 tokens, in the order in which the kernels read them.
+"""The tokens of caches and pools in memory, and the calls that read them there.
 
-A `Store` is the memory of one layer's keys or values, (…, block, bytes of a block), and *planes*: views of it with
-tokens first, (…, block, token, element), to which whole tokens are written. `Store.split` makes of tokens what each
-plane takes.
+`gpu/storage.py` has the same two classes with the same methods. Lengths, pages and claims are the business of kv/.
 """
 
 from __future__ import annotations
 
-import contextlib
-import math
-import mmap
-from typing import Any
+import ctypes
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays
-from ..errors import ReservationError, shown
-from ..modes import standard
-from ..planning import BLOCK, uses_dot
+from ..arrays import Array
+from ..engine import Prepared, prepare_pages, threads_now
+from ..errors import UnsupportedError
+from ..expressions.tracing import kept
+from ..machine import current_isa
+from ..planning import BLOCK, DECODE_ROWS, ENDLESS, SLACK, Pages
+from ..problem import SPAN, TILE, Problem
+from ..resolve import from_cache
+from ..tokens import Batch, Piece, TokenShape
+from ..windows import Ring
+from .blocks import make_stores
+
+_STEPS = 64  # prepared steps that are remembered
+_INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
+_SCALES = (type(None), float)
+_ALL = slice(None)
+_Undo = tuple[list[int], np.ndarray, np.ndarray]  # blocks, and what was in them of keys and values
 
 
-class Store:
-    """Keys or values as they are given: a block of keys is [element][16 keys], a block of values is 16 rows."""
+def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
+    """New tokens, and the name of their dtype."""
+    if type(x) is not np.ndarray:
+        x = arrays.describe(x, name).numpy()
+    return x, x.dtype.name
 
-    def __init__(self, dim: int, dtype: str, *, keys: bool) -> None:
-        self.dim, self.dtype, self.is_keys = dim, dtype, keys
-        self.kind = arrays.numpy_dtype(dtype)
-        self.row = self.row_bytes()  # of a token: a block's bytes over 16
-        self.planes: list[np.ndarray] = []
 
-    def use(self, whole: np.ndarray, first: int = 0) -> None:
-        """Takes its memory: of each block of `whole`, (…, block, bytes), those from `first` on."""
-        self.whole, self.first = whole, first
-        self.memory = whole[..., first : first + BLOCK * self.row]
-        self.address = whole.ctypes.data + first
-        self.planes = self.views()
+def _query(q: Any) -> Array:
+    return arrays.describe(q, "q")
 
-    def row_bytes(self) -> int:
-        return self.dim * self.kind.itemsize
 
-    def views(self) -> list[np.ndarray]:
-        return [
-            self.view(self.kind, (self.dim, BLOCK)).swapaxes(-1, -2)
-            if self.is_keys
-            else self.view(self.kind, (BLOCK, self.dim))
-        ]
+class Step:
+    """A prepared call of a cache, for queries of one form over any lengths of as many spans."""
 
-    def view(self, kind: np.dtype, tail: tuple[int, ...], offset: int = 0) -> np.ndarray:
-        """Part of each block as an array of this type."""
-        inner = [kind.itemsize * math.prod(tail[i + 1 :]) for i in range(len(tail))]
-        strides = (*self.memory.strides[:-1], *inner)
-        return np.ndarray((*self.memory.shape[:-1], *tail), kind, self.whole, self.first + offset, strides)
+    __slots__ = ("addresses", "lse_dtype", "prepared", "token_bytes", "value_dim")
 
-    def split(self, x: np.ndarray) -> list[np.ndarray]:
-        """Tokens (…, dim) as the planes take them."""
-        return [x]
+    def __init__(self, prepared: Prepared, storage: CacheStorage) -> None:
+        self.prepared, self.addresses, self.token_bytes = prepared, storage.addresses, storage.token_bytes
+        self.value_dim = storage.shape.value_dim
+        self.lse_dtype = np.float64 if storage.shape.dtype == "float64" else np.float32
 
-    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        """Tokens (…, dim) of what the planes hold."""
-        return parts[0]
+    def run(self, layer: int, q: np.ndarray, lengths: list[int], return_lse: bool) -> Any:
+        """What attend() returns."""
+        items = self.prepared.items_for(lengths)
+        out = np.empty((*q.shape[:-1], self.value_dim), q.dtype)
+        lse = np.empty(q.shape[:-1], self.lse_dtype) if return_lse else None
+        threads = 1 if sum(lengths) * self.token_bytes * max(1, q.shape[2] // 8) < _INLINE_BYTES else 0
+        self.prepared.run(
+            arrays.address_of(q),
+            *self.addresses[layer],
+            arrays.address_of(out),
+            0 if lse is None else arrays.address_of(lse),
+            items=ctypes.addressof(items),
+            threads=threads,
+        )
+        return out if lse is None else (out, lse)
+
+
+class CacheStorage:
+    """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
+
+    device = name = "cpu"
+    received, query = staticmethod(_received), staticmethod(_query)
+
+    def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
+        self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
+        blocks = (batch, shape.kv_heads, -(-(ring.tokens or capacity) // BLOCK))
+        self.keys, self.values = make_stores(shape, blocks, self.isa, together=False)
+        self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
+        self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
+        self.pages = self._pages()
+        self.list = np.arange(ring.tokens // TILE + SLACK, dtype=np.int64)  # the pages of every sequence
+        self.steps: dict[Any, Step] = {}
+        self.checked_steps: dict[Any, Step] = {}  # by their keys and values, too
+
+    def _pages(self) -> Pages:
+        """How kernels find a token."""
+        k, v, ring = self.keys[0], self.values[0], self.ring
+        heads, items = ([x.memory.strides[axis] for x in (k, v)] for axis in (1, 0))
+        more = {"fixed": ring.fixed // TILE, "ring": ring.size // TILE} if ring.size else {}
+        return Pages(
+            True,
+            TILE if ring.size else ENDLESS,
+            k_head=heads[0],
+            k_page=TILE * k.row,
+            k_row=k.row,
+            v_head=heads[1],
+            v_page=TILE * v.row,
+            v_row=v.row,
+            k_item=items[0],
+            v_item=items[1],
+            **more,
+        )
+
+    def check_capture(self, new_lengths: Any) -> None:
+        """A CUDA graph has no part in this."""
+
+    # --- lengths: only the host has them
+
+    def is_ahead(self) -> bool:
+        """Whether a device knows lengths that the host does not."""
+        return False
+
+    def lengths(self) -> list[list[int]] | None:
+        """Those that only a device knows."""
+        return None
+
+    def overflowed(self) -> bool:
+        """Whether a device has found no room for tokens; here the host looks before it stores any."""
+        return False
+
+    def snapshot(self) -> Any:
+        return None
+
+    def set_lengths(self, lengths: Any) -> None:
+        """Nothing here depends on them."""
 
     # --- tokens in and out
 
-    def put(self, where: Any, at: int, x: np.ndarray) -> None:
-        """Tokens x (items, heads, n, dim) from token `at` on, into the blocks memory[where], (items, heads, block,
-        …).
-        """
-        for plane, part in zip(self.planes, self.split(x), strict=True):
-            if x.shape[2] == 1 and plane.ndim == self.memory.ndim + 1:  # the usual step
-                plane[where][:, :, at >> 4, at & 15] = part[:, :, 0]
-            else:
-                _scatter(plane[where], self.memory.ndim - 1, at, part)
+    def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
+        """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
+        first, n = lengths[0], counts[0]
+        if counts.count(n) == len(counts) and lengths.count(first) == len(counts):
+            self._put(layer, _ALL, first, *((k, v) if n == k.shape[2] else (k[:, :, :n], v[:, :, :n])))
+            return
+        for item, (first, n) in enumerate(zip(lengths, counts, strict=True)):
+            here = slice(item, item + 1)
+            self._put(layer, here, first, k[here, :, :n], v[here, :, :n])
 
-    def put_each(self, page: np.ndarray, block: np.ndarray, lane: np.ndarray, x: np.ndarray) -> None:
-        """Tokens x (n, heads, dim), each to a place of its own in (page, heads, block, …)."""
-        for plane, part in zip(self.planes, self.split(x), strict=True):
-            tail = plane.shape[self.memory.ndim - 1 :]
-            if len(tail) == 2:
-                plane[page, :, block, lane] = part
-            elif tail[0] == BLOCK:
-                plane[page, :, block, lane] = _even(part).reshape(*part.shape[:-1], *tail[1:])
-            else:
-                plane[page, :, block, lane >> 1, lane & 1] = part
+    def _put(self, layer: int, items: slice, first: int, k: np.ndarray, v: np.ndarray) -> None:
+        done, n, ring = 0, k.shape[2], self.ring
+        while done < n:  # a ring comes round
+            slot = ring.slot(first + done)
+            end = self.capacity if not ring.size else ring.fixed if slot < ring.fixed else ring.tokens
+            count = min(n - done, end - slot)
+            whole = count == n
+            for store, x in ((self.keys[layer], k), (self.values[layer], v)):
+                store.put(items, slot, x if whole else x[:, :, done : done + count])
+            done += count
 
-    def fill(self, parts: list[np.ndarray]) -> None:
-        """What parts() gave, from the first token on."""
-        for plane, part in zip(self.planes, parts, strict=True):
-            _scatter(plane, self.memory.ndim - 1, 0, part)
+    def tokens(self, layer: int, part: str, n: int) -> np.ndarray:
+        """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
+        return getattr(self, part)[layer].get(_ALL, n)
 
-    def get(self, where: Any, n: int) -> np.ndarray:
-        """A copy of the first n tokens of memory[where], (items, heads, n, dim)."""
-        return self.joined(self.parts(where, n))
+    def parts(self, layer: int, counts: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Keys and values as files have them, of each sequence the slots in use: [tokens], or [codes, scales]."""
+        keys, values = (stores[layer].parts(_ALL, max(counts)) for stores in (self.keys, self.values))
+        for x in itertools.chain(keys, values):
+            for item, n in enumerate(counts):
+                x[item, :, n:] = 0
+        return keys, values
 
-    def parts(self, where: Any, n: int) -> list[np.ndarray]:
-        """The same plane by plane."""
-        count = -(-n // BLOCK)
-        found = []
-        for plane in self.planes:
-            blocks = plane[where][:, :, :count]
-            tokens = blocks.reshape(*blocks.shape[:2], count * BLOCK, math.prod(blocks.shape[3:]) // BLOCK)
-            found.append(tokens[:, :, :n, : self.dim].copy())
-        return found
+    def fill(self, layer: int, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
+        """What parts() gave."""
+        self.keys[layer].fill(keys)
+        self.values[layer].fill(values)
 
+    def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
+        """These sequences become those of another cache; counts: of each layer the slots in use."""
+        if other.isa != self.isa:
+            raise UnsupportedError(
+                "select: SPEEDLIGHT_ISA has changed since this cache was made. Set it once, at the start."
+            )
+        for layer, used in enumerate(counts):
+            for to, item in enumerate(indices):
+                blocks = -(-used[item] // BLOCK)
+                for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+                    theirs[layer].memory[to, :, :blocks] = mine[layer].memory[item, :, :blocks]
 
-class Pairs(Store):
-    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of
-    keys][element][2].
+    # --- what a failing call has written over
 
-    An odd last element of a key has a zero beside it.
-    """
+    def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
+        """What put_back() needs: these slots will be written over."""
+        if not slots:
+            return None
+        blocks = sorted({n // BLOCK for n in slots})
+        return blocks, self.keys[layer].memory[:, :, blocks], self.values[layer].memory[:, :, blocks]
 
-    def row_bytes(self) -> int:
-        return (self.dim + self.dim % 2 if self.is_keys else self.dim) * self.kind.itemsize
+    def put_back(self, layer: int, undo: _Undo) -> None:
+        blocks, keys, values = undo
+        self.keys[layer].memory[:, :, blocks], self.values[layer].memory[:, :, blocks] = keys, values
 
-    def views(self) -> list[np.ndarray]:
-        if self.is_keys:
-            return [np.moveaxis(self.view(self.kind, ((self.dim + 1) // 2, BLOCK, 2)), -3, -2)]  # (…, token, pair, 2)
-        return [np.moveaxis(self.view(self.kind, (BLOCK // 2, self.dim, 2)), -1, -2)]  # (…, pair of tokens, 2, element)
+    def after_fork(self, undo: dict[int, _Undo]) -> None:
+        """In the child: what another thread of the parent had begun to write over is put back."""
+        for layer, x in undo.items():
+            self.put_back(layer, x)
 
+    # --- attending
 
-class Coded(Store):
-    """int8, with a scale per token and head: 16 scales, then the block of codes as `Store` has it."""
+    def prepare(
+        self, q: Array, piece: Piece, causal: bool, options: dict[str, Any], out_strides: tuple[int, ...]
+    ) -> Prepared:
+        """A piece's call. The problem is checked, nothing is written."""
+        if len(q.shape) == 4:
+            q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
+        hiding = self.ring.mask(causal)
+        problem = _problem(self.shape, q, piece.after, causal, options, q_lengths=piece.counts, hiding=hiding)
+        return self._prepare(problem, q, out_strides)
 
-    def row_bytes(self) -> int:
-        return self.dim + 4
+    def attend(self, layer: int, call: Prepared, q: Array, piece: Piece, out: Array, lse: Array | None) -> None:
+        """Runs what prepare() gave; out and lse are those of the whole chunk."""
+        start, rows = piece.rows.start, (_ALL, _ALL, piece.rows)
+        part = None
+        if lse is not None and piece.rows.stop - start < q.shape[2]:  # kernels write it side by side
+            part = np.empty(lse.numpy()[rows].shape, lse.numpy().dtype)
+        lse_address = 0 if lse is None else lse.address if part is None else arrays.address_of(part)
+        q_address, out_address = (x.address + start * x.strides[2] for x in (q, out))
+        call.run(q_address, *self.addresses[layer], out_address, lse_address)
+        if lse is not None and part is not None:
+            lse.numpy()[rows] = part
 
-    def views(self) -> list[np.ndarray]:
-        codes = self.view(np.dtype(np.int8), (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
-        return [codes.swapaxes(-1, -2) if self.is_keys else codes, self.view(np.dtype(np.float32), (BLOCK, 1))]
+    def known(self, lengths: list[int], q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any) -> Step | None:
+        """A step of a form that was checked before: by shapes, dtypes and options, for any lengths of these spans."""
+        if not (
+            type(q) is type(k) is type(v) is np.ndarray
+            and kept(mask)
+            and kept(score)
+            and type(scale) in _SCALES
+            and k.ndim == 4
+        ):
+            return None
+        spans = max(lengths) + k.shape[2] - 1 >> 10
+        return self.checked_steps.get(_form(q, k, v, scale, mask, score, spans))
 
-    def split(self, x: np.ndarray) -> list[np.ndarray]:
-        return list(quantise(x))
+    def step(self, q: Any, k: Any, v: Any, lengths: list[int], causal: bool, options: dict[str, Any]) -> Step | None:
+        """A step for queries of this form, checked. With k and v it is known from now on."""
+        mask, score, scale = options["mask"], options["score"], options["scale"]
+        if not (type(q) is np.ndarray and q.ndim == 4 and q.size and min(lengths)):
+            return None
+        if options["sink_logits"] is not None or not (kept(mask) and kept(score) and type(scale) in _SCALES):
+            return None
+        spans = max(lengths) - 1 >> 10
+        most = 1 << spans.bit_length()  # spans are doubled until they suffice
+        # It depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and
+        # rows in. -0.0 is another scale than 0.0.
+        key = (q.shape, q.strides, q.dtype, causal, mask, score, scale or str(scale), most, threads_now())
+        step = self.steps.get(key)
+        if step is None:
+            longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if causal else 1
+            strides = np.empty((*q.shape[:-1], self.shape.value_dim), q.dtype).strides
+            a, hiding = arrays.describe(q, "q"), self.ring.mask(causal)
+            problem = _problem(self.shape, a, longest, causal, options, hiding=hiding, shortest=shortest)
+            step = Step(self._prepare(problem, a, strides), self)
+            _remember(self.steps, key, step)
+        if type(k) is type(v) is np.ndarray:
+            _remember(self.checked_steps, _form(q, k, v, scale, mask, score, spans), step)
+        return step
 
-    @standard
-    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        return parts[0] * parts[1]
-
-
-@standard
-def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over 127.
-
-    A row with NaN or infinity is NaN.
-    """
-    x = x.astype(np.float32)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
-        scale = np.where(np.isfinite(most), most / np.float32(127), np.float32(np.nan))
-        codes = np.rint(x / np.where(scale > 0, scale, np.float32(1)))
-    codes = np.where(scale > 0, codes, np.float32(0))
-    return np.clip(codes, -127, 127).astype(np.int8), scale
-
-
-def _even(x: np.ndarray) -> np.ndarray:
-    """An odd last axis gets a zero."""
-    return np.concatenate([x, np.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1) if x.shape[-1] % 2 else x
-
-
-def _scatter(blocks: np.ndarray, axes: int, at: int, x: np.ndarray) -> None:
-    """Tokens x (items, heads, n, dim) from token `at` on, into blocks whose first `axes` axes end with the block."""
-    n = x.shape[2]
-    tail = blocks.shape[axes:]
-    if len(tail) == 3 and tail[0] == BLOCK:  # pairs of elements
-        x = _even(x)
-    done = 0
-    while done < n:
-        block, lane = divmod(at + done, BLOCK)
-        if lane or n - done < BLOCK:
-            count = min(BLOCK - lane, n - done)
-            for token in range(count):
-                one = x[:, :, done + token]
-                where = blocks[:, :, block]
-                if len(tail) == 2:
-                    where[:, :, lane + token] = one
-                elif tail[0] == BLOCK:
-                    where[:, :, lane + token] = one.reshape(*one.shape[:2], *tail[1:])
-                else:
-                    where[:, :, (lane + token) // 2, (lane + token) % 2] = one
-        else:
-            count = (n - done) // BLOCK * BLOCK
-            whole = x[:, :, done : done + count]
-            blocks[:, :, block : block + count // BLOCK] = whole.reshape(*x.shape[:2], count // BLOCK, *tail)
-        done += count
-
-
-def room(shape: tuple[int, ...]) -> np.ndarray:
-    """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
-    no memory.
-    """
-    count = math.prod(shape)
-    try:
-        memory = arrays.pages(count)
-    except (OSError, OverflowError, ValueError) as error:
-        raise ReservationError(
-            f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or "
-            "dtype."
-        ) from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without them: small pages do
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8, count).reshape(shape)
+    def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Prepared:
+        lists = [self.list.ctypes.data] * self.batch
+        return prepare_pages(problem, "bhld", q, self.pages, lists, out_strides, None, threads_now(), self.isa)
 
 
-def make_stores(
-    layers: int, shape: tuple[int, ...], dtype: str, head_dim: int, value_dim: int, isa: Any, *, together: bool
-) -> tuple[list[Store], list[Store]]:
-    """Keys and values of every layer; shape: all but what is in a block.
+def _form(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: Any, mask: Any, score: Any, spans: int
+) -> tuple[Any, ...]:
+    """What two steps share that need the same checks and the same prepared call. -0.0 is another scale than 0.0."""
+    form = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides)
+    return (*form, mask, score, scale or str(scale), spans, threads_now())
 
-    `together`: a block's values follow its keys.
-    """
-    kind = Coded if dtype == "int8" else Pairs if dtype == "bfloat16" and uses_dot(isa, "bf16") else Store
-    k, v = (
-        [kind(dim, dtype, keys=keys) for _ in range(layers)] for dim, keys in ((head_dim, True), (value_dim, False))
+
+def _problem(
+    shape: TokenShape, q: Array, lengths: list[int], causal: bool, options: dict[str, Any], **more: Any
+) -> Problem:
+    """Queries over so many tokens of each sequence."""
+    return from_cache(
+        q,
+        dtype=shape.dtype,
+        kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        k_lengths=tuple(lengths),
+        causal=causal,
+        **more,
+        **options,
     )
-    for keys, values in zip(k, v, strict=True):
-        if together:
-            whole = room((*shape, BLOCK * (keys.row + values.row)))
-            keys.use(whole)
-            values.use(whole, BLOCK * keys.row)
+
+
+def _remember(steps: dict[Any, Any], key: Any, step: Any) -> None:
+    if len(steps) >= _STEPS:
+        steps.clear()
+    steps[key] = step
+
+
+class _Part(NamedTuple):
+    """Sequences of a batch that one kernel takes."""
+
+    items: tuple[int, ...]  # which of the batch
+    counts: tuple[int, ...]
+    rows: tuple[int, ...]  # of each its first among the packed queries
+    lengths: list[int]
+
+
+class PoolStorage:
+    """The tokens of a PagePool. To the kernels a page is a block; a sequence's table has the number of each block.
+
+    Blocks are numbered through heads, so that one number times a block's bytes leads there.
+    """
+
+    received, query = staticmethod(_received), staticmethod(_query)
+
+    def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
+        self.shape, self.page_size, self.isa = shape, page_size, current_isa()
+        self.blocks = page_size // BLOCK  # of a page and head
+        self.page_blocks = shape.kv_heads * self.blocks  # numbers from one page to the next
+        memory = (pages, shape.kv_heads, self.blocks)
+        self.keys, self.values = make_stores(shape, memory, self.isa, together=True)
+        self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
+        k, v = self.keys[0], self.values[0]
+        self.token_bytes = shape.kv_heads * (k.row + v.row)
+        head, block = k.memory.strides[1:3]
+        self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
+        self.steps: dict[Any, Prepared] = {}
+
+    # --- tables
+
+    def new_table(self) -> np.ndarray:
+        return np.zeros(SLACK, np.int64)
+
+    def copied(self, table: np.ndarray) -> np.ndarray:
+        return table.copy()
+
+    def extended(self, table: np.ndarray, pages: list[int], used: int, moved: list[int]) -> np.ndarray:
+        """A table of these pages, where `table` is of the first `used` but for those at `moved`.
+
+        What a table says past the pages of its sequence is nobody's, so it is extended in place while it has room.
+        """
+        blocks, kept_end, end = self.blocks, used * self.blocks, len(pages) * self.blocks
+        if moved or end + SLACK > len(table):
+            longer = np.zeros(max(len(table), 2 * end + SLACK), np.int64)
+            longer[:kept_end] = table[:kept_end]
+            table = longer
+        for at in (*moved, *range(used, len(pages))):
+            first = pages[at] * self.page_blocks
+            table[at * blocks : (at + 1) * blocks] = range(first, first + blocks)
+        return table
+
+    # --- tokens in and out
+
+    def copy_page(self, new: int, old: int) -> None:
+        for store in (*self.keys, *self.values):
+            store.memory[new] = store.memory[old]
+
+    def tokens(self, layer: int, part: str, pages: list[int], n: int) -> np.ndarray:
+        """A copy of a sequence's first n "keys" or "values": (kv_heads, n, dim)."""
+        used = np.array(pages[: -(-n // self.page_size)], np.int64)
+        each = getattr(self, part)[layer].get(used, self.page_size)  # (pages, heads, page_size, dim)
+        return each.swapaxes(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].copy()
+
+    def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
+        """New tokens, one sequence's after the other's."""
+        tables, counts = batch.tables, batch.counts
+        if max(counts, default=0) <= 1:
+            used = [(t[s >> 4], s) for t, s, n in zip(tables, batch.before, counts, strict=True) if n]
+            numbers, positions = np.array(used, np.int64).reshape(-1, 2).T
         else:
-            for x in (keys, values):
-                x.use(room((*shape, BLOCK * x.row)))
-    return k, v
+            each = [np.arange(s, s + n) for s, n in zip(batch.before, counts, strict=True)]
+            positions = np.concatenate(each)
+            numbers = np.concatenate([t[x >> 4] for t, x in zip(tables, each, strict=True)])
+        if len(positions):
+            slots = numbers // self.page_blocks, numbers % self.page_blocks, positions & 15
+            self.keys[layer].put_each(*slots, k)
+            self.values[layer].put_each(*slots, v)
+
+    # --- attending
+
+    def attend(
+        self, layer: int, q: Array, batch: Batch, causal: bool, options: dict[str, Any], out: Array, lse: Array | None
+    ) -> None:
+        """Packed queries over their sequences' tokens."""
+        first = list(itertools.accumulate(batch.counts, initial=0))
+        addresses = (q.address, *self.addresses[layer], out.address, lse.address if lse else 0)
+        for which in self._by_kernel(q.shape[1], batch.counts):
+            counts, rows, lengths = ([x[i] for i in which] for x in (batch.counts, first, batch.after))
+            part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
+            lists = [arrays.address_of(batch.tables[i]) for i in which]
+            step, any_lengths = self._step(q, part, lists, causal, options, out.strides)
+            items = step.items_for(lengths, lists) if any_lengths else None
+            step.run(*addresses, items=ctypes.addressof(items) if items is not None else 0)
+
+    def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
+        """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer
+        chunks.
+        """
+        few = DECODE_ROWS * self.shape.kv_heads // max(1, q_heads)
+        short, long = ([i for i, n in enumerate(counts) if n and (n <= few) == x] for x in (True, False))
+        return [x for x in (short, long) if x]
+
+    def _step(
+        self,
+        q: Array,
+        part: _Part,
+        lists: list[int],
+        causal: bool,
+        options: dict[str, Any],
+        out_strides: tuple[int, ...],
+    ) -> tuple[Prepared, bool]:
+        """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
+        mask, score, scale = options["mask"], options["score"], options["scale"]
+        longest, packed = max(part.lengths), {"layout": "lhd", "q_lengths": part.counts, "items": part.items}
+        known = options["sink_logits"] is None and kept(mask) and kept(score) and type(scale) in _SCALES
+        if not known or not longest:
+            problem = _problem(self.shape, q, part.lengths, causal, options, **packed)
+            return self._prepare(problem, q, part, lists, out_strides), False
+        spans = 1 << (longest - 1 >> 10).bit_length()
+        # It depends on these, on what the pool is, and on no length or page: items_for() puts them in. -0.0 is another
+        # scale than 0.0.
+        where = part.items, part.counts, part.rows
+        form = (q.shape, q.strides, q.dtype, out_strides, causal)
+        key = (*where, *form, mask, score, scale or str(scale), spans, threads_now())
+        prepared = self.steps.get(key)
+        if prepared is None:
+            most, shortest = [spans * SPAN] * len(lists), max(part.counts) if causal else 1
+            problem = _problem(self.shape, q, most, causal, options, shortest=shortest, **packed)
+            prepared = self._prepare(problem, q, part, lists, out_strides)
+            _remember(self.steps, key, prepared)
+        return prepared, True
+
+    def _prepare(
+        self, problem: Problem, q: Array, part: _Part, lists: list[int], out_strides: tuple[int, ...]
+    ) -> Prepared:
+        return prepare_pages(
+            problem, "lhd", q, self.kernel_pages, lists, out_strides, part.rows, threads_now(), self.isa
+        )

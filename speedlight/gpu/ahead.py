@@ -171,11 +171,12 @@ def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def appends() -> Iterator[tuple[str, Launch]]:
     """Storing a step's tokens, in arrays and in pages, as they are and as int8."""
-    from .storage import Rows
+    from ..tokens import TokenShape
+    from .rows import Rows
 
     for dtype, paged in itertools.product(("bfloat16", "int8"), (False, True)):
         device = torch.device("cpu")
-        rows = Rows((4, 8, 32), dtype, (128, 128), device, tokens_first=paged)
+        rows = Rows(TokenShape(1, 8, 128, 128, dtype), 4, 32, device, tokens_first=paged)
         x = torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
         words = torch.zeros(2, dtype=torch.int32)
         more: dict[str, Any] = (

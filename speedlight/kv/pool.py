@@ -1,85 +1,39 @@
-"""A pool of pages for many sequences: handed out, shared, copied on the first write, returned; batches are packed."""
+"""A pool of pages for many sequences: handed out, shared, copied on the first write, returned; batches are packed.
+
+Which page is whose, claims and roll-back are here, for every device; an engine's storage keeps the tokens.
+"""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import threading
 from collections import Counter
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from .. import arrays, engine
-from ..checks import cache_dtype, check_index, check_list, check_sizes, check_tokens, device_name, each_count
+from ..checks import cache_dtype, check_index, check_list, check_sizes, each_count
 from ..compiling import in_graph, outside
-from ..cpu.storage import make_stores
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
-from ..expressions.tracing import kept
 from ..forks import renew_after_fork
-from ..machine import current_isa
-from ..planning import BLOCK, DECODE_ROWS, SLACK, Pages
-from ..problem import SPAN
-from ..resolve import from_cache
+from ..planning import BLOCK
+from ..tokens import Batch, TokenShape
+from .query import Query, query_of, received, results_of
+from .sequence import Sequence
+from .storage import storage_of
 
-_STEPS = 64  # prepared steps kept
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
 
 
 class _Held(NamedTuple):
     """What a sequence holds. Never changed: an append makes another.
 
-    table: a number for each block of 16 tokens, which kernels read; past those of `used` pages it is nobody's.
+    pages: in order.
+    table: the same as the storage has it, which an append may make longer in place.
     lengths: tokens of each layer.
     """
 
-    table: np.ndarray
-    used: int
+    pages: list[int]
+    table: Any
     lengths: list[int]
-
-
-class Sequence:
-    """A sequence of a PagePool: a handle that ends with free()."""
-
-    __slots__ = ("_number", "pool")
-
-    def __init__(self, pool: PagePool, number: int) -> None:
-        self.pool, self._number = pool, number
-
-    def __repr__(self) -> str:
-        held = self.pool._held.get(self._number)
-        return "Sequence(freed)" if held is None else f"Sequence({max(held.lengths)} tokens, {held.used} pages)"
-
-    def length(self, layer: int = 0) -> int:
-        """Tokens of a layer."""
-        return self.pool._of(self).lengths[self.pool._layer(layer)]
-
-    @property
-    def pages(self) -> tuple[int, ...]:
-        """The pages it holds, in order."""
-        return tuple(self.pool._pages_of(self.pool._of(self)))
-
-    def fork(self) -> Sequence:
-        """Another sequence of the same tokens. Pages are shared until one of the two writes to them."""
-        return self.pool._fork(self)
-
-    def truncate(self, length: int) -> None:
-        """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
-        if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
-            raise ArgumentTypeError(f"length: expected an int; got {type(length).__name__}.")
-        self.pool._shorten(self, int(length))
-
-    def free(self) -> None:
-        """Returns its pages. The handle is of no use afterwards."""
-        self.pool._shorten(self, None)
-
-    def keys(self, layer: int) -> np.ndarray:
-        """A copy: (kv_heads, length, head_dim). Of int8, codes · scales in float32."""
-        return self.pool._tokens(self, layer, self.pool._keys)
-
-    def values(self, layer: int) -> np.ndarray:
-        """A copy: (kv_heads, length, value_dim)."""
-        return self.pool._tokens(self, layer, self.pool._values)
 
 
 class PagePool:
@@ -116,51 +70,23 @@ class PagePool:
         value_dim: int | None = None,
         device: Any = "cpu",
     ) -> None:
+        engine = storage_of(device)
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
         check_sizes(sizes)
         if page_size % BLOCK:
             raise ArgumentError(f"page_size: expected a multiple of {BLOCK}; got {page_size}.")
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = map(int, sizes.values())
-        self.dtype, self._isa = cache_dtype(dtype), current_isa()
-        self._blocks = self.page_size // BLOCK
-        self._apart = self.kv_heads * self._blocks  # numbers from one page to the next
+        self.dtype = cache_dtype(dtype)
+        shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
+        self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: it may not be had
         self._held: dict[int, _Held] = {}  # by the numbers of their handles
         self._claims: set[Any] = set()  # of sequences that somebody writes to
         self._dropped: list[list[int]] = []  # pages that were let go, to be counted by whom it concerns next
         self._taking = threading.RLock()
-        self._steps: dict[Any, engine.Prepared] = {}
+        self._free = list(range(self.pages - 1, -1, -1))
+        self._others = [0] * self.pages  # how often a page is held besides once
         renew_after_fork(self)
-        self._cuda: Any = None
-        self._keys: list[Any]
-        self._values: list[Any]
-        self._free: list[int] = []
-        self._others: list[int] = []  # how often a page is held besides once
-        self._reserve(device)
-        self._free.extend(range(self.pages - 1, -1, -1))
-        self._others.extend([0] * self.pages)
-
-    def _reserve(self, device: Any) -> None:
-        """The memory: first, since it is what may not be had."""
-        if device_name(device) != "cpu":
-            memory = engine.resident().PoolMemory
-            own = {
-                n: getattr(self, n)
-                for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim", "dtype")
-            }
-            self._cuda = memory(**own, device=device)
-            self._keys, self._values = [0] * self.layers, [1] * self.layers  # which of the two, for tokens()
-            return
-        shape = (self.pages, self.kv_heads, self.page_size // BLOCK)
-        self._keys, self._values = make_stores(
-            self.layers, shape, self.dtype, self.head_dim, self.value_dim, self._isa, together=True
-        )
-        self._addresses = [(k.address, v.address) for k, v in zip(self._keys, self._values, strict=True)]
-        k, v = self._keys[0], self._values[0]
-        # to the kernels a page is a block; blocks are numbered through heads, so that one number times a block's bytes
-        # leads there
-        head, block = k.memory.strides[1:3]
-        self._pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
 
     def __repr__(self) -> str:
         sizes = ", ".join(
@@ -178,8 +104,7 @@ class PagePool:
     @property
     def page_bytes(self) -> int:
         """Bytes of a page: the keys and values of all layers, and their scales."""
-        token = self._cuda.token_bytes if self._cuda else self.kv_heads * (self._keys[0].row + self._values[0].row)
-        return self.layers * self.page_size * token
+        return self.layers * self.page_size * self._storage.token_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -230,7 +155,7 @@ class PagePool:
     def after_fork(self) -> None:
         """In the child: nobody writes, and pages that another thread of the parent had taken are free."""
         if self._claims:
-            held = Counter(page for x in self._held.values() for page in self._pages_of(x))
+            held = Counter(page for x in self._held.values() for page in x.pages)
             self._others[:] = [max(held[page] - 1, 0) for page in range(self.pages)]
             self._free[:] = [page for page in reversed(range(self.pages)) if not held[page]]
             self._dropped[:] = []
@@ -241,7 +166,7 @@ class PagePool:
     def sequence(self) -> Sequence:
         """A new sequence, without tokens."""
         new = Sequence(self, next(_numbers))
-        empty = _Held(np.zeros(SLACK, np.int64), 0, [0] * self.layers)
+        empty = _Held([], self._storage.new_table(), [0] * self.layers)
         self._held[new._number] = empty
         return new
 
@@ -269,8 +194,8 @@ class PagePool:
             claimed = True
             old, others = self._of(sequence), self._others
             new = Sequence(self, next(_numbers))
-            copied = old._replace(table=old.table.copy())
-            for page in self._pages_of(old):
+            copied = old._replace(table=self._storage.copied(old.table))
+            for page in old.pages:
                 others[page] += 1
                 shared += [page]
             self._held[new._number] = copied
@@ -295,32 +220,20 @@ class PagePool:
             if length is not None and not 0 <= length <= least:
                 raise ArgumentError(f"length: expected 0 to {least}, the tokens in every layer; got {shown(length)}.")
             still = -(-(length or 0) // self.page_size)
-            left = [self._pages_of(old)[still:]] if still < old.used else []
+            left = [old.pages[still:]] if still < len(old.pages) else []
             if length is None:
                 del held[sequence._number]
             else:
-                new = _Held(old.table, still, [length] * self.layers)
+                new = _Held(old.pages[:still], old.table, [length] * self.layers)
                 held[sequence._number] = new
             self._dropped += left
         finally:
             if claimed:
                 claims -= mine
 
-    def _pages_of(self, held: _Held) -> list[int]:
-        return (held.table[: held.used * self._blocks : self._blocks] // self._apart).tolist()
-
-    def _set_page(self, table: np.ndarray, at: int, page: int) -> None:
-        first = page * self._apart
-        table[at * self._blocks : (at + 1) * self._blocks] = range(first, first + self._blocks)
-
-    def _tokens(self, sequence: Sequence, layer: int, stores: list[Any]) -> np.ndarray:
+    def _tokens(self, sequence: Sequence, layer: int, part: str) -> Any:
         held, layer = self._of(sequence), self._layer(layer)
-        n = held.lengths[layer]
-        used = self._pages_of(held)[: -(-n // self.page_size)]
-        if self._cuda:
-            return self._cuda.tokens(layer, stores[layer], used, n)
-        each = stores[layer].get(np.array(used, np.int64), self.page_size)  # (pages, heads, page_size, dim)
-        return each.swapaxes(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].copy()
+        return self._storage.tokens(layer, part, held.pages, held.lengths[layer])
 
     # --- append and attend
 
@@ -331,10 +244,8 @@ class PagePool:
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
-        counts = self._counts(new_lengths, len(sequences), k.shape[0])
-        self._check_new(k, v, counts)
-        self._grow(layer, sequences, counts, k, v, None)
+        k, v = self._new(k, v, None)
+        self._grow(layer, sequences, self._counts(new_lengths, len(sequences), k.shape[0]), k, v, None)
 
     def attend(
         self,
@@ -376,45 +287,26 @@ class PagePool:
         After any exception the pool and its sequences are as they were.
         """
         if in_graph():
-            options = {
-                "scale": scale,
-                "mask": mask,
-                "score": score,
-                "sink_logits": sink_logits,
-                "return_lse": return_lse,
-                "out": out,
-            }
-            return outside(PagePool.attend, self, layer, sequences, q, k, v, new_lengths=new_lengths, **options)
+            options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
+            more = {"new_lengths": new_lengths, "return_lse": return_lse}
+            return outside(PagePool.attend, self, layer, sequences, q, k, v, **options, **more)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        if not isinstance(return_lse, bool):
-            raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
         options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
-        a = self._cuda.described(q, "q") if self._cuda else arrays.describe(q, "q")
-        if len(a.shape) != 3:
-            raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {a.shape}.")
-        counts = self._counts(new_lengths, len(sequences), a.shape[0])
+        query = query_of(self._storage, q, options, return_lse, out)
+        shape = query.q.shape
+        if len(shape) != 3:
+            raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {shape}.")
+        counts = self._counts(new_lengths, len(sequences), shape[0])
         if k is None or v is None:
             if k is not None or v is not None:
                 raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
             held = [self._of(x) for x in sequences]
-            return self._run(
-                layer,
-                a,
-                counts,
-                [x.lengths[layer] for x in held],
-                [x.table for x in held],
-                False,
-                options,
-                return_lse,
-                out,
-            )
-        k, v = self._new(k, "k", self.head_dim), self._new(v, "v", self.value_dim)
-        self._check_new(k, v, counts)
-        return self._grow(layer, sequences, counts, k, v, (a, options, return_lse, out))
+            lengths = [x.lengths[layer] for x in held]
+            return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, counts), False)
+        k, v = self._new(k, v, shape[0])
+        return self._grow(layer, sequences, counts, k, v, query)
 
-    def _grow(
-        self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: tuple[Any, ...] | None
-    ) -> Any:
+    def _grow(self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: Query | None) -> Any:
         """New tokens, and what a query then sees; all of it or nothing."""
         numbers = [getattr(x, "_number", None) for x in sequences]
         claims, mine, claimed, taken, result = self._claims, set(numbers), False, [], None
@@ -429,20 +321,20 @@ class PagePool:
             starts = [x.lengths[layer] for x in before]
             totals = [a + n for a, n in zip(starts, counts, strict=True)]
             copies = self._to_copy(before, starts, totals)
-            fresh = [max(0, -(-n // self.page_size) - x.used) for x, n in zip(before, totals, strict=True)]
+            fresh = [max(0, -(-n // self.page_size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
             needed = sum(fresh) + len(copies)
             if needed:
                 taken = self._take(layer, needed)
-            tables, replaced = self._tables(before, fresh, copies, taken)
-            self._write(layer, starts, tables, counts, k, v)
+            longer, replaced = self._longer(before, fresh, copies, taken)
+            batch = Batch([x.table for x in longer], starts, totals, counts)
+            self._storage.put(layer, batch, k, v)
             if query is not None:
-                q, options, return_lse, out = query
-                result = self._run(layer, q, counts, totals, tables, True, options, return_lse, out)
+                result = self._attended(layer, query, batch, True)
             after = {}
-            for number, old, table, n, total in zip(numbers, before, tables, fresh, totals, strict=True):
-                lengths = old.lengths[:]
+            for number, x, total in zip(numbers, longer, totals, strict=True):
+                lengths = x.lengths[:]
                 lengths[layer] = total
-                after[number] = _Held(table, old.used + n, lengths)
+                after[number] = x._replace(lengths=lengths)
             held, dropped, left = self._held, self._dropped, [replaced] if replaced else []
             held |= after  # from here to the return nothing comes between
             dropped += left
@@ -455,15 +347,23 @@ class PagePool:
             if claimed:
                 claims -= mine
 
-    def _new(self, x: Any, name: str, dim: int) -> Any:
-        if self._cuda:
-            x = self._cuda.described(x, name)
-        elif type(x) is not np.ndarray:
-            x = arrays.describe(x, name).numpy()
-        if len(x.shape) != 3 or x.shape[1:] != (self.kv_heads, dim):
-            raise ArgumentError(f"{name}: expected shape (total new, {self.kv_heads}, {dim}); got {x.shape}.")
-        check_tokens(str(x.dtype), name, self.dtype)
-        return x
+    def _attended(self, layer: int, query: Query, batch: Batch, causal: bool) -> Any:
+        q = query.q
+        results = results_of(query, self.value_dim, (q.shape[1], q.shape[0]))
+        self._storage.attend(layer, q, batch, causal, query.options, results.out, results.lse)
+        return results.delivered()
+
+    def _new(self, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
+        """New keys and values, checked: so many, or as many as there are keys."""
+        k, v = (
+            received(self._storage, x, name, ("total new", self.kv_heads, dim))
+            for x, name, dim in ((k, "k", self.head_dim), (v, "v", self.value_dim))
+        )
+        total = k.shape[0] if total is None else total
+        for name, x in (("k", k), ("v", v)):
+            if x.shape[0] != total:
+                raise ArgumentError(f"{name}: expected {total} tokens, as q and new_lengths have; got {x.shape[0]}.")
+        return k, v
 
     def _counts(self, new_lengths: Any, sequences: int, total: int) -> list[int]:
         alone = [total] if sequences == 1 else [1] * sequences
@@ -475,192 +375,44 @@ class PagePool:
             )
         return given
 
-    def _check_new(self, k: Any, v: Any, counts: list[int]) -> None:
-        for name, x in (("k", k), ("v", v)):
-            if x.shape[0] != sum(counts):
-                raise ArgumentError(
-                    f"{name}: expected {sum(counts)} tokens, as q and new_lengths have; got {x.shape[0]}."
-                )
-
-    def _tables(
+    def _longer(
         self, before: list[_Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
-    ) -> tuple[list[np.ndarray], list[int]]:
-        """Each sequence's table with so many fresh pages, in which none that is written to is shared; and the pages
-        that gave way.
+    ) -> tuple[list[_Held], list[int]]:
+        """Each sequence with so many fresh pages, in which none that is written to is shared; and the pages that gave
+        way.
         """
-        left, tables, replaced = iter(taken), [], []
+        left, longer, replaced, storage = iter(taken), [], [], self._storage
         for which, (held, n) in enumerate(zip(before, fresh, strict=True)):
-            mine = [at for owner, at in copies if owner == which] if copies else []
-            table, end = held.table, held.used * self._blocks
-            if mine or end + n * self._blocks + SLACK > len(table):
-                table = np.zeros(max(len(table), 2 * (end + n * self._blocks) + SLACK), np.int64)
-                table[:end] = held.table[:end]
-            for at in mine:
-                old, new = int(table[at * self._blocks]) // self._apart, next(left)
-                self._copy_page(new, old)
+            moved = [at for owner, at in copies if owner == which] if copies else []
+            if not moved and not n:
+                longer.append(held)
+                continue
+            pages = held.pages[:]
+            for at in moved:
+                old, new = pages[at], next(left)
+                storage.copy_page(new, old)
                 replaced.append(old)
-                self._set_page(table, at, new)
-            for at in range(held.used, held.used + n):
-                self._set_page(table, at, next(left))
-            tables.append(table)
-        return tables, replaced
+                pages[at] = new
+            pages += itertools.islice(left, n)
+            longer.append(_Held(pages, storage.extended(held.table, pages, len(held.pages), moved), held.lengths))
+        return longer, replaced
 
     def _to_copy(self, before: list[_Held], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
-        """Shared pages that would be written to.
+        """Shared pages that would be written to, as (which sequence, which of its pages).
 
         The last of those who share one writes to it, if the others end before.
         """
         left: Counter[int] = Counter()
         away: dict[int, int] = {}  # of a page, the longest that has left it
-        found = []
+        shared = []
         for which, (held, start, total) in enumerate(zip(before, starts, totals, strict=True)):
-            for at in range(start // self.page_size, min(held.used, -(-total // self.page_size))):
-                page = int(held.table[at * self._blocks]) // self._apart
+            for at in range(start // self.page_size, min(len(held.pages), -(-total // self.page_size))):
+                page = held.pages[at]
                 if self._others[page] > left[page] or away.get(page, 0) > start:
                     left[page] += 1
                     away[page] = max(away.get(page, 0), start)
-                    found.append((which, at))
-        return found
-
-    def _copy_page(self, new: int, old: int) -> None:
-        if self._cuda:
-            self._cuda.copy_page(new, old)
-            return
-        for store in (*self._keys, *self._values):
-            store.memory[new] = store.memory[old]
-
-    def _page_lists(self, tables: list[np.ndarray], totals: list[int]) -> list[list[int]]:
-        """The pages that hold so many tokens, of each sequence."""
-        return [
-            (t[: -(-n // self.page_size) * self._blocks : self._blocks] // self._apart).tolist()
-            for t, n in zip(tables, totals, strict=True)
-        ]
-
-    def _write(
-        self, layer: int, starts: list[int], tables: list[np.ndarray], counts: list[int], k: Any, v: Any
-    ) -> None:
-        if self._cuda:
-            totals = [a + b for a, b in zip(starts, counts, strict=True)]
-            self._cuda.write(layer, self._page_lists(tables, totals), starts, counts, k, v)
-            return
-        if max(counts, default=0) <= 1:
-            used = [(t[s >> 4], s) for t, s, n in zip(tables, starts, counts, strict=True) if n]
-            numbers, positions = np.array(used, np.int64).reshape(-1, 2).T
-        else:
-            each = [np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
-            positions = np.concatenate(each)
-            numbers = np.concatenate([t[x >> 4] for t, x in zip(tables, each, strict=True)])
-        if len(positions):
-            places = numbers // self._apart, numbers % self._apart, positions & 15
-            self._keys[layer].put_each(*places, k)
-            self._values[layer].put_each(*places, v)
-
-    def _run(
-        self,
-        layer: int,
-        q: arrays.Array,
-        counts: list[int],
-        totals: list[int],
-        tables: list[np.ndarray],
-        causal: bool,
-        options: dict[str, Any],
-        return_lse: bool,
-        out: Any,
-    ) -> Any:
-        if self._cuda:
-            return self._cuda.run(
-                layer, q, self._page_lists(tables, totals), counts, totals, causal, options, return_lse, out
-            )
-        shape = (*q.shape[:-1], self.value_dim)
-        result, target = arrays.out_for(q, shape, out, (q,), staged=not (options["mask"] is options["score"] is None))
-        number = "float64" if q.dtype == "float64" else "float32"
-        lse, where = arrays.empty_like(q, (q.shape[1], q.shape[0]), number) if return_lse else (None, None)
-        first = list(itertools.accumulate(counts, initial=0))
-        addresses = (q.address, *self._addresses[layer], target.address, where.address if where else 0)
-        for which in self._parts(q.shape[1], counts):
-            some, starts, lengths = ([x[i] for i in which] for x in (counts, first, totals))
-            lists = [arrays.address_of(tables[i]) for i in which]
-            step, alike = self._step(q, which, some, starts, lengths, lists, causal, options, target.strides)
-            items = step.items_for(lengths, lists) if alike else None
-            step.run(*addresses, items=ctypes.addressof(items) if items is not None else 0)
-        arrays.deliver(target)
-        result = arrays.like_input(q, result) if out is None else out
-        return result if lse is None else (result, arrays.like_input(q, lse))
-
-    def _parts(self, q_heads: int, counts: list[int]) -> list[list[int]]:
-        """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer
-        chunks.
-        """
-        few = DECODE_ROWS * self.kv_heads // max(1, q_heads)
-        short, long = ([i for i, n in enumerate(counts) if n and (n <= few) == x] for x in (True, False))
-        return [x for x in (short, long) if x]
-
-    def _step(
-        self,
-        q: arrays.Array,
-        which: list[int],
-        counts: list[int],
-        first: list[int],
-        totals: list[int],
-        lists: list[int],
-        causal: bool,
-        options: dict[str, Any],
-        strides: tuple[int, ...],
-    ) -> tuple[engine.Prepared, bool]:
-        """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
-        mask, score, scale = options["mask"], options["score"], options["scale"]
-        alike = (
-            options["sink_logits"] is None
-            and kept(mask)
-            and kept(score)
-            and type(scale) in (type(None), float)
-            and max(totals) > 0
-        )
-        key = shortest = None
-        if alike:
-            shortest = max(counts) if causal else 1
-            spans = 1 << (max(totals) - 1 >> 10).bit_length()
-            # it depends on these, on what the pool is, and on no length or page: items_for() puts them in
-            places = tuple(which), tuple(counts), tuple(first)
-            key = (
-                places,
-                q.shape,
-                q.strides,
-                q.dtype,
-                strides,
-                causal,
-                mask,
-                score,
-                scale or str(scale),
-                spans,
-                engine.threads_now(),
-            )
-            prepared = self._steps.get(key)
-            if prepared is not None:
-                return prepared, True
-            totals = [spans * SPAN] * len(totals)
-        problem = from_cache(
-            q,
-            dtype=self.dtype,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            value_dim=self.value_dim,
-            k_lengths=tuple(totals),
-            causal=causal,
-            layout="lhd",
-            q_lengths=counts,
-            items=tuple(which),
-            shortest=shortest,
-            **options,
-        )
-        prepared = engine.prepare_pages(
-            problem, "lhd", q, self._pages, lists, strides, tuple(first), engine.threads_now(), self._isa
-        )
-        if key is not None:
-            if len(self._steps) >= _STEPS:
-                self._steps.clear()
-            self._steps[key] = prepared
-        return prepared, alike
+                    shared.append((which, at))
+        return shared
 
 
 def _busy() -> CacheBusy:

@@ -12,7 +12,6 @@ import numpy as np
 from .. import arrays
 from ..errors import ArgumentTypeError, FileError
 from ..files import read_arrays, read_metadata, write_arrays
-from ..problem import TILE
 from ..windows import Ring, ring_of
 
 _FORMAT, _VERSION = "speedlight key-value cache", 1
@@ -65,7 +64,7 @@ def read(path: Path) -> Saved:
     if sizes["layers"] * sizes["batch"] * 16 > room:
         raise FileError(f"{path}: {room:,} bytes cannot hold {sizes['layers']} layers of {sizes['batch']} sequences.")
     found = read_arrays([path])
-    ring = ring_of(sizes.get("window"), sizes.get("keep_first", 0), TILE)
+    ring = ring_of(sizes.get("window"), sizes.get("keep_first", 0))
     held = _held(path, sizes, ring, found)
     parts = []
     for layer, pairs in enumerate(held):

@@ -1,0 +1,231 @@
+"""How keys and values lie in a cache: blocks of 16 tokens, in the order in which the kernels read them.
+
+A `Store` is the memory of one layer's keys or values, (…, block, bytes of a block), and *planes*: views of it with
+tokens first, (…, block, token, element), to which whole tokens are written. `Store.split` makes of tokens what each
+plane takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+
+from .. import arrays
+from ..errors import ReservationError, shown
+from ..machine import Isa
+from ..modes import standard
+from ..planning import BLOCK, uses_dot
+from ..tokens import TokenShape
+
+
+class Store:
+    """Keys or values as they are given: a block of keys is [element][16 keys], a block of values is 16 rows."""
+
+    def __init__(self, dim: int, dtype: str, *, keys: bool) -> None:
+        self.dim, self.dtype, self.is_keys = dim, dtype, keys
+        self.kind = arrays.numpy_dtype(dtype)
+        self.row = self.row_bytes()  # of a token: a block's bytes over 16
+        self.planes: list[np.ndarray] = []
+
+    def use(self, whole: np.ndarray, first: int = 0) -> None:
+        """Takes its memory: of each block of `whole`, (…, block, bytes), those from `first` on."""
+        self.whole, self.first = whole, first
+        self.memory = whole[..., first : first + BLOCK * self.row]
+        self.address = whole.ctypes.data + first
+        self.planes = self.views()
+
+    def row_bytes(self) -> int:
+        return self.dim * self.kind.itemsize
+
+    def views(self) -> list[np.ndarray]:
+        return [
+            self.view(self.kind, (self.dim, BLOCK)).swapaxes(-1, -2)
+            if self.is_keys
+            else self.view(self.kind, (BLOCK, self.dim))
+        ]
+
+    def view(self, kind: np.dtype, tail: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """Part of each block as an array of this type."""
+        inner = [kind.itemsize * math.prod(tail[i + 1 :]) for i in range(len(tail))]
+        strides = (*self.memory.strides[:-1], *inner)
+        return np.ndarray((*self.memory.shape[:-1], *tail), kind, self.whole, self.first + offset, strides)
+
+    def split(self, x: np.ndarray) -> list[np.ndarray]:
+        """Tokens (…, dim) as the planes take them."""
+        return [x]
+
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Tokens (…, dim) of what the planes hold."""
+        return parts[0]
+
+    # --- tokens in and out
+
+    def put(self, where: Any, at: int, x: np.ndarray) -> None:
+        """Tokens x (items, heads, n, dim) from token `at` on, into the blocks memory[where], (items, heads, block,
+        …).
+        """
+        for plane, part in zip(self.planes, self.split(x), strict=True):
+            if x.shape[2] == 1 and plane.ndim == self.memory.ndim + 1:  # the usual step
+                plane[where][:, :, at >> 4, at & 15] = part[:, :, 0]
+            else:
+                _scatter(plane[where], self.memory.ndim - 1, at, part)
+
+    def put_each(self, page: np.ndarray, block: np.ndarray, lane: np.ndarray, x: np.ndarray) -> None:
+        """Tokens x (n, heads, dim), each to a page, block and lane of its own in (page, heads, block, …)."""
+        for plane, part in zip(self.planes, self.split(x), strict=True):
+            tail = plane.shape[self.memory.ndim - 1 :]
+            if len(tail) == 2:
+                plane[page, :, block, lane] = part
+            elif tail[0] == BLOCK:
+                plane[page, :, block, lane] = _even(part).reshape(*part.shape[:-1], *tail[1:])
+            else:
+                plane[page, :, block, lane >> 1, lane & 1] = part
+
+    def fill(self, parts: list[np.ndarray]) -> None:
+        """What parts() gave, from the first token on."""
+        for plane, part in zip(self.planes, parts, strict=True):
+            _scatter(plane, self.memory.ndim - 1, 0, part)
+
+    def get(self, where: Any, n: int) -> np.ndarray:
+        """A copy of the first n tokens of memory[where], (items, heads, n, dim)."""
+        return self.joined(self.parts(where, n))
+
+    def parts(self, where: Any, n: int) -> list[np.ndarray]:
+        """The same plane by plane."""
+        count = -(-n // BLOCK)
+        parts = []
+        for plane in self.planes:
+            blocks = plane[where][:, :, :count]
+            tokens = blocks.reshape(*blocks.shape[:2], count * BLOCK, math.prod(blocks.shape[3:]) // BLOCK)
+            parts.append(tokens[:, :, :n, : self.dim].copy())
+        return parts
+
+
+class Pairs(Store):
+    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of
+    keys][element][2].
+
+    An odd last element of a key has a zero beside it.
+    """
+
+    def row_bytes(self) -> int:
+        return (self.dim + self.dim % 2 if self.is_keys else self.dim) * self.kind.itemsize
+
+    def views(self) -> list[np.ndarray]:
+        if self.is_keys:
+            return [np.moveaxis(self.view(self.kind, ((self.dim + 1) // 2, BLOCK, 2)), -3, -2)]  # (…, token, pair, 2)
+        return [np.moveaxis(self.view(self.kind, (BLOCK // 2, self.dim, 2)), -1, -2)]  # (…, pair of tokens, 2, element)
+
+
+class Coded(Store):
+    """int8, with a scale per token and head: 16 scales, then the block of codes as `Store` has it."""
+
+    def row_bytes(self) -> int:
+        return self.dim + 4
+
+    def views(self) -> list[np.ndarray]:
+        codes = self.view(np.dtype(np.int8), (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
+        return [codes.swapaxes(-1, -2) if self.is_keys else codes, self.view(np.dtype(np.float32), (BLOCK, 1))]
+
+    def split(self, x: np.ndarray) -> list[np.ndarray]:
+        return list(quantise(x))
+
+    @standard
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        return parts[0] * parts[1]
+
+
+@standard
+def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over 127.
+
+    A row with NaN or infinity is NaN.
+    """
+    x = x.astype(np.float32)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
+        scale = np.where(np.isfinite(most), most / np.float32(127), np.float32(np.nan))
+        codes = np.rint(x / np.where(scale > 0, scale, np.float32(1)))
+    codes = np.where(scale > 0, codes, np.float32(0))
+    return np.clip(codes, -127, 127).astype(np.int8), scale
+
+
+def _even(x: np.ndarray) -> np.ndarray:
+    """An odd last axis gets a zero."""
+    return np.concatenate([x, np.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1) if x.shape[-1] % 2 else x
+
+
+def _scatter(blocks: np.ndarray, axes: int, at: int, x: np.ndarray) -> None:
+    """Tokens x (items, heads, n, dim) from token `at` on, into blocks whose first `axes` axes end with the block."""
+    n = x.shape[2]
+    tail = blocks.shape[axes:]
+    if len(tail) == 3 and tail[0] == BLOCK:  # pairs of elements
+        x = _even(x)
+    done = 0
+    while done < n:
+        block, lane = divmod(at + done, BLOCK)
+        if lane or n - done < BLOCK:
+            count = min(BLOCK - lane, n - done)
+            for token in range(count):
+                one = x[:, :, done + token]
+                where = blocks[:, :, block]
+                if len(tail) == 2:
+                    where[:, :, lane + token] = one
+                elif tail[0] == BLOCK:
+                    where[:, :, lane + token] = one.reshape(*one.shape[:2], *tail[1:])
+                else:
+                    where[:, :, (lane + token) // 2, (lane + token) % 2] = one
+        else:
+            count = (n - done) // BLOCK * BLOCK
+            whole = x[:, :, done : done + count]
+            blocks[:, :, block : block + count // BLOCK] = whole.reshape(*x.shape[:2], count // BLOCK, *tail)
+        done += count
+
+
+def reserved(shape: tuple[int, ...]) -> np.ndarray:
+    """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
+    no memory.
+    """
+    count = math.prod(shape)
+    try:
+        memory = arrays.pages(count)
+    except (OSError, OverflowError, ValueError) as error:
+        raise ReservationError(
+            f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or "
+            "dtype."
+        ) from None
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError, AttributeError):  # a kernel without them: small pages do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, count).reshape(shape)
+
+
+def make_stores(
+    shape: TokenShape, blocks: tuple[int, ...], isa: Isa, *, together: bool
+) -> tuple[list[Store], list[Store]]:
+    """Keys and values of every layer, in an array of blocks of this shape.
+
+    `together`: a block's values follow its keys.
+    """
+    kind: type[Store] = Store
+    if shape.dtype == "int8":
+        kind = Coded
+    elif shape.dtype == "bfloat16" and uses_dot(isa, "bf16"):
+        kind = Pairs
+    k, v = (
+        [kind(dim, shape.dtype, keys=keys) for _ in range(shape.layers)]
+        for dim, keys in ((shape.head_dim, True), (shape.value_dim, False))
+    )
+    for keys, values in zip(k, v, strict=True):
+        if together:
+            whole = reserved((*blocks, BLOCK * (keys.row + values.row)))
+            keys.use(whole)
+            values.use(whole, BLOCK * keys.row)
+        else:
+            for x in (keys, values):
+                x.use(reserved((*blocks, BLOCK * x.row)))
+    return k, v

@@ -1,0 +1,155 @@
+"""How keys and values lie in a GPU's memory: token by token. Which GPU that is, and what comes from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import arrays
+from ..errors import ArgumentError, UnsupportedError, shown
+from ..machine import interpreting
+from ..tokens import TokenShape
+from .decode import store
+from .launch import Keys, Launch, power_above
+
+
+def device_of(device: Any) -> torch.device:
+    """A GPU by name; in the interpreter, the CPU."""
+    try:
+        found = torch.device(device)
+    except Exception as error:  # PyTorch's, of several kinds
+        raise ArgumentError(
+            f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)} ({type(error).__name__})."
+        ) from None
+    if found.type != "cuda":
+        raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
+    if interpreting():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UnsupportedError("device: expected a CUDA device; PyTorch sees none here.")
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+
+
+def cache_type(dtype: str) -> torch.dtype:
+    if dtype == "float64":
+        raise UnsupportedError("dtype: expected float32, float16, bfloat16 or int8 on a GPU; got float64.")
+    return getattr(torch, dtype)
+
+
+def described(x: Any, name: str, device: torch.device) -> arrays.Array:
+    """An argument that must lie where the cache does."""
+    found = arrays.describe(x, name, gpu=True)
+    if torch.device(found.device) != device or (found.kind != "torch" and found.device == "cpu"):
+        raise ArgumentError(
+            f"{name}: expected a tensor on {device}, as the cache is; got one on {found.device}. Move it first."
+        )
+    return found
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    """A copy on the CPU; bfloat16 as ml_dtypes'."""
+    x = x.to("cpu", copy=True).contiguous()
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(arrays.numpy_dtype("bfloat16"))
+    return x.numpy()
+
+
+def to_torch(x: np.ndarray) -> torch.Tensor:
+    """A copy, still on the CPU."""
+    if x.dtype.name == "bfloat16":
+        return torch.tensor(x.view(np.int16)).view(torch.bfloat16)
+    return torch.tensor(x)
+
+
+class Rows:
+    """Keys and values of one layer, token by token: (item or page, head, token, element) in any order of memory; int8
+    with scales.
+    """
+
+    def __init__(self, shape: TokenShape, outer: int, tokens: int, device: torch.device, *, tokens_first: bool) -> None:
+        """Of `outer` sequences or pages, so many tokens each; `tokens_first`: the heads of a token adjoin."""
+        dims = (shape.head_dim, shape.value_dim)
+        lies = (outer, tokens, shape.kv_heads) if tokens_first else (outer, shape.kv_heads, tokens)
+
+        def zeros(*tail: int, kind: torch.dtype) -> torch.Tensor:
+            whole = torch.zeros((*lies, *tail), dtype=kind, device=device)
+            return whole.transpose(1, 2) if tokens_first else whole
+
+        self.k, self.v = (zeros(d, kind=cache_type(shape.dtype)) for d in dims)
+        self.scales = tuple(zeros(kind=torch.float32) for _ in dims) if shape.dtype == "int8" else (None, None)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [x for x in (self.k, self.v, *self.scales) if x is not None]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token: keys and values of all heads, and their scales."""
+        return sum(x.element_size() * x[0, :, 0].numel() for x in self.parts)
+
+    def keys(self, **more: Any) -> Keys:
+        """As the attention kernel takes them."""
+        return Keys(
+            self.k,
+            self.v,
+            tuple(self.k.stride()),
+            tuple(self.v.stride()),
+            k_scales=self.scales[0],
+            v_scales=self.scales[1],
+            **more,
+        )
+
+    def tokens(self, part: str, where: Any) -> torch.Tensor:
+        """A copy of "keys" or "values"."""
+        which = ("keys", "values").index(part)
+        x, scale = (self.k, self.v)[which][where], self.scales[which]
+        return x.clone() if scale is None else x.float() * scale[where][..., None]
+
+    def planes(self, which: int) -> list[torch.Tensor]:
+        """Keys (0) or values (1) as files have them: [tokens], or [codes, scales]."""
+        scale = self.scales[which]
+        return [(self.k, self.v)[which], *([] if scale is None else [scale[..., None]])]
+
+    def put(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        strides: tuple[tuple[int, ...], tuple[int, ...]],
+        lengths: torch.Tensor,
+        n_new: int,
+        status: torch.Tensor,
+        *,
+        counts: torch.Tensor | None = None,
+        first: torch.Tensor | None = None,
+        arrived: torch.Tensor | None = None,
+        pages: torch.Tensor | None = None,
+        page_size: int = 1,
+        capacity: int,
+        ring_first: int = 0,
+        ring: int = 0,
+    ) -> Launch:
+        """Stores new tokens past the lengths; with `arrived`, then makes those longer.
+
+        strides: (item, head, row, column) of k and v.
+        """
+        batch, heads = lengths.shape[0], self.k.shape[1]
+        d, dv = self.k.shape[3], self.v.shape[3]
+        scales = self.scales[0].stride() if self.scales[0] is not None else (0, 0, 0)
+        arguments: dict[str, Any] = {
+            "k": k, "v": v, "keys": self.k, "values": self.v, "k_scales": self.scales[0], "v_scales": self.scales[1],
+            "counts": counts,
+            "lengths": lengths, "arrived": arrived, "pages": pages, "status": status, "first": first, "n_new": n_new,
+            "capacity": capacity,
+            "page_size": page_size, "table_row": 0 if pages is None else pages.stride(0), "programs": n_new, "D": d,
+            "DV": dv,
+            "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)), "HEADS": heads,
+            "BLOCK_H": power_above(heads),
+            "ring_first": ring_first, "ring": ring, "RING": ring > 0,
+        }  # fmt: skip
+        for name, each in (("k", strides[0]), ("v", strides[1])):
+            arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row", "column"), each, strict=True)}
+        for name, each in (("K", self.k.stride()[:3]), ("V", self.v.stride()[:3]), ("S", scales)):
+            arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row"), each, strict=True)}
+        return Launch(store, (n_new, batch), arguments, 4, 1)

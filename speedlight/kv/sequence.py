@@ -1,0 +1,53 @@
+"""The handle of a sequence in a pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import ArgumentTypeError
+
+
+class Sequence:
+    """A sequence of a PagePool: a handle that ends with free()."""
+
+    __slots__ = ("_number", "pool")
+
+    def __init__(self, pool: Any, number: int) -> None:
+        self.pool, self._number = pool, number
+
+    def __repr__(self) -> str:
+        held = self.pool._held.get(self._number)
+        return "Sequence(freed)" if held is None else f"Sequence({max(held.lengths)} tokens, {len(held.pages)} pages)"
+
+    def length(self, layer: int = 0) -> int:
+        """Tokens of a layer."""
+        return self.pool._of(self).lengths[self.pool._layer(layer)]
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """The pages it holds, in order."""
+        return tuple(self.pool._of(self).pages)
+
+    def fork(self) -> Sequence:
+        """Another sequence of the same tokens. Pages are shared until one of the two writes to them."""
+        return self.pool._fork(self)
+
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
+        if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
+            raise ArgumentTypeError(f"length: expected an int; got {type(length).__name__}.")
+        self.pool._shorten(self, int(length))
+
+    def free(self) -> None:
+        """Returns its pages. The handle is of no use afterwards."""
+        self.pool._shorten(self, None)
+
+    def keys(self, layer: int) -> Any:
+        """A copy: (kv_heads, length, head_dim). Of int8, codes · scales in float32."""
+        return self.pool._tokens(self, layer, "keys")
+
+    def values(self, layer: int) -> Any:
+        """A copy: (kv_heads, length, value_dim)."""
+        return self.pool._tokens(self, layer, "values")
