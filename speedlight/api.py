@@ -196,23 +196,15 @@ def _on_gpu(q: Any, k: Any, v: Any, layout: Any, return_lse: Any, out: Any, prec
         raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(a, b, c, layout=layout, **options)
-    launch = engines.gpu()
-    launch.check(problem, a.device, precision)
+    engine = engines.gpu()
+    engine.check(problem, a.device, precision)
     staged = out is not None and engines.may_fail(problem)
     result, target = arrays.out_for(a, (*a.shape[:-1], problem.value_dim), out, (a, b, c), staged=staged)
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     where = None if lse_array is None else lse_array.tensor
-    launch.run(
-        problem,
-        layout,
-        a.tensor,
-        launch.arrays_of(b.tensor, c.tensor, layout),
-        target.tensor,
-        where,
-        cu_q=cu_q,
-        cu_k=cu_k,
-        precision=precision,
-    )
+    keys = engine.arrays_of(b.tensor, c.tensor, layout)
+    call = engine.prepare(problem, layout, a.device, keys, cu_q=cu_q, cu_k=cu_k, precision=precision)
+    call.run(a.tensor, keys, target.tensor, where)
     arrays.deliver(target)
     if out is None:
         result, lse = arrays.like_input(a, result), lse if lse is None else arrays.like_input(a, lse)

@@ -27,8 +27,11 @@ from ..problem import (
     shorter_lengths,
 )
 from ..windows import PIECE, ring_of
-from .decode import store
-from .launch import Keys, Launch, capturing, check, power_above, run, start
+from .append import store
+from .keys import Keys
+from .launch import Launch, capturing, start
+from .prepare import run
+from .schedule import check, power_above
 
 _ENDLESS = 1 << 46  # tokens: the capacity of a cache that has a window and no other limit
 
