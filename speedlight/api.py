@@ -141,15 +141,12 @@ def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any)
         raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
-    launch = engines.gpu()
-    launch.check(problem, a.device, options.precision)
+    engine = engines.gpu()
+    engine.check(problem, a.device, options.precision)
     results = _results(a, problem, options, return_lse, out, (a, b, c))
-    keys = launch.arrays_of(b.tensor, c.tensor, options.layout)
-    lse = None if results.lse is None else results.lse.tensor
-    launch.run(
-        problem, options.layout, a.tensor, keys, results.out.tensor, lse, cu_q=cu_q, cu_k=cu_k,
-        precision=options.precision,
-    )  # fmt: skip
+    keys = engine.arrays_of(b.tensor, c.tensor, options.layout)
+    call = engine.prepare(problem, options.layout, a.device, keys, cu_q=cu_q, cu_k=cu_k, precision=options.precision)
+    call.run(a.tensor, keys, results.out.tensor, None if results.lse is None else results.lse.tensor)
     return results.returned()
 
 

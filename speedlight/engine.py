@@ -462,15 +462,15 @@ def chosen(engine: Any, q: Array) -> str:
 
 
 def gpu() -> Any:
-    """What launches kernels on a GPU."""
+    """What computes on a GPU."""
     try:
-        from .gpu import launch
+        from .gpu import prepare as gpu_prepare
     except ImportError as error:
         raise UnsupportedError(
             f"q: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install 'speedlight[gpu]', "
             "or use q.cpu()."
         ) from None
-    return launch
+    return gpu_prepare
 
 
 def gpu_plan(problem: Problem, device: Any, precision: str, exact: bool) -> Any:

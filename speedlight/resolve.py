@@ -245,11 +245,6 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     return _expressed(problem, mask, options.score, packed, square)
 
 
-def from_cache(q: Array, *, hiding: Any = None, items: Any = None, shortest: Any = None, **x: Any) -> Problem:
-    stored = Stored(**{n: x.pop(n) for n in Stored._fields[:5]}, hiding=hiding, items=items, shortest=shortest)
-    return from_stored(q, stored, Options(**x))
-
-
 def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], options: Options) -> Problem:
     """Without mask, score and sinks."""
     q_heads, kv_heads, causal = sizes.q_heads, sizes.kv_heads, options.causal

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .resolve import Stored
+
 
 class TokenShape(NamedTuple):
     """What is stored of every token, in each of `layers` layers."""
@@ -13,6 +15,10 @@ class TokenShape(NamedTuple):
     head_dim: int
     value_dim: int
     dtype: str  # int8: codes, with a scale for each token and head
+
+    def stored(self, lengths: list[int], **more: Any) -> Stored:
+        """So many tokens of each sequence, to whom it concerns; more: as Stored has it."""
+        return Stored(self.dtype, self.kv_heads, self.head_dim, self.value_dim, tuple(lengths), **more)
 
 
 class Piece(NamedTuple):

@@ -333,9 +333,9 @@ MUTATIONS = (
     ),
     Mutation(
         "GPU: the last split of the keys is left out",
-        "gpu/decode.py",
-        "count = tl.minimum((k_len + size - 1) // size, splits)",
-        "count = tl.minimum(k_len // size, splits)",
+        "gpu/splits.py",
+        "count = tl.minimum((item.k_len + size - 1) // size, splits)",
+        "count = tl.minimum(item.k_len // size, splits)",
         f"{GPU_CACHES} {GPU}",
     ),
     Mutation(

@@ -7,6 +7,7 @@ Blocks are made small where what is tested is how they join.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 
 import numpy as np
@@ -30,7 +31,7 @@ from tolerance import assert_within, plain
 import speedlight as sl
 from speedlight import reference
 from speedlight.arrays import pages
-from speedlight.gpu import launch, lower
+from speedlight.gpu import forward, lower, merging, schedule
 from speedlight.gpu.tiles import Row, Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -49,12 +50,12 @@ def tensor(x):
 @contextlib.contextmanager
 def small_blocks(tile: Tile = SMALL):
     """Blocks of a few rows and keys, so that small problems have many."""
-    before = launch.table_row
-    launch.table_row = lambda *_: Row(512, tile, tile, tile, tile)
+    before = schedule.table_row
+    schedule.table_row = lambda *_: Row(512, tile, tile, tile, tile)
     try:
         yield
     finally:
-        launch.table_row = before
+        schedule.table_row = before
 
 
 def attention(q, k, v, **options):
@@ -330,13 +331,12 @@ def test_an_index_that_may_be_out_of_range_is_looked_at(factor):
 
 def tiles_computed(monkeypatch, call):
     """How many tiles the kernel works on. The interpreter alone can tell."""
-    from speedlight.gpu import forward
-
     count, real = [0, 0], forward.one_tile
+    masked = list(inspect.signature(real.fn).parameters).index("MASKED")
 
     class Counted:
         def __call__(self, *args, **kwargs):
-            count[not args[13]] += 1  # MASKED
+            count[not args[masked]] += 1
             return real(*args, **kwargs)
 
     monkeypatch.setattr(forward, "one_tile", Counted())
@@ -455,18 +455,18 @@ def test_offsets_past_2_to_the_31(which):
 def test_merge(rng):
     q, k, v = (tensor(x) for x in qkv(rng, "float32", 1, 2, 1, 40, 60, 16, 16))
     parts = [launch_run(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 0), (0, 25), (25, 60))]
-    out, lse = launch.merged([out for out, _ in parts], [lse for _, lse in parts])
+    out, lse = merging.merged([out for out, _ in parts], [lse for _, lse in parts])
     whole = launch_run(q, k, v)
     torch.testing.assert_close(out, whole[0])
     torch.testing.assert_close(lse, whole[1])
-    two = launch.merged(*(list(xs) for xs in zip(parts[1], parts[2], strict=True)))
+    two = merging.merged(*(list(xs) for xs in zip(parts[1], parts[2], strict=True)))
     assert same([out, lse], two)  # what saw nothing has no say
 
 
 @pytest.mark.parametrize("case", MERGED, ids=[c[0] for c in MERGED])
 def test_special_values_of_merge(case):
     outs, lses = ([np.array([x], np.float32) for x in xs] for xs in zip(*case[1], strict=True))
-    got = [plain(x.cpu()) for x in launch.merged([tensor(x) for x in outs], [tensor(x) for x in lses])]
+    got = [plain(x.cpu()) for x in merging.merged([tensor(x) for x in outs], [tensor(x) for x in lses])]
     want = np.array([case[2]])
     assert np.array_equal(got[0], want, equal_nan=True) and (np.signbit(got[0]) == np.signbit(want))[want == 0].all()
     for x, y, bound in zip(got, reference.merge(outs, lses), reference.merge_bound(outs, lses), strict=True):
@@ -520,10 +520,10 @@ def test_index_out_of_range_is_an_error(rng, q_len):
 
 def test_capabilities(monkeypatch, rng):
     q, k, v = qkv(rng, "bfloat16", 1, 2, 1, 4, 5, 16, 16)
-    monkeypatch.setattr(launch, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(schedule, "capability", lambda device: (7, 5))
     with pytest.raises(sl.UnsupportedError, match=r"expected compute capability 8.0 for bfloat16; got 7.5"):
         attention(q, k, v)
-    monkeypatch.setattr(launch, "capability", lambda device: (7, 0))
+    monkeypatch.setattr(schedule, "capability", lambda device: (7, 0))
     with pytest.raises(sl.UnsupportedError, match=r"expected compute capability 7.5 or newer; got 7.0"):
         attention(q, k, v)
 

@@ -24,9 +24,9 @@ class Driver:
 triton.runtime.driver.set_active(Driver())
 from speedlight.gpu import ahead
 
-for name, options in ahead.cases():
+for name, case in ahead.cases():
     if name in ("bfloat16 d128 prefill causal", "bfloat16 d128 decode documents"):
-        for each in ahead.build((9, 0), **options):
+        for each in ahead.build((9, 0), case):
             given = {n: torch.empty(16, dtype=x.dtype) if isinstance(x, torch.Tensor) else x for n,
                      x in each.arguments.items()}
             built = each.kernel.warmup(**given, grid=each.grid, num_warps=each.warps, num_stages=each.stages,

@@ -13,6 +13,7 @@ from test_gpu import PATTERNS, small_blocks, tiles_computed
 from test_gpu import attention as on_gpu
 
 import speedlight as sl
+from speedlight.gpu.tiles import Tile
 from speedlight.tools import gpu
 
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="small problems, for the interpreter")
@@ -38,6 +39,16 @@ def test_rows(monkeypatch):
     ):
         row = call()
         assert "outside the bound" in row["refused"] and "seconds" not in row and "REFUSED" in gpu.line(row, {})
+
+
+@INTERPRETED
+def test_tiles_are_measured_as_they_are_given(monkeypatch):
+    tiles = [Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)]
+    found = gpu.tune("float32", 16, "masked", 1, length=20, tiles=tiles)
+    assert {tile for _, tile in found} == set(tiles) and all(seconds > 0 for seconds, _ in found)
+    assert all(tile.rows == 16 for tile in gpu.candidates("decode", True))
+    monkeypatch.setattr(gpu, "wrong", lambda *_, **__: "wrong")
+    assert gpu.tune("float32", 16, "masked", 1, length=20, tiles=tiles[:1]) == []
 
 
 def test_peers_that_say_something_else_are_left_out():

@@ -13,21 +13,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array
+from ..arrays import Array, Results
+from ..calls import Memo
 from ..engine import Prepared, prepare_pages, threads_now
 from ..errors import UnsupportedError
-from ..expressions.tracing import kept
 from ..machine import current_isa
 from ..planning import BLOCK, DECODE_ROWS, ENDLESS, SLACK, Pages
-from ..problem import SPAN, TILE, Problem
-from ..resolve import from_cache
+from ..problem import SPAN, TILE, Options, Problem
+from ..resolve import from_stored
 from ..tokens import Batch, Piece, TokenShape
 from ..windows import Ring
 from .blocks import make_stores
 
-_STEPS = 64  # prepared steps that are remembered
+_STEPS, _STEPS_BYTES = 64, 16 << 20  # prepared steps that are remembered
 _INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
-_SCALES = (type(None), float)
 _ALL = slice(None)
 _Undo = tuple[list[int], np.ndarray, np.ndarray]  # blocks, and what was in them of keys and values
 
@@ -84,8 +83,8 @@ class CacheStorage:
         self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
         self.pages = self._pages()
         self.list = np.arange(ring.tokens // TILE + SLACK, dtype=np.int64)  # the pages of every sequence
-        self.steps: dict[Any, Step] = {}
-        self.checked_steps: dict[Any, Step] = {}  # by their keys and values, too
+        self.steps: Memo[Step] = Memo(_STEPS, _STEPS_BYTES)
+        self.checked_steps: Memo[Step] = Memo(_STEPS, _STEPS_BYTES)  # by their keys and values, too
 
     def _pages(self) -> Pages:
         """How kernels find a token."""
@@ -201,63 +200,52 @@ class CacheStorage:
 
     # --- attending
 
-    def prepare(
-        self, q: Array, piece: Piece, causal: bool, options: dict[str, Any], out_strides: tuple[int, ...]
-    ) -> Prepared:
+    def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Prepared:
         """A piece's call. The problem is checked, nothing is written."""
         if len(q.shape) == 4:
             q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
-        hiding = self.ring.mask(causal)
-        problem = _problem(self.shape, q, piece.after, causal, options, q_lengths=piece.counts, hiding=hiding)
-        return self._prepare(problem, q, out_strides)
+        stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
+        return self._prepare(from_stored(q, stored, options._replace(q_lengths=piece.counts)), q, out_strides)
 
-    def attend(self, layer: int, call: Prepared, q: Array, piece: Piece, out: Array, lse: Array | None) -> None:
-        """Runs what prepare() gave; out and lse are those of the whole chunk."""
-        start, rows = piece.rows.start, (_ALL, _ALL, piece.rows)
+    def attend(self, layer: int, call: Prepared, q: Array, piece: Piece, results: Results) -> None:
+        """Runs what prepare() gave; the results are those of the whole chunk."""
+        lse, start, rows = results.lse, piece.rows.start, (_ALL, _ALL, piece.rows)
         part = None
         if lse is not None and piece.rows.stop - start < q.shape[2]:  # kernels write it side by side
             part = np.empty(lse.numpy()[rows].shape, lse.numpy().dtype)
         lse_address = 0 if lse is None else lse.address if part is None else arrays.address_of(part)
-        q_address, out_address = (x.address + start * x.strides[2] for x in (q, out))
+        q_address, out_address = (x.address + start * x.strides[2] for x in (q, results.out))
         call.run(q_address, *self.addresses[layer], out_address, lse_address)
         if lse is not None and part is not None:
             lse.numpy()[rows] = part
 
-    def known(self, lengths: list[int], q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any) -> Step | None:
+    def checked_step(self, lengths: list[int], q: Any, k: Any, v: Any, options: Options) -> Step | None:
         """A step of a form that was checked before: by shapes, dtypes and options, for any lengths of these spans."""
-        if not (
-            type(q) is type(k) is type(v) is np.ndarray
-            and kept(mask)
-            and kept(score)
-            and type(scale) in _SCALES
-            and k.ndim == 4
-        ):
+        if not (type(q) is type(k) is type(v) is np.ndarray and k.ndim == 4):
             return None
-        spans = max(lengths) + k.shape[2] - 1 >> 10
-        return self.checked_steps.get(_form(q, k, v, scale, mask, score, spans))
+        key = options.key()
+        return None if key is None else self.checked_steps.get(_form(q, k, v, key, max(lengths) + k.shape[2] - 1 >> 10))
 
-    def step(self, q: Any, k: Any, v: Any, lengths: list[int], causal: bool, options: dict[str, Any]) -> Step | None:
-        """A step for queries of this form, checked. With k and v it is known from now on."""
-        mask, score, scale = options["mask"], options["score"], options["scale"]
-        if not (type(q) is np.ndarray and q.ndim == 4 and q.size and min(lengths)):
-            return None
-        if options["sink_logits"] is not None or not (kept(mask) and kept(score) and type(scale) in _SCALES):
+    def step(self, q: Any, k: Any, v: Any, lengths: list[int], options: Options) -> Step | None:
+        """A step for queries of this form, checked. With k and v it is remembered as checked."""
+        known = options.key()
+        if known is None or not (type(q) is np.ndarray and q.ndim == 4 and q.size and min(lengths)):
             return None
         spans = max(lengths) - 1 >> 10
         most = 1 << spans.bit_length()  # spans are doubled until they suffice
-        # It depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and
-        # rows in. -0.0 is another scale than 0.0.
-        key = (q.shape, q.strides, q.dtype, causal, mask, score, scale or str(scale), most, threads_now())
+        # it depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and
+        # rows in
+        key = (q.shape, q.strides, q.dtype, known, most, threads_now())
         step = self.steps.get(key)
         if step is None:
-            longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if causal else 1
+            longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
             strides = np.empty((*q.shape[:-1], self.shape.value_dim), q.dtype).strides
-            a, hiding = arrays.describe(q, "q"), self.ring.mask(causal)
-            problem = _problem(self.shape, a, longest, causal, options, hiding=hiding, shortest=shortest)
+            a, hiding = arrays.describe(q, "q"), self.ring.mask(options.causal)
+            problem = from_stored(a, self.shape.stored(longest, hiding=hiding, shortest=shortest), options)
             step = Step(self._prepare(problem, a, strides), self)
-            _remember(self.steps, key, step)
+            self.steps.put(key, step, step.prepared.size)
         if type(k) is type(v) is np.ndarray:
-            _remember(self.checked_steps, _form(q, k, v, scale, mask, score, spans), step)
+            self.checked_steps.put(_form(q, k, v, known, spans), step, step.prepared.size)
         return step
 
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Prepared:
@@ -265,35 +253,9 @@ class CacheStorage:
         return prepare_pages(problem, "bhld", q, self.pages, lists, out_strides, None, threads_now(), self.isa)
 
 
-def _form(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: Any, mask: Any, score: Any, spans: int
-) -> tuple[Any, ...]:
-    """What two steps share that need the same checks and the same prepared call. -0.0 is another scale than 0.0."""
-    form = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides)
-    return (*form, mask, score, scale or str(scale), spans, threads_now())
-
-
-def _problem(
-    shape: TokenShape, q: Array, lengths: list[int], causal: bool, options: dict[str, Any], **more: Any
-) -> Problem:
-    """Queries over so many tokens of each sequence."""
-    return from_cache(
-        q,
-        dtype=shape.dtype,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        k_lengths=tuple(lengths),
-        causal=causal,
-        **more,
-        **options,
-    )
-
-
-def _remember(steps: dict[Any, Any], key: Any, step: Any) -> None:
-    if len(steps) >= _STEPS:
-        steps.clear()
-    steps[key] = step
+def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Any, spans: int) -> tuple[Any, ...]:
+    """What two steps share that need the same checks and the same prepared call."""
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, options, spans, threads_now()
 
 
 class _Part(NamedTuple):
@@ -324,7 +286,7 @@ class PoolStorage:
         self.token_bytes = shape.kv_heads * (k.row + v.row)
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
-        self.steps: dict[Any, Prepared] = {}
+        self.steps: Memo[Prepared] = Memo(_STEPS, _STEPS_BYTES)
 
     # --- tables
 
@@ -378,17 +340,15 @@ class PoolStorage:
 
     # --- attending
 
-    def attend(
-        self, layer: int, q: Array, batch: Batch, causal: bool, options: dict[str, Any], out: Array, lse: Array | None
-    ) -> None:
+    def attend(self, layer: int, q: Array, batch: Batch, options: Options, results: Results) -> None:
         """Packed queries over their sequences' tokens."""
         first = list(itertools.accumulate(batch.counts, initial=0))
-        addresses = (q.address, *self.addresses[layer], out.address, lse.address if lse else 0)
+        addresses = (q.address, *self.addresses[layer], results.out.address, results.lse_address)
         for which in self._by_kernel(q.shape[1], batch.counts):
             counts, rows, lengths = ([x[i] for i in which] for x in (batch.counts, first, batch.after))
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [arrays.address_of(batch.tables[i]) for i in which]
-            step, any_lengths = self._step(q, part, lists, causal, options, out.strides)
+            step, any_lengths = self._step(q, part, lists, options, results.out.strides)
             items = step.items_for(lengths, lists) if any_lengths else None
             step.run(*addresses, items=ctypes.addressof(items) if items is not None else 0)
 
@@ -401,33 +361,34 @@ class PoolStorage:
         return [x for x in (short, long) if x]
 
     def _step(
-        self,
-        q: Array,
-        part: _Part,
-        lists: list[int],
-        causal: bool,
-        options: dict[str, Any],
-        out_strides: tuple[int, ...],
+        self, q: Array, part: _Part, lists: list[int], options: Options, out_strides: tuple[int, ...]
     ) -> tuple[Prepared, bool]:
         """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
-        mask, score, scale = options["mask"], options["score"], options["scale"]
-        longest, packed = max(part.lengths), {"layout": "lhd", "q_lengths": part.counts, "items": part.items}
-        known = options["sink_logits"] is None and kept(mask) and kept(score) and type(scale) in _SCALES
-        if not known or not longest:
-            problem = _problem(self.shape, q, part.lengths, causal, options, **packed)
+        longest, known = max(part.lengths), options.key()
+        options = options._replace(q_lengths=part.counts)
+        if known is None or not longest:
+            problem = from_stored(q, self.shape.stored(part.lengths, items=part.items), options)
             return self._prepare(problem, q, part, lists, out_strides), False
         spans = 1 << (longest - 1 >> 10).bit_length()
-        # It depends on these, on what the pool is, and on no length or page: items_for() puts them in. -0.0 is another
-        # scale than 0.0.
-        where = part.items, part.counts, part.rows
-        form = (q.shape, q.strides, q.dtype, out_strides, causal)
-        key = (*where, *form, mask, score, scale or str(scale), spans, threads_now())
+        # it depends on these, on what the pool is, and on no length or page: items_for() puts them in
+        key = (
+            part.items,
+            part.counts,
+            part.rows,
+            q.shape,
+            q.strides,
+            q.dtype,
+            out_strides,
+            known,
+            spans,
+            threads_now(),
+        )
         prepared = self.steps.get(key)
         if prepared is None:
-            most, shortest = [spans * SPAN] * len(lists), max(part.counts) if causal else 1
-            problem = _problem(self.shape, q, most, causal, options, shortest=shortest, **packed)
+            most, shortest = [spans * SPAN] * len(lists), max(part.counts) if options.causal else 1
+            problem = from_stored(q, self.shape.stored(most, items=part.items, shortest=shortest), options)
             prepared = self._prepare(problem, q, part, lists, out_strides)
-            _remember(self.steps, key, prepared)
+            self.steps.put(key, prepared, prepared.size)
         return prepared, True
 
     def _prepare(

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,14 @@ from triton.compiler import ASTSource
 
 from ..expressions.patterns import documents, softcap
 from ..expressions.tracing import expression
-from ..resolve import from_cache
-from .forward import AFTERWARDS
-from .launch import Keys, Launch, arrays_of, launches
-from .prepare import prepare
+from ..problem import Options
+from ..resolve import Stored, from_stored
+from .keys import Keys, arrays_of
+from .launch import Launch
+from .prepare import Part
+from .schedule import schedule
+from .sequence import RECOMPUTE
+from .uploads import uploads_of
 
 # capability: most shared memory of a block, and what its tensor cores' instructions are called
 DEVICES = {
@@ -58,14 +62,14 @@ class Compiled:
 
     def faults(self, capability: tuple[int, int], tensor_cores: bool) -> list[str]:
         most, cores = DEVICES[capability]
-        found = []
+        faults = []
         if self.spills:
-            found.append(f"{self.spills} bytes spilled")
+            faults.append(f"{self.spills} bytes spilled")
         if self.shared > most:
-            found.append(f"{self.shared:,} bytes of shared memory, {most:,} there")
+            faults.append(f"{self.shared:,} bytes of shared memory, {most:,} there")
         if tensor_cores and not self.instructions.get("tensor"):
-            found.append(f"no tensor core instruction ({cores})")
-        return found + list(self.warnings)
+            faults.append(f"no tensor core instruction ({cores})")
+        return faults + list(self.warnings)
 
 
 def compile_for(each: Launch, capability: tuple[int, int], name: str) -> Compiled:
@@ -132,41 +136,49 @@ def _assembled(ptx: str, capability: tuple[int, int]) -> str:
 # head dim 128
 
 
-def cases(quick: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names, and arguments for `build`."""
-    for dtype in ("bfloat16",) if quick else ("float16", "bfloat16", "float32"):
-        for d in (128,) if quick else (64, 128, 256, 512):
-            for q_len in (4096, 1):
-                for causal in (False, True) if q_len > 1 else (False,):
-                    yield f"{dtype} d{d} {'prefill' if q_len > 1 else 'decode'}{' causal' if causal else ''}", {
-                        "dtype": dtype, "d": d, "q_len": q_len, "causal": causal,
-                    }  # fmt: skip
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A call of 32 query and 8 kv heads over 4,096 keys."""
+
+    dtype: str
+    d: int
+    q_len: int
+    causal: bool = False
+    mask: Any = None
+    score: Any = None
+    paged: bool = False
+    int8: bool = False
+    value_dim: int | None = None
+    precision: str = "ieee"
+
+    def __str__(self) -> str:
+        kind = self.dtype if self.precision == "ieee" else self.precision
+        return f"{kind} d{self.d} {self.phase}{' causal' * (self.causal and self.q_len > 1)}"
+
+    @property
+    def phase(self) -> str:
+        return "prefill" if self.q_len > 1 else "decode"
+
+
+def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
+    """Cases and their names."""
+    dtypes, dims = (("bfloat16",), (128,)) if quick else (("float16", "bfloat16", "float32"), (64, 128, 256, 512))
+    shapes = ((4096, False), (4096, True), (1, False))
+    plain = [Case(dtype, d, *shape) for dtype in dtypes for d in dims for shape in shapes]
+    if not quick:
+        plain += [Case("float32", d, *shape, precision="tf32x3") for d in (64, 128) for shape in shapes]
+    yield from ((str(case), case) for case in plain)
     if quick:
         return
-    for d, q_len, causal in (
-        (64, 4096, False),
-        (64, 4096, True),
-        (128, 4096, False),
-        (128, 4096, True),
-        (64, 1, False),
-        (128, 1, False),
-    ):
-        kind = ("prefill causal" if causal else "prefill") if q_len > 1 else "decode"
-        yield (
-            f"tf32x3 d{d} {kind}",
-            {"dtype": "float32", "d": d, "q_len": q_len, "causal": causal, "precision": "tf32x3"},
-        )
     ids = documents(torch.arange(4096).numpy() // 512)
     window = expression(lambda b, h, i, j: (i - j <= 1024) & (j <= i))
-    for q_len in (4096, 1):
-        kind = "prefill" if q_len > 1 else "decode"
-        base: dict[str, Any] = {"dtype": "bfloat16", "d": 128, "q_len": q_len}
-        yield f"bfloat16 d128 {kind} window", base | {"mask": window}
-        yield f"bfloat16 d128 {kind} documents", base | {"mask": ids, "causal": True}
-        yield f"bfloat16 d128 {kind} softcap", base | {"score": softcap(30.0), "causal": True}
-        yield f"bfloat16 d128 {kind} pages", base | {"paged": True, "causal": True}
-        yield f"bfloat16 d128 {kind} int8", base | {"int8": True, "paged": True, "causal": True}
-        yield f"bfloat16 d96 {kind} value_dim 80", base | {"d": 96, "value_dim": 80}
+    for base in (Case("bfloat16", 128, 4096), Case("bfloat16", 128, 1)):
+        yield f"{base} window", replace(base, mask=window)
+        yield f"{base} documents", replace(base, mask=ids, causal=True)
+        yield f"{base} softcap", replace(base, score=softcap(30.0), causal=True)
+        yield f"{base} pages", replace(base, paged=True, causal=True)
+        yield f"{base} int8", replace(base, int8=True, paged=True, causal=True)
+        yield f"bfloat16 d96 {base.phase} value_dim 80", replace(base, d=96, value_dim=80)
 
 
 def appends() -> Iterator[tuple[str, Launch]]:
@@ -195,75 +207,52 @@ def appends() -> Iterator[tuple[str, Launch]]:
         )
 
 
-def build(
-    capability: tuple[int, int],
-    *,
-    dtype: str,
-    d: int,
-    q_len: int,
-    causal: bool = False,
-    mask: Any = None,
-    score: Any = None,
-    paged: bool = False,
-    int8: bool = False,
-    value_dim: int | None = None,
-    precision: str = "ieee",
-) -> list[Launch]:
-    """The launches of 32 query and 8 kv heads over 4,096 keys.
-
-    The tensors are small: only their types and strides matter.
-    """
+def build(capability: tuple[int, int], case: Case) -> list[Launch]:
+    """The launches of a case. The tensors are small: only their types and strides matter."""
     from .. import arrays
 
-    value_dim = value_dim or d
-    number = getattr(torch, dtype)
+    d, q_len, value_dim, number = case.d, case.q_len, case.value_dim or case.d, getattr(torch, case.dtype)
     q, out = (
         torch.empty_strided((1, 32, q_len, x), (32 * q_len * x, q_len * x, x, 1), dtype=number, device="meta")
         for x in (d, value_dim)
     )
-    shape = (256, 16, 8) if paged else (1, 8, 4096)
-    kept = torch.int8 if int8 else number
-    k, v = (torch.empty((*shape, x), dtype=kept, device="meta") for x in (d, value_dim))
+    keys = _keys(case, d, value_dim)
+    like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
+    stored = Stored("int8" if case.int8 else case.dtype, 8, d, value_dim, (4096,))
+    problem = from_stored(like, stored, Options(case.causal, mask=case.mask, score=case.score))
+    lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
+    how = schedule(problem, keys, capability, case.precision)
+    return Part(problem, "bhld", how, uploads_of(problem, "cpu", None)).launches(q, keys, out, lse, None)
+
+
+def _keys(case: Case, d: int, value_dim: int) -> Keys:
+    """Arrays, or 256 pages of 16 tokens whose lengths are on the device; int8 with scales."""
+    shape = (256, 16, 8) if case.paged else (1, 8, 4096)
+    stored = torch.int8 if case.int8 else getattr(torch, case.dtype)
+    k, v = (torch.empty((*shape, x), dtype=stored, device="meta") for x in (d, value_dim))
     keys = arrays_of(k, v, "bhld")
-    if paged:
+    if case.paged:
         keys = Keys(k, v, (k.stride(0), k.stride(2), k.stride(1), 1), (v.stride(0), v.stride(2), v.stride(1), 1))
         keys.pages, keys.page_size, keys.page_count = torch.zeros((1, 256), dtype=torch.int32), 16, 256
-        keys.lengths, keys.status, keys.most = (
-            torch.zeros(1, dtype=torch.int32),
-            torch.zeros(1, dtype=torch.int32),
-            4096,
-        )
-    if int8:
+        keys.lengths, keys.status = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
+        keys.most = 4096
+    if case.int8:
         keys.k_scales = keys.v_scales = torch.zeros(shape).permute(0, 2, 1)
-    like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, dtype, "torch", True, None)
-    problem = from_cache(
-        like,
-        dtype="int8" if int8 else dtype,
-        kv_heads=8,
-        head_dim=d,
-        value_dim=value_dim,
-        k_lengths=(4096,),
-        causal=causal,
-        scale=None,
-        mask=mask,
-        score=score,
-    )
-    lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
-    return launches(problem, "bhld", q, keys, out, lse, prepare(problem, "cpu", None), None, precision, capability)
+    return keys
 
 
 def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) -> Iterator[tuple[Compiled, list[str]]]:
     """Every kernel whose name has one of the words (or all), and what is wrong with it."""
     number = f"sm_{capability[0]}{capability[1]}"
-    found = [
-        (name, each, options["dtype"] != "float32" or "precision" in options)
-        for name, options in cases(quick)
+    listed = [
+        (name, each, case.dtype != "float32" or case.precision != "ieee")
+        for name, case in cases(quick)
         if wanted(name, only)
-        for each in build(capability, **options)
+        for each in build(capability, case)
     ]
-    found += [(name, each, False) for name, each in appends() if wanted(name, only)]
-    for name, each, products in found:
-        repairs = each.arguments.get("REPAIR") == int(AFTERWARDS)  # hardly ever runs: it may spill
+    listed += [(name, each, False) for name, each in appends() if wanted(name, only)]
+    for name, each, products in listed:
+        repairs = each.arguments.get("NONFINITE") == int(RECOMPUTE)  # hardly ever runs: it may spill
         one = compile_for(each, capability, f"{number} {name} {each.kernel.__name__}{' repair' * repairs}")
         yield one, [] if repairs else one.faults(capability, products and each.kernel.__name__ == "attend")
 

@@ -16,8 +16,8 @@ from ..expressions.bounds import hides, visible
 from ..machine import interpreting, isa_named
 from ..problem import Problem
 from ..tiles import Many, integers_of
-from .launch import Keys, capability, check, shape_of
-from .tiles import COARSE_DIMS
+from .keys import Keys
+from .schedule import capability, check, schedule
 
 _TOGETHER = 1 << 20  # tiles looked at in one go
 
@@ -25,9 +25,8 @@ _TOGETHER = 1 << 20  # tiles looked at in one go
 def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exact: bool = False) -> planning.Plan:
     """The plan of a problem whose keys and values lie in arrays."""
     check(problem, str(device), precision)
-    precision = precision if max(problem.head_dim, problem.value_dim) <= COARSE_DIMS else "ieee"
     nowhere = torch.empty(0)
-    how = shape_of(problem, Keys(nowhere, nowhere, (0,) * 4, (0,) * 4), capability(str(device)), precision)
+    how = schedule(problem, Keys(nowhere, nowhere, (0,) * 4, (0,) * 4), capability(str(device)), precision)
     base = planning.count(problem, planning.schedule(problem, isa_named("avx2"), 1), "", exact=exact)
     full, mixed, skipped, pairs = _tiles(problem, how.rows, how.tile.keys, how.pack)
     per_pair = 2 * (problem.head_dim + problem.value_dim)
@@ -35,7 +34,7 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
     blocks = sum(-(-n * how.pack // how.rows) for n in problem.q_lengths) * (problem.q_heads // how.pack)
     splits = how.splits
     states = blocks * splits * how.rows * (problem.value_dim + 2) * 4 if how.short else 0
-    peak, bandwidth = _roofs(str(device), problem.dtype, precision)
+    peak, bandwidth = _roofs(str(device), problem.dtype, how.precision)
     number = "sm_{}{}".format(*how.capability)
     warps, stages = how.tile.warps, how.tile.stages
     square = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
@@ -75,8 +74,8 @@ def _tiles(p: Problem, rows: int, keys: int, pack: int) -> tuple[int, int, int, 
     totals, followed = np.zeros(4, dtype=object), integers_of(p).followed
     for item in range(p.batch):
         for head in range(heads if "h" in uses else 1):
-            found = _of_head(p, item, head, rows, keys, pack, hiding, followed)
-            totals += np.array(found, dtype=object) * (1 if "h" in uses else heads)
+            counts = _of_head(p, item, head, rows, keys, pack, hiding, followed)
+            totals += np.array(counts, dtype=object) * (1 if "h" in uses else heads)
     return tuple(int(x) for x in totals)  # type: ignore[return-value]
 
 
@@ -136,12 +135,12 @@ def _roofs(device: str, dtype: str, precision: str) -> tuple[float | None, float
 def _seconds(call: Any) -> float:
     """The least of five samples."""
     call()
-    found = []
+    samples = []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         end.record()
         end.synchronize()
-        found.append(start.elapsed_time(end) / 1e3)
-    return min(found)
+        samples.append(start.elapsed_time(end) / 1e3)
+    return min(samples)

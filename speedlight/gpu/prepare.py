@@ -1,191 +1,223 @@
-"""What a problem needs on a device, made once and kept: the expressions' functions, numbers and tables, the items,
-tiles' classes.
-"""
+"""What the engine is asked: `prepare(problem, …) -> Call`; its `run` fills out and lse on PyTorch's current stream."""
 
 from __future__ import annotations
 
-import hashlib
-import linecache
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
-from ..errors import ArgumentError
-from ..expressions.bounds import Exact, Walk, hides, integers, visible
-from ..machine import interpreting
+from ..expressions.tree import out_of_range
 from ..modes import standard
 from ..problem import Problem
-from ..tiles import Many
-from . import lower
-from .forward import ITEM, TILES
+from .counting import plan
+from .forward import attend
+from .keys import Keys, arrays_of, axes, paged_keys, paged_tables
+from .launch import Launch, capturing, named_strides, start, synchronize
+from .merging import merged
+from .schedule import Schedule, capability, check, most_rows, power_above, schedule, tile_class
+from .sequence import ARRAYS, FLAG, PAGES, RECOMPUTE, RING
+from .splits import combine
+from .tiles import Tile
+from .uploads import Classes, Grid, Uploads, classes_of, uploads_of
+
+__all__ = [
+    "Call", "Keys", "arrays_of", "check", "merged", "paged_keys", "paged_tables", "plan", "prepare", "run",
+    "synchronize",
+]  # fmt: skip
+
+REPAIR_GRID = 128  # the repair launch scans flags, and usually exits
 
 
-@dataclass(slots=True)
-class Ready:
-    """What a problem needs on a device; kept."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Items of a call that take one tile: all, or a class of its packed sequences."""
 
-    program: lower.Program | None
-    functions: dict[str, Any]
-    words: torch.Tensor | None
-    floats: torch.Tensor | None
-    tables: list[torch.Tensor]  # kept alive: the words hold their addresses
-    sinks: torch.Tensor | None
-    items: torch.Tensor | None
-    risky: bool  # an index may be out of range
-    classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
+    problem: Problem
+    layout: str
+    how: Schedule
+    uploads: Uploads
+    items: list[int] | None = None  # which of the call's; None: all
 
+    def run(self, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        keys = keys if self.items is None else keys.of(self.items)
+        wrong = None
+        if self.uploads.may_fail:
+            assert self.uploads.program is not None
+            wrong = torch.zeros(2 * len(self.uploads.program.lookups), dtype=torch.int64, device=q.device)
+        for each in self.launches(q, keys, out, lse, wrong):
+            start(each)
+        if wrong is not None and not capturing():
+            _raise_wrong(self.uploads, wrong)
 
-_functions: dict[str, dict[str, Any]] = {}  # by the program's key: a program itself holds tables
-
-
-def functions_of(program: lower.Program) -> dict[str, Any]:
-    """The program's functions, from their source. Triton reads that again, so it stays in linecache."""
-    found = _functions.get(program.key)
-    if found is None:
-        text = lower.source(program)
-        name = f"<speedlight expression {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
-        space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
-        exec(compile(text, name, "exec"), space)
-        found = _functions[program.key] = {n: space.get(n) for n in ("known", "apply", "bounds")}
-    return found
-
-
-def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
-    """The mask and score, and whether an index of theirs may be out of range."""
-    parts = [x for x in (problem.mask, problem.score) if x is not None]
-    if not parts:
-        return None, False
-    known = integers(parts, problem.box())
-    walk = Walk(Exact(problem.box()))
-    first = lower.program_of(problem, known, ())
-    assert first is not None
-    checked = []
-    for node, d in first.lookups:
-        ends = walk.interval(node.args[d])
-        checked.append(ends is None or ends[0] < 0 or ends[1] >= node.value.shape[d])
-    return lower.program_of(problem, known, tuple(checked)), any(checked)
-
-
-def _table_on(table: Any, device: str) -> torch.Tensor:
-    """A table's entries on the device; uploaded once, unless they may change."""
-    if table.tensor is not None:
-        if str(table.tensor.device) != device:
-            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
-        return table.tensor
-    if table.array.flags.writeable and not interpreting():
-        raise ArgumentError(
-            f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. Move it, or use sl.table()."
+    @standard
+    def launches(
+        self, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, wrong: torch.Tensor | None
+    ) -> list[Launch]:
+        """The attention kernel, the same again for flagged blocks, and the merging of splits."""
+        p, how, device = self.problem, self.how, q.device
+        tile, blocks = how.tile, how.row_blocks * how.splits * (p.q_heads // how.pack) * p.batch
+        flags = torch.empty(blocks, dtype=torch.int32, device=device)
+        # tiles of splits are counted from each split's start, and lengths of the device are not known here
+        classes = Classes()
+        if not how.short and keys.lengths is None:
+            classes = classes_of(p, self.uploads, Grid(how.rows, tile.keys, how.pack), device)
+        shared = self._shared(keys, out, lse, device)
+        arguments = (
+            shared
+            | {"q": q, "flags": flags, "blocks": blocks, "row_blocks": how.row_blocks, "q_start": p.q_starts[0]}
+            | {"k_start": p.k_start, "sinks": None if how.short else self.uploads.sinks, "wrong": wrong}
+            | named_strides("q", axes(q, self.layout))
+            | _key_arguments(keys)
+            | self._constants(keys)
+            | self._program()
+            | classes._asdict()
         )
-    found = table.copies.get(device)
-    if found is None:
-        array = table.array
-        array = array.view(np.int8) if array.dtype == bool else array
-        if array.dtype.kind == "u" and array.itemsize > 1:
-            array = array.view(array.dtype.str.replace("u", "i"))  # the same bits; kernels read them as they are
-        shared = array.flags.writeable and all(s >= 0 and s % array.itemsize == 0 for s in array.strides)
-        found = torch.from_numpy(array if shared else array.copy()).to(device)
-        if not array.flags.writeable:
-            table.copies[device] = found
-    return found
+        first, again = arguments | {"NONFINITE": int(FLAG)}, arguments | {"NONFINITE": int(RECOMPUTE)}
+        made = [
+            Launch(attend, (blocks,), first, tile.warps, tile.stages, tile.registers),
+            # apart, since it wants more registers
+            Launch(attend, (min(blocks, REPAIR_GRID),), again, tile.warps, tile.stages),
+        ]
+        if how.short:
+            rows = {"sinks": self.uploads.sinks, "padded_rows": how.row_blocks * how.rows}
+            made.append(Launch(combine, (most_rows(p) * how.pack, p.kv_heads, p.batch), shared | rows, 4, 2))
+        return made
+
+    def _shared(self, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, device: torch.device) -> dict[str, Any]:
+        """What the attention kernel and `combine` are both told."""
+        p, how = self.problem, self.how
+        partial = stats = None
+        if how.short:
+            count = p.batch * p.kv_heads * how.splits * how.row_blocks * how.rows
+            partial = torch.empty(count * p.value_dim, dtype=torch.float32, device=device)
+            stats = torch.empty(count * 2, dtype=torch.float32, device=device)
+        strides = (0, 0, 0) if lse is None else lse.stride() if lse.ndim == 3 else (0, *lse.stride())
+        return {
+            "out": out, "lse": lse, "items": self.uploads.items, "lengths": keys.lengths,
+            "partial": partial, "stats": stats,
+            **named_strides("o", axes(out, self.layout)), **named_strides("l", strides),
+            "q_len": p.q_lengths[0], "k_len": p.k_lengths[0], "out_rows": p.rows,
+            "kv_heads": p.kv_heads, "group": p.group, "splits": how.splits,
+            "PACK": how.pack, "DV": p.value_dim, "BLOCK_DV": max(16, power_above(p.value_dim)),
+        }  # fmt: skip
+
+    def _constants(self, keys: Keys) -> dict[str, Any]:
+        """What the attention kernel is compiled for."""
+        p, how = self.problem, self.how
+        return {
+            "D": p.head_dim, "BLOCK_D": max(16, power_above(p.head_dim)), "BM": how.rows, "BN": how.tile.keys,
+            "CAUSAL": how.causal, "PRECISION": how.precision, "HIDING": how.hiding, "SPLIT": how.short,
+            "USE_TMA": how.tile.use_tma and keys.fit_tma(max(p.k_lengths)),
+            "MEMORY": int(PAGES if keys.pages is not None else RING if keys.ring else ARRAYS),
+        }  # fmt: skip
+
+    def _program(self) -> dict[str, Any]:
+        """What scores are multiplied by, and the functions of the mask and the score."""
+        factor, sign = _factor(self.problem)
+        functions = {n: self.uploads.functions.get(n) for n in ("known", "apply", "bounds")}
+        numbers = {"ints": self.uploads.words, "floats": self.uploads.floats}
+        return {"factor": factor, "SIGN": sign, "scale": float(self.problem.scale)} | functions | numbers
 
 
-_prepared: dict[Any, Ready] = {}
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A problem on a device; a problem without rows has no parts."""
+
+    parts: tuple[Part, ...]
+
+    def run(self, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Tensors of the shapes and dtypes that were prepared for, and of any strides."""
+        for part in self.parts:
+            part.run(q, keys, out, lse)
 
 
-@standard
-def prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Ready:
-    key = problem, device, firsts
-    found = _prepared.get(key)
-    if found is not None:
-        return found
-    program, risky = program_of(problem)
-    words = floats = sinks = items = None
-    tables: list[torch.Tensor] = []
-    if program is not None:
-        tables = [_table_on(t, device) for t in program.tables]
-        host = program.words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
-        words = torch.from_numpy(host).to(device)
-        floats = words.view(torch.float64)
-    if problem.sinks is not None:
-        sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
-    alike = (
-        firsts is None
-        and problem.items is None
-        and all(len(set(x)) == 1 for x in (problem.q_lengths, problem.k_lengths, problem.q_starts))
-    )
-    if not alike:
-        batch = problem.batch
-        q_first, k_first = firsts if firsts is not None else ((0,) * batch, (0,) * batch)
-        names = problem.items if problem.items is not None else range(batch)
-        rows = zip(problem.q_lengths, problem.k_lengths, problem.q_starts, q_first, k_first, names, strict=True)
-        items = torch.tensor(list(rows), dtype=torch.int64).reshape(batch, int(ITEM)).to(device)
-    functions = functions_of(program) if program is not None else {}
-    found = Ready(program, functions, words, floats, tables, sinks, items, risky)
-    lent = program is not None and any(t.tensor is not None or t.array.flags.writeable for t in program.tables)
-    if not lent:  # arrays of a caller's are not held
-        if len(_prepared) >= 256:
-            _prepared.clear()
-        _prepared[key] = found
-    return found
+def prepare(
+    problem: Problem,
+    layout: str,
+    device: str,
+    keys: Keys,
+    *,
+    cu_q: tuple[int, ...] | None = None,
+    cu_k: tuple[int, ...] | None = None,
+    precision: str = "ieee",
+    tile: Tile | None = None,
+) -> Call:
+    """Checks what the engine can do, chooses tiles (or takes `tile`), and uploads what the problem needs."""
+    check(problem, device, precision)
+    if not problem.batch or not problem.q_heads or not most_rows(problem):
+        return Call(())
+    have = capability(device)
+    if cu_q is None:
+        how = schedule(problem, keys, have, precision, tile)
+        return Call((Part(problem, layout, how, uploads_of(problem, device, None)),))
+    firsts = cu_q[:-1], cu_k[:-1] if cu_k is not None else (0,) * problem.batch
+    parts = []
+    for items in _tile_classes(problem):
+        theirs = problem if items is None else _of_items(problem, items)
+        rows = firsts if items is None else tuple(tuple(x[i] for i in items) for x in firsts)
+        how = schedule(theirs, keys, have, precision, tile)
+        parts.append(Part(theirs, layout, how, uploads_of(theirs, device, rows), items))  # type: ignore[arg-type]
+    return Call(tuple(parts))
 
 
-def classes_of(p: Problem, ready: Ready, rows: int, keys: int, pack: int, device: torch.device) -> dict[str, Any]:
-    """The kernel's own look at tiles cannot see into tables of several dimensions: where there are few tiles, the host
-    looks.
+def run(
+    problem: Problem,
+    layout: str,
+    q: torch.Tensor,
+    keys: Keys,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    cu_q: tuple[int, ...] | None = None,
+) -> None:
+    """Over a cache or pages: prepared, and run at once."""
+    prepare(problem, layout, str(q.device), keys, cu_q=cu_q).run(q, keys, out, lse)
+
+
+def _tile_classes(p: Problem) -> list[list[int]] | list[None]:
+    """Packed sequences by the tiles that they take, so that none depends on its neighbours; [None] where all are of one
+    class. Of several classes, sequences without a query are left out.
     """
-    found: dict[str, Any] = {"classes": None, "c_item": 0, "c_head": 0, "chunks": 0}
-    if ready.program is None or not ready.program.opaque:
-        return found
-    key = rows, keys, pack, str(device)
-    if key not in ready.classes:
-        ready.classes[key] = _classified(p, ready.program, rows, keys, pack, device)
-    return ready.classes[key] or found
+    classes: dict[int, list[int]] = {}
+    for i, n in enumerate(p.q_lengths):
+        if n:
+            classes.setdefault(tile_class(n * p.group), []).append(i)
+    return list(classes.values()) if len(classes) > 1 else [None]
 
 
-_CELLS = 1 << 16  # blocks x tiles that the host looks at, at most
-_BITS = int(TILES)
-
-
-def _classified(
-    p: Problem, program: lower.Program, rows: int, keys: int, pack: int, device: torch.device
-) -> dict[str, Any] | None:
-    """For every block of rows and run of tiles two words: which tiles show something, and which show everything."""
-    uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
-    items, heads = (
-        (p.batch if "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1 else 1),
-        p.q_heads // pack,
+def _of_items(p: Problem, items: list[int]) -> Problem:
+    names = p.items or tuple(range(p.batch))
+    q_lengths, k_lengths, q_starts, names = (
+        tuple(x[i] for i in items) for x in (p.q_lengths, p.k_lengths, p.q_starts, names)
     )
-    heads = heads if "h" in uses else 1
-    most, longest = max(p.q_lengths), max(p.k_lengths)
-    blocks, chunks = -(-most * pack // rows), -(-longest // (keys * _BITS))
-    if not longest or items * heads * blocks * chunks * _BITS > _CELLS:
-        return None
-    words = np.zeros((items, heads, blocks, chunks, 2), np.int64)
-    first = np.arange(blocks)[:, None] * rows // pack
-    j = p.k_start + np.arange(chunks * _BITS)[None, :] * keys
-    for item in range(items):
-        low = p.q_starts[item] + np.minimum(first, max(p.q_lengths[item] - 1, 0))
-        high = p.q_starts[item] + np.minimum(
-            ((np.arange(blocks) + 1) * rows - 1)[:, None] // pack, max(p.q_lengths[item] - 1, 0)
-        )
-        last = np.minimum(j + keys, p.k_start + max(p.k_lengths)) - 1
-        for head in range(heads):
-            ends = (head * pack, head * pack + pack - 1) if "h" in uses else (0, p.q_heads - 1)
-            name = item if p.items is None else p.items[item]
-            ops = Many(
-                {"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))}, program.followed
-            )
-            some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
-            hidden = None if program.score is None else hides(program.score, ops)
-            some = some if hidden is None else some & ~hidden
-            for n, x in enumerate((some, every)):
-                bits = np.broadcast_to(x, (blocks, chunks * _BITS)).reshape(blocks, chunks, _BITS)
-                words[item, head, :, :, n] = (bits.astype(np.int64) << np.arange(_BITS)).sum(axis=-1)
-    signed = words.astype(np.uint32).view(np.int32)
+    return replace(p, q_lengths=q_lengths, k_lengths=k_lengths, q_starts=q_starts, items=names)
+
+
+def _key_arguments(keys: Keys) -> dict[str, Any]:
+    """Where keys and values lie, by the attention kernel's names."""
+    scales = (0, 0, 0) if keys.k_scales is None else keys.k_scales.stride()
     return {
-        "classes": torch.from_numpy(signed).to(device), "c_item": heads * blocks if items > 1 else 0,
-        "c_head": blocks if heads > 1 else 0, "chunks": chunks,
+        "k": keys.k, "v": keys.v, "k_scales": keys.k_scales, "v_scales": keys.v_scales,
+        **named_strides("k", keys.k_strides), **named_strides("v", keys.v_strides), **named_strides("s", scales),
+        "pages": keys.pages, "page_size": keys.page_size, "page_count": keys.page_count, "status": keys.status,
+        "table_row": 0 if keys.pages is None else keys.pages.stride(0),
+        "table_pages": 0 if keys.pages is None else keys.pages.shape[1],
+        "ring_first": keys.ring_first, "ring": keys.ring,
     }  # fmt: skip
+
+
+def _factor(p: Problem) -> tuple[float, int]:
+    """What scores are multiplied by in the exponent, never negative; and what q is multiplied by first."""
+    if p.score is not None:
+        return math.log2(math.e), 1
+    c = p.scale * math.log2(math.e)
+    return (abs(c), 1 if c > 0 else -1) if c else (1.0, 0)
+
+
+def _raise_wrong(uploads: Uploads, wrong: torch.Tensor) -> None:
+    assert uploads.program is not None
+    for (flag, index), (node, d) in zip(wrong.cpu().reshape(-1, 2).tolist(), uploads.program.lookups, strict=True):
+        if flag:
+            raise out_of_range(node.value, d, index)

@@ -1,7 +1,8 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
 """What all kernels are made of: small functions on blocks, in Triton. They know nothing of sequences, heads or masks.
 
-Names: o_ offsets, p_ pointers. A block of scores is [BM rows, BN keys], in units whose exponential is 2^(x · factor).
+A block of scores is [BM rows, BN keys], in units whose exponential is 2^(x · factor). What expressions are made of is
+below: gpu/lower.py writes calls of it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,10 @@ def exponents(top, factor):
     ordinary rows.
 
     From |top · factor| = 2^28 on, unequal scores differ by 16 at least, and roundings of the product by as much. A
-    power of two
-    has none and never overflows: the largest score takes all.
+    power of two has none and never overflows: the largest score takes all.
     """
-    exact = ((~top.to(tl.int32, bitcast=True) & 0x7F800000) + (39 << 23)).to(
-        tl.float32, bitcast=True
-    )  # |top| · exact >= 2^40
+    # |top| · exact >= 2^40
+    exact = ((~top.to(tl.int32, bitcast=True) & 0x7F800000) + (39 << 23)).to(tl.float32, bitcast=True)
     by = tl.where(tl.abs(top * factor) < 268435456.0, factor, exact)
     return by, finite_max(top * by)
 
@@ -61,7 +60,7 @@ def log_sum_exp(running_max, running_sum):
 
 
 @triton.jit
-def unusual(v):
+def nonfinite_code(v):
     """Per value, what a product with any weight makes of it: 1 for +inf, 1024 for -inf, 2^20 for NaN, else 0."""
     code = tl.where(v == float("inf"), 1.0, 0.0) + tl.where(v == float("-inf"), 1024.0, 0.0)
     return code + tl.where(v != v, 1048576.0, 0.0)
@@ -74,8 +73,8 @@ def finite(v):
 
 
 @triton.jit
-def outcome(codes):
-    """The sum of values that are not finite, from counts as unusual() has them."""
+def nonfinite_sum(codes):
+    """The sum of values that are not finite, from sums of their codes."""
     positive = tl.where((codes.to(tl.int32) & 1023) > 0, float("inf"), 0.0)
     negative = tl.where((codes.to(tl.int32) & 1047552) > 0, float("-inf"), 0.0)
     return positive + negative + tl.where(codes >= 1048576.0, float("nan"), 0.0)
@@ -85,14 +84,14 @@ def outcome(codes):
 
 
 @triton.jit
-def lowest(bits):
-    """Place of the lowest bit that is set; 0 where none is."""
-    alone = (bits & -bits).to(tl.uint32, bitcast=True).to(tl.float32)  # a power of two: its exponent says which
+def lowest_bit(bits):
+    """Index of the lowest bit that is set; 0 where none is."""
+    alone = (bits & -bits).to(tl.uint32, bitcast=True).to(tl.float32)  # a power of two: its exponent is the index
     return tl.maximum((alone.to(tl.int32, bitcast=True) >> 23) - 127, 0)
 
 
 @triton.jit
-def packed(conditions, o_tiles):
+def as_bits(conditions, o_tiles):
     """A vector of 32 conditions as bits."""
     return tl.sum(conditions.to(tl.int32) << o_tiles, 0)
 
@@ -246,8 +245,7 @@ def ends(p_table, row, alone, inside, low, high, size, stride, least, most, WIDT
     """Least and greatest entry from `low` to `high` of a row of a table, for one such run or for many.
 
     The whole table's ends where the run is longer than WIDTH, may leave the table, or is not of one row alone; and
-    whether it
-    stays inside: if not, the keys must be looked at.
+    whether it stays inside: if not, the keys must be looked at.
     """
     inside = inside & (low >= 0) & (high < size)
     short = inside & alone & (high - low < WIDTH)

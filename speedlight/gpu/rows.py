@@ -11,8 +11,10 @@ from .. import arrays
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..machine import interpreting
 from ..tokens import TokenShape
-from .decode import store
-from .launch import Keys, Launch, power_above
+from .append import store
+from .keys import Keys
+from .launch import Launch
+from .schedule import power_above
 
 
 def device_of(device: Any) -> torch.device:

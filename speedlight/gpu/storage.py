@@ -12,16 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..arrays import Array
+from ..arrays import Array, Results
 from ..errors import UnsupportedError
 from ..expressions.tracing import kept
 from ..machine import interpreting
-from ..problem import Problem
-from ..resolve import from_cache
+from ..problem import Options, Problem
+from ..resolve import from_stored
 from ..tokens import Batch, Piece, TokenShape
 from ..windows import PIECE, Ring
-from .launch import capturing, check, power_above, run, start
+from .launch import capturing, start
+from .prepare import run
 from .rows import Rows, described, device_of, to_numpy, to_torch
+from .schedule import check, power_above
 
 _ENDLESS = 1 << 46  # tokens: the capacity of a cache that has a window and no other limit
 _ANY = 1 << 40  # tokens: the capacity of a pool's sequence, whose pages the host counts
@@ -176,57 +178,35 @@ class CacheStorage:
 
     # --- attending
 
-    def prepare(
-        self, q: Array, piece: Piece, causal: bool, options: dict[str, Any], out_strides: tuple[int, ...]
-    ) -> Call:
+    def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
         """A piece's call. The problem is checked, nothing is enqueued. Arrays as masks want the lengths themselves."""
         n, captured = piece.rows.stop - piece.rows.start, capturing()
         most = self.capacity if captured else min(self.capacity, power_above(max(piece.after)))
-        any_lengths = captured or (kept(options["mask"]) and kept(options["score"]))
-        shortest = (n if causal else 1) if any_lengths else None
-        problem = _problem(
-            self.shape,
-            replace(q, shape=(*q.shape[:2], n, q.shape[3])) if len(q.shape) == 4 else q,
+        any_lengths = captured or (kept(options.mask) and kept(options.score))
+        stored = self.shape.stored(
             [most] * self.batch if any_lengths else piece.after,
-            causal,
-            options,
-            q_lengths=piece.counts,
-            hiding=self.ring.mask(causal),
-            shortest=shortest,
+            hiding=self.ring.mask(options.causal),
+            shortest=(n if options.causal else 1) if any_lengths else None,
         )
+        rows = replace(q, shape=(*q.shape[:2], n, q.shape[3])) if len(q.shape) == 4 else q
+        problem = from_stored(rows, stored, options._replace(q_lengths=piece.counts))
         check(problem, str(self.device), "ieee")
         return Call(problem, most, captured)
 
-    def attend(self, layer: int, call: Call, q: Array, piece: Piece, out: Array, lse: Array | None) -> None:
-        """Runs what prepare() gave; out and lse are those of the whole chunk."""
+    def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
+        """Runs what prepare() gave; the results are those of the whole chunk."""
         self.captured |= call.captured
         ring = {"ring_first": self.ring.fixed, "ring": self.ring.size}
         keys = self.rows[layer].keys(lengths=self.device_lengths[layer], most=call.most, **ring)
-        rows = (slice(None), slice(None), piece.rows)
-        run(call.problem, "bhld", q.tensor[rows], keys, out.tensor[rows], None if lse is None else lse.tensor[rows])
+        rows, lse = (slice(None), slice(None), piece.rows), results.lse
+        out = results.out.tensor[rows]
+        run(call.problem, "bhld", q.tensor[rows], keys, out, None if lse is None else lse.tensor[rows])
 
-    def known(self, lengths: list[int], q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any) -> None:
+    def checked_step(self, lengths: list[int], q: Any, k: Any, v: Any, options: Options) -> None:
         """No step is known without its checks: the device takes longer than they do."""
 
-    def step(self, q: Any, k: Any, v: Any, lengths: list[int], causal: bool, options: dict[str, Any]) -> None:
+    def step(self, q: Any, k: Any, v: Any, lengths: list[int], options: Options) -> None:
         """Likewise; what a problem needs on the device is remembered where it is prepared."""
-
-
-def _problem(
-    shape: TokenShape, q: Array, lengths: list[int], causal: bool, options: dict[str, Any], **more: Any
-) -> Problem:
-    """Queries over so many tokens of each sequence."""
-    return from_cache(
-        q,
-        dtype=shape.dtype,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        value_dim=shape.value_dim,
-        k_lengths=tuple(lengths),
-        causal=causal,
-        **more,
-        **options,
-    )
 
 
 class PoolStorage:
@@ -306,14 +286,12 @@ class PoolStorage:
 
     # --- attending
 
-    def attend(
-        self, layer: int, q: Array, batch: Batch, causal: bool, options: dict[str, Any], out: Array, lse: Array | None
-    ) -> None:
+    def attend(self, layer: int, q: Array, batch: Batch, options: Options, results: Results) -> None:
         """Packed queries over their sequences' tokens."""
-        problem = _problem(self.shape, q, batch.after, causal, options, layout="lhd", q_lengths=batch.counts)
+        problem = from_stored(q, self.shape.stored(batch.after), options._replace(q_lengths=batch.counts))
         check(problem, str(self.device), "ieee")
         keys = self.rows[layer].keys(
             pages=self._uploaded(batch), page_size=self.page_size, page_count=self.page_count, status=self.status
         )
-        offsets = tuple(itertools.accumulate(batch.counts, initial=0))
-        run(problem, "lhd", q.tensor, keys, out.tensor, None if lse is None else lse.tensor, cu_q=offsets)
+        offsets, lse = tuple(itertools.accumulate(batch.counts, initial=0)), results.lse
+        run(problem, "lhd", q.tensor, keys, results.out.tensor, None if lse is None else lse.tensor, cu_q=offsets)

@@ -18,7 +18,7 @@ class Tile:
     keys: int
     warps: int
     stages: int
-    described: bool = False  # keys and values come by tensor descriptors (TMA, from capability 9.0)
+    use_tma: bool = False  # keys and values come by tensor descriptors (from capability 9.0)
     registers: int | None = None  # of a thread, at most; said where ptxas would rather spill a few than fit one block
 
 

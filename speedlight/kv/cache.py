@@ -13,6 +13,7 @@ from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_coun
 from ..compiling import in_graph, outside
 from ..errors import ArgumentError, CacheBusy, CacheFull, FileError, UnsupportedError
 from ..forks import renew_after_fork
+from ..problem import Options
 from ..tokens import Piece, TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
@@ -225,12 +226,12 @@ class KVCache:
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
             more = {"new_lengths": new_lengths, "return_lse": return_lse}
             return outside(KVCache.attend, self, layer, q, k, v, **options, **more)
-        if new_lengths is out is sink_logits is None and type(layer) is int and 0 <= layer < self.layers:
-            result = self._known(layer, q, k, v, scale, mask, score, return_lse)
+        options = Options(k is not None, None, mask, score, sink_logits, None, 0, scale)
+        if new_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
+            result = self._repeated(layer, q, k, v, options, return_lse)
             if result is not None:
                 return result
         layer = self._layer(layer)
-        options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
         if k is None or v is None:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
@@ -256,11 +257,11 @@ class KVCache:
                 )
         return attended(self._storage, layer, query, [Piece(slice(0, rows), lengths, lengths, None)], None, None)
 
-    def _known(self, layer: int, q: Any, k: Any, v: Any, scale: Any, mask: Any, score: Any, return_lse: Any) -> Any:
+    def _repeated(self, layer: int, q: Any, k: Any, v: Any, options: Options, return_lse: Any) -> Any:
         """A step of a form that was checked before; None for any other call."""
         storage, held = self._storage, self._held[layer]
         lengths, written = held
-        step = storage.known(lengths, q, k, v, scale, mask, score)
+        step = storage.checked_step(lengths, q, k, v, options)
         if step is None or type(return_lse) is not bool:
             return None
         n = k.shape[2]

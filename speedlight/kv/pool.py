@@ -15,6 +15,7 @@ from ..compiling import in_graph, outside
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
 from ..forks import renew_after_fork
 from ..planning import BLOCK
+from ..problem import Options
 from ..tokens import Batch, TokenShape
 from .query import Query, query_of, received, results_of
 from .sequence import Sequence
@@ -291,7 +292,7 @@ class PagePool:
             more = {"new_lengths": new_lengths, "return_lse": return_lse}
             return outside(PagePool.attend, self, layer, sequences, q, k, v, **options, **more)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits}
+        options = Options(k is not None, None, mask, score, sink_logits, None, 0, scale, "lhd")
         query = query_of(self._storage, q, options, return_lse, out)
         shape = query.q.shape
         if len(shape) != 3:
@@ -302,7 +303,7 @@ class PagePool:
                 raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
             held = [self._of(x) for x in sequences]
             lengths = [x.lengths[layer] for x in held]
-            return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, counts), False)
+            return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, counts))
         k, v = self._new(k, v, shape[0])
         return self._grow(layer, sequences, counts, k, v, query)
 
@@ -329,7 +330,7 @@ class PagePool:
             batch = Batch([x.table for x in longer], starts, totals, counts)
             self._storage.put(layer, batch, k, v)
             if query is not None:
-                result = self._attended(layer, query, batch, True)
+                result = self._attended(layer, query, batch)
             after = {}
             for number, x, total in zip(numbers, longer, totals, strict=True):
                 lengths = x.lengths[:]
@@ -347,11 +348,11 @@ class PagePool:
             if claimed:
                 claims -= mine
 
-    def _attended(self, layer: int, query: Query, batch: Batch, causal: bool) -> Any:
+    def _attended(self, layer: int, query: Query, batch: Batch) -> Any:
         q = query.q
         results = results_of(query, self.value_dim, (q.shape[1], q.shape[0]))
-        self._storage.attend(layer, q, batch, causal, query.options, results.out, results.lse)
-        return results.delivered()
+        self._storage.attend(layer, q, batch, query.options, results)
+        return results.returned()
 
     def _new(self, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
         """New keys and values, checked: so many, or as many as there are keys."""

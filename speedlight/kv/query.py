@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .. import arrays
-from ..arrays import Array
+from ..arrays import Array, Results
 from ..checks import check_tokens
 from ..errors import ArgumentError, ArgumentTypeError, shown
+from ..problem import Options
 from ..tokens import Piece
 
 
@@ -16,44 +16,24 @@ class Query(NamedTuple):
 
     given: Any  # q as the caller has it
     q: Array
-    options: dict[str, Any]
+    options: Options
     return_lse: bool
     out: Any  # the caller's own array, or None
 
 
-def query_of(storage: Any, q: Any, options: dict[str, Any], return_lse: Any, out: Any) -> Query:
+def query_of(storage: Any, q: Any, options: Options, return_lse: Any, out: Any) -> Query:
     """The queries of a call, which lie where the storage is."""
     if not isinstance(return_lse, bool):
         raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
     return Query(q, storage.query(q), options, return_lse, out)
 
 
-class Results(NamedTuple):
-    """Where kernels write, and what the caller gets for it."""
-
-    query: Query
-    out: Array
-    lse: Array | None
-    new_out: Any
-    new_lse: Any
-
-    def delivered(self) -> Any:
-        """out, or (out, lse), as the caller's library has them."""
-        arrays.deliver(self.out)
-        query = self.query
-        out = arrays.like_input(query.q, self.new_out) if query.out is None else query.out
-        return (out, arrays.like_input(query.q, self.new_lse)) if query.return_lse else out
-
-
 def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...]) -> Results:
     """New arrays, or the caller's own where it can be written."""
     q, options = query.q, query.options
-    staged = not (options["mask"] is options["score"] is None)  # a lookup may be out of range
-    new_out, out = arrays.out_for(q, (*q.shape[:-1], value_dim), query.out, (q,), staged=staged)
-    if not query.return_lse:
-        return Results(query, out, None, new_out, None)
-    new_lse, lse = arrays.empty_like(q, lse_shape, "float64" if q.dtype == "float64" else "float32")
-    return Results(query, out, lse, new_out, new_lse)
+    staged = not (options.mask is options.score is None)  # a lookup may be out of range
+    shape = (*q.shape[:-1], value_dim)
+    return Results(q, shape, lse_shape if query.return_lse else None, query.out, (q,), staged)
 
 
 def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...]) -> Any:
@@ -72,17 +52,17 @@ def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any
     A chunk that is longer than a window has room for comes in pieces: each sees what is still there. Everything is
     checked before anything is stored.
     """
-    causal, first = k is not None, pieces[0]
+    first = pieces[0]
     if len(pieces) == 1 and first.counts is query.out is None:
-        step = storage.step(query.given, k, v, first.after, causal, query.options)
+        step = storage.step(query.given, k, v, first.after, query.options)
         if step is not None:
-            if causal:
+            if k is not None:
                 storage.put(layer, first.before, first.new, k, v)
             return step.run(layer, query.given, first.after, query.return_lse)
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1])
-    calls = [storage.prepare(query.q, x, causal, query.options, results.out.strides) for x in pieces]
+    calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):
-        if causal:
+        if k is not None:
             storage.put(layer, piece.before, piece.new, k[:, :, piece.rows], v[:, :, piece.rows])
-        storage.attend(layer, call, query.q, piece, results.out, results.lse)
-    return results.delivered()
+        storage.attend(layer, call, query.q, piece, results)
+    return results.returned()

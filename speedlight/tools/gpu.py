@@ -25,8 +25,13 @@ import torch
 
 import speedlight as sl
 
-from ..gpu.launch import capability
+from .. import arrays
+from ..gpu.prepare import arrays_of, prepare
+from ..gpu.schedule import capability
+from ..gpu.tiles import Tile
 from ..machine import interpreting
+from ..problem import Options
+from ..resolve import from_arrays
 
 Call = Callable[[], Any]
 LENGTHS, DIMS = (1024, 2048, 4096, 8192, 16384), (64, 128, 256)
@@ -98,12 +103,12 @@ def roofs(turns: int = 5) -> dict[str, float]:
     if interpreting():
         return {"copy": math.nan, "bfloat16": math.nan, "float32": math.nan}
     pair = [torch.empty(1 << 30, dtype=torch.float32, device="cuda") for _ in range(2)]
-    found = {"copy": 2 * pair[0].nbytes / measured({"copy": lambda: pair[0].copy_(pair[1])}, turns)["copy"][2]}
+    rates = {"copy": 2 * pair[0].nbytes / measured({"copy": lambda: pair[0].copy_(pair[1])}, turns)["copy"][2]}
     pair.clear()
     for dtype, n in (("bfloat16", 8192), ("float32", 4096)):
         x = drawn(n, n, dtype=dtype, seed=0)
-        found[dtype] = 2 * n**3 / measured({"product": lambda x=x: x @ x}, turns)["product"][2]
-    return found
+        rates[dtype] = 2 * n**3 / measured({"product": lambda x=x: x @ x}, turns)["product"][2]
+    return rates
 
 
 # --- peers
@@ -164,7 +169,7 @@ def peers_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, na
 
 def usable(calls: dict[str, Call], want: torch.Tensor, notes: dict[str, str], tolerance: float) -> dict[str, Call]:
     """Those peers that run here and say the same."""
-    found = {}
+    right = {}
     for name, call in calls.items():
         try:
             if name in ("flex", "flash_attn", "jax"):
@@ -173,12 +178,12 @@ def usable(calls: dict[str, Call], want: torch.Tensor, notes: dict[str, str], to
             if not off <= tolerance:
                 notes[name] = f"another result than ours, by {off:.2g}"
                 continue
-            found[name] = call
+            right[name] = call
         except ImportError as error:
             notes[name] = f"not installed ({error.name})"
         except Exception as error:
             notes[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:120]}"
-    return found
+    return right
 
 
 PEERS = ("cudnn", "flash", "efficient", "flex", "flash_attn", "jax")
@@ -233,7 +238,7 @@ def forward(
 def mask_list(n: int) -> dict[str, tuple[dict[str, Any], Any, Any]]:
     """Our options, and the same mask and score for FlexAttention."""
     ids = np.arange(n) * 8 // n
-    there = torch.from_numpy(ids).to(device())
+    ids_resident = torch.from_numpy(ids).to(device())
     slopes = np.exp2(-np.arange(1, 17) / 2).astype(np.float32)
     slopes_there = torch.from_numpy(slopes).to(device())
     causal = lambda b, h, i, j: i >= j  # noqa: E731
@@ -243,7 +248,7 @@ def mask_list(n: int) -> dict[str, tuple[dict[str, Any], Any, Any]]:
         "prefix 1024": ({"mask": sl.causal() | sl.prefix(1024)}, lambda b, h, i, j: (i >= j) | (j < 1024), None),
         "documents": (
             {"mask": sl.documents(ids) & sl.causal()},
-            lambda b, h, i, j: (there[i] == there[j]) & (i >= j),
+            lambda b, h, i, j: (ids_resident[i] == ids_resident[j]) & (i >= j),
             None,
         ),
         "alibi": (
@@ -374,43 +379,42 @@ def line(row: dict[str, Any], found: dict[str, float]) -> str:
     )
 
 
-def tune(dtype: str, d: int, kind: str, turns: int = 3) -> list[tuple[float, Any]]:
-    """Tiles of a kind (full, masked, decode), best first: seconds and tile. Each is checked before it is timed."""
-    from ..gpu import launch
-    from ..gpu.tiles import Row, Tile
+def candidates(kind: str, tma: bool) -> list[Tile]:
+    """Tiles that may be the best of a kind: full, masked or decode."""
+    decoding = kind == "decode"
+    return [
+        Tile(rows, keys, warps, stages, use_tma)
+        for rows in ((16,) if decoding else (64, 128))
+        for keys in (32, 64, 128)
+        for warps in (4, 8)
+        for stages in (2, 3, 4)
+        for use_tma in ((False, True) if tma and not decoding else (False,))
+        if rows * keys >= 16 * 32 * (1 if decoding else 4)
+    ]
 
-    n = 4096
-    q = drawn(
-        32 if kind == "decode" else 4,
-        32 if kind == "decode" else 16,
-        1 if kind == "decode" else n,
-        d,
-        dtype=dtype,
-        seed=0,
-    )
-    k, v = (drawn(q.shape[0], 8 if kind == "decode" else 16, n, d, dtype=dtype, seed=s) for s in (1, 2))
-    options: dict[str, Any] = {"causal": kind == "masked", "engine": "cuda"}
-    rows_of = (16,) if kind == "decode" else (64, 128)
-    candidates = [
-        Tile(r, keys, warps, stages, described)
-        for r in rows_of for keys in (32, 64, 128) for warps in (4, 8) for stages in (2, 3, 4)
-        for described in ((False, True) if capability(str(q.device)) >= (9, 0) and kind != "decode" else (False,))
-        if r * keys >= 16 * 32 * (1 if kind == "decode" else 4)
-    ]  # fmt: skip
-    before, found = launch.table_row, []
-    try:
-        for tile in candidates:
-            launch.table_row = lambda *_, t=tile: Row(512, t, t, t, t)
-            try:
-                out = sl.attention(q, k, v, **options)
-                if wrong(q, k, v, out, 16, causal=options["causal"]):
-                    continue
-                found.append((measured({"x": lambda: sl.attention(q, k, v, **options)}, turns)["x"][2], tile))
-            except sl.Error:
-                continue  # too little shared memory
-    finally:
-        launch.table_row = before
-    return sorted(found, key=lambda x: x[0])
+
+def tune(
+    dtype: str, d: int, kind: str, turns: int = 3, *, length: int = 4096, tiles: list[Tile] | None = None
+) -> list[tuple[float, Tile]]:
+    """Tiles of a kind, best first: seconds and tile. Each is checked before it is timed."""
+    decoding = kind == "decode"
+    batch, heads, kv_heads = (32, 32, 8) if decoding else (4, 16, 16)
+    q = drawn(batch, heads, 1 if decoding else length, d, dtype=dtype, seed=0)
+    k, v = (drawn(batch, kv_heads, length, d, dtype=dtype, seed=s) for s in (1, 2))
+    causal, out, keys = kind == "masked", torch.empty_like(q), arrays_of(k, v, "bhld")
+    a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    problem = from_arrays(a, b, c, Options(causal)).problem
+    timed = []
+    for tile in tiles or candidates(kind, capability(str(q.device)) >= (9, 0)):
+        try:
+            call = prepare(problem, "bhld", str(q.device), keys, tile=tile)
+            call.run(q, keys, out, None)
+            if not wrong(q, k, v, out, 16, causal=causal):
+                seconds = measured({"x": lambda call=call: call.run(q, keys, out, None)}, turns)["x"]
+                timed.append((seconds[2], tile))
+        except sl.Error:
+            continue  # too little shared memory
+    return sorted(timed, key=lambda x: x[0])
 
 
 def main(arguments: list[str] | None = None) -> int:

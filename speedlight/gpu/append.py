@@ -1,0 +1,92 @@
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+"""Storing new tokens on the device, where caches and pools keep them; and how they become int8 codes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["n_new", "capacity", "programs"])
+def store(
+    k, k_item, k_head, k_row, k_column,
+    v, v_item, v_head, v_row, v_column,
+    keys, K_item, K_head, K_row,
+    values, V_item, V_head, V_row,
+    k_scales, v_scales, S_item, S_head, S_row,
+    lengths, counts, first, arrived, status,
+    pages, page_size, table_row, ring_first, ring,
+    n_new, capacity, programs,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """New token n of an item, all heads, to where it belongs; the last program to finish with an item makes it longer.
+
+    counts: new tokens of each item, where they differ. first: of packed tokens, each item's first (or None). A sequence
+    that would pass its capacity stays as it is, and the status says so.
+    """
+    n, i_item = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + i_item).to(tl.int64)
+    count = n_new
+    if counts is not None:
+        count = tl.load(counts + i_item).to(tl.int32)
+    fits = length + count <= capacity
+    if fits & (n < count):
+        o_h = tl.arange(0, BLOCK_H).to(tl.int64)
+        token, packed_item = n + i_item * 0, i_item * (k_item * 0 + 1)
+        if first is not None:
+            token = token + tl.load(first + i_item)
+            packed_item = i_item * 0
+        at = length + n
+        slot, block = at, i_item
+        if RING:
+            slot = tl.where(at < ring_first, at, ring_first + (at - ring_first) % ring)
+        if pages is not None:
+            block = tl.load(pages + i_item * table_row + at // page_size).to(tl.int64)
+            slot = at % page_size
+        p_k = k + packed_item * k_item + token * k_row + o_h[:, None] * k_head
+        p_v = v + packed_item * v_item + token * v_row + o_h[:, None] * v_head
+        new_k, m_k = load_token(p_k, k_column, o_h, HEADS, D, BLOCK_D)
+        new_v, m_v = load_token(p_v, v_column, o_h, HEADS, DV, BLOCK_DV)
+        o_d, o_dv = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_DV).to(tl.int64)
+        p_k = keys + block * K_item + slot * K_row + o_h[:, None] * K_head + o_d[None, :]
+        p_v = values + block * V_item + slot * V_row + o_h[:, None] * V_head + o_dv[None, :]
+        if k_scales is None:
+            tl.store(p_k, new_k, mask=m_k)
+            tl.store(p_v, new_v, mask=m_v)
+        else:
+            codes, scale = quantized(new_k.to(tl.float32))
+            tl.store(p_k, codes, mask=m_k)
+            tl.store(k_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
+            codes, scale = quantized(new_v.to(tl.float32))
+            tl.store(p_v, codes, mask=m_v)
+            tl.store(v_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
+    if arrived is not None:
+        # every warp of every program has read the length before the program arrives, so the last one may change it
+        tl.debug_barrier()
+        if tl.atomic_add(arrived + i_item, 1) == programs - 1:
+            tl.store(arrived + i_item, 0)
+            if fits:
+                tl.store(lengths + i_item, (length + count).to(lengths.dtype.element_ty))
+            else:
+                tl.store(status, 1)
+
+
+@triton.jit
+def load_token(p, column, o_h, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A token's rows of all heads, [heads, BLOCK], and which elements there are."""
+    o_d = tl.arange(0, BLOCK).to(tl.int64)
+    m = (o_h < HEADS)[:, None] & (o_d < WIDTH)[None, :]
+    return tl.load(p + o_d[None, :] * column, mask=m, other=0.0), m
+
+
+@triton.jit
+def quantized(x):
+    """int8 codes and a scale per row: its largest magnitude over 127. A row with NaN or infinity is NaN."""
+    most = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
+    scale = tl.where(most < float("inf"), tl.math.div_rn(most, tl.full(most.shape, 127.0, tl.float32)), float("nan"))
+    by = tl.where(scale > 0.0, scale, 1.0)
+    ratio = tl.math.div_rn(x, tl.broadcast_to(by[:, None], x.shape))
+    codes = (ratio + 12582912.0) - 12582912.0  # to the nearest even
+    codes = tl.where((scale > 0.0)[:, None], tl.minimum(tl.maximum(codes, -127.0), 127.0), 0.0)
+    return codes.to(tl.int8), scale

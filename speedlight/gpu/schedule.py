@@ -1,0 +1,113 @@
+"""How a device runs a problem: its tile from the table, blocks of rows, splits of keys; and what it cannot run."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..checks import check_precision
+from ..errors import UnsupportedError
+from ..machine import interpreting
+from ..problem import Problem
+from .keys import Keys
+from .tiles import COARSE_DIMS, HEAD_DIMS, Tile, table_row
+
+SHORT_ROWS = 64  # query rows of a kv head up to which its keys are read by several programs
+
+
+@functools.cache
+def capability(device: str) -> tuple[int, int]:
+    return (9, 0) if interpreting() else torch.cuda.get_device_capability(device)
+
+
+def check(problem: Problem, device: str, precision: Any) -> None:
+    """What this engine can do, on this device."""
+    check_precision(precision)
+    if problem.dtype == "float64":
+        raise UnsupportedError(
+            "q: expected float32, float16 or bfloat16 on a GPU; got float64. Use q.float(), or q.cpu() for float64."
+        )
+    if max(problem.head_dim, problem.value_dim) > HEAD_DIMS:
+        most = max(problem.head_dim, problem.value_dim)
+        raise UnsupportedError(f"q: expected head dims up to {HEAD_DIMS} on a GPU; got {most}. Use q.cpu().")
+    have = capability(device)
+    if have < (7, 5):
+        raise UnsupportedError(
+            f"{device}: expected compute capability 7.5 or newer; got {have[0]}.{have[1]}. Use tensors on the CPU."
+        )
+    if problem.dtype == "bfloat16" and have < (8, 0):
+        raise UnsupportedError(
+            f"{device}: expected compute capability 8.0 for bfloat16; got {have[0]}.{have[1]}. Use float16."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the attention kernel takes a problem."""
+
+    capability: tuple[int, int]
+    tile: Tile
+    precision: str  # of float32 products
+    short: bool  # few rows: the heads of a group share a block, and its keys are split
+    pack: int  # heads of a block
+    rows: int
+    row_blocks: int  # of an item and `pack` heads
+    splits: int
+    causal: bool  # and not everything is seen anyway
+    hiding: bool  # tiles are classified
+
+
+def schedule(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile: Tile | None = None) -> Schedule:
+    """By the lengths of queries alone, never by batch or keys: a row's bits depend on them no more than on the
+    others. `tile`: instead of the table's.
+    """
+    precision = precision if max(p.head_dim, p.value_dim) <= COARSE_DIMS else "ieee"
+    most = most_rows(p)
+    short = most * p.group <= SHORT_ROWS
+    causal = p.causal and not _sees_all(p, keys)
+    tile = tile or _tile(p, keys, have, precision, short, causal)
+    pack = p.group if short else 1
+    rows = max(tile.rows, power_above(most * pack)) if short else tile.rows
+    splits = most_splits(keys.most if keys.lengths is not None else max(p.k_lengths, default=0)) if short else 1
+    hiding = p.mask is not None or (p.score is not None and p.score.root.op == "where")
+    return Schedule(have, tile, precision, short, pack, rows, -(-most * pack // rows), splits, causal, hiding)
+
+
+def _tile(p: Problem, keys: Keys, have: tuple[int, int], precision: str, short: bool, causal: bool) -> Tile:
+    row = table_row(have, p.dtype, max(p.head_dim, p.value_dim), precision)
+    if short:
+        return row.decode
+    if keys.pages is not None or keys.k_scales is not None:
+        return row.paged
+    return row.masked if causal or p.mask is not None or p.score is not None else row.full
+
+
+def most_rows(p: Problem) -> int:
+    """Rows of an item's output, at most."""
+    return max(p.q_lengths, default=0) if p.rows is None else p.rows
+
+
+def tile_class(n_rows: int) -> int:
+    """The class of packed sequences by their query rows of a kv head: one class takes one tile."""
+    return min(max(power_above(n_rows), 16), 2 * SHORT_ROWS)
+
+
+def power_above(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def most_splits(k_len: int) -> int:
+    """Splits of the longest sequence, and at least as many as any shorter one has."""
+    return max(1, min(-(-k_len // 256), 64), -(-k_len // 2048))
+
+
+def _sees_all(p: Problem, keys: Keys) -> bool:
+    """Whether causality hides nothing: one query, at the last key."""
+    if keys.lengths is not None:
+        return max(p.q_lengths) <= 1
+    return all(
+        q == 0 or start - p.k_start + 1 >= k for q, k, start in zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True)
+    )

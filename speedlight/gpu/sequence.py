@@ -1,0 +1,268 @@
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
+"""Where a block of query rows stands: its item, head and split, the keys that it sees, and how its rows end.
+
+Names in kernels: i_ index, o_ offset, p_ pointer, b_ block in registers, m_ mask; capitals are known when compiling.
+A row is a (token, head): with PACK > 1 the heads of a group share a block, row r is token r // PACK.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .primitives import LOG2E, finite_max
+
+# words of an item: q_len, k_len, position of its first query, its first row of q and of k, what masks call it
+ITEM = tl.constexpr(6)
+ARRAYS, PAGES, RING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # values for MEMORY: how keys and values lie
+FLAG, RECOMPUTE = tl.constexpr(1), tl.constexpr(2)  # values for NONFINITE
+
+
+class Config(NamedTuple):
+    """What a kernel is compiled for. Assigned as tl.constexpr: else Triton makes tensors of what it holds.
+
+    NONFINITE: FLAG blocks whose result is not finite, or RECOMPUTE flagged blocks with such values as zeros.
+    """
+
+    D: Any
+    DV: Any
+    BLOCK_D: Any
+    BLOCK_DV: Any
+    BM: Any  # rows of a block
+    BN: Any  # keys of a tile
+    PACK: Any
+    CAUSAL: Any
+    SIGN: Any  # what q is multiplied by first
+    PRECISION: Any  # of float32 products
+    HIDING: Any  # tiles are classified
+    NONFINITE: Any
+    SPLIT: Any  # a program takes a run of keys, and leaves a partial state
+    USE_TMA: Any
+    MEMORY: Any
+    CODED: Any  # keys and values are int8 codes
+    known: Any  # functions of the mask and the score, from gpu/lower.py, or None
+    apply: Any
+    bounds: Any
+
+
+class Tensor(NamedTuple):
+    """A pointer, and strides in elements."""
+
+    p: Any
+    item: Any  # or page
+    head: Any
+    row: Any
+    column: Any
+
+
+class Batch(NamedTuple):
+    """What items share. p_items: ITEM words for each, where they differ; p_lengths: of keys, if only the device knows.
+
+    out_rows: rows of the output, where those past q_len are to be zeros.
+    """
+
+    p_items: Any
+    p_lengths: Any
+    q_len: Any
+    k_len: Any
+    q_start: Any
+    k_start: Any
+    out_rows: Any
+    kv_heads: Any
+    group: Any
+    row_blocks: Any
+    splits: Any
+
+
+class Pages(NamedTuple):
+    """Where tokens lie that are not one after the other: pages by their numbers, or a ring behind the first."""
+
+    p_table: Any
+    page_size: Any
+    table_row: Any  # stride
+    table_pages: Any  # columns
+    page_count: Any
+    p_status: Any  # takes note of numbers and lengths that are out of range
+    ring_first: Any
+    ring: Any
+
+
+class Item(NamedTuple):
+    """One sequence of the batch. Lengths in tokens; o_q, o_k: its first row in packed arrays."""
+
+    i_item: Any
+    name: Any  # what masks call it
+    q_len: Any
+    k_len: Any
+    q_start: Any
+    o_q: Any
+    o_k: Any
+    out_len: Any
+
+
+class Block(NamedTuple):
+    """Some rows of an item and of PACK heads, which share a kv head; and which split of its keys."""
+
+    item: Item
+    i_rows: Any
+    i_split: Any
+    i_heads: Any
+    kv_head: Any
+
+
+class Rows(NamedTuple):
+    """The rows of a block. m_row: those that a query stands behind. limit: keys that a row may see, but for masks."""
+
+    token: Any
+    head: Any
+    m_row: Any
+    position: Any
+    limit: Any
+    low: Any  # positions of the first and the last row
+    high: Any
+
+
+class Keys(NamedTuple):
+    """Keys first … end - 1 of an item: those of a block. A tile is visible as a whole below `clear`."""
+
+    first: Any
+    clear: Any
+    end: Any
+
+
+@triton.jit
+def split_size(k_len):
+    """Keys of a split: about a 64th of the sequence, between 256 and 2048; by its length alone."""
+    return tl.minimum(tl.maximum((k_len + 8191) // 8192 * 128, 256), 2048)
+
+
+@triton.jit
+def locate_item(i_item, batch: Batch, pages: Pages, MEMORY: tl.constexpr):
+    """The item: from the batch, from its words where items differ, its keys' number from where the device counts."""
+    q_len, k_len, q_start = i_item * 0 + batch.q_len, i_item * 0 + batch.k_len, i_item * 0 + batch.q_start
+    o_q, o_k, name = i_item * 0, i_item * 0, i_item
+    if batch.p_items is not None:
+        p_item = batch.p_items + i_item * ITEM
+        q_len, k_len, q_start = tl.load(p_item), tl.load(p_item + 1), tl.load(p_item + 2)
+        o_q, o_k, name = tl.load(p_item + 3), tl.load(p_item + 4), tl.load(p_item + 5)
+    if batch.p_lengths is not None:
+        k_len = tl.load(batch.p_lengths + i_item).to(tl.int64)
+        if MEMORY == PAGES:
+            out_of_range = (k_len < 0) | (k_len > pages.table_pages.to(tl.int64) * pages.page_size)
+            if out_of_range:
+                tl.store(pages.p_status, 4)
+            k_len = tl.where(out_of_range, 0, k_len)
+        q_start = k_len - q_len
+    out_len = q_len
+    if batch.out_rows is not None:
+        out_len = i_item * 0 + batch.out_rows
+    return Item(i_item, name, q_len, k_len, q_start, o_q, o_k, out_len)
+
+
+@triton.jit
+def locate_block(pid, batch: Batch, pages: Pages, c: Config):
+    """The block of a program. Those of one head follow each other, so that its keys stay in the cache; the last rows,
+    which see most with causal, come first.
+    """
+    head_blocks = batch.kv_heads * batch.group // c.PACK
+    i_split = pid % batch.splits
+    i_rows = batch.row_blocks - 1 - pid // batch.splits % batch.row_blocks
+    i_heads = pid // batch.splits // batch.row_blocks % head_blocks
+    i_item = (pid // batch.splits // batch.row_blocks // head_blocks).to(tl.int64)
+    kv_head = (i_heads * c.PACK // batch.group).to(tl.int64)
+    return Block(locate_item(i_item, batch, pages, c.MEMORY), i_rows, i_split, i_heads, kv_head)
+
+
+@triton.jit
+def has_rows(block: Block, c: Config):
+    """Whether anything of the block is to be written."""
+    live = block.i_rows * c.BM < block.item.out_len * c.PACK
+    if c.SPLIT:
+        live = live & (block.i_split * split_size(block.item.k_len) < block.item.k_len)
+    return live
+
+
+@triton.jit
+def locate_rows(block: Block, batch: Batch, c: Config):
+    item = block.item
+    o_m = block.i_rows * c.BM + tl.arange(0, c.BM)
+    token, head = (o_m // c.PACK).to(tl.int64), (block.i_heads * c.PACK + o_m % c.PACK).to(tl.int64)
+    m_row = token < item.q_len
+    position = item.q_start + token
+    low = item.q_start + block.i_rows * c.BM // c.PACK
+    high = item.q_start + tl.minimum((block.i_rows * c.BM + c.BM - 1) // c.PACK, item.q_len - 1)
+    limit = tl.where(m_row, item.k_len, 0)
+    if c.CAUSAL:
+        limit = tl.minimum(limit, tl.maximum(position - batch.k_start + 1, 0))
+    return Rows(token, head, m_row, position, limit, low, high)
+
+
+@triton.jit
+def tile_range(block: Block, rows: Rows, batch: Batch, c: Config):
+    """The keys that the block looks at, as far as causality and its split say."""
+    item = block.item
+    first, end, clear = item.i_item * 0, item.k_len, item.k_len
+    if c.SPLIT:
+        size = split_size(item.k_len)
+        first = block.i_split * size
+        end = tl.minimum(item.k_len, first + size)
+    if c.CAUSAL:
+        clear = tl.minimum(clear, tl.maximum(rows.low - batch.k_start + 1, 0))
+        end = tl.minimum(end, tl.maximum(rows.high - batch.k_start + 1, 0))
+    end = tl.where(block.i_rows * c.BM < item.q_len * c.PACK, end, first)
+    clear = tl.minimum(tl.maximum(tl.minimum(clear, end) // c.BN * c.BN, first), end)
+    return Keys(first, clear, end)
+
+
+@triton.jit
+def key_offsets(n, end, tensor: Tensor, i_item, pages: Pages, MEMORY: tl.constexpr):
+    """Where keys n lie, in elements from their head's start."""
+    if MEMORY == PAGES:
+        in_range = n < end
+        page = tl.load(pages.p_table + i_item * pages.table_row + n // pages.page_size, mask=in_range, other=0)
+        page = page.to(tl.int64)
+        wrong = in_range & ((page < 0) | (page >= pages.page_count))
+        p_status = pages.p_status + tl.zeros_like(wrong.to(tl.int32))
+        tl.store(p_status, tl.full(wrong.shape, 2, tl.int32), mask=wrong)
+        return tl.where(wrong, 0, page) * tensor.item + (n % pages.page_size) * tensor.row
+    elif MEMORY == RING:  # the first stay where they are, the others come round
+        return tl.where(n < pages.ring_first, n, pages.ring_first + (n - pages.ring_first) % pages.ring) * tensor.row
+    else:
+        return n * tensor.row
+
+
+@triton.jit
+def load_rows(p, o_rows, o_d, column, m_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """[rows, BLOCK] of an array; zeros past WIDTH, and in rows outside m_row where MASKED."""
+    p_rows = p + o_rows[:, None] + o_d[None, :] * column
+    if MASKED and WIDTH != BLOCK:
+        return tl.load(p_rows, mask=m_row[:, None] & (o_d < WIDTH)[None, :], other=0.0)
+    elif MASKED:
+        return tl.load(p_rows, mask=m_row[:, None], other=0.0)
+    elif WIDTH != BLOCK:
+        return tl.load(p_rows, mask=(o_d < WIDTH)[None, :], other=0.0)
+    else:
+        return tl.load(p_rows)
+
+
+# --- the end of a row
+
+
+@triton.jit
+def with_sinks(acc, running_max, running_sum, rows: Rows, p_sinks):
+    """The state, after a sink of every head: a logit with no value."""
+    sink = tl.load(p_sinks + rows.head)
+    new_max = tl.maximum(running_max, sink)
+    base = finite_max(new_max)
+    alpha = tl.math.exp2((running_max - base) * LOG2E)
+    weight = tl.where(rows.m_row, tl.math.exp2((sink - base) * LOG2E), 0.0)
+    return acc * alpha[:, None], tl.where(rows.m_row, new_max, running_max), running_sum * alpha + weight
+
+
+@triton.jit
+def finish_rows(acc, running_sum):
+    """acc / running_sum, rounded once; a row that sees nothing is 0. The sum comes in acc's shape, or broadcasts."""
+    total = tl.where(running_sum == 0.0, 1.0, running_sum)
+    return tl.math.div_rn(acc, tl.broadcast_to(total, acc.shape))

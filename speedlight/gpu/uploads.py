@@ -1,0 +1,203 @@
+"""What a problem needs on a device, made once: the expressions' functions, numbers and tables, the items' words, sinks,
+classes of tiles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import linecache
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..errors import ArgumentError
+from ..expressions.bounds import Exact, Walk, hides, integers, visible
+from ..machine import interpreting
+from ..modes import standard
+from ..problem import Problem
+from ..tiles import Many
+from . import lower
+from .forward import TILES
+from .sequence import ITEM
+
+
+@dataclass(slots=True)
+class Uploads:
+    """What a problem needs on a device."""
+
+    program: lower.Program | None
+    functions: dict[str, Any]
+    words: torch.Tensor | None
+    floats: torch.Tensor | None
+    tables: list[torch.Tensor]  # kept alive: the words hold their addresses
+    sinks: torch.Tensor | None
+    items: torch.Tensor | None
+    may_fail: bool  # an index may be out of range
+    classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
+
+
+_functions: dict[str, dict[str, Any]] = {}  # by the program's key: a program itself holds tables
+
+
+def functions_of(program: lower.Program) -> dict[str, Any]:
+    """The program's functions, from their source. Triton reads that again, so it stays in linecache."""
+    functions = _functions.get(program.key)
+    if functions is None:
+        text = lower.source(program)
+        name = f"<speedlight expression {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+        space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
+        exec(compile(text, name, "exec"), space)
+        functions = _functions[program.key] = {n: space.get(n) for n in ("known", "apply", "bounds")}
+    return functions
+
+
+def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
+    """The mask and score, and whether an index of theirs may be out of range."""
+    parts = [x for x in (problem.mask, problem.score) if x is not None]
+    if not parts:
+        return None, False
+    known = integers(parts, problem.box())
+    walk = Walk(Exact(problem.box()))
+    first = lower.program_of(problem, known, ())
+    assert first is not None
+    checked = []
+    for node, d in first.lookups:
+        ends = walk.interval(node.args[d])
+        checked.append(ends is None or ends[0] < 0 or ends[1] >= node.value.shape[d])
+    return lower.program_of(problem, known, tuple(checked)), any(checked)
+
+
+def _table_on(table: Any, device: str) -> torch.Tensor:
+    """A table's entries on the device; uploaded once, unless they may change."""
+    if table.tensor is not None:
+        if str(table.tensor.device) != device:
+            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
+        return table.tensor
+    if table.array.flags.writeable and not interpreting():
+        raise ArgumentError(
+            f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. Move it, or use sl.table()."
+        )
+    copy = table.copies.get(device)
+    if copy is None:
+        array = table.array
+        array = array.view(np.int8) if array.dtype == bool else array
+        if array.dtype.kind == "u" and array.itemsize > 1:
+            array = array.view(array.dtype.str.replace("u", "i"))  # the same bits; kernels read them as they are
+        shared = array.flags.writeable and all(s >= 0 and s % array.itemsize == 0 for s in array.strides)
+        copy = torch.from_numpy(array if shared else array.copy()).to(device)
+        if not array.flags.writeable:
+            table.copies[device] = copy
+    return copy
+
+
+_uploads: dict[Any, Uploads] = {}  # by problem, device and first rows: nothing in it is a caller's, nor changes
+
+
+@standard
+def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> Uploads:
+    """firsts: of packed arrays, each item's first row of q and of k."""
+    key = problem, device, firsts
+    uploads = _uploads.get(key)
+    if uploads is not None:
+        return uploads
+    program, may_fail = program_of(problem)
+    words = floats = sinks = None
+    tables: list[torch.Tensor] = []
+    if program is not None:
+        tables = [_table_on(t, device) for t in program.tables]
+        host = program.words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
+        words = torch.from_numpy(host).to(device)
+        floats = words.view(torch.float64)
+    if problem.sinks is not None:
+        sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
+    functions = functions_of(program) if program is not None else {}
+    items = _item_words(problem, device, firsts)
+    uploads = Uploads(program, functions, words, floats, tables, sinks, items, may_fail)
+    lent = program is not None and any(t.tensor is not None or t.array.flags.writeable for t in program.tables)
+    if not lent:  # arrays of a caller's are not kept alive
+        if len(_uploads) >= 256:
+            _uploads.clear()
+        _uploads[key] = uploads
+    return uploads
+
+
+def _item_words(p: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> torch.Tensor | None:
+    """ITEM words for each item; None where all are told by the same numbers."""
+    same = all(len(set(x)) == 1 for x in (p.q_lengths, p.k_lengths, p.q_starts))
+    if firsts is None and p.items is None and same:
+        return None
+    q_first, k_first = firsts if firsts is not None else ((0,) * p.batch, (0,) * p.batch)
+    names = p.items if p.items is not None else range(p.batch)
+    rows = zip(p.q_lengths, p.k_lengths, p.q_starts, q_first, k_first, names, strict=True)
+    return torch.tensor(list(rows), dtype=torch.int64).reshape(p.batch, int(ITEM)).to(device)
+
+
+# --- classes of tiles: kernels cannot bound tables of several dimensions, or of floats
+
+_CELLS = 1 << 16  # blocks x tiles that the host classifies, at most
+_BITS = int(TILES)
+
+
+class Grid(NamedTuple):
+    """The tiles of a kernel: blocks of `rows` rows of `pack` heads, by tiles of so many keys."""
+
+    rows: int
+    keys: int
+    pack: int
+
+
+class Classes(NamedTuple):
+    """Two words for each run of TILES tiles of a block: which show something, and which show everything."""
+
+    classes: torch.Tensor | None = None
+    c_item: int = 0
+    c_head: int = 0
+    chunks: int = 0
+
+
+def classes_of(p: Problem, uploads: Uploads, grid: Grid, device: torch.device) -> Classes:
+    """What the host says of the tiles of programs that kernels cannot bound, where there are few."""
+    if uploads.program is None or not uploads.program.opaque:
+        return Classes()
+    key = grid, str(device)
+    if key not in uploads.classes:
+        uploads.classes[key] = _classified(p, uploads.program, grid, device)
+    return uploads.classes[key]
+
+
+def _classified(p: Problem, program: lower.Program, grid: Grid, device: torch.device) -> Classes:
+    uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
+    differ = "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1
+    items, heads = p.batch if differ else 1, p.q_heads // grid.pack if "h" in uses else 1
+    blocks, chunks = -(-max(p.q_lengths) * grid.pack // grid.rows), -(-max(p.k_lengths) // (grid.keys * _BITS))
+    if not chunks or items * heads * blocks * chunks * _BITS > _CELLS:
+        return Classes()
+    words = np.zeros((items, heads, blocks, chunks, 2), np.int64)
+    for item, head in itertools.product(range(items), range(heads)):
+        ends = (head * grid.pack, head * grid.pack + grid.pack - 1) if "h" in uses else (0, p.q_heads - 1)
+        for n, x in enumerate(_shown(p, program, item, ends, grid, blocks, chunks)):
+            bits = np.broadcast_to(x, (blocks, chunks * _BITS)).reshape(blocks, chunks, _BITS)
+            words[item, head, :, :, n] = (bits.astype(np.int64) << np.arange(_BITS)).sum(axis=-1)
+    signed = torch.from_numpy(words.astype(np.uint32).view(np.int32)).to(device)
+    return Classes(signed, heads * blocks if items > 1 else 0, blocks if heads > 1 else 0, chunks)
+
+
+def _shown(
+    p: Problem, program: lower.Program, item: int, heads: tuple[int, int], grid: Grid, blocks: int, chunks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Whether something, and everything, is visible: [blocks, tiles] of an item and these heads, or what broadcasts."""
+    i, last_row = np.arange(blocks)[:, None], max(p.q_lengths[item] - 1, 0)
+    low = p.q_starts[item] + np.minimum(i * grid.rows // grid.pack, last_row)
+    high = p.q_starts[item] + np.minimum(((i + 1) * grid.rows - 1) // grid.pack, last_row)
+    j = p.k_start + np.arange(chunks * _BITS)[None, :] * grid.keys
+    last = np.minimum(j + grid.keys, p.k_start + max(p.k_lengths)) - 1
+    name = item if p.items is None else p.items[item]
+    box = {"b": (name, name), "h": heads, "i": (low, high), "j": (j, np.maximum(last, j))}
+    ops = Many(box, program.followed)
+    some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
+    hidden = None if program.score is None else hides(program.score, ops)
+    return some if hidden is None else some & ~hidden, every
