@@ -225,9 +225,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a repeated call is known without its scale",
-        "api.py",
-        "[marshal.dumps(numbers, 2), others]",
-        "[marshal.dumps((*numbers[:3], *numbers[4:]), 2), others]",
+        "problem.py",
+        "marshal.dumps((causal, q_start, k_start, scale, layout, precision), 2)",
+        "marshal.dumps((causal, q_start, k_start, layout, precision), 2)",
         "tests/test_arguments.py -k option_is_part",
     ),
     Mutation(
@@ -239,14 +239,14 @@ MUTATIONS = (
     ),
     Mutation(
         "queries of a short item are aligned by the longest",
-        "problem.py",
+        "resolve.py",
         "starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))",
         "starts = (max(k_lengths, default=0) - max(q_lengths, default=0),) * len(q_lengths)",
         f"{FORWARD} -k 'packed_is_padded and float32'",
     ),
     Mutation(
         "a page after the last is taken",
-        "problem.py",
+        "checks.py",
         "if used.size and (used.min() < 0 or used.max() >= pages):",
         "if used.size and (used.min() < 0 or used.max() > pages):",
         f"{POOLS} -k wrong_raw_pages",
@@ -283,15 +283,15 @@ MUTATIONS = (
     Mutation(
         "a cache's prepared step is known without its scale",
         "cpu/storage.py",
-        "(*form, mask, score, scale or str(scale), spans",
-        "(*form, mask, score, spans",
+        "known = options.key()\n        if known is None or not (type(q)",
+        "known = options._replace(scale=None).key()\n        if known is None or not (type(q)",
         "tests/test_steps.py -k cache_that_lives",
     ),
     Mutation(
         "a pool's prepared step does not know where its rows are",
         "cpu/storage.py",
-        "where = part.items, part.counts, part.rows",
-        "where = part.items, part.counts",
+        "key = (part.items, part.counts, part.rows,",
+        "key = (part.items, part.counts,",
         "tests/test_steps.py -k rows_of_packed",
     ),
     # --- the kernel cache and files
