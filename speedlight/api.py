@@ -14,7 +14,7 @@ from . import arrays
 from . import engine as engines
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, Error, shown
-from .expressions.tracing import kept
+from .expressions.tracing import is_immutable as kept
 from .machine import current_isa
 from .planning import SLACK, Pages, Plan
 from .problem import (

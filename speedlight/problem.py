@@ -15,7 +15,10 @@ import numpy as np
 
 from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
-from .expressions.tracing import Expression, Symbol, Table, expression, score_chain, where
+from .expressions.symbols import Symbol, where
+from .expressions.tables import Table
+from .expressions.tracing import Expression, expression, score_chain
+from .expressions.tree import Node
 from .modes import standard
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
@@ -63,6 +66,11 @@ class Problem:
     @property
     def storage(self) -> str:
         return DTYPES[self.dtype][0]
+
+    @property
+    def roots(self) -> tuple[Node | None, Node | None]:
+        """Of the mask's tree and of the score's."""
+        return None if self.mask is None else self.mask.root, None if self.score is None else self.score.root
 
     def box(self) -> dict[str, tuple[int, int]]:
         """Every position, head and item: first and last."""

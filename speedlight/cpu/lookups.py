@@ -1,7 +1,6 @@
 """Table lookups as code: an entry a lane, sixteen keys of a row at once, and what a box of a table holds.
 
-A table is described by TABLE_WORDS words: address, 4 lengths, 4 strides in bytes, least and greatest entry (of
-integers).
+A table is described by the words of expressions/program.py, with strides in bytes.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from collections.abc import Iterator
 from llvmlite import ir
 
 from ..expressions.bounds import SCAN, linear
+from ..expressions.program import LENGTHS, STRIDES
 from ..expressions.tree import Node
 from .functions import like
 from .vector import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Function, Value, Variable, element_of, vec
 
-TABLE_WORDS = 11
-ENDS = 9  # the word of the least entry; the greatest follows
 _STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64,
            "uint64": I64,
            "float16": F16, "float32": F32, "float64": F64}  # fmt: skip
@@ -34,11 +32,11 @@ def stored_type(node: Node) -> ir.Type:
 
 
 def length_of(k: Function, at: Value, d: int) -> Value:
-    return k.load(I64, at, 8 * (1 + d))
+    return k.load(I64, at, 8 * (LENGTHS + d))
 
 
 def stride_of(k: Function, at: Value, d: int) -> Value:
-    return k.load(I64, at, 8 * (5 + d))
+    return k.load(I64, at, 8 * (STRIDES + d))
 
 
 def drawn(k: Function, at: Value, d: int, x: Value) -> tuple[Value, Value]:

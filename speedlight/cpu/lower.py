@@ -6,56 +6,18 @@ What does not depend on the key is computed before the loop over keys; what is t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from llvmlite import ir
 
-from ..expressions.tree import FUNCTIONS as _NAMES
-from ..expressions.tree import INT_MAX, INT_MIN, Node, order
+from ..expressions.operations import INT_MAX, INT_MIN, OPERATIONS
+from ..expressions.program import TABLE_WORDS, Program
+from ..expressions.tree import OF_KEYS, Node, order
 from .functions import FUNCTIONS, like
 from .layout import field as field_at
-from .lookups import TABLE_WORDS, Stream, added, as_number, direction, drawn, entries, splat_like, stride_of
+from .lookups import Stream, added, as_number, direction, drawn, entries, splat_like, stride_of
 from .microkernels import Shape, unrolled
 from .vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
-
-_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
-
-
-@dataclass(frozen=True)
-class Program:
-    """A mask and a score as a kernel sees them: equal if the structure is; numbers and arrays are arguments."""
-
-    key: str
-    mask: Node | None = field(compare=False, repr=False, default=None)
-    score: Node | None = field(compare=False, repr=False, default=None)
-    narrow: bool = False  # every integer fits 32 bits, which vectors do twice as fast
-    unbounded: tuple[int, ...] = ()  # integers, by place among nodes(), whose intervals bounds.py must not follow
-
-    @property
-    def hiding(self) -> bool:
-        """Whether tiles may be hidden: by the mask, or by a score that can be -inf."""
-        return self.mask is not None or (self.score is not None and self.score.op == "where")
-
-    def nodes(self) -> list[Node]:
-        return [n for root in (self.mask, self.score) if root is not None for n in order(root)]
-
-    def followed(self) -> frozenset[int]:
-        """Ids of the integers whose intervals are known to fit."""
-        nodes = self.nodes()
-        return frozenset(id(n) for n in nodes if n.kind == "int") - {id(nodes[n]) for n in self.unbounded}
-
-    def slots(self) -> tuple[dict[int, int], dict[int, int], list[tuple[Node, int]]]:
-        """Slots of numbers and of tables by node, and every (lookup, dimension) that may be out of range."""
-        nodes = self.nodes()
-        found = {n: i for i, n in enumerate(dict.fromkeys(id(n) for n in nodes if n.op == "number"))}
-        tables = {t: i for i, t in enumerate(dict.fromkeys(id(n.value.array) for n in nodes if n.op == "table"))}
-        lookups = list({id(n): n for n in nodes if n.op == "table"}.values())
-        return (
-            found,
-            {id(n): tables[id(n.value.array)] for n in lookups},
-            [(n, d) for n in lookups for d in range(len(n.args))],
-        )
 
 
 class Lowering:
@@ -65,7 +27,7 @@ class Lowering:
         self, k: Function, s: Shape, program: Program, numbers: Value, tables: Value, *, narrow: bool = False
     ) -> None:
         self.k, self.s, self.numbers_at, self.tables_at = k, s, numbers, tables
-        self.numbers, self.tables, _ = program.slots()
+        self.program = program
         self.int = I32 if narrow else I64
         self.values: dict[int, Value] = {}
         self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
@@ -76,7 +38,7 @@ class Lowering:
     def before_keys(self, root: Node, env: dict[str, Value]) -> None:
         """Emits what no key changes."""
         for node in order(root):
-            if not node.uses & {"j", "s"} and id(node) not in self.values:
+            if not node.uses & OF_KEYS and id(node) not in self.values:
                 self.values[id(node)] = self.emit(node, env, self.values)
 
     def value(self, root: Node, env: dict[str, Value], values: dict[int, Value]) -> Value:
@@ -110,11 +72,12 @@ class Lowering:
         if op == "table":
             return self._look_up(node, args)
         args = self._alike(args)
-        if op in _COMPARE:
-            return args[0]._compare(_COMPARE[op], args[1])
-        if op in _NAMES:
+        if op in FUNCTIONS:
             return FUNCTIONS[op](k, args[0])
         match op:
+            case "lt" | "le" | "gt" | "ge" | "eq":
+                a, b = args if node.args[0].kind != "bool" else reversed(args)  # LLVM's signed True is -1
+                return a._compare(str(OPERATIONS[op].symbol), b)
             case "ne":
                 return args[0].differs(args[1])
             case "add":
@@ -158,7 +121,7 @@ class Lowering:
         raise AssertionError(op)
 
     def _number(self, node: Node) -> Value:
-        word = self.k.load(I64, self.numbers_at, 8 * self.numbers[id(node)])
+        word = self.k.load(I64, self.numbers_at, 8 * self.program.numbers[id(node)])
         if node.kind == "int":
             return self.integer(word)
         if node.kind == "bool":
@@ -214,7 +177,7 @@ class Lowering:
         return k.extend(x, t) if to is F64 else k.narrow(x, t)
 
     def table_at(self, node: Node) -> Value:
-        return self.k.at(self.tables_at, self.tables[id(node)] * TABLE_WORDS * 8)
+        return self.k.at(self.tables_at, self.program.tables[node.value] * TABLE_WORDS * 8)
 
     def _look_up(self, node: Node, index: list[Value]) -> Value:
         """The entry at the index, drawn into range first; where it had to be drawn is remembered."""
@@ -247,7 +210,7 @@ class Lowering:
 
 def squares(program: Program) -> list[Node]:
     """The streams of which every query has a row of its own, read forwards."""
-    nodes = {id(n): n for n in program.nodes() if n.op == "table" and direction(n) == 1}
+    nodes = {id(n): n for n in program.nodes if n.op == "table" and direction(n) == 1}
     return [n for n in nodes.values() if any("i" in a.uses for a in n.args[:-1])]
 
 
@@ -411,14 +374,14 @@ def _note_wrong(
     """
     moving, fixed = [], []
     streamed = {id(x.node): x for x in streams}
-    for n, (node, d) in enumerate(program.slots()[2]):
+    for n, (node, d) in enumerate(program.lookups):
         stream = streamed.get(id(node))
         if stream is not None and d == stream.last:
             with k.when(stream.risky.get()):
                 index = stream.index(m)
                 _, bad = drawn(k, stream.at, d, index)
                 _note(k, s, lowering, wrong, n, bad, index, seen())
-        elif stream is not None or not node.uses & {"j", "s"}:
+        elif stream is not None or not node.uses & OF_KEYS:
             fixed.append((n, *lowering.wrong[id(node), d]))
         else:
             moving.append((n, *lowering.wrong[id(node), d]))

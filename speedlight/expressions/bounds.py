@@ -1,10 +1,10 @@
 """What a mask says about a whole box of (b, h, i, j): nothing visible, all visible, or mixed. Always sound.
 
-Integers are followed as intervals. Comparisons that are linear with unit coefficients are half-planes in i, j and i -
-j,
-and a conjunction of those is tested exactly: its bounds on i, j and i - j are tightened until they meet or cross. A
-mask is brought into disjunctive form for "is anything visible", and its negation for "is anything hidden". Everything
-else may be anything. The walk is written once: `ops` computes with Python integers, or writes machine code.
+Integers are followed as intervals, by each operation's rule in operations.py. Comparisons that are linear with unit
+coefficients are half-planes in i, j and i - j, and a conjunction of those is tested exactly: its bounds on i, j and
+i - j are tightened until they meet or cross. A mask is brought into disjunctive form for "is anything visible", and its
+negation for "is anything hidden". Everything else may be anything. The walk is written once: `ops` computes with Python
+integers or NumPy arrays, or writes machine code.
 
 Integers of expressions wrap, and intervals must not: only integers that stay within ±FOLLOWED over a whole problem are
 followed (`integers` tells which). Every smaller box has smaller intervals, so that 64 bits hold all of the walk.
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ExpressionError
-from .tree import INT_MAX, INT_MIN, Node
+from .operations import INT_MAX, INT_MIN, OPERATIONS
+from .tree import Node
 
 SCAN = 8192  # entries of a table that are worth looking at for one box
 FOLLOWED = 1 << 57  # 2 * _MOST_SUMMANDS of these, and positions, make less than 2^62
@@ -119,14 +120,6 @@ def visible(root: Node, ops: Any) -> tuple[Any, Any]:
         low, high = walk.interval(root) or (ops.truth(False), ops.truth(True))
         return high, low
     return walk.any_possible(some), ops.invert(walk.any_possible(none))
-
-
-def hides(score: Node, ops: Any) -> Any:
-    """Whether a score of the form where(condition, -inf, …) is -inf all over the box; None if it is of another form."""
-    if score.op != "where" or score.args[1].op != "number":
-        return None
-    interval = Walk(ops).interval(score.args[0])
-    return None if interval is None else interval[0] & ops.minus_infinity(score.args[1])
 
 
 def terms(root: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term] | None:
@@ -390,24 +383,31 @@ class Walk:
         if node.kind == "int":
             if ops.followed is not None and id(node) not in ops.followed:
                 return None
-            found = self._integer(op, node)
-            return None if found is None or (ops.followed is None and max(-found[0], found[1]) > ops.most) else found
+            interval = self._integer(node)
+            beyond = ops.followed is None and interval is not None and max(-interval[0], interval[1]) > ops.most
+            return None if beyond else interval
         if op == "number":
             return (ops.number(node),) * 2
         args = [self.known[id(a)] for a in self._needed(node)]
         if op == "table":
             return None if None in args else self._looked_up(node, args)
-        if op in ("and", "or"):
-            return self._logic(op, *args)
         if _compares_floats(node):
             if None in args:
                 return None
             every = ops.all_equal(node.args[0], args, node.args[1])
             sure = self._together(node.args[0].args)
             return every if sure is None else every & sure, ops.truth(True)
-        if any(a is None for a in args):
+        interval, sure = self._computed(node, args), self._together(node.args)
+        if interval is None or sure is None:
+            return interval
+        return interval[0] & sure, interval[1] | ops.invert(sure)
+
+    def _computed(self, node: Node, args: list[Any]) -> tuple[Any, Any] | None:
+        """By the operation's rule. Of "and" and "or" one known side may tell."""
+        rule = OPERATIONS[node.op].interval
+        if rule is None or (None in args and node.op not in ("and", "or")):
             return None
-        return self._condition(op, node, *args)
+        return rule(self.ops, node, *args)
 
     def _looked_up(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any] | None:
         """Entries of a table. Where an index may be out of range they may be anything, so that keys are looked at."""
@@ -425,96 +425,20 @@ class Walk:
         self.sure[id(node)] = inside
         return low, high
 
-    def _logic(self, op: str, a: Any, b: Any) -> tuple[Any, Any]:
-        no, yes = self.ops.truth(False), self.ops.truth(True)
-        a, b = a or (no, yes), b or (no, yes)
-        return (a[0] & b[0], a[1] & b[1]) if op == "and" else (a[0] | b[0], a[1] | b[1])
-
-    def _condition(self, op: str, node: Node, a: Any, b: Any = None, c: Any = None) -> tuple[Any, Any] | None:
-        ops = self.ops
-        if op == "not":
-            return ops.invert(a[1]), ops.invert(a[0])
-        if op == "where":
-            return (a[0] & b[0]) | (ops.invert(a[1]) & c[0]), (a[1] & b[1]) | (ops.invert(a[0]) & c[1])
-        if node.args[0].kind != "int" or op not in _FLIPPED:
-            return None
-        always, ever = self._compared(op, a, b)
-        sure = self._together(node.args)
-        return (always, ever) if sure is None else (always & sure, ever | ops.invert(sure))
-
-    def _compared(self, op: str, a: Any, b: Any) -> tuple[Any, Any]:
-        ops = self.ops
-        match op:
-            case "lt":
-                return a[1] < b[0], a[0] < b[1]
-            case "le":
-                return a[1] <= b[0], a[0] <= b[1]
-            case "gt":
-                return a[0] > b[1], a[1] > b[0]
-            case "ge":
-                return a[0] >= b[1], a[1] >= b[0]
-        same = ops.equal(a[0], a[1]) & ops.equal(b[0], b[1]) & ops.equal(a[0], b[0])
-        meet = (a[0] <= b[1]) & (b[0] <= a[1])
-        return (same, meet) if op == "eq" else (ops.invert(meet), ops.invert(same))
-
-    def _integer(self, op: str, node: Node) -> tuple[Any, Any] | None:
-        ops = self.ops
-        if op == "symbol":
-            return ops.box[node.value]
-        if op == "number":
-            return (ops.number(node),) * 2
+    def _integer(self, node: Node) -> tuple[Any, Any] | None:
+        if node.op == "symbol":
+            return self.ops.box[node.value]
+        if node.op == "number":
+            return (self.ops.number(node),) * 2
         args = [self.known[id(a)] for a in node.args]
-        if any(a is None for a in args):
+        if None in args:
             return None
-        if op == "table":
+        if node.op == "table":
             return self._looked_up(node, args)
         sure = self._together(node.args)
         if sure is not None:
             self.sure[id(node)] = sure
-        return self._computed(op, node, *args)
-
-    def _computed(self, op: str, node: Node, a: Any, b: Any = None, c: Any = None) -> tuple[Any, Any] | None:
-        ops = self.ops
-        match op:
-            case "cast":
-                return (ops.where(a[0], 1, 0), ops.where(a[1], 1, 0)) if node.args[0].kind == "bool" else None
-            case "add":
-                return a[0] + b[0], a[1] + b[1]
-            case "sub":
-                return a[0] - b[1], a[1] - b[0]
-            case "neg":
-                return -a[1], -a[0]
-            case "mul":
-                ends = [x * y for x in a for y in b]
-                return self._hull(ends)
-            case "min":
-                return ops.minimum(a[0], b[0]), ops.minimum(a[1], b[1])
-            case "max":
-                return ops.maximum(a[0], b[0]), ops.maximum(a[1], b[1])
-            case "abs":
-                low = ops.maximum(ops.maximum(a[0], -a[1]), a[0] * 0)
-                return low, ops.maximum(a[1], -a[0])
-            case "where":
-                low, high = ops.minimum(b[0], c[0]), ops.maximum(b[1], c[1])
-                never = ops.invert(a[1])
-                return ops.where(a[0], b[0], ops.where(never, c[0], low)), ops.where(
-                    a[0], b[1], ops.where(never, c[1], high)
-                )
-            case "floordiv" | "mod" if node.args[1].op == "number":
-                n = b[0]
-                first, last = ops.floordiv(a[0], n), ops.floordiv(a[1], n)
-                if op == "floordiv":
-                    return self._hull([first, last])
-                same = ops.equal(first, last) & ops.invert(ops.equal(n, 0))
-                low, high = ops.minimum(n + 1, n * 0), ops.maximum(n - 1, n * 0)
-                return ops.where(same, a[0] - first * n, low), ops.where(same, a[1] - first * n, high)
-        return None
-
-    def _hull(self, ends: list[Any]) -> tuple[Any, Any]:
-        low = high = ends[0]
-        for x in ends[1:]:
-            low, high = self.ops.minimum(low, x), self.ops.maximum(high, x)
-        return low, high
+        return self._computed(node, args)
 
 
 def _compares_floats(node: Node) -> bool:

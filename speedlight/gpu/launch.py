@@ -12,6 +12,7 @@ import torch
 import triton
 
 from ..errors import ArgumentError, ArgumentTypeError, CompileError, UnsupportedError
+from ..expressions.program import may_hide
 from ..expressions.tree import out_of_range
 from ..machine import interpreting
 from ..modes import standard
@@ -254,7 +255,7 @@ def shape_of(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile
     pack = p.group if short else 1
     rows = max(tile.rows, power_above(most_rows * pack)) if short else tile.rows
     splits = most_splits(keys.most if keys.lengths is not None else max(p.k_lengths, default=0)) if short else 1
-    hiding = p.mask is not None or (p.score is not None and p.score.root.op == "where")
+    hiding = may_hide(*p.roots)
     return Shape(have, tile, short, pack, rows, -(-most_rows * pack // rows), splits, causal, hiding)
 
 

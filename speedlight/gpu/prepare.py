@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..errors import ArgumentError
-from ..expressions.bounds import Exact, Walk, hides, integers, visible
+from ..expressions.program import Program
 from ..machine import interpreting
 from ..modes import standard
 from ..problem import Problem
@@ -26,7 +26,7 @@ from .forward import ITEM, TILES
 class Ready:
     """What a problem needs on a device; kept."""
 
-    program: lower.Program | None
+    program: Program | None
     functions: dict[str, Any]
     words: torch.Tensor | None
     floats: torch.Tensor | None
@@ -37,36 +37,27 @@ class Ready:
     classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
 
 
-_functions: dict[str, dict[str, Any]] = {}  # by the program's key: a program itself holds tables
+_functions: dict[str, dict[str, Any]] = {}  # by lower.key_of: a program itself holds tables
 
 
-def functions_of(program: lower.Program) -> dict[str, Any]:
+def functions_of(program: Program) -> dict[str, Any]:
     """The program's functions, from their source. Triton reads that again, so it stays in linecache."""
-    found = _functions.get(program.key)
+    key = lower.key_of(program)
+    found = _functions.get(key)
     if found is None:
         text = lower.source(program)
         name = f"<speedlight expression {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
         exec(compile(text, name, "exec"), space)
-        found = _functions[program.key] = {n: space.get(n) for n in ("known", "apply", "bounds")}
+        found = _functions[key] = {n: space.get(n) for n in ("known", "apply", "bounds")}
     return found
 
 
-def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
+def program_of(problem: Problem) -> tuple[Program | None, bool]:
     """The mask and score, and whether an index of theirs may be out of range."""
-    parts = [x for x in (problem.mask, problem.score) if x is not None]
-    if not parts:
-        return None, False
-    known = integers(parts, problem.box())
-    walk = Walk(Exact(problem.box()))
-    first = lower.program_of(problem, known, ())
-    assert first is not None
-    checked = []
-    for node, d in first.lookups:
-        ends = walk.interval(node.args[d])
-        checked.append(ends is None or ends[0] < 0 or ends[1] >= node.value.shape[d])
-    return lower.program_of(problem, known, tuple(checked)), any(checked)
+    program = Program.of(problem.mask, problem.score, problem.box())
+    return program, program is not None and any(program.checked)
 
 
 def _table_on(table: Any, device: str) -> torch.Tensor:
@@ -106,7 +97,7 @@ def prepare(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[
     tables: list[torch.Tensor] = []
     if program is not None:
         tables = [_table_on(t, device) for t in program.tables]
-        host = program.words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
+        host = program.device_words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
         words = torch.from_numpy(host).to(device)
         floats = words.view(torch.float64)
     if problem.sinks is not None:
@@ -150,7 +141,7 @@ _BITS = int(TILES)
 
 
 def _classified(
-    p: Problem, program: lower.Program, rows: int, keys: int, pack: int, device: torch.device
+    p: Problem, program: Program, rows: int, keys: int, pack: int, device: torch.device
 ) -> dict[str, Any] | None:
     """For every block of rows and run of tiles two words: which tiles show something, and which show everything."""
     uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
@@ -178,10 +169,7 @@ def _classified(
             ops = Many(
                 {"b": (name, name), "h": ends, "i": (low, high), "j": (j, np.maximum(last, j))}, program.followed
             )
-            some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
-            hidden = None if program.score is None else hides(program.score, ops)
-            some = some if hidden is None else some & ~hidden
-            for n, x in enumerate((some, every)):
+            for n, x in enumerate(program.visibility(ops)):
                 bits = np.broadcast_to(x, (blocks, chunks * _BITS)).reshape(blocks, chunks, _BITS)
                 words[item, head, :, :, n] = (bits.astype(np.int64) << np.arange(_BITS)).sum(axis=-1)
     signed = words.astype(np.uint32).view(np.int32)

@@ -11,7 +11,7 @@ import torch
 from .. import arrays
 from ..compiling import in_graph, outside
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, UnsupportedError, shown
-from ..expressions.tracing import kept
+from ..expressions.tracing import is_immutable as kept
 from ..forks import renew_after_fork
 from ..machine import interpreting
 from ..problem import (

@@ -14,7 +14,7 @@ from .. import arrays, engine
 from ..compiling import in_graph, outside
 from ..cpu.storage import Store, make_stores
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError, shown
-from ..expressions.tracing import kept
+from ..expressions.tracing import is_immutable as kept
 from ..forks import renew_after_fork
 from ..machine import current_isa
 from ..planning import BLOCK, ENDLESS, SLACK, Pages
