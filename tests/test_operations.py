@@ -33,9 +33,8 @@ TABLES = {kind: [table_of(x, kind) for x in (LEFT, RIGHT)] for kind in ("bool", 
 EVERY = [(row, kind) for row in OPERATIONS.values() for kind in row.accepts]
 
 
-def operation(row, kind, at):
-    """A row's operation on entries `at`, as a float. Of integers intervals are to know nothing."""
-    x, y = (t[at] ^ 0 if kind == "int" else t[at] for t in TABLES[kind])
+def operation(row, x, y):
+    """A row's operation, as a float."""
     if row.name == "where":
         return sl.cast(sl.where(x > y, x, y), float)
     if row.name == "cast":
@@ -46,8 +45,10 @@ def operation(row, kind, at):
 def every_operation(s, number, at):
     """The operation of this number, of all rows and kinds, on entries at(kind)."""
     found = s
+    entries = {kind: [table[at(kind)] for table in tables] for kind, tables in TABLES.items()}
+    entries["int"] = [x ^ 0 for x in entries["int"]]  # of which intervals know nothing
     for n, (row, kind) in enumerate(EVERY):
-        found = sl.where(number == n, operation(row, kind, at(kind)), found)
+        found = sl.where(number == n, operation(row, *entries[kind]), found)
     return found
 
 
@@ -63,8 +64,9 @@ def by_rows(s, b, h, i, j):
 
 def assert_every_operation(attention, score, sizes, dtype="float32"):
     """The log-sum-exp of one key is its score: every row's definition, in all items, heads and lanes at once."""
-    q, score = np.ones((*sizes, 8), dtype), sl.expression(score)
-    _, lse = attention(q, q[:, :, :1], q[:, :, :1], score=score, q_start=0, return_lse=True)
+    q, k, v = (np.ones((*sizes[:2], n, 8), dtype) for n in (sizes[2], 1, 1))
+    score = sl.expression(score)
+    _, lse = attention(q, k, v, score=score, q_start=0, return_lse=True)
     unit, places = np.finfo(dtype).eps / 2, dict(zip("bhi", np.ogrid[tuple(map(slice, sizes))], strict=True))
     want, error = rounding_error(score.root, places | {"j": 0, "s": 8**0.5}, 9 * unit, unit)
     assert_within(lse, want, error + 8 * unit * (1 + np.abs(want)), "lse")

@@ -115,11 +115,11 @@ class Exact:
 def visible(root: Node, ops: Any) -> tuple[Any, Any]:
     """(something may be visible, all is visible) in ops.box."""
     walk = Walk(ops)
-    some, none = (terms(root, positive, walk.fits) for positive in (True, False))
-    if some is None or none is None:
+    shown, hidden = (terms(root, positive, walk.fits) for positive in (True, False))
+    if shown is None or hidden is None:
         low, high = walk.interval(root) or (ops.truth(False), ops.truth(True))
         return high, low
-    return walk.any_possible(some), ops.invert(walk.any_possible(none))
+    return walk.any_possible(shown), ops.invert(walk.any_possible(hidden))
 
 
 def terms(root: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term] | None:
@@ -127,25 +127,25 @@ def terms(root: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term
 
     fits: whether the interval of an integer is known, so that it does not wrap.
     """
-    found: dict[tuple[int, bool], list[Term] | None] = {}
+    done: dict[tuple[int, bool], list[Term] | None] = {}
     stack = [(root, positive)]
     while stack:
         node, sign = stack[-1]
         logic = node.kind == "bool" and node.op in ("not", "and", "or")
         wanted = [(a, sign != (node.op == "not")) for a in node.args] if logic else []
-        waiting = [x for x in wanted if (id(x[0]), x[1]) not in found]
+        waiting = [x for x in wanted if (id(x[0]), x[1]) not in done]
         if waiting:
             stack.extend(waiting)
             continue
         stack.pop()
-        parts = [found[id(a), s] for a, s in wanted]
+        parts = [done[id(a), s] for a, s in wanted]
         if not parts:
-            found[id(node), sign] = _atoms(node, sign, fits)
+            done[id(node), sign] = _atoms(node, sign, fits)
         elif len(parts) == 1:
-            found[id(node), sign] = parts[0]
+            done[id(node), sign] = parts[0]
         else:
-            found[id(node), sign] = _joined(*parts, together=(node.op == "and") == sign)
-    return found[id(root), positive]
+            done[id(node), sign] = _joined(*parts, together=(node.op == "and") == sign)
+    return done[id(root), positive]
 
 
 def _joined(a: list[Term] | None, b: list[Term] | None, together: bool) -> list[Term] | None:
@@ -160,9 +160,9 @@ def _joined(a: list[Term] | None, b: list[Term] | None, together: bool) -> list[
 
 def _atoms(node: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term]:
     if node.op in _FLIPPED and node.args[0].kind == "int" and all(map(fits, node.args)):
-        found = _half_planes(node.op if positive else _FLIPPED[node.op], *node.args)
-        if found is not None:
-            return found
+        half_planes = _half_planes(node.op if positive else _FLIPPED[node.op], *node.args)
+        if half_planes is not None:
+            return half_planes
     return [(Opaque(node, positive),)]
 
 
@@ -180,10 +180,10 @@ def _half_planes(op: str, a: Node, b: Node) -> list[Term] | None:
     planes = {"lt": [(left, right, 1)], "le": [(left, right, 0)], "gt": [(right, left, 1)], "ge": [(right, left, 0)]}
     planes["eq"] = planes["le"] + planes["ge"]
     planes["ne"] = planes["lt"] + planes["gt"]
-    found = [below(*x) for x in planes[op]]
-    if None in found:
+    both = [below(*x) for x in planes[op]]
+    if None in both:
         return None
-    return [tuple(found)] if op != "ne" else [(x,) for x in found]
+    return [tuple(both)] if op != "ne" else [(x,) for x in both]
 
 
 def linear(root: Node) -> Linear | None:
@@ -233,7 +233,7 @@ class Integers:
 
     most: int | None  # none of them is larger in size; None where that is unknown
     followed: frozenset[int]  # ids of those whose intervals fit, of very long expressions the first
-    others: tuple[int, ...]  # places of the others among the nodes
+    others: tuple[int, ...]  # indices of the others among the nodes
 
     @property
     def narrow(self) -> bool:
@@ -287,12 +287,12 @@ class Walk:
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
-        self.known: dict[int, Any] = {}
-        self.sure: dict[int, Any] = {}  # of integers that come from a table: whether every index is in range
+        self.intervals: dict[int, Any] = {}
+        self.in_range: dict[int, Any] = {}  # of integers that come from a table: whether every index is in range
 
-    def any_possible(self, found: list[Term]) -> Any:
+    def any_possible(self, disjunction: list[Term]) -> Any:
         result: Any = None
-        for term in found:
+        for term in disjunction:
             one = self.possible(term)
             result = one if result is None else result | one
         return result
@@ -338,13 +338,13 @@ class Walk:
             if interval is None:
                 return None
             total = interval[0] + total if sign > 0 else -interval[1] + total
-        sure = self._together(node for _, node in atom.rest)
-        return total if sure is None else self.ops.where(sure, total, -_FAR)
+        in_range = self._all_in_range(node for _, node in atom.rest)
+        return total if in_range is None else self.ops.where(in_range, total, -_FAR)
 
-    def _together(self, nodes: Iterable[Node]) -> Any:
-        """Whether all of these are sure; None where nothing can be wrong."""
+    def _all_in_range(self, nodes: Iterable[Node]) -> Any:
+        """Whether all of these are in_range; None where nothing can be wrong."""
         result: Any = None
-        for one in (self.sure.get(id(n)) for n in nodes):
+        for one in (self.in_range.get(id(n)) for n in nodes):
             result = one if result is None else result if one is None else result & one
         return result
 
@@ -359,14 +359,15 @@ class Walk:
         stack = [root]
         while stack:
             node = stack[-1]
-            waiting = [a for a in self._needed(node) if id(a) not in self.known] if id(node) not in self.known else []
+            needed = () if id(node) in self.intervals else self._needed(node)
+            waiting = [a for a in needed if id(a) not in self.intervals]
             if waiting:
                 stack.extend(reversed(waiting))
                 continue
             stack.pop()
-            if id(node) not in self.known:
-                self.known[id(node)] = self._interval(node)
-        return self.known[id(root)]
+            if id(node) not in self.intervals:
+                self.intervals[id(node)] = self._interval(node)
+        return self.intervals[id(root)]
 
     def _needed(self, node: Node) -> tuple[Node, ...]:
         """Of which nodes the interval is wanted first."""
@@ -388,19 +389,19 @@ class Walk:
             return None if beyond else interval
         if op == "number":
             return (ops.number(node),) * 2
-        args = [self.known[id(a)] for a in self._needed(node)]
+        args = [self.intervals[id(a)] for a in self._needed(node)]
         if op == "table":
             return None if None in args else self._looked_up(node, args)
         if _compares_floats(node):
             if None in args:
                 return None
             every = ops.all_equal(node.args[0], args, node.args[1])
-            sure = self._together(node.args[0].args)
-            return every if sure is None else every & sure, ops.truth(True)
-        interval, sure = self._computed(node, args), self._together(node.args)
-        if interval is None or sure is None:
+            in_range = self._all_in_range(node.args[0].args)
+            return every if in_range is None else every & in_range, ops.truth(True)
+        interval, in_range = self._computed(node, args), self._all_in_range(node.args)
+        if interval is None or in_range is None:
             return interval
-        return interval[0] & sure, interval[1] | ops.invert(sure)
+        return interval[0] & in_range, interval[1] | ops.invert(in_range)
 
     def _computed(self, node: Node, args: list[Any]) -> tuple[Any, Any] | None:
         """By the operation's rule. Of "and" and "or" one known side may tell."""
@@ -412,17 +413,17 @@ class Walk:
     def _looked_up(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any] | None:
         """Entries of a table. Where an index may be out of range they may be anything, so that keys are looked at."""
         ops = self.ops
-        found = ops.table(node, index)
-        if found is None:
+        entries = ops.table(node, index)
+        if entries is None:
             return None
-        low, high, inside = found
-        sure = self._together(node.args)
-        inside = inside if sure is None else inside & sure
+        low, high, inside = entries
+        in_range = self._all_in_range(node.args)
+        inside = inside if in_range is None else inside & in_range
         if inside is True:
             return low, high
         if node.kind == "bool":
             return low & inside, high | ops.invert(inside)
-        self.sure[id(node)] = inside
+        self.in_range[id(node)] = inside
         return low, high
 
     def _integer(self, node: Node) -> tuple[Any, Any] | None:
@@ -430,14 +431,14 @@ class Walk:
             return self.ops.box[node.value]
         if node.op == "number":
             return (self.ops.number(node),) * 2
-        args = [self.known[id(a)] for a in node.args]
+        args = [self.intervals[id(a)] for a in node.args]
         if None in args:
             return None
         if node.op == "table":
             return self._looked_up(node, args)
-        sure = self._together(node.args)
-        if sure is not None:
-            self.sure[id(node)] = sure
+        in_range = self._all_in_range(node.args)
+        if in_range is not None:
+            self.in_range[id(node)] = in_range
         return self._computed(node, args)
 
 

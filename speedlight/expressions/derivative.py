@@ -43,9 +43,9 @@ def flows(score: Node, tables: Collection[Table] | None = None) -> Flows:
     ends = [node for node in nodes if id(node) in wanted and id(node) in arrived and node.op not in OPERATIONS]
     numbers = {id(node) for node in nodes if node.op == "number"}  # a rule's own numbers are constants
     _, *trees = merged([score, *(arrived[id(node)].total.node for node in ends)], numbers)
-    found = list(zip(ends, trees, strict=True))
-    to_s = next((tree for end, tree in found if end.op == "symbol"), None)
-    return Flows(score, to_s, tuple((end, tree) for end, tree in found if end.op == "table"))
+    pairs = list(zip(ends, trees, strict=True))
+    to_s = next((tree for end, tree in pairs if end.op == "symbol"), None)
+    return Flows(score, to_s, tuple((end, tree) for end, tree in pairs if end.op == "table"))
 
 
 def _wanted(nodes: list[Node], tables: Collection[Table] | None) -> set[int]:
@@ -91,8 +91,8 @@ def _through(node: Node, flow: _Flow, wanted: set[int]) -> list[tuple[Node, _Flo
             f"{row.no_derivative}."
         )
     slopes = row.derivative(Symbol(node), *map(Symbol, node.args))
-    pairs = [(a, flow.times(slope)) for a, slope in zip(node.args, slopes, strict=True) if _passes(a, slope, wanted)]
-    return [(a, _Flow(Symbol(convert(x.total.node, a.kind)), x.selected)) for a, x in pairs]
+    passed = [(a, flow.times(slope)) for a, slope in zip(node.args, slopes, strict=True) if _passes(a, slope, wanted)]
+    return [(a, _Flow(Symbol(convert(x.total.node, a.kind)), x.selected)) for a, x in passed]
 
 
 def _passes(a: Node, slope: Any, wanted: set[int]) -> bool:

@@ -29,7 +29,7 @@ class Program:
     mask: Node | None = field(compare=False, repr=False, default=None)
     score: Node | None = field(compare=False, repr=False, default=None)
     narrow: bool = False  # every integer fits 32 bits, which vectors do twice as fast
-    unbounded: tuple[int, ...] = ()  # integers, by their places in `walked`, whose intervals must not be followed
+    unbounded: tuple[int, ...] = ()  # integers, by their indices in `walked`, whose intervals must not be followed
     box: dict[str, tuple[int, int]] | None = field(compare=False, repr=False, default=None)  # positions of the problem
 
     @classmethod

@@ -208,12 +208,12 @@ def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
     )
 
 
-def out_of_range(which: Any, at: int, value: int) -> ArgumentError:
+def out_of_range(table: Any, at: int, value: int) -> ArgumentError:
     """The error of an index outside its table."""
     return ArgumentError(
-        f"{which.name}: expected index {at + 1} from 0 to {which.array.shape[at] - 1} where the key is visible; got "
-        f"{value} "
-        f"(shape {which.array.shape}). Hide those keys with a mask, or bound the index with sl.minimum and sl.maximum."
+        f"{table.name}: expected index {at + 1} from 0 to {table.array.shape[at] - 1} where the key is visible; "
+        f"got {value} (shape {table.array.shape}). Hide those keys with a mask, or bound the index "
+        "with sl.minimum and sl.maximum."
     )
 
 

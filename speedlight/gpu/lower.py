@@ -44,7 +44,7 @@ class _Text:
         self.names: dict[Any, str] = (
             {} if before is None else before.names
         )  # one function's names are known to the other
-        self.known: dict[str, str] = {}
+        self.constants: dict[str, str] = {}
 
     def let(self, value: str) -> str:
         name = f"{'t' if self.before else 'k'}{len(self.lines)}"
@@ -54,9 +54,9 @@ class _Text:
     def constant(self, value: str) -> str:
         """The same wherever it is computed: once."""
         text = self.before or self
-        if value not in text.known:
-            text.known[value] = text.let(value)
-        return text.known[value]
+        if value not in text.constants:
+            text.constants[value] = text.let(value)
+        return text.constants[value]
 
     def type_of(self, kind: str) -> str:
         return {
@@ -122,7 +122,7 @@ class _Text:
         raise AssertionError(op)
 
     def look_up(self, node: Node, index: list[str]) -> str:
-        """The entry at the index, drawn into range; whether it had to be drawn is remembered."""
+        """The entry at the index, clamped to the table; whether it was out of bounds is remembered."""
         at, array = table_at(self.program, node), node.value
         offset = ""
         for d, x in enumerate(index):
@@ -249,12 +249,12 @@ class _Ranges:
         low, high = (x.name for x in index[-1])
         pointer = text.let(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[node.value.dtype_name]}))")
         d = len(index) - 1
-        found = text.let(
+        three = text.let(
             f"ends({pointer}, {start}, {alone}, {inside}, {low}, {high}, "
             f"tl.load(ints + {at + LENGTHS + d}), tl.load(ints + {at + STRIDES + d}), "
             f"tl.load(ints + {at + ENDS}), tl.load(ints + {at + ENDS + 1}), WIDTH)"
         )
-        least, most, inside = (_Range(text, text.let(f"{found}[{n}]")) for n in range(3))
+        least, most, inside = (_Range(text, text.let(f"{three}[{n}]")) for n in range(3))
         return (least > 0, most > 0, inside) if node.kind == "bool" else (least, most, inside)
 
     def all_equal(self, node: Node, index: Any, number: Node) -> _Range:
