@@ -28,14 +28,11 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from .expressions.patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
-    from .expressions.tracing import (
-        Expression,
-        Table,
+    from .expressions.symbols import (
         abs,
         cast,
         exp,
         exp2,
-        expression,
         floor,
         log,
         log2,
@@ -43,10 +40,11 @@ if TYPE_CHECKING:
         minimum,
         sigmoid,
         sqrt,
-        table,
         tanh,
         where,
     )
+    from .expressions.tables import Table, table
+    from .expressions.tracing import Expression, expression
     from .kv.cache import KVCache
     from .kv.pool import PagePool
     from .kv.sequence import Sequence
@@ -78,22 +76,22 @@ _HOMES = {
     "FileError": "errors",
     "ReservationError": "errors",
     "Expression": "expressions.tracing",
-    "Table": "expressions.tracing",
-    "abs": "expressions.tracing",
-    "cast": "expressions.tracing",
-    "exp": "expressions.tracing",
-    "exp2": "expressions.tracing",
+    "Table": "expressions.tables",
+    "abs": "expressions.symbols",
+    "cast": "expressions.symbols",
+    "exp": "expressions.symbols",
+    "exp2": "expressions.symbols",
     "expression": "expressions.tracing",
-    "floor": "expressions.tracing",
-    "log": "expressions.tracing",
-    "log2": "expressions.tracing",
-    "maximum": "expressions.tracing",
-    "minimum": "expressions.tracing",
-    "sigmoid": "expressions.tracing",
-    "sqrt": "expressions.tracing",
-    "table": "expressions.tracing",
-    "tanh": "expressions.tracing",
-    "where": "expressions.tracing",
+    "floor": "expressions.symbols",
+    "log": "expressions.symbols",
+    "log2": "expressions.symbols",
+    "maximum": "expressions.symbols",
+    "minimum": "expressions.symbols",
+    "sigmoid": "expressions.symbols",
+    "sqrt": "expressions.symbols",
+    "table": "expressions.tables",
+    "tanh": "expressions.symbols",
+    "where": "expressions.symbols",
     "alibi": "expressions.patterns",
     "causal": "expressions.patterns",
     "dilated": "expressions.patterns",

@@ -16,7 +16,7 @@ import numpy as np
 from . import planning
 from .arrays import DTYPES, Array, pages
 from .errors import ArgumentError, UnsupportedError, shown
-from .expressions.bounds import Exact, Walk, integers
+from .expressions.program import Program
 from .expressions.tree import out_of_range
 from .machine import Isa, current_isa, interpreting
 from .modes import standard
@@ -29,10 +29,10 @@ _READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values 
 
 
 def _modules() -> Any:
-    from .cpu import compile, lookups, lower, microkernels, workers
+    from .cpu import compile, microkernels, workers
     from .cpu import layout as fields
 
-    return compile, fields, microkernels, workers, lower, lookups
+    return compile, fields, microkernels, workers
 
 
 _K_LEN, _START, _PAGES = 3, 4, 11  # words of an item
@@ -55,10 +55,12 @@ class Prepared:
         cached: bool = False,
     ) -> None:
         """`cached`: keys and values lie as in a cache."""
-        compile_, fields, microkernels, workers, lower, lookups = _modules()
+        compile_, fields, microkernels, workers = _modules()
         self.problem, self.how, self.items = problem, how, items
-        self.program, self.lookups, self.slots = _program(problem, lower, lookups)
-        if self.slots is not None:
+        self.program = _program(problem)
+        self.lookups = [] if self.program is None else self.program.lookups
+        if self.program is not None:
+            self.slots = self.program.host_words()
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
         if problem.sinks is not None:
             self.sinks = np.array(
@@ -149,49 +151,21 @@ class Prepared:
                 raise out_of_range(node.value, dimension, wrong[2 * n + 1])
 
 
-def _program(problem: Problem, lower: Any, lookups: Any) -> tuple[Any, list[Any], tuple[np.ndarray, np.ndarray] | None]:
-    """The mask and score as a kernel wants them: their structure, lookups that can go wrong, numbers and tables."""
-    parts = [x for x in (problem.mask, problem.score) if x is not None]
-    if not parts:
-        return None, [], None
-    known = integers(parts, problem.box())
-    key = "\n".join(x.key for x in parts)
-    mask, score = (None if x is None else x.root for x in (problem.mask, problem.score))
-    program = lower.Program(key, mask, score, known.narrow, known.others)
-    numbers, tables, found = program.slots()
-    words = np.zeros(len(numbers) + 1, np.int64)
-    table_words = np.zeros((len(set(tables.values())) + 1, lookups.TABLE_WORDS), np.int64)
-    for node in program.nodes():
-        if node.op == "number":
-            value = np.float64(node.value).view(np.int64) if node.is_float else int(node.value)
-            words[numbers[id(node)]] = value
-        elif node.op == "table":
-            array = node.value.array
-            if node.value.tensor is not None:
-                raise ArgumentError(
-                    f"{node.value.name}: expected an array on the CPU, as q; got one on {node.value.tensor.device}. "
-                    "Use .cpu()."
-                )
-            row = table_words[tables[id(node)]]
-            row[1 : 1 + array.ndim], row[5 : 5 + array.ndim] = array.shape, array.strides
-            row[0] = array.ctypes.data
-            if array.size and node.kind in ("bool", "int"):
-                row[lookups.ENDS], row[lookups.ENDS + 1] = node.value.ends()
-            if not array.size:
-                row[0], row[5:] = table_words.ctypes.data, 0
-    return program, found, (words, table_words)
+def _program(problem: Problem) -> Program | None:
+    """The mask and score as a kernel wants them, with tables on the CPU."""
+    program = Program.of(problem.mask, problem.score, problem.box())
+    for table in () if program is None else program.tables:
+        if table.tensor is not None:
+            raise ArgumentError(
+                f"{table.name}: expected an array on the CPU, as q; got one on {table.tensor.device}. Use .cpu()."
+            )
+    return program
 
 
 def may_fail(problem: Problem) -> bool:
     """Whether a lookup may turn out, while kernels run, to be out of range."""
-    walk = Walk(Exact(problem.box()))
-    for x in (problem.mask, problem.score):
-        for node in x.nodes if x is not None else ():
-            for arg, n in zip(node.args, node.value.shape, strict=True) if node.op == "table" else ():
-                ends = walk.interval(arg)
-                if ends is None or ends[0] < 0 or ends[1] >= n:
-                    return True
-    return False
+    program = Program.of(problem.mask, problem.score, problem.box())
+    return program is not None and any(program.checked)
 
 
 _scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
@@ -440,11 +414,10 @@ def kernel_shape(
     heads_adjoin: bool = False,
 ) -> tuple[planning.Schedule, Any]:
     """How a problem runs, and the Shape of its kernel; for any vector unit, this machine's or not."""
-    from .cpu import lookups, lower
     from .cpu.microkernels import Shape
 
     how = planning.schedule(problem, isa, threads, strided_keys, strided_values, heads_adjoin=heads_adjoin)
-    return how, Shape(isa, how.storage, how.vectors, _program(problem, lower, lookups)[0])
+    return how, Shape(isa, how.storage, how.vectors, _program(problem))
 
 
 # --- the other engine

@@ -11,7 +11,8 @@ import numpy as np
 
 from .arrays import DTYPES, listed
 from .errors import Error
-from .expressions.tracing import Expression, kept
+from .expressions.tracing import Expression, is_immutable
+from .expressions.tree import Node
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
@@ -61,7 +62,7 @@ class Options(NamedTuple):
             and type(precision) is str
         ):
             return None
-        if not (mask is score is None or (kept(mask) and kept(score))):
+        if not (mask is score is None or (is_immutable(mask) and is_immutable(score))):
             return None
         words = marshal.dumps((causal, q_start, k_start, scale, layout, precision), 2)
         if window is sinks is cu_q is cu_k is q_lens is k_lens is None:
@@ -138,6 +139,11 @@ class Problem:
     @property
     def storage(self) -> str:
         return DTYPES[self.dtype][0]
+
+    @property
+    def roots(self) -> tuple[Node | None, Node | None]:
+        """Of the mask's tree and of the score's."""
+        return None if self.mask is None else self.mask.root, None if self.score is None else self.score.root
 
     def box(self) -> dict[str, tuple[int, int]]:
         """Every position, head and item: first and last."""

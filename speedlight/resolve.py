@@ -15,7 +15,9 @@ import numpy as np
 from . import checks
 from .arrays import Array, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
-from .expressions.tracing import Expression, Symbol, Table, expression, score_chain, where
+from .expressions.symbols import Symbol, where
+from .expressions.tables import Table
+from .expressions.tracing import Expression, expression, score_chain
 from .modes import standard
 from .problem import LAYOUTS, SPAN, Options, Problem, Sizes
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from .expressions.bounds import Exact, HalfPlane, Integers, hides, integers, terms, visible
+from .expressions.bounds import Exact, HalfPlane, Integers, integers, terms
+from .expressions.program import hiding_condition, visibility
 from .expressions.tree import Node, evaluate
 from .problem import PART, SPAN, TILE, Problem
 
@@ -107,9 +108,7 @@ def classes(rows: Rows, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
     p = rows.problem
     h = rows.head * p.group
     ops = Many({"b": (rows.item, rows.item), "h": (h, h + p.group - 1), "i": i, "j": j}, rows.integers.followed)
-    some, every = visible(p.mask.root, ops) if p.mask is not None else (ops.truth(True),) * 2
-    hidden = None if p.score is None else hides(p.score.root, ops)
-    some = some if hidden is None else some & ~hidden
+    some, every = visibility(*p.roots, ops)
     return np.broadcast_to(some * (1 + (some & every)), np.broadcast_shapes(*(np.shape(x) for x in (*i, *j)))).astype(
         np.int8
     )
@@ -138,7 +137,7 @@ def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Walks the square of panels and tiles; adds up; yields the tiles of which only counting tells what is visible."""
     if not rows.panels or not rows.keys:
         return
-    splits = rows.problem.score is None or rows.problem.score.root.op != "where"  # a part of a visible box is visible
+    splits = hiding_condition(rows.problem.roots[1]) is None  # a part of a visible box is visible
     stack = [np.array([[0, rows.panels, 0, -(-rows.keys // TILE)]], _type(rows)).T]
     while stack:
         boxes = stack.pop()
@@ -318,7 +317,8 @@ def counted_pairs(rows: Rows) -> int:
 
 def _hiding(p: Problem) -> Node | None:
     """The condition under which a score is -inf, if it is written so and does not depend on the scores."""
-    root = None if p.score is None else p.score.root
-    if root is None or root.op != "where" or root.args[1].op != "number" or root.args[1].value != -np.inf:
+    score = p.roots[1]
+    condition = hiding_condition(score)
+    if score is None or condition is None or "s" in condition.uses or score.args[1].value != -np.inf:
         return None
-    return None if "s" in root.args[0].uses else root.args[0]
+    return condition

@@ -167,7 +167,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the bounds of a difference are those of a sum",
-        "expressions/bounds.py",
+        "expressions/operations.py",
         "return a[0] - b[1], a[1] - b[0]",
         "return a[0] - b[0], a[1] - b[1]",
         "tests/test_bounds.py tests/test_integers.py -k 'sound or exact'",

@@ -21,6 +21,7 @@ MODULES = (
     ".api",
     ".merging",
     ".reference",
+    ".expressions.tables",
     ".expressions.tracing",
     ".expressions.patterns",
     ".kv.cache",

@@ -26,12 +26,14 @@ from hypothesis import strategies as st
 from problems import far_scores, numpy_dtype, qkv, without_far_scores
 from test_forward import CASES, NAN
 from test_merge import CASES as MERGED
+from test_operations import ROWS, assert_every_operation, by_rows
 from tolerance import assert_within, plain
 
 import speedlight as sl
 from speedlight import reference
 from speedlight.arrays import pages
-from speedlight.gpu import forward, lower, merging, schedule
+from speedlight.expressions.program import Program
+from speedlight.gpu import forward, merging, schedule
 from speedlight.gpu.tiles import Row, Tile
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -345,6 +347,11 @@ def tiles_computed(monkeypatch, call):
     return tuple(count)
 
 
+def test_every_operation():
+    """The whole table."""
+    assert_every_operation(lambda *x, **o: [y.cpu() for y in attention(*x, **o)], by_rows, ROWS)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tiles are counted in the interpreter")
 @pytest.mark.parametrize("name", ["causal", "window", "prefix", "documents", "square", "wide"])
 def test_empty_tiles_are_skipped(rng, monkeypatch, name):
@@ -364,7 +371,7 @@ def test_empty_tiles_are_skipped(rng, monkeypatch, name):
         mixed, full = tiles_computed(monkeypatch, lambda: check(q, k, v, mask=mask))
         assert (mixed + full, full) == (some, every)
         if name != "square":
-            monkeypatch.setattr(lower.Program, "opaque", property(lambda self: True))  # the host looks
+            monkeypatch.setattr(Program, "opaque", property(lambda self: True))  # the host looks
             mixed, full = tiles_computed(monkeypatch, lambda: check(q, k, v, mask=mask & (lambda b, h, i, j: j >= -1)))
             assert (mixed + full, full) == (some, every)
 

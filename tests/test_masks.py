@@ -13,6 +13,7 @@ from problems import DTYPES, qkv
 from tolerance import assert_accurate
 
 import speedlight as sl
+from speedlight.expressions.program import Program
 from speedlight.expressions.tree import evaluate
 
 NAN = np.nan
@@ -250,6 +251,29 @@ def test_numbers_are_not_part_of_a_kernel(rng):
     outs += [sl.attention(q, k, v, mask=lambda b, h, i, j, n=n: (i - j) * 2 < n) for n in (12, 0)]
     assert len(compiling._loaded) == count
     assert len({x.tobytes() for x in outs}) == 4
+
+
+def test_kernels_know_which_tables_a_mask_and_a_score_share(rng):
+    """A kernel for one table in both is none for two tables of the same type."""
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 60, 8, 8)
+    one, other = (sl.table(x.astype(np.float32), "x") for x in (np.linspace(-1, 1, 60), np.linspace(3, -9, 60)))
+    mask = sl.expression(lambda b, h, i, j: one[j] > -0.5)
+    for table in (one, other, one):
+        assert_accurate(q, k, v, mask=mask, score=lambda s, b, h, i, j, t=table: s + t[j])
+
+
+def test_expressions_of_one_structure_have_as_many_lookups():
+    """Kernels note wrong indices by lookup, into an array of the call's own size."""
+    table, box = sl.table(np.arange(4.0)), {"b": (0, 0), "h": (0, 0), "i": (0, 9), "j": (0, 9)}
+
+    def twice(s, b, h, i, j):
+        entry = table[j]
+        return s + entry * entry
+
+    scores = [sl.expression(x) for x in (twice, lambda s, b, h, i, j: s + table[j] * table[j])]
+    first, second = (Program.of(None, score, box) for score in scores)
+    assert first is not None and second is not None and scores[0] == scores[1]
+    assert first == second and len(first.lookups) == len(second.lookups) == 1 and first.checked == (True,)
 
 
 def test_kept_expressions_are_prepared_once_and_told_apart(rng):

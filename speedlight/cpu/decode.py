@@ -59,7 +59,7 @@ class _Parts:
         self.score = score_lanes(m, s) if s.cached else score_rows(m, s)
         self.rescale = rescale(m, s) if s.quantised else None
         self.expression = expression_row(m, s, s.program) if s.program else None
-        self.visibility = visibility(m, s, s.program) if s.program and s.program.hiding else None
+        self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.values = [(rows, least, value_rows(m, s, rows, together)) for rows, together, least in _value_tiles(s)]
         self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)

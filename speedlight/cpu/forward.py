@@ -48,7 +48,7 @@ class _Parts:
         self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
         self.value, self.predicated = value_tile(m, s), predicated_tile(m, s)
         self.expression = expression_tile(m, s, s.program) if s.program else None
-        self.visibility = visibility(m, s, s.program) if s.program and s.program.hiding else None
+        self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.log = natural_log(m)
         self.pack = pack_queries(m, s)

@@ -1,7 +1,6 @@
 """Table lookups as code: an entry a lane, sixteen keys of a row at once, and what a box of a table holds.
 
-A table is described by TABLE_WORDS words: address, 4 lengths, 4 strides in bytes, least and greatest entry (of
-integers).
+A table is described by the words of expressions/program.py, with strides in bytes.
 """
 
 from __future__ import annotations
@@ -12,12 +11,11 @@ from collections.abc import Iterator
 from llvmlite import ir
 
 from ..expressions.bounds import SCAN, linear
+from ..expressions.program import LENGTHS, STRIDES
 from ..expressions.tree import Node
 from .functions import like
 from .vector import F16, F32, F64, I1, I8, I16, I32, I64, PTR, Function, Value, Variable, element_of, vec
 
-TABLE_WORDS = 11
-ENDS = 9  # the word of the least entry; the greatest follows
 _STORED = {"bool": I8, "int8": I8, "uint8": I8, "int16": I16, "uint16": I16, "int32": I32, "uint32": I32, "int64": I64,
            "uint64": I64,
            "float16": F16, "float32": F32, "float64": F64}  # fmt: skip
@@ -34,15 +32,15 @@ def stored_type(node: Node) -> ir.Type:
 
 
 def length_of(k: Function, at: Value, d: int) -> Value:
-    return k.load(I64, at, 8 * (1 + d))
+    return k.load(I64, at, 8 * (LENGTHS + d))
 
 
 def stride_of(k: Function, at: Value, d: int) -> Value:
-    return k.load(I64, at, 8 * (5 + d))
+    return k.load(I64, at, 8 * (STRIDES + d))
 
 
-def drawn(k: Function, at: Value, d: int, x: Value) -> tuple[Value, Value]:
-    """An index drawn into range, and whether it had to be."""
+def clamped(k: Function, at: Value, d: int, x: Value) -> tuple[Value, Value]:
+    """The index clamped to the table, and whether it was out of bounds."""
     last = splat_like(k, length_of(k, at, d) - 1, x)
     inside = k.max(k.min(x, last), k.const(0, x.type))
     return inside, x.differs(inside) | (last < 0)
@@ -112,14 +110,14 @@ class Stream:
     """
 
     def __init__(
-        self, k: Function, node: Node, at: Value, lanes: int, number: ir.Type, places: Value | None = None
+        self, k: Function, node: Node, at: Value, lanes: int, number: ir.Type, addresses: Value | None = None
     ) -> None:
-        """`places`, if known: every lane's address of key 0."""
+        """`addresses`, if known: every lane's address of key 0."""
         self.k, self.node, self.at, self.lanes, self.number = k, node, at, lanes, number
         self.direction, self.last = direction(node), len(node.args) - 1
         self.first: Value = at  # index at the group's first key
         self.base: Value = at
-        self.buffer, self.places = k.buffer(number, lanes * lanes), places
+        self.buffer, self.addresses = k.buffer(number, lanes * lanes), addresses
         self.risky = k.variable(k.const(0, I1))
 
     def begin(self, leading: list[Value]) -> dict[int, tuple[Value, Value]]:
@@ -127,7 +125,7 @@ class Stream:
         k, wrong = self.k, {}
         base = Value(k, k.b.ptrtoint(k.load(PTR, self.at).x, I64))
         for d, x in enumerate(leading):
-            inside, bad = drawn(k, self.at, d, x)
+            inside, bad = clamped(k, self.at, d, x)
             wrong[d] = bad, x
             base = added(k, base, inside * splat_like(k, stride_of(k, self.at, d), x))
         self.base = base
@@ -147,25 +145,25 @@ class Stream:
             with whole:
                 self._rows(low, key * size)
             with rest, k.range(0, count) as m:
-                inside, _ = drawn(k, self.at, self.last, self.index(m))
+                inside, _ = clamped(k, self.at, self.last, self.index(m))
                 step = inside * splat_like(k, stride_of(k, self.at, self.last), inside)
                 offset = added(k, self.base, step)
                 offset = offset if isinstance(offset.type, ir.VectorType) else k.splat(offset, n)
                 x = entries(k, self.node, k.pointer(k.i64(0)), offset)
                 self._store(m, as_number(k, self.node, x, self.number))
 
-    def place(self, index: Value) -> Value:
+    def address(self, index: Value) -> Value:
         """Every lane's address of the entry with this last index, if entries lie side by side."""
-        place = added(self.k, self.base, index * _BYTES[stored_type(self.node)])
-        return place if isinstance(place.type, ir.VectorType) else self.k.splat(place, self.lanes)
+        address = added(self.k, self.base, index * _BYTES[stored_type(self.node)])
+        return address if isinstance(address.type, ir.VectorType) else self.k.splat(address, self.lanes)
 
     def _rows(self, low: Value, offset: Value) -> None:
         k, n = self.k, self.lanes
-        if self.places is None:
-            place = self.place(low)
-            rows = [k.pointer(Value(k, k.b.extract_element(place.x, I32(lane)))) for lane in range(n)]
+        if self.addresses is None:
+            address = self.address(low)
+            rows = [k.pointer(Value(k, k.b.extract_element(address.x, I32(lane)))) for lane in range(n)]
         else:  # from memory: cheaper than out of a vector
-            rows = [k.at(k.load(PTR, self.places, 8 * lane), offset) for lane in range(n)]
+            rows = [k.at(k.load(PTR, self.addresses, 8 * lane), offset) for lane in range(n)]
         rows = [as_number(k, self.node, k.load(vec(stored_type(self.node), n), row), self.number) for row in rows]
         keys = k.transpose(rows)
         for m, x in enumerate(keys if self.direction > 0 else keys[::-1]):

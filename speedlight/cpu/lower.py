@@ -6,56 +6,18 @@ What does not depend on the key is computed before the loop over keys; what is t
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from llvmlite import ir
 
-from ..expressions.tree import FUNCTIONS as _NAMES
-from ..expressions.tree import INT_MAX, INT_MIN, Node, order
+from ..expressions.operations import INT_MAX, INT_MIN, OPERATIONS
+from ..expressions.program import TABLE_WORDS, Program
+from ..expressions.tree import OF_KEYS, Node, order
 from .functions import FUNCTIONS, like
 from .layout import field as field_at
-from .lookups import TABLE_WORDS, Stream, added, as_number, direction, drawn, entries, splat_like, stride_of
+from .lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
 from .microkernels import Shape, unrolled
 from .vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
-
-_COMPARE = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "=="}
-
-
-@dataclass(frozen=True)
-class Program:
-    """A mask and a score as a kernel sees them: equal if the structure is; numbers and arrays are arguments."""
-
-    key: str
-    mask: Node | None = field(compare=False, repr=False, default=None)
-    score: Node | None = field(compare=False, repr=False, default=None)
-    narrow: bool = False  # every integer fits 32 bits, which vectors do twice as fast
-    unbounded: tuple[int, ...] = ()  # integers, by place among nodes(), whose intervals bounds.py must not follow
-
-    @property
-    def hiding(self) -> bool:
-        """Whether tiles may be hidden: by the mask, or by a score that can be -inf."""
-        return self.mask is not None or (self.score is not None and self.score.op == "where")
-
-    def nodes(self) -> list[Node]:
-        return [n for root in (self.mask, self.score) if root is not None for n in order(root)]
-
-    def followed(self) -> frozenset[int]:
-        """Ids of the integers whose intervals are known to fit."""
-        nodes = self.nodes()
-        return frozenset(id(n) for n in nodes if n.kind == "int") - {id(nodes[n]) for n in self.unbounded}
-
-    def slots(self) -> tuple[dict[int, int], dict[int, int], list[tuple[Node, int]]]:
-        """Slots of numbers and of tables by node, and every (lookup, dimension) that may be out of range."""
-        nodes = self.nodes()
-        found = {n: i for i, n in enumerate(dict.fromkeys(id(n) for n in nodes if n.op == "number"))}
-        tables = {t: i for i, t in enumerate(dict.fromkeys(id(n.value.array) for n in nodes if n.op == "table"))}
-        lookups = list({id(n): n for n in nodes if n.op == "table"}.values())
-        return (
-            found,
-            {id(n): tables[id(n.value.array)] for n in lookups},
-            [(n, d) for n in lookups for d in range(len(n.args))],
-        )
 
 
 class Lowering:
@@ -65,7 +27,7 @@ class Lowering:
         self, k: Function, s: Shape, program: Program, numbers: Value, tables: Value, *, narrow: bool = False
     ) -> None:
         self.k, self.s, self.numbers_at, self.tables_at = k, s, numbers, tables
-        self.numbers, self.tables, _ = program.slots()
+        self.program = program
         self.int = I32 if narrow else I64
         self.values: dict[int, Value] = {}
         self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
@@ -76,7 +38,7 @@ class Lowering:
     def before_keys(self, root: Node, env: dict[str, Value]) -> None:
         """Emits what no key changes."""
         for node in order(root):
-            if not node.uses & {"j", "s"} and id(node) not in self.values:
+            if not node.uses & OF_KEYS and id(node) not in self.values:
                 self.values[id(node)] = self.emit(node, env, self.values)
 
     def value(self, root: Node, env: dict[str, Value], values: dict[int, Value]) -> Value:
@@ -97,7 +59,7 @@ class Lowering:
         """And back."""
         return x if self.int is I64 else Value(self.k, self.k.b.sext(x.x, like(x, I64)))
 
-    def _alike(self, args: list[Value]) -> list[Value]:
+    def _broadcast(self, args: list[Value]) -> list[Value]:
         return [self.vector(x) for x in args] if any(isinstance(x.type, ir.VectorType) for x in args) else args
 
     def emit(self, node: Node, env: dict[str, Value], values: dict[int, Value]) -> Value:
@@ -109,12 +71,13 @@ class Lowering:
         args = [values[id(a)] for a in node.args]
         if op == "table":
             return self._look_up(node, args)
-        args = self._alike(args)
-        if op in _COMPARE:
-            return args[0]._compare(_COMPARE[op], args[1])
-        if op in _NAMES:
+        args = self._broadcast(args)
+        if op in FUNCTIONS:
             return FUNCTIONS[op](k, args[0])
         match op:
+            case "lt" | "le" | "gt" | "ge" | "eq":
+                a, b = args if node.args[0].kind != "bool" else reversed(args)  # LLVM's signed True is -1
+                return a._compare(str(OPERATIONS[op].symbol), b)
             case "ne":
                 return args[0].differs(args[1])
             case "add":
@@ -158,7 +121,7 @@ class Lowering:
         raise AssertionError(op)
 
     def _number(self, node: Node) -> Value:
-        word = self.k.load(I64, self.numbers_at, 8 * self.numbers[id(node)])
+        word = self.k.load(I64, self.numbers_at, 8 * self.program.numbers[id(node)])
         if node.kind == "int":
             return self.integer(word)
         if node.kind == "bool":
@@ -214,14 +177,14 @@ class Lowering:
         return k.extend(x, t) if to is F64 else k.narrow(x, t)
 
     def table_at(self, node: Node) -> Value:
-        return self.k.at(self.tables_at, self.tables[id(node)] * TABLE_WORDS * 8)
+        return self.k.at(self.tables_at, self.program.tables[node.value] * TABLE_WORDS * 8)
 
     def _look_up(self, node: Node, index: list[Value]) -> Value:
-        """The entry at the index, drawn into range first; where it had to be drawn is remembered."""
+        """The entry at the index, clamped to the table; where it was out of bounds is remembered."""
         k, at = self.k, self.table_at(node)
         offset: Value | None = None
         for d, x in enumerate(map(self.wide, index)):
-            inside, bad = drawn(k, at, d, x)
+            inside, bad = clamped(k, at, d, x)
             self.wrong[id(node), d] = bad, x
             offset = added(k, offset, inside * splat_like(k, stride_of(k, at, d), x))
         assert offset is not None
@@ -229,16 +192,16 @@ class Lowering:
 
     def streams(self, program: Program, roots: list[Node], env: dict[str, Value], ahead: Value) -> list[Stream]:
         """The lookups that are read many keys at once, begun. `ahead` as from aim(), at these lanes."""
-        places = {
+        addresses = {
             id(x): k_at for n, x in enumerate(squares(program)) for k_at in [self.k.at(ahead, n * self.s.panel * 8)]
         }
-        found = {id(n): n for root in roots for n in order(root) if n.op == "table" and direction(n)}
+        lookups = {id(n): n for root in roots for n in order(root) if n.op == "table" and direction(n)}
         out = []
-        for node in found.values():
+        for node in lookups.values():
             number = self.s.integer if node.kind == "bool" else self.type_of(node.kind)
             if number not in (self.s.number, self.s.integer):
                 continue  # of another width than the lanes
-            stream = Stream(self.k, node, self.table_at(node), self.s.lanes, number, places.get(id(node)))
+            stream = Stream(self.k, node, self.table_at(node), self.s.lanes, number, addresses.get(id(node)))
             leading = [self.wide(self.value(a, env, self.values)) for a in node.args[:-1]]
             self.wrong |= {(id(node), d): x for d, x in stream.begin(leading).items()}
             out.append(stream)
@@ -247,7 +210,7 @@ class Lowering:
 
 def squares(program: Program) -> list[Node]:
     """The streams of which every query has a row of its own, read forwards."""
-    nodes = {id(n): n for n in program.nodes() if n.op == "table" and direction(n) == 1}
+    nodes = {id(n): n for n in program.nodes if n.op == "table" and direction(n) == 1}
     return [n for n in nodes.values() if any("i" in a.uses for a in n.args[:-1])]
 
 
@@ -272,7 +235,7 @@ def aim(module: Any, s: Shape, program: Program) -> Any:
             stream = Stream(k, node, lowering.table_at(node), s.lanes, s.number)
             *leading, last = (lowering.wide(lowering.value(x, env, lowering.values)) for x in node.args)
             stream.begin(leading)
-            k.store(stream.place(last), k.at(p["ahead"], lane), n * s.panel * 8)
+            k.store(stream.address(last), k.at(p["ahead"], lane), n * s.panel * 8)
     return k.finish()
 
 
@@ -306,13 +269,13 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         streams = lowering.streams(
             program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane)
         )
-        risky = _some(k, lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
+        risky = _any(k, lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
 
         def key(j: Value, m: Value) -> None:
             """Key j, which is the m-th of those whose streams are filled."""
-            place = k.at(p["scores"], j * s.row_bytes)
-            now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, place, at)}
+            row = k.at(p["scores"], j * s.row_bytes)
+            now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)}
             values = lowering.values | {id(x.node): x.value(m) for x in streams}
             x, visible = now["s"], None
             if program.score is not None:
@@ -327,7 +290,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                 return inside if visible is None else inside & visible
 
             _note_wrong(k, s, program, lowering, wrong, looked_at, risky, streams, m)
-            k.store(x, place, at)
+            k.store(x, row, at)
             for variable, combine in ((top, k.max), (total, lambda a, b: a + b), (least, k.min)):
                 variable.set(combine(x, variable.get()))
 
@@ -368,7 +331,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
     for root in (program.score, program.mask):
         if root is not None:
             lowering.before_keys(root, env)
-    risky = _some(k, lowering, [condition for condition, _ in lowering.wrong.values()])
+    risky = _any(k, lowering, [condition for condition, _ in lowering.wrong.values()])
     with k.range(k.i64(0) if program.score is not None else p["clear"] & -n, p["count"], n) as j:
         lanes = k.splat(j, n) + k.iota(n)
         x = k.load(s.vector, p["scores"], j * s.number_bytes)
@@ -385,7 +348,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
     return k.finish()
 
 
-def _some(k: Function, lowering: Lowering, conditions: list[Value]) -> Value | None:
+def _any(k: Function, lowering: Lowering, conditions: list[Value]) -> Value | None:
     """Whether any lane of any condition holds; None without conditions."""
     every: Value | None = None
     for condition in conditions:
@@ -411,21 +374,21 @@ def _note_wrong(
     """
     moving, fixed = [], []
     streamed = {id(x.node): x for x in streams}
-    for n, (node, d) in enumerate(program.slots()[2]):
+    for n, (node, d) in enumerate(program.lookups):
         stream = streamed.get(id(node))
         if stream is not None and d == stream.last:
             with k.when(stream.risky.get()):
                 index = stream.index(m)
-                _, bad = drawn(k, stream.at, d, index)
+                _, bad = clamped(k, stream.at, d, index)
                 _note(k, s, lowering, wrong, n, bad, index, seen())
-        elif stream is not None or not node.uses & {"j", "s"}:
+        elif stream is not None or not node.uses & OF_KEYS:
             fixed.append((n, *lowering.wrong[id(node), d]))
         else:
             moving.append((n, *lowering.wrong[id(node), d]))
-    for some, which in ((_some(k, lowering, [bad for _, bad, _ in moving]), moving), (still, fixed)):
-        if some is not None and which:
-            with k.when(some):
-                for n, bad, index in which:
+    for any_bad, lookups in ((_any(k, lowering, [bad for _, bad, _ in moving]), moving), (still, fixed)):
+        if any_bad is not None and lookups:
+            with k.when(any_bad):
+                for n, bad, index in lookups:
                     _note(k, s, lowering, wrong, n, bad, index, seen())
 
 

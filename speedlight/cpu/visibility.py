@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..expressions.bounds import hides, visible
+from ..expressions.program import ENDS, Program
 from ..expressions.tree import Node
 from ..problem import PART
 from .layout import field
-from .lookups import ENDS, TABLE_WORDS, Box
-from .lower import Lowering, Program
+from .lookups import Box
+from .lower import Lowering
 from .microkernels import Shape
 from .vector import F64, I1, I64, PTR, Value
 
@@ -50,14 +50,11 @@ class _Scalars:
     def minus_infinity(self, node: Node) -> Value:
         return self.lowering._number(node).equals(float("-inf"))
 
-    def _words(self, node: Node) -> Value:
-        return self.k.at(self.lowering.tables_at, self.lowering.tables[id(node)] * TABLE_WORDS * 8)
-
     def table(self, node: Node, index: list[tuple[Value, Value]]) -> tuple[Value, Value, Value]:
         """Least and greatest entry of a small box, of the whole table where the box is large; and whether it is
         inside.
         """
-        k, at = self.k, self._words(node)
+        k, at = self.k, self.lowering.table_at(node)
         box = Box(k, node, at, index)
         least, most = (k.variable(k.load(I64, at, 8 * (ENDS + n))) for n in (0, 1))
         box.ends_of(least, most)
@@ -66,7 +63,7 @@ class _Scalars:
 
     def all_equal(self, node: Node, index: list[tuple[Value, Value]], number: Node) -> Value:
         wanted = self.lowering._number(number)
-        return Box(self.k, node, self._words(node), index).all_equal(
+        return Box(self.k, node, self.lowering.table_at(node), index).all_equal(
             wanted if wanted.type is F64 else self.k.extend(wanted, F64)
         )
 
@@ -86,10 +83,8 @@ def visibility(module: Any, s: Shape, program: Program) -> Any:
         "i": (p["i_low"], p["i_high"]),
         "j": (p["j_low"], p["j_high"]),
     }
-    ops = _Scalars(lowering, box, program.followed())
-    some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True), ops.truth(True))
-    hidden = None if program.score is None else hides(program.score, ops)
-    some = some if hidden is None else some & ops.invert(hidden)
+    ops = _Scalars(lowering, box, program.followed)
+    some, every = program.visibility(ops)
     return k.finish(k.zext(some, I64) + k.zext(some & every, I64))
 
 

@@ -1,10 +1,10 @@
 """What a mask says about a whole box of (b, h, i, j): nothing visible, all visible, or mixed. Always sound.
 
-Integers are followed as intervals. Comparisons that are linear with unit coefficients are half-planes in i, j and i -
-j,
-and a conjunction of those is tested exactly: its bounds on i, j and i - j are tightened until they meet or cross. A
-mask is brought into disjunctive form for "is anything visible", and its negation for "is anything hidden". Everything
-else may be anything. The walk is written once: `ops` computes with Python integers, or writes machine code.
+Integers are followed as intervals, by each operation's rule in operations.py. Comparisons that are linear with unit
+coefficients are half-planes in i, j and i - j, and a conjunction of those is tested exactly: its bounds on i, j and
+i - j are tightened until they meet or cross. A mask is brought into disjunctive form for "is anything visible", and its
+negation for "is anything hidden". Everything else may be anything. The walk is written once: `ops` computes with Python
+integers or NumPy arrays, or writes machine code.
 
 Integers of expressions wrap, and intervals must not: only integers that stay within ±FOLLOWED over a whole problem are
 followed (`integers` tells which). Every smaller box has smaller intervals, so that 64 bits hold all of the walk.
@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ExpressionError
-from .tree import INT_MAX, INT_MIN, Node
+from .operations import INT_MAX, INT_MIN, OPERATIONS
+from .tree import Node
 
 SCAN = 8192  # entries of a table that are worth looking at for one box
 FOLLOWED = 1 << 57  # 2 * _MOST_SUMMANDS of these, and positions, make less than 2^62
@@ -114,19 +115,11 @@ class Exact:
 def visible(root: Node, ops: Any) -> tuple[Any, Any]:
     """(something may be visible, all is visible) in ops.box."""
     walk = Walk(ops)
-    some, none = (terms(root, positive, walk.fits) for positive in (True, False))
-    if some is None or none is None:
+    shown, hidden = (terms(root, positive, walk.fits) for positive in (True, False))
+    if shown is None or hidden is None:
         low, high = walk.interval(root) or (ops.truth(False), ops.truth(True))
         return high, low
-    return walk.any_possible(some), ops.invert(walk.any_possible(none))
-
-
-def hides(score: Node, ops: Any) -> Any:
-    """Whether a score of the form where(condition, -inf, …) is -inf all over the box; None if it is of another form."""
-    if score.op != "where" or score.args[1].op != "number":
-        return None
-    interval = Walk(ops).interval(score.args[0])
-    return None if interval is None else interval[0] & ops.minus_infinity(score.args[1])
+    return walk.any_possible(shown), ops.invert(walk.any_possible(hidden))
 
 
 def terms(root: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term] | None:
@@ -134,25 +127,25 @@ def terms(root: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term
 
     fits: whether the interval of an integer is known, so that it does not wrap.
     """
-    found: dict[tuple[int, bool], list[Term] | None] = {}
+    done: dict[tuple[int, bool], list[Term] | None] = {}
     stack = [(root, positive)]
     while stack:
         node, sign = stack[-1]
         logic = node.kind == "bool" and node.op in ("not", "and", "or")
         wanted = [(a, sign != (node.op == "not")) for a in node.args] if logic else []
-        waiting = [x for x in wanted if (id(x[0]), x[1]) not in found]
+        waiting = [x for x in wanted if (id(x[0]), x[1]) not in done]
         if waiting:
             stack.extend(waiting)
             continue
         stack.pop()
-        parts = [found[id(a), s] for a, s in wanted]
+        parts = [done[id(a), s] for a, s in wanted]
         if not parts:
-            found[id(node), sign] = _atoms(node, sign, fits)
+            done[id(node), sign] = _atoms(node, sign, fits)
         elif len(parts) == 1:
-            found[id(node), sign] = parts[0]
+            done[id(node), sign] = parts[0]
         else:
-            found[id(node), sign] = _joined(*parts, together=(node.op == "and") == sign)
-    return found[id(root), positive]
+            done[id(node), sign] = _joined(*parts, together=(node.op == "and") == sign)
+    return done[id(root), positive]
 
 
 def _joined(a: list[Term] | None, b: list[Term] | None, together: bool) -> list[Term] | None:
@@ -167,9 +160,9 @@ def _joined(a: list[Term] | None, b: list[Term] | None, together: bool) -> list[
 
 def _atoms(node: Node, positive: bool, fits: Callable[[Node], bool]) -> list[Term]:
     if node.op in _FLIPPED and node.args[0].kind == "int" and all(map(fits, node.args)):
-        found = _half_planes(node.op if positive else _FLIPPED[node.op], *node.args)
-        if found is not None:
-            return found
+        half_planes = _half_planes(node.op if positive else _FLIPPED[node.op], *node.args)
+        if half_planes is not None:
+            return half_planes
     return [(Opaque(node, positive),)]
 
 
@@ -187,10 +180,10 @@ def _half_planes(op: str, a: Node, b: Node) -> list[Term] | None:
     planes = {"lt": [(left, right, 1)], "le": [(left, right, 0)], "gt": [(right, left, 1)], "ge": [(right, left, 0)]}
     planes["eq"] = planes["le"] + planes["ge"]
     planes["ne"] = planes["lt"] + planes["gt"]
-    found = [below(*x) for x in planes[op]]
-    if None in found:
+    both = [below(*x) for x in planes[op]]
+    if None in both:
         return None
-    return [tuple(found)] if op != "ne" else [(x,) for x in found]
+    return [tuple(both)] if op != "ne" else [(x,) for x in both]
 
 
 def linear(root: Node) -> Linear | None:
@@ -240,7 +233,7 @@ class Integers:
 
     most: int | None  # none of them is larger in size; None where that is unknown
     followed: frozenset[int]  # ids of those whose intervals fit, of very long expressions the first
-    others: tuple[int, ...]  # places of the others among the nodes
+    others: tuple[int, ...]  # indices of the others among the nodes
 
     @property
     def narrow(self) -> bool:
@@ -294,12 +287,12 @@ class Walk:
 
     def __init__(self, ops: Any) -> None:
         self.ops = ops
-        self.known: dict[int, Any] = {}
-        self.sure: dict[int, Any] = {}  # of integers that come from a table: whether every index is in range
+        self.intervals: dict[int, Any] = {}
+        self.in_range: dict[int, Any] = {}  # of integers that come from a table: whether every index is in range
 
-    def any_possible(self, found: list[Term]) -> Any:
+    def any_possible(self, disjunction: list[Term]) -> Any:
         result: Any = None
-        for term in found:
+        for term in disjunction:
             one = self.possible(term)
             result = one if result is None else result | one
         return result
@@ -345,13 +338,13 @@ class Walk:
             if interval is None:
                 return None
             total = interval[0] + total if sign > 0 else -interval[1] + total
-        sure = self._together(node for _, node in atom.rest)
-        return total if sure is None else self.ops.where(sure, total, -_FAR)
+        in_range = self._all_in_range(node for _, node in atom.rest)
+        return total if in_range is None else self.ops.where(in_range, total, -_FAR)
 
-    def _together(self, nodes: Iterable[Node]) -> Any:
-        """Whether all of these are sure; None where nothing can be wrong."""
+    def _all_in_range(self, nodes: Iterable[Node]) -> Any:
+        """Whether all of these are in_range; None where nothing can be wrong."""
         result: Any = None
-        for one in (self.sure.get(id(n)) for n in nodes):
+        for one in (self.in_range.get(id(n)) for n in nodes):
             result = one if result is None else result if one is None else result & one
         return result
 
@@ -366,14 +359,15 @@ class Walk:
         stack = [root]
         while stack:
             node = stack[-1]
-            waiting = [a for a in self._needed(node) if id(a) not in self.known] if id(node) not in self.known else []
+            needed = () if id(node) in self.intervals else self._needed(node)
+            waiting = [a for a in needed if id(a) not in self.intervals]
             if waiting:
                 stack.extend(reversed(waiting))
                 continue
             stack.pop()
-            if id(node) not in self.known:
-                self.known[id(node)] = self._interval(node)
-        return self.known[id(root)]
+            if id(node) not in self.intervals:
+                self.intervals[id(node)] = self._interval(node)
+        return self.intervals[id(root)]
 
     def _needed(self, node: Node) -> tuple[Node, ...]:
         """Of which nodes the interval is wanted first."""
@@ -390,131 +384,62 @@ class Walk:
         if node.kind == "int":
             if ops.followed is not None and id(node) not in ops.followed:
                 return None
-            found = self._integer(op, node)
-            return None if found is None or (ops.followed is None and max(-found[0], found[1]) > ops.most) else found
+            interval = self._integer(node)
+            beyond = ops.followed is None and interval is not None and max(-interval[0], interval[1]) > ops.most
+            return None if beyond else interval
         if op == "number":
             return (ops.number(node),) * 2
-        args = [self.known[id(a)] for a in self._needed(node)]
+        args = [self.intervals[id(a)] for a in self._needed(node)]
         if op == "table":
             return None if None in args else self._looked_up(node, args)
-        if op in ("and", "or"):
-            return self._logic(op, *args)
         if _compares_floats(node):
             if None in args:
                 return None
             every = ops.all_equal(node.args[0], args, node.args[1])
-            sure = self._together(node.args[0].args)
-            return every if sure is None else every & sure, ops.truth(True)
-        if any(a is None for a in args):
+            in_range = self._all_in_range(node.args[0].args)
+            return every if in_range is None else every & in_range, ops.truth(True)
+        interval, in_range = self._computed(node, args), self._all_in_range(node.args)
+        if interval is None or in_range is None:
+            return interval
+        return interval[0] & in_range, interval[1] | ops.invert(in_range)
+
+    def _computed(self, node: Node, args: list[Any]) -> tuple[Any, Any] | None:
+        """By the operation's rule. Of "and" and "or" one known side may tell."""
+        rule = OPERATIONS[node.op].interval
+        if rule is None or (None in args and node.op not in ("and", "or")):
             return None
-        return self._condition(op, node, *args)
+        return rule(self.ops, node, *args)
 
     def _looked_up(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any] | None:
         """Entries of a table. Where an index may be out of range they may be anything, so that keys are looked at."""
         ops = self.ops
-        found = ops.table(node, index)
-        if found is None:
+        entries = ops.table(node, index)
+        if entries is None:
             return None
-        low, high, inside = found
-        sure = self._together(node.args)
-        inside = inside if sure is None else inside & sure
+        low, high, inside = entries
+        in_range = self._all_in_range(node.args)
+        inside = inside if in_range is None else inside & in_range
         if inside is True:
             return low, high
         if node.kind == "bool":
             return low & inside, high | ops.invert(inside)
-        self.sure[id(node)] = inside
+        self.in_range[id(node)] = inside
         return low, high
 
-    def _logic(self, op: str, a: Any, b: Any) -> tuple[Any, Any]:
-        no, yes = self.ops.truth(False), self.ops.truth(True)
-        a, b = a or (no, yes), b or (no, yes)
-        return (a[0] & b[0], a[1] & b[1]) if op == "and" else (a[0] | b[0], a[1] | b[1])
-
-    def _condition(self, op: str, node: Node, a: Any, b: Any = None, c: Any = None) -> tuple[Any, Any] | None:
-        ops = self.ops
-        if op == "not":
-            return ops.invert(a[1]), ops.invert(a[0])
-        if op == "where":
-            return (a[0] & b[0]) | (ops.invert(a[1]) & c[0]), (a[1] & b[1]) | (ops.invert(a[0]) & c[1])
-        if node.args[0].kind != "int" or op not in _FLIPPED:
+    def _integer(self, node: Node) -> tuple[Any, Any] | None:
+        if node.op == "symbol":
+            return self.ops.box[node.value]
+        if node.op == "number":
+            return (self.ops.number(node),) * 2
+        args = [self.intervals[id(a)] for a in node.args]
+        if None in args:
             return None
-        always, ever = self._compared(op, a, b)
-        sure = self._together(node.args)
-        return (always, ever) if sure is None else (always & sure, ever | ops.invert(sure))
-
-    def _compared(self, op: str, a: Any, b: Any) -> tuple[Any, Any]:
-        ops = self.ops
-        match op:
-            case "lt":
-                return a[1] < b[0], a[0] < b[1]
-            case "le":
-                return a[1] <= b[0], a[0] <= b[1]
-            case "gt":
-                return a[0] > b[1], a[1] > b[0]
-            case "ge":
-                return a[0] >= b[1], a[1] >= b[0]
-        same = ops.equal(a[0], a[1]) & ops.equal(b[0], b[1]) & ops.equal(a[0], b[0])
-        meet = (a[0] <= b[1]) & (b[0] <= a[1])
-        return (same, meet) if op == "eq" else (ops.invert(meet), ops.invert(same))
-
-    def _integer(self, op: str, node: Node) -> tuple[Any, Any] | None:
-        ops = self.ops
-        if op == "symbol":
-            return ops.box[node.value]
-        if op == "number":
-            return (ops.number(node),) * 2
-        args = [self.known[id(a)] for a in node.args]
-        if any(a is None for a in args):
-            return None
-        if op == "table":
+        if node.op == "table":
             return self._looked_up(node, args)
-        sure = self._together(node.args)
-        if sure is not None:
-            self.sure[id(node)] = sure
-        return self._computed(op, node, *args)
-
-    def _computed(self, op: str, node: Node, a: Any, b: Any = None, c: Any = None) -> tuple[Any, Any] | None:
-        ops = self.ops
-        match op:
-            case "cast":
-                return (ops.where(a[0], 1, 0), ops.where(a[1], 1, 0)) if node.args[0].kind == "bool" else None
-            case "add":
-                return a[0] + b[0], a[1] + b[1]
-            case "sub":
-                return a[0] - b[1], a[1] - b[0]
-            case "neg":
-                return -a[1], -a[0]
-            case "mul":
-                ends = [x * y for x in a for y in b]
-                return self._hull(ends)
-            case "min":
-                return ops.minimum(a[0], b[0]), ops.minimum(a[1], b[1])
-            case "max":
-                return ops.maximum(a[0], b[0]), ops.maximum(a[1], b[1])
-            case "abs":
-                low = ops.maximum(ops.maximum(a[0], -a[1]), a[0] * 0)
-                return low, ops.maximum(a[1], -a[0])
-            case "where":
-                low, high = ops.minimum(b[0], c[0]), ops.maximum(b[1], c[1])
-                never = ops.invert(a[1])
-                return ops.where(a[0], b[0], ops.where(never, c[0], low)), ops.where(
-                    a[0], b[1], ops.where(never, c[1], high)
-                )
-            case "floordiv" | "mod" if node.args[1].op == "number":
-                n = b[0]
-                first, last = ops.floordiv(a[0], n), ops.floordiv(a[1], n)
-                if op == "floordiv":
-                    return self._hull([first, last])
-                same = ops.equal(first, last) & ops.invert(ops.equal(n, 0))
-                low, high = ops.minimum(n + 1, n * 0), ops.maximum(n - 1, n * 0)
-                return ops.where(same, a[0] - first * n, low), ops.where(same, a[1] - first * n, high)
-        return None
-
-    def _hull(self, ends: list[Any]) -> tuple[Any, Any]:
-        low = high = ends[0]
-        for x in ends[1:]:
-            low, high = self.ops.minimum(low, x), self.ops.maximum(high, x)
-        return low, high
+        in_range = self._all_in_range(node.args)
+        if in_range is not None:
+            self.in_range[id(node)] = in_range
+        return self._computed(node, args)
 
 
 def _compares_floats(node: Node) -> bool:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from .tracing import Expression, Table, expression, table, tanh
+from .symbols import tanh
+from .tables import Table, table
+from .tracing import Expression, expression
 
 _MOST = 1 << 46  # positions and distances
 _FLOATS = ("float", "double")

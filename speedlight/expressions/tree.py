@@ -1,29 +1,23 @@
 """The tree of a traced mask or score: nodes, their order, and their values in NumPy. It knows no engine.
 
-Kinds of values are bool < int < float < double. `int` is int64, and its arithmetic wraps; `float` is what scores are
-computed in: float32, or float64 for float64 arrays. `evaluate` is the definition of every operation: docs/numerics.md.
+`evaluate` is the definition of every operation, with the NumPy functions of operations.py: docs/numerics.md.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from ..errors import ArgumentError
+from .operations import OPERATIONS, whole
 
-KINDS = ("bool", "int", "float", "double")
+FLOW = "d"  # the symbol of what flows into a score, in its derivative
+OF_KEYS = frozenset(("s", "j", FLOW))  # symbols that change from key to key
 SYMBOLS = {"s": "float", "b": "int", "h": "int", "i": "int", "j": "int"}
-ARITHMETIC = {"add": "+", "sub": "-", "mul": "*", "div": "/", "floordiv": "//", "mod": "%"}
-COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!="}
-BITS = {"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"}
-FUNCTIONS = ("exp", "exp2", "log", "log2", "tanh", "sqrt", "sigmoid")  # of one float
-_INFIX = ARITHMETIC | COMPARISONS | BITS
-INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1
-_SHOWN = 800  # characters of an expression that a message shows
-
+_LONGEST = 800  # characters of an expression that a message shows
 
 _T = TypeVar("_T")
 
@@ -61,7 +55,7 @@ class Node:
         texts: dict[int, str] = {}
         for node in order(self):
             text = node._text([texts[id(a)] for a in node.args])
-            texts[id(node)] = text if len(text) <= _SHOWN else node._text(["…"] * len(node.args))
+            texts[id(node)] = text if len(text) <= _LONGEST else node._text(["…"] * len(node.args))
         return texts[id(self)]
 
     def _text(self, args: list[str]) -> str:
@@ -69,11 +63,10 @@ class Node:
             return str(self.value)
         if self.op == "table":
             return f"{self.value.name}[{', '.join(args)}]"
-        if self.op in _INFIX:
-            return f"({args[0]} {_INFIX[self.op]} {args[1]})"
-        if self.op in ("neg", "not"):
-            return f"{'-' if self.op == 'neg' else '~'}{args[0]}"
-        return f"{self.op}({', '.join(args)})"
+        symbol = OPERATIONS[self.op].symbol
+        if symbol is None:
+            return f"{self.op}({', '.join(args)})"
+        return f"{symbol}{args[0]}" if len(args) == 1 else f"({args[0]} {symbol} {args[1]})"
 
 
 def convert(a: Node, kind: str) -> Node:
@@ -106,6 +99,42 @@ def order(root: Node) -> list[Node]:
     return list(seen.values())
 
 
+def merged(roots: list[Node], slots: Container[int] | None = None) -> list[Node]:
+    """The trees with equal nodes made one, so that trees of one structure have as many nodes.
+
+    Numbers with these ids (None: all) stay apart, whatever their values: each is a slot of its own.
+    """
+    new: dict[int, Node] = {}
+    first: dict[Any, Node] = {}
+    for node in (node for root in roots for node in order(root)):
+        args = tuple(new[id(a)] for a in node.args)
+        same = all(a is b for a, b in zip(args, node.args, strict=True))
+        apart = node.op == "number" and (slots is None or id(node) in slots)
+        what = id(node) if apart else repr(node.value) if node.op == "number" else node.value
+        new[id(node)] = first.setdefault(
+            (node.op, node.kind, what, *map(id, args)), node if same else Node(node.op, node.kind, args, node.value)
+        )
+    return [new[id(root)] for root in roots]
+
+
+def structure(roots: dict[str, Node]) -> str:
+    """Operations, kinds, types of tables, but no number and no size: what kernels are named by.
+
+    A line for each node of merged trees, with its arguments' lines and a table's slot; then which line is which root.
+    """
+    lines: dict[int, int] = {}
+    tables: dict[Any, int] = {}
+    texts = []
+    for node in (node for root in roots.values() for node in order(root) if id(node) not in lines):
+        what = node.value if node.op == "symbol" else ""
+        if node.op == "table":
+            slot = tables.setdefault(node.value, len(tables))
+            what = f"{slot}:{node.value.dtype_name}:{node.value.array.ndim}"
+        lines[id(node)] = len(lines)
+        texts.append(f"{node.op} {node.kind} {what} {' '.join(str(lines[id(a)]) for a in node.args)}")
+    return "\n".join((*texts, *(f"{role} {lines[id(root)]}" for role, root in roots.items())))
+
+
 def steps(root: Node) -> Iterator[tuple[Node, list[int]]]:
     """Every node once, arguments first; with it, by id, the arguments that nobody needs after it."""
     nodes = order(root)
@@ -115,59 +144,19 @@ def steps(root: Node) -> Iterator[tuple[Node, list[int]]]:
         yield node, [at for at in {id(a) for a in node.args} if not left[at]]
 
 
-def whole(x: Any) -> Any:
-    """Floats as int64: the fraction is dropped, NaN is 0, and what is beyond int64 becomes its nearest end."""
-    x = np.asarray(x)
-    inside = (x >= -(2.0**63)) & (x < 2.0**63)
-    return np.where(
-        inside, np.where(inside, x, 0).astype(np.int64), np.where(x > 0, INT_MAX, np.where(x < 0, INT_MIN, 0))
-    )
-
-
-def _floordiv(a: Any, b: Any) -> Any:
-    """Of integers: rounded down, 0 where b is 0; INT_MIN // -1 wraps to INT_MIN."""
-    if np.asarray(a).dtype.kind == "f":
-        return np.floor_divide(a, b)
-    usual = (b != 0) & (b != -1)
-    return np.where(usual, np.floor_divide(a, np.where(usual, b, 1)), np.where(b == 0, 0, np.negative(a)))
-
-
-def _mod(a: Any, b: Any) -> Any:
-    """Of integers: of the divisor's sign, 0 where b is 0 or -1."""
-    if np.asarray(a).dtype.kind == "f":
-        return np.mod(a, b)
-    usual = (b != 0) & (b != -1)
-    return np.where(usual, np.mod(a, np.where(usual, b, 1)), 0)
-
-
-def _shl(a: Any, n: Any) -> Any:
-    """0 where n is not in 0 … 63."""
-    inside = (n >= 0) & (n < 64)
-    return np.where(inside, np.left_shift(a, np.where(inside, n, 0)), 0)
-
-
-def _shr(a: Any, n: Any) -> Any:
-    """The sign, 0 or -1, where n is not in 0 … 63."""
-    return np.right_shift(a, np.where((n >= 0) & (n < 64), n, 63))
-
-
-def _sigmoid(x: Any) -> Any:
-    return 1 / (1 + np.exp(-np.asarray(x)))
-
-
-NUMPY: dict[str, Callable[..., Any]] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "floordiv": _floordiv, "mod": _mod,
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "shl": _shl, "shr": _shr,
-    "neg": np.negative, "abs": np.abs, "not": np.logical_not, "min": np.minimum, "max": np.maximum, "where": np.where,
-    "floor": np.floor,
-    "exp": np.exp, "exp2": np.exp2, "log": np.log, "log2": np.log2, "tanh": np.tanh, "sqrt": np.sqrt,
-    "sigmoid": _sigmoid,
-}  # fmt: skip
-
-
 def numpy_type(kind: str, float_type: Any) -> np.dtype:
     return np.dtype({"bool": np.bool_, "int": np.int64, "float": float_type, "double": np.float64}[kind])
+
+
+def kind_of(dtype: np.dtype) -> str | None:
+    """The kind of what an array of this dtype holds; None: it can be no table."""
+    if dtype.kind == "b":
+        return "bool"
+    if dtype.kind in "iu":
+        return "int"
+    if dtype.name in ("float16", "bfloat16", "float32"):
+        return "float"
+    return "double" if dtype.name == "float64" else None
 
 
 def evaluate(
@@ -201,8 +190,8 @@ def _value(node: Node, args: list[Any], env: dict[str, Any], float_type: Any, se
         case "table":
             return _look_up(node, args, seen).astype(kind)
         case "cast":
-            return whole(args[0]) if node.kind == "int" and node.args[0].is_float else np.asarray(args[0]).astype(kind)
-    return NUMPY[node.op](*args)
+            return OPERATIONS["cast"].numpy(args[0], kind)
+    return OPERATIONS[node.op].numpy(*args)
 
 
 def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
@@ -219,12 +208,12 @@ def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
     )
 
 
-def out_of_range(which: Any, at: int, value: int) -> ArgumentError:
+def out_of_range(table: Any, at: int, value: int) -> ArgumentError:
     """The error of an index outside its table."""
     return ArgumentError(
-        f"{which.name}: expected index {at + 1} from 0 to {which.array.shape[at] - 1} where the key is visible; got "
-        f"{value} "
-        f"(shape {which.array.shape}). Hide those keys with a mask, or bound the index with sl.minimum and sl.maximum."
+        f"{table.name}: expected index {at + 1} from 0 to {table.array.shape[at] - 1} where the key is visible; "
+        f"got {value} (shape {table.array.shape}). Hide those keys with a mask, or bound the index "
+        "with sl.minimum and sl.maximum."
     )
 
 
@@ -241,39 +230,15 @@ def rounding_error(root: Node, env: dict[str, Any], s_error: Any, unit: float) -
             v = [value[id(a)] for a in node.args]
             e = [error[id(a)] for a in node.args]
             y = _value(node, v, env, np.float64, False)
-            off = _spread(node.op, v, e, y) if v and node.op != "table" else s_error if node.value == "s" else 0.0
-            rounded = node.is_float and node.op not in ("symbol", "neg", "abs", "min", "max", "where")
-            units = 3 * unit if node.op in FUNCTIONS else unit
-            total = off + (units * np.abs(y) if rounded else 0.0)
-            value[id(node)], error[id(node)] = (
-                y,
-                np.where(np.isinf(y), 0.0, total) if node.is_float else total,
-            )  # an infinity is exact
+            rule = OPERATIONS.get(node.op)
+            if rule is None:  # a leaf
+                off, units = (s_error, 0) if node.value == "s" else (0.0, int(node.op != "symbol"))
+            else:
+                off, units = 0.0 if rule.error is None else rule.error(v, e, y), rule.rounding
+            if node.is_float:
+                total = off + (units * unit * np.abs(y) if units else 0.0)
+                off = np.where(np.isinf(y), 0.0, total)  # an infinity is exact
+            value[id(node)], error[id(node)] = y, off
             for at in gone:
                 del value[at], error[at]
     return value[id(root)], error[id(root)]
-
-
-def _spread(op: str, v: list[Any], e: list[Any], y: Any) -> Any:
-    """What errors of the arguments do to the result."""
-    a = np.abs(v[0])
-    match op:
-        case "add" | "sub" | "min" | "max":
-            return e[0] + e[1]
-        case "mul":
-            return a * e[1] + np.abs(v[1]) * e[0] + e[0] * e[1]
-        case "div":
-            return (e[0] + np.abs(y) * e[1]) / np.maximum(np.abs(v[1]) - e[1], 1e-300)
-        case "where":
-            return np.where(v[0], e[1], e[2])
-        case "exp" | "exp2":
-            return np.abs(y) * np.expm1(e[0])
-        case "log" | "log2":
-            return 1.5 * e[0] / np.maximum(a - e[0], 1e-300)
-        case "sqrt":
-            return e[0] / np.maximum(np.sqrt(np.maximum(a - e[0], 0)), np.sqrt(e[0]) + 1e-300)
-        case "tanh" | "sigmoid" | "neg" | "abs" | "cast":
-            return e[0]
-        case "floor":
-            return np.where(np.floor(v[0] - e[0]) == np.floor(v[0] + e[0]), 0.0, 1.0)
-    return 0.0

@@ -12,7 +12,7 @@ import torch
 
 from .. import planning
 from ..arrays import STORAGE_BYTES
-from ..expressions.bounds import hides, visible
+from ..expressions.program import may_hide, visibility
 from ..machine import interpreting, isa_named
 from ..problem import Problem
 from ..tiles import Many, integers_of
@@ -68,7 +68,7 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
 def _tiles(p: Problem, rows: int, keys: int, pack: int) -> tuple[int, int, int, int]:
     """Tiles visible as a whole, mixed and skipped, and pairs computed, of all blocks of rows."""
     expressions = [x for x in (p.mask, p.score) if x is not None]
-    hiding = p.mask is not None or (p.score is not None and p.score.root.op == "where")
+    hiding = may_hide(*p.roots)
     uses = frozenset().union(*(x.root.uses for x in expressions)) if hiding else frozenset()
     heads = p.q_heads // pack
     totals, followed = np.zeros(4, dtype=object), integers_of(p).followed
@@ -106,9 +106,7 @@ def _of_head(
             "i": (first[here, None], last[here, None]),
         }
         ops = Many(box | {"j": (j, np.minimum(j + keys, p.k_start + k_len) - 1)}, followed)
-        shown, every = visible(p.mask.root, ops) if p.mask is not None else (ops.truth(True),) * 2
-        hidden = None if p.score is None else hides(p.score.root, ops)
-        shown = shown if hidden is None else shown & ~hidden
+        shown, every = visibility(*p.roots, ops)
         inside = np.arange(tiles)[None, :] < end[here, None]
         some += int((inside & shown).sum())
         full += int((inside & shown & every & (np.arange(tiles)[None, :] < clear[here, None])).sum())

@@ -10,16 +10,12 @@ The text depends on the structure alone: numbers, addresses, shapes and strides 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
+from ..expressions.operations import OPERATIONS
+from ..expressions.program import ENDS, LENGTHS, STRIDES, TABLE_WORDS, Program
+from ..expressions.tree import OF_KEYS, Node, order
 
-from ..expressions.bounds import Integers, hides, visible
-from ..expressions.tree import FUNCTIONS, Node, lazily, order
-from ..problem import Problem
-
-TABLE_WORDS = 11  # address, 4 sizes, 4 strides in elements, least and greatest entry
 _POINTERS = {
     "bool": "tl.int8", "int8": "tl.int8", "int16": "tl.int16", "int32": "tl.int32", "int64": "tl.int64",
     "uint8": "tl.uint8",
@@ -27,72 +23,17 @@ _POINTERS = {
     "bfloat16": "tl.bfloat16",
     "float32": "tl.float32", "float64": "tl.float64",
 }  # fmt: skip
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==", "ne": "!=",
-    "and": "&", "or": "|",
-    "xor": "^",
-}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Program:
-    """A mask and a score as a kernel sees them: equal if the text is."""
+def key_of(program: Program) -> str:
+    """What the text depends on: the structure, which indices are looked at, which tables are read side by side."""
+    adjoin = [table.last_is_one for table in program.tables]
+    return f"{program.key}\n{program.narrow} {program.unbounded} {adjoin} {program.checked}"
 
-    key: str
-    mask: Node | None = field(compare=False, repr=False, default=None)
-    score: Node | None = field(compare=False, repr=False, default=None)
-    narrow: bool = False  # every integer fits 32 bits
-    followed: frozenset[int] = field(
-        compare=False, repr=False, default=frozenset()
-    )  # ids of integers whose intervals are known to fit
-    checked: tuple[bool, ...] = ()  # of every (lookup, dimension): it may be out of range, and is looked at
 
-    @property
-    def hiding(self) -> bool:
-        """Whether tiles may be hidden: by the mask, or by a score that can be -inf."""
-        return self.mask is not None or (self.score is not None and self.score.op == "where")
-
-    @lazily
-    def nodes(self) -> list[Node]:
-        return list({id(n): n for root in (self.mask, self.score) if root is not None for n in order(root)}.values())
-
-    @lazily
-    def numbers(self) -> dict[int, int]:
-        """Slot of every number."""
-        return {id(n): at for at, n in enumerate(n for n in self.nodes if n.op == "number")}
-
-    @lazily
-    def tables(self) -> list[Any]:
-        return list(dict.fromkeys(n.value for n in self.nodes if n.op == "table"))
-
-    @property
-    def opaque(self) -> bool:
-        """Whether tiles depend on tables that only the host can look into: of several dimensions, or of floats."""
-        if not self.hiding or any(t.tensor is not None or t.array.flags.writeable for t in self.tables):
-            return False
-        tables = [n for n in self.nodes if n.op == "table"]
-        return any(n.is_float or any(a.uses & {"i", "j"} for a in n.args[:-1]) for n in tables)
-
-    @lazily
-    def lookups(self) -> list[tuple[Node, int]]:
-        return [(n, d) for n in self.nodes if n.op == "table" for d in range(len(n.args))]
-
-    def table_at(self, node: Node) -> int:
-        """First word of the node's table, behind the numbers."""
-        return len(self.numbers) + TABLE_WORDS * self.tables.index(node.value)
-
-    def words(self, addresses: list[int], strides: list[tuple[int, ...]]) -> np.ndarray:
-        """What the kernel reads: numbers, then tables at these addresses."""
-        out = np.zeros(len(self.numbers) + TABLE_WORDS * len(self.tables) + 1, np.int64)
-        for node in self.nodes:
-            if node.op == "number":
-                value = np.float64(node.value).view(np.int64) if node.is_float else int(node.value)
-                out[self.numbers[id(node)]] = value
-        for n, table in enumerate(self.tables):
-            row = out[len(self.numbers) + TABLE_WORDS * n :]
-            row[0], row[1 : 1 + len(table.shape)], row[5 : 5 + len(table.shape)] = addresses[n], table.shape, strides[n]
-            row[9], row[10] = table.known_ends() or (0, 1)  # of bools, if unknown
-        return out
+def table_at(program: Program, node: Node) -> int:
+    """First word of a lookup's table, behind the numbers."""
+    return len(program.numbers) + TABLE_WORDS * program.tables[node.value]
 
 
 class _Text:
@@ -103,7 +44,7 @@ class _Text:
         self.names: dict[Any, str] = (
             {} if before is None else before.names
         )  # one function's names are known to the other
-        self.known: dict[str, str] = {}
+        self.constants: dict[str, str] = {}
 
     def let(self, value: str) -> str:
         name = f"{'t' if self.before else 'k'}{len(self.lines)}"
@@ -113,9 +54,9 @@ class _Text:
     def constant(self, value: str) -> str:
         """The same wherever it is computed: once."""
         text = self.before or self
-        if value not in text.known:
-            text.known[value] = text.let(value)
-        return text.known[value]
+        if value not in text.constants:
+            text.constants[value] = text.let(value)
+        return text.constants[value]
 
     def type_of(self, kind: str) -> str:
         return {
@@ -129,7 +70,7 @@ class _Text:
         for node in order(root):
             if id(node) in self.names:
                 continue
-            text = self.before if self.before and not node.uses & {"j", "s"} else self
+            text = self.before if self.before and not node.uses & OF_KEYS else self
             self.names[id(node)] = text.let(text.emit(node, [self.names[id(a)] for a in node.args]))
         return self.names[id(root)]
 
@@ -144,16 +85,16 @@ class _Text:
     def emit(self, node: Node, args: list[str]) -> str:
         op, kind = node.op, node.kind
         if op == "symbol":
-            return node.value if node.value == "s" else f"{node.value}.to({self.type_of('int')})"
+            return node.value if node.is_float else f"{node.value}.to({self.type_of('int')})"
         if op == "number":
             return self.number(node)
-        if op in _INFIX:
-            return f"{args[0]} {_INFIX[op]} {args[1]}"
-        if op in FUNCTIONS:
-            return f"{op}({args[0]})"
+        if op == "table":
+            return self.look_up(node, args)
         match op:
-            case "table":
-                return self.look_up(node, args)
+            case "add" | "sub" | "mul" | "lt" | "le" | "gt" | "ge" | "eq" | "ne" | "and" | "or" | "xor":
+                return f"{args[0]} {OPERATIONS[op].symbol} {args[1]}"
+            case "exp" | "exp2" | "log" | "log2" | "tanh" | "sqrt" | "sigmoid":
+                return f"{op}({args[0]})"
             case "div":
                 return f"divided({args[0]}, {args[1]})"
             case "floordiv" | "mod":
@@ -181,16 +122,15 @@ class _Text:
         raise AssertionError(op)
 
     def look_up(self, node: Node, index: list[str]) -> str:
-        """The entry at the index, drawn into range; whether it had to be drawn is remembered."""
-        at, array = self.program.table_at(node), node.value
+        """The entry at the index, clamped to the table; whether it was out of bounds is remembered."""
+        at, array = table_at(self.program, node), node.value
         offset = ""
         for d, x in enumerate(index):
-            last = self.constant(f"tl.load(ints + {at + 1 + d}).to({self.type_of('int')}) - 1")
+            last = self.constant(f"tl.load(ints + {at + LENGTHS + d}).to({self.type_of('int')}) - 1")
             inside = self.let(f"tl.minimum(tl.maximum({x}, 0), {last})")
             self.names[id(node), d] = self.let(f"{inside} != {x}")
-            stride = (
-                "1" if d + 1 == len(index) and array.last_is_one else self.constant(f"tl.load(ints + {at + 5 + d})")
-            )
+            adjoin = d + 1 == len(index) and array.last_is_one
+            stride = "1" if adjoin else self.constant(f"tl.load(ints + {at + STRIDES + d})")
             offset += f"{' + ' if offset else ''}{inside}.to(tl.int64) * {stride}"
         pointer = self.constant(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[array.dtype_name]}))")
         entry = f"tl.load({pointer} + ({offset}))"
@@ -297,39 +237,28 @@ class _Ranges:
         """Least and greatest entry where the box is one short run of a row of the table, else of the whole table; and
         if it is inside.
         """
-        text, at = self.text, self.text.program.table_at(node)
+        text, at = self.text, table_at(self.text.program, node)
         start, alone, inside = "0", "h_low == h_low", "h_low == h_low"
         for d, (low, high) in enumerate(index[:-1]):
-            size = text.let(f"tl.load(ints + {at + 1 + d})")
+            size = text.let(f"tl.load(ints + {at + LENGTHS + d})")
             start = text.let(
-                f"{start} + tl.minimum(tl.maximum({low.name}, 0), {size} - 1) * tl.load(ints + {at + 5 + d})"
+                f"{start} + tl.minimum(tl.maximum({low.name}, 0), {size} - 1) * tl.load(ints + {at + STRIDES + d})"
             )
             alone = text.let(f"{alone} & ({low.name} == {high.name})")
             inside = text.let(f"{inside} & ({low.name} >= 0) & ({high.name} < {size})")
         low, high = (x.name for x in index[-1])
         pointer = text.let(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[node.value.dtype_name]}))")
-        d = len(index)
-        found = text.let(
-            f"ends({pointer}, {start}, {alone}, {inside}, {low}, {high}, tl.load(ints + {at + d}), tl.load(ints + "
-            f"{at + 4 + d}), "
-            f"tl.load(ints + {at + 9}), tl.load(ints + {at + 10}), WIDTH)"
+        d = len(index) - 1
+        three = text.let(
+            f"ends({pointer}, {start}, {alone}, {inside}, {low}, {high}, "
+            f"tl.load(ints + {at + LENGTHS + d}), tl.load(ints + {at + STRIDES + d}), "
+            f"tl.load(ints + {at + ENDS}), tl.load(ints + {at + ENDS + 1}), WIDTH)"
         )
-        least, most, inside = (_Range(text, text.let(f"{found}[{n}]")) for n in range(3))
+        least, most, inside = (_Range(text, text.let(f"{three}[{n}]")) for n in range(3))
         return (least > 0, most > 0, inside) if node.kind == "bool" else (least, most, inside)
 
     def all_equal(self, node: Node, index: Any, number: Node) -> _Range:
         return self.truth(False)  # floats are looked at element by element
-
-
-def program_of(problem: Problem, known: Integers, checked: tuple[bool, ...]) -> Program | None:
-    """The problem's mask and score, of whose integers this is known."""
-    parts = [x for x in (problem.mask, problem.score) if x is not None]
-    if not parts:
-        return None
-    ones = [int(t.last_is_one) for x in parts for t in x.tables]
-    key = "\n".join((*(x.key for x in parts), f"{known.narrow} {known.others} {ones} {[int(x) for x in checked]}"))
-    mask, score = (None if x is None else x.root for x in (problem.mask, problem.score))
-    return Program(key, mask, score, known.narrow, known.followed, checked)
 
 
 def source(program: Program) -> str:
@@ -383,13 +312,11 @@ def _notes(program: Program, text: _Text, root: Node) -> list[str]:
 
 
 def _bounds(program: Program) -> str:
-    if not program.hiding:
+    if not program.may_hide:
         return ""
     text = _Text(program)
     ops = _Ranges(text)
-    some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True), ops.truth(True))
-    hidden = None if program.score is None else hides(program.score, ops)
-    some = some if hidden is None else some & ops.invert(hidden)
+    some, every = program.visibility(ops)
     lines = [
         "@triton.jit",
         "def bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, ints, floats, WIDTH: tl.constexpr):",

@@ -10,6 +10,7 @@ import torch
 
 from ..checks import check_precision
 from ..errors import UnsupportedError
+from ..expressions.program import may_hide
 from ..machine import interpreting
 from ..problem import Problem
 from .keys import Keys
@@ -72,7 +73,7 @@ def schedule(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile
     pack = p.group if short else 1
     rows = max(tile.rows, power_above(most * pack)) if short else tile.rows
     splits = most_splits(keys.most if keys.lengths is not None else max(p.k_lengths, default=0)) if short else 1
-    hiding = p.mask is not None or (p.score is not None and p.score.root.op == "where")
+    hiding = may_hide(*p.roots)
     return Schedule(have, tile, precision, short, pack, rows, -(-most * pack // rows), splits, causal, hiding)
 
 

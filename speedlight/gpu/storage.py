@@ -14,7 +14,7 @@ import torch
 
 from ..arrays import Array, Results
 from ..errors import UnsupportedError
-from ..expressions.tracing import kept
+from ..expressions.tracing import is_immutable
 from ..machine import interpreting
 from ..problem import Options, Problem
 from ..resolve import from_stored
@@ -182,7 +182,7 @@ class CacheStorage:
         """A piece's call. The problem is checked, nothing is enqueued. Arrays as masks want the lengths themselves."""
         n, captured = piece.rows.stop - piece.rows.start, capturing()
         most = self.capacity if captured else min(self.capacity, power_above(max(piece.after)))
-        any_lengths = captured or (kept(options.mask) and kept(options.score))
+        any_lengths = captured or (is_immutable(options.mask) and is_immutable(options.score))
         stored = self.shape.stored(
             [most] * self.batch if any_lengths else piece.after,
             hiding=self.ring.mask(options.causal),

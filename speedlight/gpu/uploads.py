@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ..errors import ArgumentError
-from ..expressions.bounds import Exact, Walk, hides, integers, visible
+from ..expressions.program import Program
 from ..machine import interpreting
 from ..modes import standard
 from ..problem import Problem
@@ -28,7 +28,7 @@ from .sequence import ITEM
 class Uploads:
     """What a problem needs on a device."""
 
-    program: lower.Program | None
+    program: Program | None
     functions: dict[str, Any]
     words: torch.Tensor | None
     floats: torch.Tensor | None
@@ -39,36 +39,27 @@ class Uploads:
     classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
 
 
-_functions: dict[str, dict[str, Any]] = {}  # by the program's key: a program itself holds tables
+_functions: dict[str, dict[str, Any]] = {}  # by lower.key_of: a program itself holds tables
 
 
-def functions_of(program: lower.Program) -> dict[str, Any]:
+def functions_of(program: Program) -> dict[str, Any]:
     """The program's functions, from their source. Triton reads that again, so it stays in linecache."""
-    functions = _functions.get(program.key)
+    key = lower.key_of(program)
+    functions = _functions.get(key)
     if functions is None:
         text = lower.source(program)
         name = f"<speedlight expression {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
         exec(compile(text, name, "exec"), space)
-        functions = _functions[program.key] = {n: space.get(n) for n in ("known", "apply", "bounds")}
+        functions = _functions[key] = {n: space.get(n) for n in ("known", "apply", "bounds")}
     return functions
 
 
-def program_of(problem: Problem) -> tuple[lower.Program | None, bool]:
+def program_of(problem: Problem) -> tuple[Program | None, bool]:
     """The mask and score, and whether an index of theirs may be out of range."""
-    parts = [x for x in (problem.mask, problem.score) if x is not None]
-    if not parts:
-        return None, False
-    known = integers(parts, problem.box())
-    walk = Walk(Exact(problem.box()))
-    first = lower.program_of(problem, known, ())
-    assert first is not None
-    checked = []
-    for node, d in first.lookups:
-        ends = walk.interval(node.args[d])
-        checked.append(ends is None or ends[0] < 0 or ends[1] >= node.value.shape[d])
-    return lower.program_of(problem, known, tuple(checked)), any(checked)
+    program = Program.of(problem.mask, problem.score, problem.box())
+    return program, program is not None and any(program.checked)
 
 
 def _table_on(table: Any, device: str) -> torch.Tensor:
@@ -109,7 +100,7 @@ def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tup
     tables: list[torch.Tensor] = []
     if program is not None:
         tables = [_table_on(t, device) for t in program.tables]
-        host = program.words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
+        host = program.device_words([t.data_ptr() for t in tables], [tuple(t.stride()) for t in tables])
         words = torch.from_numpy(host).to(device)
         floats = words.view(torch.float64)
     if problem.sinks is not None:
@@ -169,7 +160,7 @@ def classes_of(p: Problem, uploads: Uploads, grid: Grid, device: torch.device) -
     return uploads.classes[key]
 
 
-def _classified(p: Problem, program: lower.Program, grid: Grid, device: torch.device) -> Classes:
+def _classified(p: Problem, program: Program, grid: Grid, device: torch.device) -> Classes:
     uses = frozenset().union(*(x.root.uses for x in (p.mask, p.score) if x is not None))
     differ = "b" in uses or len(set(zip(p.q_lengths, p.q_starts, strict=True))) > 1
     items, heads = p.batch if differ else 1, p.q_heads // grid.pack if "h" in uses else 1
@@ -187,7 +178,7 @@ def _classified(p: Problem, program: lower.Program, grid: Grid, device: torch.de
 
 
 def _shown(
-    p: Problem, program: lower.Program, item: int, heads: tuple[int, int], grid: Grid, blocks: int, chunks: int
+    p: Problem, program: Program, item: int, heads: tuple[int, int], grid: Grid, blocks: int, chunks: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Whether something, and everything, is visible: [blocks, tiles] of an item and these heads, or what broadcasts."""
     i, last_row = np.arange(blocks)[:, None], max(p.q_lengths[item] - 1, 0)
@@ -198,6 +189,4 @@ def _shown(
     name = item if p.items is None else p.items[item]
     box = {"b": (name, name), "h": heads, "i": (low, high), "j": (j, np.maximum(last, j))}
     ops = Many(box, program.followed)
-    some, every = visible(program.mask, ops) if program.mask is not None else (ops.truth(True),) * 2
-    hidden = None if program.score is None else hides(program.score, ops)
-    return some if hidden is None else some & ~hidden, every
+    return program.visibility(ops)

@@ -9,8 +9,8 @@ from typing import Any
 import speedlight as sl
 
 from ..errors import ArgumentError, Error, shown
-from ..expressions.tracing import Symbol
-from ..expressions.tree import INT_MAX, INT_MIN
+from ..expressions.operations import INT_MAX, INT_MIN
+from ..expressions.symbols import Symbol
 
 _PATTERNS = ("causal", "window", "prefix", "dilated", "softcap", "alibi")
 _FUNCTIONS = ("where", "minimum", "maximum", "exp", "exp2", "log", "log2", "tanh", "sqrt", "abs", "sigmoid", "floor")

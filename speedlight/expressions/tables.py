@@ -1,0 +1,189 @@
+"""Tables: arrays that masks and scores look up."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+import numpy as np
+
+from ..arrays import check_plain_tensor, is_masked, is_tensor
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
+from .operations import INT_MAX
+from .symbols import Symbol, node_of
+from .tree import Node, kind_of
+
+
+class Table:
+    """An array that masks and scores may look up: `t = sl.table(ids)`, then `t[j]` inside a function.
+
+    Args:
+        array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is
+            copied, so later changes do not matter, and gradients do not reach it.
+        name: what error messages call it.
+
+    An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
+    come as int64, float16 and bfloat16 as float.
+
+    Raises:
+        speedlight.ArgumentError, ArgumentTypeError: other dimensions or dtypes, a masked array, a sparse tensor …
+        speedlight.UnsupportedError: a tensor that requires grad.
+
+    >>> import numpy as np, speedlight as sl
+    >>> ids = sl.table(np.array([0, 0, 1, 1]))
+    >>> sl.expression(lambda b, h, i, j: ids[i] == ids[j])
+    mask (table[i] == table[j])
+    """
+
+    __slots__ = ("_ends", "array", "copies", "kind", "name", "tensor")
+
+    def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"name: expected a string; got {type(name).__name__}.")
+        self.tensor: Any = (
+            None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
+        )
+        self.copies: dict[str, Any] = {}  # by device
+        if is_tensor(array):
+            check_plain_tensor(array, name)
+            array = array.detach()
+            if array.device.type != "cpu" and not copy:
+                self.tensor = array if array.ndim else array.reshape(1)
+        array = (
+            _entries(array, name)
+            if self.tensor is None
+            else np.broadcast_to(np.zeros((), _torch_dtype(array, name)), self.tensor.shape)
+        )
+        if not array.ndim and not copy:
+            array = array.reshape(1)
+        if not 1 <= array.ndim <= 4:
+            raise ArgumentError(f"{name}: expected 1 to 4 dimensions; got shape {array.shape}.")
+        self.kind = kind_of(array.dtype)
+        if self.kind is None:
+            raise ArgumentTypeError(
+                f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {array.dtype}."
+            )
+        if not array.dtype.isnative:
+            if not copy:
+                raise ArgumentTypeError(
+                    f"{name}: expected native byte order; got {array.dtype.str}. Use "
+                    f"{name}.astype({array.dtype.name!r})."
+                )
+            array = array.astype(array.dtype.newbyteorder("="))
+        if array.dtype.name == "bfloat16":
+            array = array.astype(np.float32)
+        elif array.dtype == np.uint64 and array.size and array.max() > INT_MAX:
+            raise ArgumentError(f"{name}: expected integers that int64 can hold; got {array.max()}.")
+        if copy:
+            array = np.array(array, order="C")
+            array.flags.writeable = False
+        self.array, self.name = array, name
+        self._ends: Any = None
+
+    def reshaped(self, shape: tuple[int, ...]) -> None:
+        """Takes another shape with leading ones."""
+        self.array = (
+            self.array.reshape(shape)
+            if self.array.flags.c_contiguous
+            else self.array[(None,) * (len(shape) - self.array.ndim)]
+        )
+        if self.tensor is not None:
+            self.tensor = self.tensor[(None,) * (len(shape) - self.tensor.ndim)]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def dtype_name(self) -> str:
+        """Of the entries as they lie in memory."""
+        return self.array.dtype.name if self.tensor is None else str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def last_is_one(self) -> bool:
+        """Whether entries of the last dimension follow each other."""
+        if self.tensor is not None:
+            return self.tensor.stride()[-1] == 1
+        return self.array.strides[-1] == self.array.itemsize
+
+    def known_ends(self) -> tuple[int, int] | None:
+        """Least and greatest entry of integers that stay what they are."""
+        if (
+            self.kind not in ("bool", "int")
+            or not self.array.size
+            or self.tensor is not None
+            or self.array.flags.writeable
+        ):
+            return None
+        return self.ends()
+
+    def host(self) -> np.ndarray:
+        """The entries, wherever they lie."""
+        return self.array if self.tensor is None else _entries(self.tensor, self.name)
+
+    def __getitem__(self, index: Any) -> Any:
+        index = index if isinstance(index, tuple) else (index,)
+        if len(index) != self.array.ndim:
+            raise ExpressionError(f"{self.name}: expected {self.array.ndim} indices; got {len(index)}.")
+        for at, (x, n) in enumerate(zip(index, self.array.shape, strict=True)):
+            if isinstance(x, numbers.Integral) and not 0 <= int(x) < n:
+                raise ExpressionError(
+                    f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {shown(x)} (shape "
+                    f"{self.array.shape})."
+                )
+        if (
+            all(isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index)
+            and self.tensor is None
+        ):
+            return self.array[tuple(int(x) for x in index)].item()
+        nodes = tuple(node_of(x) for x in index)
+        for at, x in enumerate(nodes):
+            if x.kind != "int":
+                raise ExpressionError(
+                    f"{self.name}: expected an integer as index {at + 1}; got {x.kind}. Use sl.cast(x, int)."
+                )
+        return Symbol(Node("table", str(self.kind), nodes, self))
+
+    def ends(self) -> tuple[int, int]:
+        """Least and greatest entry of an integer or bool table that has any."""
+        if self.array.dtype == bool:
+            return 0, 1
+        if self._ends is None or self.array.flags.writeable:
+            array = self.host()
+            self._ends = int(array.min()), int(array.max())
+        return self._ends
+
+    def __repr__(self) -> str:
+        return f"table({self.name}, {self.array.dtype.name}{list(self.array.shape)})"
+
+
+def _entries(x: Any, name: str) -> np.ndarray:
+    """What NumPy reads of an array, a tensor or a list."""
+    if is_masked(x):
+        raise ArgumentTypeError(
+            f"{name}: expected an array without a mask of its own; got {type(x).__name__}. Use {name}.filled(…)."
+        )
+    try:
+        if is_tensor(x):
+            x = x.cpu()
+            return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
+        return np.asarray(x)
+    except Exception as error:  # lists of different lengths, quantised tensors, another library's code
+        raise ArgumentTypeError(f"{name}: expected an array that NumPy can read; got {shown(x)} ({error}).") from error
+
+
+def _torch_dtype(x: Any, name: str) -> Any:
+    name_of = str(x.dtype).removeprefix("torch.")
+    try:
+        return np.float32 if name_of == "bfloat16" else np.dtype(name_of)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{name}: expected bool, integers or floats of up to 64 bits; got dtype {x.dtype}."
+        ) from None
+
+
+def table(array: Any, name: str = "table") -> Table:
+    return Table(array, name)
+
+
+table.__doc__ = Table.__doc__
