@@ -402,7 +402,7 @@ def tune(
     k, v = (drawn(batch, kv_heads, length, d, dtype=dtype, seed=s) for s in (1, 2))
     causal, out, keys = kind == "masked", torch.empty_like(q), arrays_of(k, v, "bhld")
     described = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    problem = from_arrays(*described, layout="bhld", causal=causal)[0]
+    problem = from_arrays(*described, layout="bhld", causal=causal, q_start=None, k_start=0, scale=None)[0]
     timed = []
     for tile in tiles or candidates(kind, capability(str(q.device)) >= (9, 0)):
         try:
