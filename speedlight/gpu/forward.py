@@ -45,7 +45,7 @@ from .sequence import (
     tile_range,
     with_sinks,
 )
-from .splits import row_of_state
+from .splits import first_state
 
 TILES = tl.constexpr(32)  # that are classified at once
 # what is made of values: they are taken as they are, as 0 where not finite, or as codes of those that are not
@@ -101,7 +101,9 @@ class Source(NamedTuple):
     pages: Pages
     block: Block
     keys: Keys
-    o_n: Any  # of the keys of a tile
+    o_n: Any  # of the keys of a tile, and of elements of keys and values: made outside the loop
+    o_d: Any
+    o_dv: Any
     k_start: Any
 
 
@@ -178,9 +180,10 @@ def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Pro
     """One block: of an item and its heads, and with SPLIT of a run of keys."""
     block = locate_block(pid, batch, pages, c)
     item = block.item
+    rows = locate_rows(block, batch, c)
+    o_n = tl.arange(0, c.BN).to(tl.int64)
+    o_d, o_dv = tl.arange(0, c.BLOCK_D).to(tl.int64), tl.arange(0, c.BLOCK_DV).to(tl.int64)
     if has_rows(block, c):
-        o_n = tl.arange(0, c.BN).to(tl.int64)
-        rows = locate_rows(block, batch, c)
         keys = tile_range(block, rows, batch, c)
         p_k, p_v = head_start(tensors.k, block, c.MEMORY), head_start(tensors.v, block, c.MEMORY)
         if c.USE_TMA:  # rows past the last and columns past D come as zeros
@@ -189,14 +192,14 @@ def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Pro
             p_v = tl.make_tensor_descriptor(p_v, [length, c.DV], [tensors.v.row, 1], [c.BN, c.BLOCK_DV])
         p_k_scales, p_v_scales = None, None
         if c.CODED:
-            p_k_scales = scales_start(tensors.k_scales, block, c.MEMORY)
-            p_v_scales = scales_start(tensors.v_scales, block, c.MEMORY)
+            p_k_scales = head_start(tensors.k_scales, block, c.MEMORY)
+            p_v_scales = head_start(tensors.v_scales, block, c.MEMORY)
         known = (0,)
         if c.apply is not None:
             head, position = rows.head[:, None], rows.position[:, None]
             known = c.known(item.name, head, position, program.p_ints, program.p_floats)
         queries = Queries(load_queries(tensors.q, block, rows, c), rows, known)
-        source = Source(p_k, p_v, p_k_scales, p_v_scales, tensors, pages, block, keys, o_n, batch.k_start)
+        source = Source(p_k, p_v, p_k_scales, p_v_scales, tensors, pages, block, keys, o_n, o_d, o_dv, batch.k_start)
 
         unseen = tl.full([c.BM], float("-inf"), tl.float32)
         state = over_tiles(unseen, queries, source, program, FINITE if c.NONFINITE == RECOMPUTE else ORDINARY, c)
@@ -215,15 +218,9 @@ def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Pro
 
 @triton.jit
 def head_start(tensor: Tensor, block: Block, MEMORY: tl.constexpr):
-    """Where the block's item and kv head start in keys or values; in pages, where its kv head starts in page 0."""
+    """Where the block's item and kv head start in keys, values or scales; in pages, the kv head in page 0."""
     o_item = block.item.i_item * tensor.item * (0 if MEMORY == PAGES else 1)
     return tensor.p + o_item + block.kv_head * tensor.head + block.item.o_k * tensor.row
-
-
-@triton.jit
-def scales_start(tensor: Tensor, block: Block, MEMORY: tl.constexpr):
-    """The same of scales, which packed arrays do not have."""
-    return tensor.p + block.item.i_item * tensor.item * (0 if MEMORY == PAGES else 1) + block.kv_head * tensor.head
 
 
 @triton.jit
@@ -301,14 +298,14 @@ def one_tile(
     """The state after keys n … n + BN - 1 too."""
     tensors, pages, end, i_item = source.tensors, source.pages, source.keys.end, source.block.item.i_item
     rows, b_q = queries.rows, queries.b_q
+    PREDICATED: tl.constexpr = MASKED or c.MEMORY == PAGES
     o_n = n + source.o_n
     m_n = o_n < end
     if c.USE_TMA:
         b_k = source.p_k.load([tl.cast(n, tl.int32), 0])
     else:
         o_k = key_offsets(o_n, end, tensors.k, i_item, pages, c.MEMORY)
-        o_d = tl.arange(0, c.BLOCK_D).to(tl.int64)
-        b_k = load_rows(source.p_k, o_k, o_d, tensors.k.column, m_n, c.D, c.BLOCK_D, MASKED or c.MEMORY == PAGES)
+        b_k = load_rows(source.p_k, o_k, source.o_d, tensors.k.column, m_n, c.D, c.BLOCK_D, PREDICATED)
         b_k = b_k.to(b_q.dtype)
     x = dot(b_q, tl.trans(b_k), c.PRECISION)
     if c.CODED:
@@ -326,8 +323,7 @@ def one_tile(
         b_v = source.p_v.load([tl.cast(n, tl.int32), 0])
     else:
         o_v = key_offsets(o_n, end, tensors.v, i_item, pages, c.MEMORY)
-        o_dv = tl.arange(0, c.BLOCK_DV).to(tl.int64)
-        b_v = load_rows(source.p_v, o_v, o_dv, tensors.v.column, m_n, c.DV, c.BLOCK_DV, MASKED or c.MEMORY == PAGES)
+        b_v = load_rows(source.p_v, o_v, source.o_dv, tensors.v.column, m_n, c.DV, c.BLOCK_DV, PREDICATED)
     v_scale = None
     if c.CODED:
         v_scale = tl.load(source.p_v_scales + o_s, mask=m_n, other=0.0)
@@ -394,7 +390,8 @@ def finish_block(state: State, factor, block: Block, rows: Rows, tensors: Tensor
     m_out = m_token[:, None] & (o_dv < c.DV)[None, :]
     if c.SPLIT:
         i_row = block.i_rows * c.BM + tl.arange(0, c.BM)
-        i_state = row_of_state(item.i_item, block.kv_head, block.i_split, i_row, batch, batch.row_blocks * c.BM)
+        i_state = first_state(item.i_item, block.kv_head, batch) + block.i_split
+        i_state = i_state * (batch.row_blocks * c.BM) + i_row
         p_out = tensors.p_partial + i_state[:, None] * c.DV + o_dv[None, :]
         tl.store(p_out, acc, mask=m_out)
         tl.store(tensors.p_stats + i_state * 2, running_max, mask=m_token)

@@ -26,7 +26,7 @@ class Config(NamedTuple):
     NONFINITE: FLAG blocks whose result is not finite, or RECOMPUTE flagged blocks with such values as zeros.
     """
 
-    D: Any
+    D: Any  # head dim and value dim, and the powers of two that hold them
     DV: Any
     BLOCK_D: Any
     BLOCK_DV: Any
