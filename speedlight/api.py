@@ -6,17 +6,19 @@ import itertools
 import marshal
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import arrays
 from . import engine as engines
 from .compiling import leaves_graph
+from .cpu.layout import SLACK
+from .cpu.operands import Dense, Paged, Pages, Rows, Strides
 from .errors import ArgumentError, ArgumentTypeError, Error, shown
 from .expressions.tracing import kept
 from .machine import current_isa
-from .planning import SLACK, Pages, Plan
+from .planning import Plan
 from .problem import (
     LAYOUTS,
     check_layout,
@@ -28,7 +30,10 @@ from .problem import (
     page_lists,
 )
 
-_prepared: dict[Any, engines.Prepared] = {}
+if TYPE_CHECKING:
+    from .cpu.prepare import Call
+
+_prepared: dict[Any, Call] = {}
 _MEMO = 512  # prepared calls kept
 
 
@@ -173,7 +178,13 @@ def attention(
     )
     shape = (*a.shape[:-1], problem.value_dim)
     result, target = arrays.out_for(a, shape, out, (a, b, c), staged=out is not None and engines.may_fail(problem))
-    prepared = engines.prepare(problem, layout, a, b, c, target.strides, cu_q, cu_k, threads, isa)
+    prepared = engines.of("cpu").prepare(
+        problem,
+        Rows(layout, a, target.strides, cu_q and cu_q[:-1]),
+        Dense(layout, b, c, cu_k and cu_k[:-1]),
+        threads,
+        isa,
+    )
     prepared.reach = [
         (low - x.address, high - x.address) for x in (a, b, c, target.final or target) for low, high in (x.extent(),)
     ]
@@ -344,9 +355,8 @@ def attention_paged(
         v.strides[3],
     )
     each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
-    prepared = engines.prepare_pages(
-        problem, layout, a, places, each, target.strides, first, engines.threads_now(), current_isa()
-    )
+    rows = Rows(layout, a, target.strides, first)
+    prepared = engines.of("cpu").prepare(problem, rows, Paged(places, each), engines.threads_now(), current_isa())
     lse, lse_array = _lse(a, layout) if return_lse else (None, None)
     prepared.run(a.address, k.address, v.address, target.address, lse_array.address if lse_array else 0)
     arrays.deliver(target)
@@ -423,7 +433,7 @@ def _exactly(x: Any) -> Any:
         return ...
 
 
-def _places(prepared: engines.Prepared, q: Any, k: Any, v: Any, out: Any) -> list[int] | None:
+def _places(prepared: Call, q: Any, k: Any, v: Any, out: Any) -> list[int] | None:
     """Addresses of q, k, v and a given out.
 
     None where one lacks memory, or `out` is read-only or not apart from each input.
@@ -451,7 +461,7 @@ def _places(prepared: engines.Prepared, q: Any, k: Any, v: Any, out: Any) -> lis
     return places
 
 
-def _again(prepared: engines.Prepared, places: list[int], q: Any, layout: str, return_lse: bool, out: Any) -> Any:
+def _again(prepared: Call, places: list[int], q: Any, layout: str, return_lse: bool, out: Any) -> Any:
     """A call that was prepared before: only the addresses are new."""
     new, at = (
         _new(q, (*q.shape[:-1], prepared.problem.value_dim)) if out is None or prepared.staged else (out, places[3])
@@ -566,11 +576,9 @@ def plan(
         a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         device = a.device if device is None and a.device != "cpu" else device
         problem, _, _ = from_arrays(a, b, c, **options)
-        strides = engines.strides_of(problem, layout, b, c)
+        strides = Dense(layout, b, c).strides(problem.dtype)
     else:
         sizes["batch"], sizes["dtype"] = 1 if batch is None else batch, "float32" if dtype is None else dtype
         problem = from_sizes(**sizes, **options)
-        strides: dict[str, Any] = {"heads_adjoin": layout != "bhld" and problem.kv_heads > 1}
-    if device is not None and not (isinstance(device, str) and device == "cpu"):
-        return engines.gpu_plan(problem, device, precision, exact)
-    return engines.make_plan(problem, engines.threads_now(), exact=exact, **strides)
+        strides = Strides(heads_adjoin=layout != "bhld" and problem.kv_heads > 1)
+    return engines.plan(problem, device, strides, precision, exact)

@@ -15,8 +15,7 @@ from . import arrays
 from .errors import ArgumentError
 from .expressions.tree import evaluate, rounding_error
 from .modes import standard
-from .planning import TILE
-from .problem import LAYOUTS, SPAN, Problem, from_arrays
+from .problem import LAYOUTS, SPAN, TILE, Problem, from_arrays
 
 # unit roundoff of a result in each dtype, and half its smallest subnormal
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}

@@ -17,7 +17,7 @@ from problems import DTYPES, numpy_dtype
 from wrong import WRONG
 
 import speedlight as sl
-from speedlight import engine
+from speedlight.cpu import prepare
 from speedlight.cpu import storage as blocks
 from speedlight.kv import cache as caches
 from speedlight.kv import pool as pages_module
@@ -488,7 +488,7 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
         for at in range(1, 400):
             with monkeypatch.context() as patch:
                 failing = _Failing(at)
-                for module in (blocks, caches, engine, pages_module):
+                for module in (blocks, caches, prepare, pages_module):
                     patch.setattr(module, "np", failing)
                 (pool if kind == "pool" else cache)._steps.clear()
                 try:

@@ -17,7 +17,7 @@ import numpy as np
 from .. import arrays
 from ..errors import ReservationError, shown
 from ..modes import standard
-from ..planning import BLOCK, uses_dot
+from .layout import BLOCK
 
 
 class Store:
@@ -209,7 +209,7 @@ def make_stores(
 
     `together`: a block's values follow its keys.
     """
-    kind = Coded if dtype == "int8" else Pairs if dtype == "bfloat16" and uses_dot(isa, "bf16") else Store
+    kind = Coded if dtype == "int8" else Pairs if dtype == "bfloat16" and isa.product("bf16") == "pairs" else Store
     k, v = (
         [kind(dim, dtype, keys=keys) for _ in range(layers)] for dim, keys in ((head_dim, True), (value_dim, False))
     )

@@ -10,7 +10,7 @@ from ..problem import PART
 from .layout import field
 from .lookups import ENDS, TABLE_WORDS, Box
 from .lower import Lowering, Program
-from .microkernels import Shape
+from .shape import Shape
 from .vector import F64, I1, I64, PTR, Value
 
 

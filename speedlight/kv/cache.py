@@ -6,18 +6,19 @@ import ctypes
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import arrays, engine
 from ..compiling import in_graph, outside
+from ..cpu.layout import BLOCK, ENDLESS, SLACK
+from ..cpu.operands import Paged, Pages, Rows
 from ..cpu.storage import Store, make_stores
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, FileError, UnsupportedError, shown
 from ..expressions.tracing import kept
 from ..forks import renew_after_fork
 from ..machine import current_isa
-from ..planning import BLOCK, ENDLESS, SLACK, Pages
 from ..problem import (
     SPAN,
     TILE,
@@ -34,6 +35,9 @@ from ..problem import (
 )
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
+
+if TYPE_CHECKING:
+    from ..cpu.prepare import Call
 
 _STEPS = 64  # prepared steps kept
 _INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
@@ -125,8 +129,8 @@ class KVCache:
         self._claims: set[int] = set()  # layers that somebody writes to
         self._every = set(range(self.layers))
         self._undo: dict[int, _Overwritten] = {}  # of rings that somebody writes to
-        self._steps: dict[Any, engine.Prepared] = {}
-        self._known_steps: dict[Any, engine.Prepared] = {}
+        self._steps: dict[Any, Call] = {}
+        self._known_steps: dict[Any, Call] = {}
         renew_after_fork(self)
 
     def _layout(self) -> tuple[Pages, np.ndarray]:
@@ -631,7 +635,7 @@ class KVCache:
         options: dict[str, Any],
         strides: tuple[int, ...],
         shortest: int | None = None,
-    ) -> engine.Prepared:
+    ) -> Call:
         problem = from_cache(
             q,
             dtype=self.dtype,
@@ -646,11 +650,10 @@ class KVCache:
             **options,
         )
         lists = [self._list.ctypes.data] * self.batch
-        return engine.prepare_pages(
-            problem, "bhld", q, self._pages, lists, strides, None, engine.threads_now(), self._isa
-        )
+        rows, keys = Rows("bhld", q, strides), Paged(self._pages, lists)
+        return engine.of("cpu").prepare(problem, rows, keys, engine.threads_now(), self._isa)
 
-    def _step(self, q: np.ndarray, totals: list[int], causal: bool, options: dict[str, Any]) -> engine.Prepared | None:
+    def _step(self, q: np.ndarray, totals: list[int], causal: bool, options: dict[str, Any]) -> Call | None:
         """The prepared call for queries of this form: for any lengths of as many spans (doubled until they suffice)."""
         mask, score, scale = options["mask"], options["score"], options["scale"]
         if options["sink_logits"] is not None or not (kept(mask) and kept(score) and type(scale) in _SCALES):
@@ -671,7 +674,7 @@ class KVCache:
             self._steps[key] = prepared
         return prepared
 
-    def _again(self, step: engine.Prepared, layer: int, q: np.ndarray, totals: list[int], return_lse: bool) -> Any:
+    def _again(self, step: Call, layer: int, q: np.ndarray, totals: list[int], return_lse: bool) -> Any:
         n_new = q.shape[2]
         items = step.items_for(totals)
         out = np.empty((*q.shape[:-1], self.value_dim), q.dtype)

@@ -6,18 +6,20 @@ import ctypes
 import itertools
 import threading
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .. import arrays, engine
 from ..compiling import in_graph, outside
+from ..cpu.layout import BLOCK, SLACK
+from ..cpu.operands import Paged, Pages, Rows
+from ..cpu.schedule import DECODE_ROWS
 from ..cpu.storage import make_stores
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
 from ..expressions.tracing import kept
 from ..forks import renew_after_fork
 from ..machine import current_isa
-from ..planning import BLOCK, DECODE_ROWS, SLACK, Pages
 from ..problem import (
     SPAN,
     cache_dtype,
@@ -29,6 +31,9 @@ from ..problem import (
     each_count,
     from_cache,
 )
+
+if TYPE_CHECKING:
+    from ..cpu.prepare import Call
 
 _STEPS = 64  # prepared steps kept
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
@@ -137,7 +142,7 @@ class PagePool:
         self._claims: set[Any] = set()  # of sequences that somebody writes to
         self._dropped: list[list[int]] = []  # pages that were let go, to be counted by whom it concerns next
         self._taking = threading.RLock()
-        self._steps: dict[Any, engine.Prepared] = {}
+        self._steps: dict[Any, Call] = {}
         renew_after_fork(self)
         self._cuda: Any = None
         self._keys: list[Any]
@@ -614,7 +619,7 @@ class PagePool:
         causal: bool,
         options: dict[str, Any],
         strides: tuple[int, ...],
-    ) -> tuple[engine.Prepared, bool]:
+    ) -> tuple[Call, bool]:
         """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
         mask, score, scale = options["mask"], options["score"], options["scale"]
         alike = (
@@ -661,9 +666,8 @@ class PagePool:
             shortest=shortest,
             **options,
         )
-        prepared = engine.prepare_pages(
-            problem, "lhd", q, self._pages, lists, strides, tuple(first), engine.threads_now(), self._isa
-        )
+        rows, keys = Rows("lhd", q, strides, tuple(first)), Paged(self._pages, lists)
+        prepared = engine.of("cpu").prepare(problem, rows, keys, engine.threads_now(), self._isa)
         if key is not None:
             if len(self._steps) >= _STEPS:
                 self._steps.clear()
