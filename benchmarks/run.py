@@ -29,7 +29,6 @@ import numpy as np
 import speedlight as sl
 from speedlight import machine
 from speedlight.cpu import roof
-from speedlight.planning import uses_dot
 from speedlight.tools.measuring import Call, check, measure, openvino, peers, quantiles, tensors, without_grad
 
 HERE = Path(__file__).parent
@@ -76,7 +75,9 @@ def prefill(turns: int) -> Any:
         plan = sl.plan(*arrays, causal=causal)
         isa = machine.current_isa()
         kind = (
-            plan.problem.storage if plan.problem.storage in ("f64",) or uses_dot(isa, plan.problem.storage) else "f32"
+            plan.problem.storage
+            if plan.problem.storage in ("f64",) or isa.product(plan.problem.storage) == "pairs"
+            else "f32"
         )
         times, peaks = measure(
             calls, turns, lambda kind=kind, isa=isa: roof.peak_flops.__wrapped__(isa, kind, sl.get_threads())
@@ -278,7 +279,7 @@ def _wrong_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Any, paged
         return "the arrays have other bits than the cache"
     first = [q[:1], *((cache.keys(0)[:1], cache.values(0)[:1]) if cache.dtype == "int8" else (k[:1], v[:1]))]
     want = sl.reference.attention(*(x.astype(np.float64) for x in first))
-    dot = cache.dtype == "bfloat16" and uses_dot(machine.current_isa(), "bf16")
+    dot = cache.dtype == "bfloat16" and machine.current_isa().product("bf16") == "pairs"
     if cache.dtype == "int8":
         first[0] = first[0].astype(np.float32)
     bound = sl.reference.error_bound(*first, dot=dot).out + (np.abs(want) * 2.0**-8 if cache.dtype == "int8" else 0)

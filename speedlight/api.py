@@ -9,9 +9,11 @@ from . import arrays, calls
 from . import engine as engines
 from .checks import check_layout, check_precision, packed_lengths, page_lists
 from .compiling import leaves_graph
+from .cpu.layout import SLACK
+from .cpu.operands import Dense, Paged, Pages, Rows, Strides
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .machine import current_isa
-from .planning import SLACK, Pages, Plan
+from .planning import Plan
 from .problem import LAYOUTS, Options, Problem, Sizes
 from .resolve import Stored, check_together, from_arrays, from_sizes, from_stored
 
@@ -118,7 +120,8 @@ def attention(
     a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     results = _results(a, problem, options, return_lse, out, (a, b, c))
-    prepared = engines.prepare(problem, layout, a, b, c, results.out.strides, cu_q, cu_k, threads, isa)
+    rows = Rows(layout, a, results.out.strides, cu_q and cu_q[:-1])
+    prepared = engines.of("cpu").prepare(problem, rows, Dense(layout, b, c, cu_k and cu_k[:-1]), threads, isa)
     prepared.run(a.address, b.address, c.address, results.out.address, results.lse_address)
     if key is not None:
         repeatable = calls.Repeatable(prepared.run, problem.value_dim, layout, [a, b, c, results.out])
@@ -222,9 +225,8 @@ def attention_paged(
     )  # fmt: skip
     each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
     first = None if offsets is None else offsets[:-1]
-    prepared = engines.prepare_pages(
-        problem, layout, a, pages, each, results.out.strides, first, engines.threads_now(), current_isa()
-    )
+    rows = Rows(layout, a, results.out.strides, first)
+    prepared = engines.of("cpu").prepare(problem, rows, Paged(pages, each), engines.threads_now(), current_isa())
     prepared.run(a.address, k.address, v.address, results.out.address, results.lse_address)
     return results.returned()
 
@@ -346,11 +348,9 @@ def plan(
         a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
         device = a.device if device is None and a.device != "cpu" else device
         problem = from_arrays(a, b, c, options).problem
-        strides = engines.strides_of(problem, layout, b, c)
+        strides = Dense(layout, b, c).strides(problem.dtype)
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
         problem = from_sizes(sizes, options)
-        strides: dict[str, Any] = {"heads_adjoin": layout != "bhld" and problem.kv_heads > 1}
-    if device is not None and not (isinstance(device, str) and device == "cpu"):
-        return engines.gpu_plan(problem, device, precision, exact)
-    return engines.make_plan(problem, engines.threads_now(), exact=exact, **strides)
+        strides = Strides(heads_adjoin=layout != "bhld" and problem.kv_heads > 1)
+    return engines.plan(problem, device, strides, precision, exact)

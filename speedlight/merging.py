@@ -160,7 +160,7 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     state_words, size_words = (ctypes.c_int64 * len(table))(*table), (ctypes.c_int64 * len(sizes))(*sizes)
     stride = -(-kernels.scratch_bytes(states, len(sizes)) // 64) * 64 + 64  # no cache line belongs to two threads
     scratch = (ctypes.c_char * (stride * threads))()
-    words = (ctypes.c_int64 * len(kernels.MERGE_FIELDS))()
+    words = (ctypes.c_int64 * len(kernels.ARGUMENTS.names))()
     for name, value in {
         "scratch": ctypes.addressof(scratch),
         "scratch_stride": stride,
@@ -178,7 +178,7 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
         "lse": lse.address,
         "lse_kind": _KINDS[lse.dtype],
     }.items():
-        words[kernels.PLACES[name]] = value
+        words[kernels.ARGUMENTS.word(name)] = value
     run_tickets(kernel_of(kernels.MergeShape(current_isa())), words, tickets, threads, seconds)
 
 

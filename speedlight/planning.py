@@ -1,271 +1,27 @@
-"""Problem × machine → Plan: tiles, FLOPs, bytes, workspace, and the time this machine cannot beat. Pure functions."""
+"""Plans: tiles, FLOPs, bytes, workspace, and the time this machine cannot beat. Pure functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import STORAGE_BYTES
 from .expressions.tree import lazily
-from .machine import Isa, blocking, level2_bytes
-from .problem import SPAN, TILE, Problem
+from .problem import TILE, Problem
 from .tiles import Rows, counted_pairs, integers_of, pairs, tally
 
-_TASK_FLOPS = 800_000_000
 
-BLOCK = 16  # keys of a block of a KVCache: one after another for each element
+class Run(NamedTuple):
+    """What an engine says of how it runs a problem."""
 
-_PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
-_TASK_ROWS = 128  # of all heads of a decode task: their states stay in the second-level cache
-DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
-
-# Side by side, two workers' scratches cost 2 to 4 % (measured; prefetchers run past the end of one into the other)
-_APART = (1 << 20) + 512
-
-
-def lanes_of(isa: Isa, storage: str) -> int:
-    return isa.vector_bytes // (8 if storage == "f64" else 4)
-
-
-def register_rows(isa: Isa, vectors: int) -> int:
-    """Keys (or value columns) of a register tile: rows x vectors accumulators leave room for the panel's vectors."""
-    return min(8, (isa.registers - 4) // vectors) if isa.registers >= 32 else 4
-
-
-def uses_dot(isa: Isa, storage: str) -> bool:
-    return storage == "bf16" and isa.bf16_dot
-
-
-def dots(problem: Problem, isa: Isa) -> bool:
-    return uses_dot(isa, problem.storage) and not problem.quantised
-
-
-ENDLESS = 1 << 62  # tokens or pages: there is no end
-
-
-@dataclass(frozen=True, slots=True)
-class Pages:
-    """Keys and values that are read page by page: distances in bytes.
-
-    Each item has a list of pages of its own, with SLACK numbers past the last: they are read, not used.
-    """
-
-    lanes: bool  # in the blocks of a cache, else row by row
-    size: int  # tokens of a page
-    k_head: int
-    k_page: int
-    k_row: int
-    v_head: int
-    v_page: int
-    v_row: int
-    k_column: int = 0
-    v_column: int = 0
-    k_item: int = 0
-    v_item: int = 0
-    fixed: int = ENDLESS  # entries of a list before those that are a ring
-    ring: int = 1
-
-
-SLACK = 8
-PLACES = 192  # addresses of a tile's keys, and of what is fetched ahead of it, and what one store may write past them
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How the CPU engine runs a problem: the panel, the block of panels that shares tiles, and the scratch."""
-
-    isa: Isa
-    storage: str
-    vectors: int
-    panels: int
+    isa: str
+    kernel: str
     threads: int
-    tickets: int
-    stage_keys: bool
-    stage_values: bool
-    width: int  # value columns, rounded up to the register tile
-    offsets: tuple[tuple[str, int], ...]  # the at_… fields
-    panel_bytes: int
-    scratch_bytes: int  # of one worker
-    parts: int = 0  # of the spans of one kv head, for the decode kernel; 0 for the forward kernel
-    partial_bytes: int = 0  # what the parts of one task's kv heads leave for the last of them
-    heads: int = 1  # kv heads of one task
-
-    @property
-    def panel(self) -> int:
-        return self.vectors * lanes_of(self.isa, self.storage) if self.vectors else self.panels
-
-    @property
-    def block_rows(self) -> int:
-        """Query rows of one task."""
-        return self.panel * self.panels if self.vectors else self.panels
-
-    @property
-    def scratch_stride(self) -> int:
-        """From one worker's scratch to the next; the gap is never touched, so it costs addresses, not memory."""
-        return self.scratch_bytes + _APART
-
-
-def schedule(
-    problem: Problem,
-    isa: Isa,
-    threads: int,
-    strided_keys: bool = False,
-    strided_values: bool = False,
-    *,
-    pages: Pages | None = None,
-    heads_adjoin: bool = False,
-) -> Schedule:
-    """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads
-    allow.
-
-    `heads_adjoin`: a token's heads lie side by side, and tokens apart.
-    """
-    if _decodes(problem, isa, strided_keys or strided_values):
-        return _decode_schedule(problem, isa, threads, heads_adjoin)
-    storage = problem.storage
-    lanes = lanes_of(isa, storage)
-    rows = [n * problem.group for n in problem.q_lengths]
-    dot = dots(problem, isa)
-    wants = blocking(isa, dot=dot)
-    vectors = min((3, 2, 1), key=lambda n: sum(-(-r // (lanes * n)) for r in rows) * n / wants.worth[n - 1])
-    direct = (dot or storage in ("f32", "f64")) and not problem.quantised
-    cached = pages is not None and pages.lanes
-    stage_keys = pages is not None or not direct or strided_keys or (dot and problem.head_dim % 2 == 1)
-    stage_values = not direct or strided_values or (not cached and (dot or pages is not None))
-    panel_count = sum(-(-r // (lanes * vectors)) for r in rows) * problem.kv_heads
-    layout = _layout(
-        problem, isa, vectors, stage_keys, stage_values or cached
-    )  # a cache's values, where pages part a tile
-    fits = (level2_bytes() * 5 // 8 - layout["fixed"]) // layout["panel"]
-    # a task of a few milliseconds: threads wait for each other at the end of a region; a staged tile wants more users
-    keys = max(problem.k_lengths, default=0)
-    work = lanes * vectors * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
-    wanted = max(4 if stage_keys or stage_values else 2, _TASK_FLOPS * (2 if dot else 1) // work)
-    panels = max(1, min(wants.panels, fits, wanted, panel_count // (8 * threads)))
-    blocks = sum(-(-r // (lanes * vectors * panels)) for r in rows) * problem.kv_heads
-    used = max(1, min(threads, blocks))
-    blocks += sum(-(-r // (lanes * vectors * panels)) for r in _unused(problem)) * problem.kv_heads
-    offsets = tuple((k, n) for k, n in layout.items() if k.startswith("at_"))
-    scratch = _up(layout["fixed"] + panels * layout["panel"], 4096)
-    return Schedule(
-        isa,
-        storage,
-        vectors,
-        panels,
-        used,
-        blocks,
-        stage_keys,
-        stage_values,
-        layout["width"],
-        offsets,
-        layout["panel"],
-        scratch,
-    )
-
-
-def _decodes(problem: Problem, isa: Isa, strided: bool) -> bool:
-    """Whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
-    if strided or problem.rows is not None:
-        return False
-    most = max(problem.q_lengths, default=0) * problem.group
-    return 0 < most <= DECODE_ROWS and problem.value_dim >= lanes_of(isa, problem.storage)
-
-
-def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: bool) -> Schedule:
-    """One task for each kv head, or several that share its spans where heads are few.
-
-    Where heads adjoin, a task takes several of them through each tile: memory is then read in longer pieces (a page of
-    virtual memory holds all heads of a token, so that one head alone would need as many of them as there are tokens).
-    """
-    storage, lanes = problem.storage, lanes_of(isa, problem.storage)
-    number, dot = 8 if storage == "f64" else 4, dots(problem, isa)
-    rows = max(problem.q_lengths) * problem.group
-    heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
-    spans = -(-max(problem.k_lengths, default=0) // SPAN)
-    together = 1
-    if heads_adjoin:
-        items = max(1, heads // max(1, problem.kv_heads))
-        enough = 4 * threads if threads > 1 else 1  # tasks
-        fits = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n * rows <= _TASK_ROWS]
-        together = max((n for n in fits if items * (problem.kv_heads // n) * max(1, spans) >= enough), default=1)
-    tasks = heads // together
-    parts = max(1, min(spans, -(-4 * threads // max(1, tasks)))) if tasks < 4 * threads and threads > 1 else 1
-    slots = -(-problem.value_dim // lanes)
-    units = (problem.head_dim + 1) // 2 if dot else problem.head_dim
-    if tasks * spans * together * rows * (slots + 1) * lanes * number > _PARTIALS:
-        parts = 1  # a window over a sequence without end: what its spans leave must not grow with it
-    state = rows * (slots + 1) * lanes * number
-    at_keys = _up(TILE * rows * number, 64)  # of queries
-    at_values = _up(at_keys + together * rows * units * number, 64)  # of a tile's sums
-    at_span = _up(at_values + rows * slots * lanes * number, 64)
-    at_total = at_span + together * state
-    at_rows = at_total + together * state
-    at_places = _up(at_rows + rows * 24, 64)
-    names = {"at_keys": at_keys, "at_values": at_values, "at_span": at_span, "at_total": at_total, "at_rows": at_rows}
-    names["at_places"] = at_places
-    used = max(1, min(threads, tasks * parts))
-    partial = spans * together * state if parts > 1 else 0
-    return Schedule(
-        isa,
-        storage,
-        0,
-        rows,
-        used,
-        tasks * parts,
-        False,
-        False,
-        slots,
-        tuple(names.items()),
-        0,
-        _up(at_places + 2 * PLACES * 8, 4096),
-        parts,
-        partial,
-        together,
-    )
-
-
-def _unused(problem: Problem) -> list[int]:
-    """Rows of out, in each item's group of heads, that have no query: they become 0."""
-    return [] if problem.rows is None else [(problem.rows - n) * problem.group for n in problem.q_lengths]
-
-
-def _up(n: int, step: int) -> int:
-    return -(-n // step) * step
-
-
-def _layout(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_values: bool) -> dict[str, int]:
-    """Where everything lies in a worker's scratch, in bytes; scores come first."""
-    number = 8 if problem.storage == "f64" else 4
-    dot = dots(problem, isa)
-    panel = vectors * lanes_of(isa, problem.storage)
-    row = panel * number
-    units = (problem.head_dim + 1) // 2 if dot else problem.head_dim
-    rows = register_rows(isa, vectors)
-    width = _up(problem.value_dim, rows)
-    at_check = TILE * row
-    at_partial = at_check + 3 * row
-    at_keys = _up(at_partial + width * row, 64)
-    at_values = _up(at_keys + stage_keys * TILE * units * number, 64)
-    at_places = _up(at_values + stage_values * (TILE // 2 if dot else TILE) * problem.value_dim * number, 64)
-    at_scales = at_places + 2 * PLACES * 8
-    at_panels = at_scales + problem.quantised * 2 * TILE * 4
-    at_total = _up(64 + units * row, 64)
-    at_span = _up(at_total + (2 + width) * row, 64)
-    at_limits = _up(at_span + (2 + width) * row, 64)
-    at_rows = at_limits + panel * 8
-    names = {
-        "at_check": at_check,
-        "at_partial": at_partial,
-        "at_keys": at_keys,
-        "at_values": at_values,
-        "at_panels": at_panels,
-    }
-    names |= {"at_places": at_places, "at_scales": at_scales}
-    names |= {"at_total": at_total, "at_span": at_span, "at_limits": at_limits, "at_rows": at_rows}
-    return names | {"fixed": at_panels, "panel": _up(at_rows + panel * 40, 64), "width": width}
+    panel: int  # query rows that go through a tile together
+    workspace_bytes: int
 
 
 @dataclass(frozen=True)
@@ -361,8 +117,7 @@ class Plan:
 
 def count(
     problem: Problem,
-    how: Schedule,
-    kernel: str,
+    run: Run,
     peak: float | None = None,
     bandwidth: float | None = None,
     *,
@@ -372,10 +127,10 @@ def count(
     if problem.mask is None and problem.score is None:
         totals = np.zeros(6, dtype=object)
         for key, times in _distinct(problem).items():
-            totals += np.array(_count_item(*key, problem.causal, problem.group, how.panel), dtype=object) * times
+            totals += np.array(_count_item(*key, problem.causal, problem.group, run.panel), dtype=object) * times
         visible, full, mixed, skipped, panel_keys, mixed_keys = (int(x) * problem.kv_heads for x in totals)
     else:
-        visible, full, mixed, skipped, panel_keys, mixed_keys = _count_expressions(problem, how.panel, exact)
+        visible, full, mixed, skipped, panel_keys, mixed_keys = _count_expressions(problem, run.panel, exact)
     per_pair = 2 * (problem.head_dim + problem.value_dim)
     size = STORAGE_BYTES[problem.storage]
     q_rows, k_rows = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
@@ -384,23 +139,23 @@ def count(
     return Plan(
         problem=problem,
         engine="cpu",
-        isa=how.isa.name,
-        kernel=kernel,
-        threads=how.threads,
-        panel=how.panel,
+        isa=run.isa,
+        kernel=run.kernel,
+        threads=run.threads,
+        panel=run.panel,
         visible_pairs=visible,
         flops=None if visible is None else visible * per_pair,
-        tile_flops=panel_keys * how.panel * per_pair,
+        tile_flops=panel_keys * run.panel * per_pair,
         tiles_full=full,
         tiles_mixed=mixed,
         tiles_skipped=skipped,
         panel_keys=panel_keys,
-        full_flops=(panel_keys - mixed_keys) * how.panel * per_pair,
-        mixed_flops=mixed_keys * how.panel * per_pair,
-        skipped_flops=(_all_keys(problem, how.panel) - panel_keys) * how.panel * per_pair,
+        full_flops=(panel_keys - mixed_keys) * run.panel * per_pair,
+        mixed_flops=mixed_keys * run.panel * per_pair,
+        skipped_flops=(_all_keys(problem, run.panel) - panel_keys) * run.panel * per_pair,
         bytes_read=(q_rows * problem.head_dim + k_rows * (problem.head_dim + problem.value_dim)) * size,
         bytes_written=q_rows * problem.value_dim * size + q_rows * number,
-        workspace_bytes=how.scratch_bytes * how.threads + how.partial_bytes * (how.tickets // max(1, how.parts)),
+        workspace_bytes=run.workspace_bytes,
         materialised_bytes=2 * square * size,
         peak_flops=peak,
         bandwidth=bandwidth,
@@ -493,18 +248,3 @@ def _seconds(x: float) -> str:
         if x >= factor:
             return f"{x / factor:.3g} {unit}"
     return f"{x * 1e9:.3g} ns"
-
-
-__all__ = [
-    "SPAN",
-    "TILE",
-    "Pages",
-    "Plan",
-    "Schedule",
-    "count",
-    "dots",
-    "lanes_of",
-    "register_rows",
-    "schedule",
-    "uses_dot",
-]

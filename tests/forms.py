@@ -308,6 +308,7 @@ def units(form: Form) -> tuple[str, str]:
     found = [
         x.name
         for x in host_isas()
-        if form.dtype != "bfloat16" or x.bf16_dot == (at % 2 == 1 and host_isas()[0].bf16_dot)
+        if form.dtype != "bfloat16"
+        or (x.product("bf16") == "pairs") == (at % 2 == 1 and host_isas()[0].product("bf16") == "pairs")
     ]
     return found[at % len(found)], found[(at + 1) % len(found)]

@@ -7,7 +7,7 @@ import pytest
 import speedlight as sl
 from speedlight.cpu.compile import compile_ir, emit
 from speedlight.cpu.merging import MergeShape
-from speedlight.cpu.microkernels import Shape
+from speedlight.cpu.shape import Shape
 from speedlight.expressions.program import Program
 from speedlight.machine import isa_named
 
@@ -18,8 +18,8 @@ def test_kernels_compile_for_arm(storage, cached):
     mask, score = sl.window(30, 0) | sl.dilated(3), sl.softcap(2.0)
     program = Program("both", mask.root, score.root)
     for shape in (
-        Shape(isa_named("neon"), storage, 0, None, cached),
-        Shape(isa_named("neon"), storage, 2, program, cached),
+        Shape("decode", isa_named("neon"), storage, 0, None, cached),
+        Shape("forward", isa_named("neon"), storage, 2, program, cached),
     ):
         assert compiles(shape)
 

@@ -20,7 +20,6 @@ from tolerance import assert_within
 import speedlight as sl
 from speedlight import reference
 from speedlight.machine import current_isa, host_isas
-from speedlight.planning import uses_dot
 
 Random = np.random.Generator
 Size = tuple[int, int]  # length, dim
@@ -86,7 +85,7 @@ def shares(arrays: Arrays, options: dict[str, Any], int8: bool = False) -> list[
     """How much of the bound of out and of lse is used, and of the proven bounds. All within, or it raises."""
     arrays, (out, lse) = computed(arrays, options, int8)
     want, want_lse = reference.attention(*arrays, return_lse=True, **options)
-    dot = uses_dot(current_isa(), "bf16") and out.dtype.name == "bfloat16" and not int8
+    dot = current_isa().product("bf16") == "pairs" and out.dtype.name == "bfloat16" and not int8
     found = []
     for proven in (False, True):
         bounds = reference.error_bound(*arrays, dot=dot, int8=int8, proven=proven, **options)
@@ -198,7 +197,7 @@ def main(seed: int, count: int) -> None:
         except AssertionError as error:
             print("OUTSIDE:", error, flush=True)
             continue
-        label = f"{kind} dot" if uses_dot(current_isa(), "bf16") and kind == "bfloat16" else kind
+        label = f"{kind} dot" if current_isa().product("bf16") == "pairs" and kind == "bfloat16" else kind
         for row in (label, f"{label}: {name}"):
             worst[row] = np.maximum(worst[row], found)
     for row, x in sorted(worst.items(), key=lambda y: (":" in y[0], -y[1].max()))[:60]:

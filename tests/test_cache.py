@@ -19,7 +19,7 @@ import pytest
 
 import speedlight as sl
 from speedlight.cpu import compile as compiling
-from speedlight.cpu.microkernels import Shape
+from speedlight.cpu.shape import Shape
 from speedlight.machine import current_isa
 
 CODE = (
@@ -34,7 +34,7 @@ CODE = (
 )
 
 
-DECODE = Shape(current_isa(), "f32", 0)  # the quickest to compile
+DECODE = Shape("decode", current_isa(), "f32")  # the quickest to compile
 
 
 def start(directory: Path, **environment: str) -> subprocess.Popen:
@@ -67,7 +67,7 @@ def test_a_hit_is_what_would_be_emitted(tmp_path, monkeypatch):
     """The digest of the IR is kept beside the object: emitting again must give the same."""
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "c"))
     for storage in ("f32", "bf16"):
-        shape = Shape(current_isa(), storage, 3)
+        shape = Shape("forward", current_isa(), storage, 3)
         compiling._make(shape)
         path = compiling.cache_path(shape)
         assert path is not None
@@ -248,7 +248,7 @@ def test_every_source_is_in_the_digest(tmp_path):
     right = compiling.digest_of(package)
     assert right == compiling._sources()
     paths = sorted(package.rglob("*.py"))
-    assert {"problem.py", "planning.py", "storage.py", "engine.py", "region.py"} < {path.name for path in paths}
+    assert {"problem.py", "schedule.py", "storage.py", "prepare.py", "region.py"} < {path.name for path in paths}
     for path in paths:
         source = path.read_bytes()
         path.write_bytes(source + b"#")

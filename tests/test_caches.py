@@ -62,7 +62,8 @@ def test_any_chunks_have_the_bits_of_one_call(isa, rng, dtype, d, dv, options):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeypatch):
     """Every width, length, group and thread count, with special values in keys and values."""
-    from speedlight import api, planning
+    from speedlight import api
+    from speedlight.cpu import schedule
 
     for case in range(200 if FULL else 15):
         batch, kv_heads, group, n = (int(rng.integers(1, m)) for m in (3, 4, 6, 4))
@@ -83,7 +84,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
         ][case % 4]
         results = []
         for rows, threads in ((0, 1), (64, 1), (64, 2)):
-            monkeypatch.setattr(planning, "DECODE_ROWS", rows)
+            monkeypatch.setattr(schedule, "DECODE_ROWS", rows)
             api._prepared.clear()
             sl.set_threads(threads)
             results.append(sl.attention(q, k, v, **options))
@@ -734,19 +735,19 @@ def test_a_window_stays_small_however_long_the_sequence(rng):
     """One head, whose spans several tasks would share: what they leave for each other does not grow with what was
     forgotten.
     """
-    from speedlight import engine
+    from speedlight.cpu import prepare
 
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=100)
     q, k, v = qkv(rng, "float32", 1, 4, 1, 300, 300, 16, 16)
     cache.attend(0, q, k, v)
     cache._held[0] = [1 << 33], [1 << 33]
     taken = []
-    real = engine._take_scratch
-    engine._take_scratch = lambda size: taken.append(size) or real(size)
+    real = prepare._take_scratch
+    prepare._take_scratch = lambda size: taken.append(size) or real(size)
     try:
         out = cache.attend(0, *(x[:, :, :1] for x in (q, k, v)))
     finally:
-        engine._take_scratch = real
+        prepare._take_scratch = real
     assert np.isfinite(out).all() and max(taken) < 80 << 20
 
 

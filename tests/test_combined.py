@@ -29,11 +29,11 @@ from problems import Combined, Part, draw_combined, numpy_dtype
 from tolerance import assert_within, plain
 
 import speedlight as sl
-from speedlight import planning, reference
+from speedlight import reference
 from speedlight.cpu import compile as compiler
+from speedlight.cpu import schedule
 from speedlight.expressions.tree import evaluate
 from speedlight.machine import Blocking, host_isas, isa_named
-from speedlight.planning import uses_dot
 
 Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, length, dim) and lse (heads, length)
 
@@ -41,17 +41,17 @@ Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, lengt
 @contextlib.contextmanager
 def kernels(form: Form, unit: str, short: bool, *, cached: bool = False) -> Iterator[None]:
     """On a vector unit; in a short run with panels of one width, and the decode kernel only where the form says so."""
-    blocking, rows, before = planning.blocking, planning.DECODE_ROWS, os.environ.get("SPEEDLIGHT_ISA")
+    blocking, rows, before = schedule.blocking, schedule.DECODE_ROWS, os.environ.get("SPEEDLIGHT_ISA")
     os.environ["SPEEDLIGHT_ISA"] = unit
     if short:
         worth = tuple(1.0 if n == vectors_of(form) else 1e-9 for n in (1, 2, 3))
-        planning.blocking = lambda *_, **__: Blocking(worth, 8)  # type: ignore[arg-type, return-value]
+        schedule.blocking = lambda *_, **__: Blocking(worth, 8, 800_000_000)  # type: ignore[arg-type, return-value]
         if form.extra != ("steps" if cached else "decode") or unit != units(form)[0]:
-            planning.DECODE_ROWS = 0
+            schedule.DECODE_ROWS = 0
     try:
         yield
     finally:
-        planning.blocking, planning.DECODE_ROWS = blocking, rows
+        schedule.blocking, schedule.DECODE_ROWS = blocking, rows
         if before is None:
             del os.environ["SPEEDLIGHT_ISA"]
         else:
@@ -332,7 +332,7 @@ def most_rows(p: Combined, short: bool) -> int | None:
     """Tokens of a step, where a short run has no other kernel than that for few rows."""
     if not short or p.form.extra != "steps":
         return None
-    return planning.DECODE_ROWS * p.parts[0].k.shape[0] // p.parts[0].q.shape[0]
+    return schedule.DECODE_ROWS * p.parts[0].k.shape[0] // p.parts[0].q.shape[0]
 
 
 def cache_of(
@@ -581,7 +581,7 @@ def seen_keys(p: Combined) -> list[np.ndarray]:
 def assert_right(p: Combined, got: Results, unit: str) -> None:
     """Every element inside the bound."""
     arrays, options = for_reference(p)
-    dot = uses_dot(isa_named(unit), "bf16") and p.form.dtype == "bfloat16"
+    dot = isa_named(unit).product("bf16") == "pairs" and p.form.dtype == "bfloat16"
     if dot and p.has_infinity:  # its instruction takes subnormal inputs as zeros, and 0 times infinity is NaN
         arrays[:2] = [np.where(np.abs(plain(x)) < 2.0**-126, x.dtype.type(0), x) for x in arrays[:2]]
     want, want_lse = reference.attention(*arrays, return_lse=True, **options)
@@ -648,7 +648,11 @@ def failures(form: Form, seed: int, index: int, *, short: bool) -> Iterator[str]
     others = (
         [other]
         if short
-        else [x.name for x in host_isas() if form.dtype != "bfloat16" or x.bf16_dot == isa_named(unit).bf16_dot]
+        else [
+            x.name
+            for x in host_isas()
+            if form.dtype != "bfloat16" or x.product("bf16") == isa_named(unit).product("bf16")
+        ]
     )
     try:
         with kernels(form, unit, short):

@@ -14,7 +14,6 @@ from tolerance import assert_accurate, assert_within, plain
 
 import speedlight as sl
 from speedlight.machine import current_isa
-from speedlight.planning import uses_dot
 
 NAN, INF = float("nan"), float("inf")
 
@@ -177,7 +176,7 @@ def test_huge_logits_stay_finite(isa, dtype, size):
 @pytest.mark.parametrize("q_len", [2, 60])
 def test_any_finite_score(isa, rng, dtype, q_len):
     arrays = qkv(rng, dtype, 1, 2, 1, q_len, 1300, 16, 16)
-    dot = uses_dot(current_isa(), "bf16") and dtype == "bfloat16"
+    dot = current_isa().product("bf16") == "pairs" and dtype == "bfloat16"
     for far, every in itertools.product(far_scores(dtype), (1, 3)):
         score = lambda s, b, h, i, j, far=far, every=every: s + sl.where(j % every == 0, far, 0)  # noqa: E731
         out, lse = sl.attention(*arrays, score=score, return_lse=True)
@@ -196,7 +195,7 @@ def test_any_finite_score_everywhere(rng, dtype):
     most = float(np.finfo(np.float64 if dtype == "float64" else np.float32).max)
     number = np.float64 if dtype == "float64" else np.float32
     zeros = np.zeros_like(q)
-    dot = uses_dot(current_isa(), "bf16") and dtype == "bfloat16"
+    dot = current_isa().product("bf16") == "pairs" and dtype == "bfloat16"
     mean, bound = sl.reference.attention(zeros, k, v), sl.reference.error_bound(zeros, k, v, dot=dot).out
     whole, half = (np.full((40, 40), x, number) for x in (-most, -most / 2))
     assert_within(sl.attention(q, k, v, score=whole), mean, bound)
@@ -317,7 +316,7 @@ def test_widened_bf16_has_the_same_bits_on_every_unit_without_the_dot(rng, monke
     q, k, v = qkv(rng, "bfloat16", 1, 3, 1, 130, 1200, 36, 40, 2.0)
     seen = set()
     for level in host_isas():
-        if not level.bf16_dot:
+        if level.product("bf16") != "pairs":
             monkeypatch.setenv("SPEEDLIGHT_ISA", level.name)
             seen.add(sl.attention(q, k, v, causal=True).tobytes())
     assert len(seen) == 1

@@ -15,7 +15,8 @@ from conftest import FULL
 from problems import DTYPES, numpy_dtype
 
 import speedlight as sl
-from speedlight import arrays, engine
+from speedlight import arrays
+from speedlight.cpu import prepare
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 libc = ctypes.CDLL(None, use_errno=True)
@@ -192,8 +193,8 @@ def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
             ctypes.memset(scratch, fill, size)
             return scratch
 
-        monkeypatch.setattr(engine, "_take_scratch", take)
-        monkeypatch.setattr(engine, "_give_scratch", lambda scratch: None)
+        monkeypatch.setattr(prepare, "_take_scratch", take)
+        monkeypatch.setattr(prepare, "_give_scratch", lambda scratch: None)
         results.add(sl.attention(q, k, v, causal=True, q_start=20).tobytes())
         stored.add(cache.attend(0, q).tobytes())
     assert len(results) == len(stored) == 1

@@ -19,7 +19,7 @@ from problems import qkv
 import speedlight as sl
 from speedlight import modes
 from speedlight.cpu import compile as compiling
-from speedlight.cpu.microkernels import Shape
+from speedlight.cpu.shape import Shape
 from speedlight.machine import current_isa
 
 USUAL = modes._access()[2]
@@ -95,7 +95,7 @@ def test_int8_caches(rng, name):
 @every_mode
 def test_kernels_are_written_alike(name):
     """Constants are rounded when a kernel is written, and the kernel is kept for others."""
-    shape = Shape(current_isa(), "f32", 3)
+    shape = Shape("forward", current_isa(), "f32", 3)
     right = compiling.emit(shape)
     with set_to(name):
         assert hashlib.sha256(compiling.emit(shape).encode()).digest() == hashlib.sha256(right.encode()).digest()

@@ -17,8 +17,7 @@ from problems import DTYPES, numpy_dtype
 from wrong import WRONG
 
 import speedlight as sl
-from speedlight import engine
-from speedlight.cpu import blocks, storage
+from speedlight.cpu import blocks, prepare, storage
 
 KINDS = (*DTYPES, "int8")
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
@@ -493,7 +492,7 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
         for at in range(1, 400):
             with monkeypatch.context() as patch:
                 failing = _Failing(at)
-                for module in (blocks, storage, engine):
+                for module in (blocks, storage, prepare):
                     patch.setattr(module, "np", failing)
                 forget_steps(pool if kind == "pool" else cache)
                 try:

@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from problems import qkv
 
 import speedlight as sl
-from speedlight import arrays, engine, planning
+from speedlight import arrays
+from speedlight.cpu.operands import Dense, Rows, Strides
+from speedlight.cpu.prepare import prepare
+from speedlight.cpu.schedule import schedule
 from speedlight.machine import current_isa
 from speedlight.problem import LAYOUTS, Options
 from speedlight.resolve import from_arrays
@@ -26,7 +29,8 @@ def counted(q, k, v, options):
     described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
     problem = from_arrays(*described, Options(**options)).problem
     out, counts = np.empty_like(q), np.zeros(3, np.int64)
-    prepared = engine.prepare(problem, "bhld", *described, out.strides, None, None, sl.get_threads(), current_isa())
+    rows, keys = Rows("bhld", described[0], out.strides), Dense("bhld", *described[1:])
+    prepared = prepare(problem, rows, keys, sl.get_threads(), current_isa())
     prepared.run(*(x.address for x in described), out.ctypes.data, 0, counts.ctypes.data)
     assert plan.kernel == prepared.kernel.symbol
     return counts.tolist(), plan, problem
@@ -181,7 +185,7 @@ def test_the_plan_is_frozen_and_prints_as_a_table():
 
 def test_schedule_fits_the_cache():
     problem = sl.plan(q_heads=8, q_len=4096, head_dim=64).problem
-    how = planning.schedule(problem, current_isa(), 2)
+    how = schedule(problem, current_isa(), 2, Strides())
     assert how.scratch_bytes < 1 << 20 and how.panels >= 1
 
 
@@ -190,12 +194,12 @@ def test_the_plain_read_reads_every_byte():
     import ctypes
 
     from speedlight.cpu import roof
-    from speedlight.cpu.layout import FIELDS, LIMIT
+    from speedlight.cpu.layout import LIMIT
     from speedlight.cpu.workers import run_region
 
     memory = np.random.default_rng(0).integers(0, 1 << 40, 4 * 65536 // 8)
-    words = (ctypes.c_int64 * (len(FIELDS) + 128))()
-    words[LIMIT], words[FIELDS.index("q")] = 4, memory.ctypes.data
+    words = (ctypes.c_int64 * (len(roof.ARGUMENTS.names) + 128))()
+    words[LIMIT], words[roof.ARGUMENTS.word("memory")] = 4, memory.ctypes.data
     run_region(roof._kernels(current_isa(), "f32")[1], words, 1)
     sums = np.frombuffer(words, np.int64)[roof.OPERANDS // 8 :]
     assert sums.sum() == memory.sum() and np.count_nonzero(sums) == 8 * current_isa().vector_bytes // 8

@@ -338,16 +338,16 @@ def test_no_thread_can_be_started(with_torch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_no_memory_for_scratch_is_a_memory_error(rng, monkeypatch):
-    from speedlight import engine
+    from speedlight.cpu import prepare
 
     def full(size: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     q, k, v = qkv(rng, "float32", 1, 2, 2, 20, 30, 16, 16)
     want = sl.attention(q, k, v).tobytes()
-    engine._scratches.clear()
+    prepare._scratches.clear()
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "pages", full)
+        patch.setattr(prepare, "pages", full)
         with pytest.raises(MemoryError, match="bytes of scratch cannot be reserved"):
             sl.attention(q, k, v)
     assert sl.attention(q, k, v).tobytes() == want
@@ -400,7 +400,7 @@ def wait_until(condition) -> None:
 
 def test_no_memory_anywhere_in_a_run(rng, monkeypatch):
     """At each allocation of Python's own: MemoryError, nobody inside, the next call right."""
-    from speedlight.engine import Prepared
+    from speedlight.cpu.prepare import Call
 
     testing = pytest.importorskip("_testcapi")
     monkeypatch.setattr(workers, "_openmp", lambda _: None)
@@ -412,9 +412,9 @@ def test_no_memory_anywhere_in_a_run(rng, monkeypatch):
     sl.set_threads(3)
     calls = []
     with monkeypatch.context() as patch:
-        patch.setattr(Prepared, "run", lambda *given: calls.append(given))
+        patch.setattr(Call, "run", lambda *given: calls.append(given))
         sl.attention(q, k, v, out=out)
-    run_of, (prepared, *addresses) = Prepared.run, calls[0]
+    run_of, (prepared, *addresses) = Call.run, calls[0]
     addresses[3] = out.ctypes.data
     run_of(prepared, *addresses)
     want, failed = out.tobytes(), 0

@@ -18,8 +18,8 @@ from .. import arrays
 from ..errors import ReservationError, shown
 from ..machine import Isa
 from ..modes import standard
-from ..planning import BLOCK, uses_dot
 from ..tokens import TokenShape
+from .layout import BLOCK
 
 
 class Store:
@@ -214,7 +214,7 @@ def make_stores(
     kind: type[Store] = Store
     if shape.dtype == "int8":
         kind = Coded
-    elif shape.dtype == "bfloat16" and uses_dot(isa, "bf16"):
+    elif shape.dtype == "bfloat16" and isa.product("bf16") == "pairs":
         kind = Pairs
     k, v = (
         [kind(dim, shape.dtype, keys=keys) for _ in range(shape.layers)]

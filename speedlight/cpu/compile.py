@@ -29,9 +29,10 @@ from ..errors import CompileError
 from ..modes import standard
 
 if TYPE_CHECKING:
-    from . import merging, microkernels
+    from .merging import MergeShape
+    from .shape import Shape
 
-    Shape = microkernels.Shape | merging.MergeShape
+    AnyShape = Shape | MergeShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"2\n"
@@ -76,12 +77,12 @@ def _find(owner: Any, name: str) -> int:
     return address
 
 
-def symbol_of(shape: Shape) -> str:
+def symbol_of(shape: AnyShape) -> str:
     """The kernel's identity: the same string in profiles, in the cache and in benchmark rows."""
     return f"{shape.stem}_{_digest(shape)[:12]}"
 
 
-def kernel_of(shape: Shape) -> Kernel:
+def kernel_of(shape: AnyShape) -> Kernel:
     """The forward, decode or merge kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
     key = _structure(shape)
     kernel = _loaded.get(key)
@@ -114,19 +115,25 @@ def loaded_kernels() -> list[str]:
 
 
 @standard
-def emit(shape: Shape) -> str:
+def emit(shape: AnyShape) -> str:
     """The LLVM IR of the kernel."""
     from .decode import decode_module
     from .forward import forward_module
     from .merging import MergeShape, merge_module
+    from .shape import Shape
 
-    if isinstance(shape, MergeShape):
-        return str(merge_module(shape, symbol_of(shape)))
-    return str((forward_module if shape.vectors else decode_module)(shape, symbol_of(shape)))
+    symbol = symbol_of(shape)
+    match shape:
+        case MergeShape():
+            return str(merge_module(shape, symbol))
+        case Shape(kind="forward"):
+            return str(forward_module(shape, symbol))
+        case _:
+            return str(decode_module(shape, symbol))
 
 
 @standard
-def compile_ir(shape: Shape, text: str, triple: str | None = None, *, assembly: bool = False) -> Any:
+def compile_ir(shape: AnyShape, text: str, triple: str | None = None, *, assembly: bool = False) -> Any:
     """Object code (or assembly) of `text` for the shape's target."""
     from llvmlite import binding
 
@@ -162,7 +169,7 @@ def _optimise(module: Any, builder: Any) -> None:
             NewPassManager._dispose(passes)
 
 
-def _make(shape: Shape) -> Kernel:
+def _make(shape: AnyShape) -> Kernel:
     symbol = symbol_of(shape)
     path = cache_path(shape)
     code = _read(path) if path else None
@@ -175,7 +182,7 @@ def _make(shape: Shape) -> Kernel:
     return Kernel(symbol, code, hit)
 
 
-def _host_triple(shape: Shape) -> str | None:
+def _host_triple(shape: AnyShape) -> str | None:
     """The object format must be the host's; on Linux it is the level's own."""
     if sys.platform == "linux":
         return None
@@ -214,7 +221,7 @@ def digest_of(package: Path) -> bytes:
     return total.digest()
 
 
-def _digest(shape: Shape) -> str:
+def _digest(shape: AnyShape) -> str:
     return _digest_of(_structure(shape))
 
 
@@ -241,7 +248,7 @@ def cache_directory() -> Path | None:
         return None
 
 
-def cache_path(shape: Shape) -> Path | None:
+def cache_path(shape: AnyShape) -> Path | None:
     directory = cache_directory()
     return directory and directory / f"{symbol_of(shape)}_{_digest(shape)}.o"
 

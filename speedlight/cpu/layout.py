@@ -1,30 +1,181 @@
-"""The struct a kernel is called with: names and places, for the emitter and for the caller."""
+"""Memory that the host fills and kernels read, by name: arguments, items, scratch and the memory of panels.
+
+A `Record` is a row of 64-bit words. The host writes them into an int64 array at `word(name)`, kernels read them at
+`offset(name)`. Scratch has parts of sizes that depend on the problem: `placed` says where each begins, and a kernel
+finds that in its arguments, as `at_<part>`. LLVM is not needed here.
+"""
 
 from __future__ import annotations
 
-# one int64 word each; `ticket` has a cache line of its own. What every kernel's struct begins with: a region reads no
-# more
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ..problem import TILE
+
+BLOCK = 16  # keys of a block of a cache: one after another for each element
+SLACK = 8  # numbers past the last of a list of pages: they are read, not used
+PLACES = 192  # addresses of a tile's keys, of what is fetched ahead of it, and what one store may write past them
+ENDLESS = 1 << 62  # tokens or pages: there is no end
+
+
+class Record:
+    """Words of 64 bits, by name."""
+
+    __slots__ = ("names", "words")
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.words = names, {name: i for i, name in enumerate(names)}
+
+    def word(self, name: str) -> int:
+        return self.words[name]
+
+    def offset(self, name: str) -> int:
+        """In bytes."""
+        return 8 * self.words[name]
+
+    @property
+    def bytes(self) -> int:
+        return 8 * len(self.names)
+
+
+class Item(NamedTuple):
+    """An item of the batch: values in a kernel, columns of the host's table, or their numbers (ITEM)."""
+
+    first: Any  # tickets before it
+    blocks: Any  # tickets per kv head, or per group of them that share a task
+    q_len: Any
+    k_len: Any
+    start: Any  # position of the first query, less that of the first key
+    q_at: Any  # bytes from the address in the arguments, likewise the next four
+    k_at: Any
+    v_at: Any
+    out_at: Any
+    lse_at: Any
+    index: Any  # in the batch; -1: rows without a query
+    pages: Any  # address of its list of pages
+
+
+ITEM = Item._make(range(len(Item._fields)))
+ITEM_BYTES = 8 * len(Item._fields)
+
+# what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
+COUNTS = Record("full", "mixed", "panel_keys")
+
+# --- arguments
+
+# What every kernel's arguments begin with: a region reads no more. `ticket` has a cache line of its own
 HEAD = ("ticket", "worker", "left", "pad3", "pad4", "pad5", "pad6", "pad7", "limit", "scratch", "scratch_stride")
-FIELDS = (
-    *HEAD, "q", "k", "v", "out", "lse", "items", "item_count",
+_CALL = ("q", "k", "v", "out", "lse", "counts", "items", "partials", "arrived", "wrong")  # new for each call
+_COMMON = (
+    *HEAD, *_CALL, "item_count",
     "q_head", "q_row", "q_column", "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
     "out_head", "out_row", "out_column", "lse_head", "lse_row",
-    "head_dim", "value_dim", "group", "panels", "causal", "c", "flip", "stage_k", "stage_v", "counts",
-    "at_check", "at_partial", "at_keys", "at_values", "at_panels", "panel_bytes", "at_total", "at_span", "at_limits",
-    "at_rows", "width",
-    "scale", "k_start", "numbers", "tables", "wrong", "sinks",
-    "partials", "partial_bytes", "arrived",
-    "page_size", "page_fixed", "page_ring", "k_page", "v_page", "at_places", "at_scales", "heads",
+    "head_dim", "value_dim", "group", "causal", "c", "scale", "flip", "k_start", "numbers", "tables", "sinks",
+    "page_size", "page_fixed", "page_ring", "k_page", "v_page",
 )  # fmt: skip
-# per batch item: tickets before it, blocks per kv head, lengths, q_start - k_start, byte offsets; which item (-1: rows
-# without a query), its list of pages
-ITEM = ("first", "blocks", "q_len", "k_len", "start", "q_at", "k_at", "v_at", "out_at", "lse_at", "index", "pages")
-# what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
-COUNTS = ("full", "mixed", "panel_keys")
+TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))
+CALL = slice(len(HEAD), len(HEAD) + len(_CALL))
+
+# --- scratch: each part, and its bytes; parts begin on cache lines
+
+
+class ForwardSizes(NamedTuple):
+    """What the parts of the forward kernel's scratch depend on."""
+
+    number: int  # bytes of a score or sum
+    panel: int  # queries of a panel
+    tile_rows: int  # TILE, rounded up to register tiles
+    units: int  # of a query
+    width: int  # value columns, rounded up to register tiles
+    staged_keys: int  # bytes of a tile's keys, and values, where they are copied
+    staged_values: int
+    quantised: bool
+
+    @property
+    def row(self) -> int:
+        """Bytes of a number for each query."""
+        return self.panel * self.number
+
+
+# what a panel keeps of each of its queries: keys seen; addresses of the rows of q, out, lse; position, head
+LANES = Record("limit", "q", "out", "lse", "position", "head")
+ENDS = Record("low", "high", *(f"pad{i}" for i in range(2, 8)))  # keys that a panel's first query sees, and its last
+
+# of a worker; a state is a panel's running_max, running_sum, then the accumulator [width, panel]
+FORWARD_SCRATCH: Mapping[str, Callable[[ForwardSizes], int]] = {
+    "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel], then weights in their place
+    "check": lambda z: 3 * z.row,  # largest score, sum, smallest; then alpha and what sums of values start from
+    "partial": lambda z: (2 + z.width) * z.row,  # [width, panel] sums of the fully visible keys; at the end, a sink
+    "keys": lambda z: z.staged_keys,  # [TILE, units]
+    "values": lambda z: z.staged_values,  # [steps of TILE, value_dim]
+    "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values
+    "scales": lambda z: z.quantised * 2 * TILE * 4,  # of a tile's keys, then of its values
+    "panels": lambda z: 0,  # one after another to the end
+}
+PANEL: Mapping[str, Callable[[ForwardSizes], int]] = {
+    "ends": lambda z: ENDS.bytes,
+    "queries": lambda z: z.units * z.row,  # [units, panel]
+    "total": lambda z: (2 + z.width) * z.row,  # state of the spans so far
+    "span": lambda z: (2 + z.width) * z.row,  # state of this span
+    "lanes": lambda z: LANES.bytes * z.panel,  # [LANES, panel]
+}
+
+
+class DecodeSizes(NamedTuple):
+    """What the parts of the decode kernel's scratch depend on."""
+
+    number: int  # bytes of a score or sum
+    rows: int  # query rows of a kv head
+    heads: int  # kv heads of a task
+    units: int  # of a query
+    slots: int  # vectors of a value
+    vector: int  # bytes
+
+    @property
+    def states(self) -> int:
+        """Bytes of a state for every row of every head: max, sum, then the accumulator in slots of one vector."""
+        return self.heads * self.rows * (self.slots + 1) * self.vector
+
+
+# what a tile leaves of each row: the factor of what came before, the sum of weights, keys seen
+ROW = Record("alpha", "sum", "limit")
+DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
+    "scores": lambda z: z.rows * TILE * z.number,  # [rows, TILE], then weights in their place
+    "queries": lambda z: z.heads * z.rows * z.units * z.number,  # [heads, rows, units]
+    "sums": lambda z: z.rows * z.slots * z.vector,  # [rows, slots] of a tile's values
+    "span": lambda z: z.states,
+    "total": lambda z: z.states,
+    "numbers": lambda z: ROW.bytes * z.rows,  # [ROW, rows]
+    "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values, each with those to fetch
+}
+
+
+def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[str, int], int]:
+    """Where each part begins, and where the last ends."""
+    places, end = {}, 0
+    for name, bytes_of in parts.items():
+        places[name] = end
+        end += -(-bytes_of(sizes) // 64) * 64
+    return places, end
+
+
+FORWARD = Record(
+    *_COMMON, "panels", "width", "stage_k", "stage_v", "panel_bytes",
+    *(f"at_{name}" for name in (*FORWARD_SCRATCH, *PANEL)),
+)  # fmt: skip
+DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH))
+
+
+def arguments_of(kind: str) -> Record:
+    """What a kernel of this kind is called with."""
+    match kind:
+        case "forward":
+            return FORWARD
+        case "decode":
+            return DECODE
+    raise AssertionError(kind)
 
 
 def field(name: str) -> int:
-    return FIELDS.index(name) * 8
-
-
-TICKET, WORKER, LEFT, LIMIT = (HEAD.index(name) for name in ("ticket", "worker", "left", "limit"))
+    """The offset of a word that the arguments of every attention kernel have at the same place."""
+    return 8 * _COMMON.index(name)

@@ -16,7 +16,7 @@ from ..expressions.tree import OF_KEYS, Node, order
 from .functions import FUNCTIONS, like
 from .layout import field as field_at
 from .lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
-from .microkernels import Shape, unrolled
+from .shape import Shape
 from .vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
 
 
@@ -304,7 +304,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                         group,
                         end - group,
                     )
-                unrolled(k, group, end, lambda j: key(j, j - group), by=2)
+                k.unrolled(group, end, lambda j: key(j, j - group))
         else:
             with k.range(begin, p["n_keys"]) as j:
                 key(j, j)

@@ -16,28 +16,27 @@ from ..arrays import STORAGE_BYTES
 from ..machine import Isa
 from . import functions
 from .conversions import load_f64, store_f64
-from .layout import HEAD
-from .region import entry, region
+from .layout import HEAD, Record
+from .region import Words, entry, region
 from .vector import F64, I64, PTR, Function, Module, Value, vec
 
 BLOCK = 16  # rows whose weights are computed together
 _VECTORS = 8  # vectors of columns summed together
-STORAGES = tuple(STORAGE_BYTES)  # a kind is a place in here
+STORAGES = tuple(STORAGE_BYTES)  # a kind is an index into it
 
 # sizes[dims] and states[count] are tables; a state is STATE words, then for each of the dims its step of out and of lse
-MERGE_FIELDS = (
+ARGUMENTS = Record(
     *HEAD, "states", "count", "state_bytes", "sizes", "dims", "rows", "ticket_rows",
     "value_dim", "strided", "out", "out_kind", "lse", "lse_kind",
 )  # fmt: skip
-PLACES = {name: i for i, name in enumerate(MERGE_FIELDS)}
-STATE = ("out", "out_kind", "column", "lse", "lse_kind")
-_ENTRY = ("at", "kind", "column", "weight")  # of a state that has a say in a row
+STATE = Record("out", "out_kind", "column", "lse", "lse_kind")
+_ENTRY = Record("at", "kind", "column", "weight")  # of a state that has a say in a row
 _NO_SAY = -1.0  # instead of a weight
 
 
 def scratch_bytes(states: int, dims: int) -> int:
-    """Of one worker: weights and places of a block's rows, a row's entries, its index, the block's results."""
-    return 8 * (2 * BLOCK * states + len(_ENTRY) * states + dims + BLOCK)
+    """Of one worker: weights and addresses of a block's rows, a row's entries, its index, the block's results."""
+    return 8 * (2 * BLOCK * states + dims + BLOCK) + _ENTRY.bytes * states
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,29 +66,24 @@ class _Part:
     def __init__(self, module: Module, name: str, *params: str) -> None:
         self.k = module.function(name, {"a": PTR, "scratch": PTR} | dict.fromkeys(params, I64))
         self.p, self.scratch = self.k.p, self.k.p["scratch"]
-
-    def get(self, name: str) -> Value:
-        return self.k.load(I64, self.p["a"], 8 * PLACES[name], align=8)
-
-    def pointer(self, name: str) -> Value:
-        return self.k.pointer(self.get(name))
+        self.a = Words(self.k, ARGUMENTS, self.p["a"])
 
     def weight(self, state: Value, row: Value | int) -> Value:
         """[count, BLOCK] of log-sum-exps, then weights."""
         return self.k.at(self.scratch, (state * BLOCK + row) * 8)
 
-    def place(self, state: Value, row: Value) -> Value:
+    def output(self, state: Value, row: Value) -> Value:
         """[count, BLOCK] of addresses of outputs."""
-        return self.k.at(self.scratch, ((self.get("count") + state) * BLOCK + row) * 8)
+        return self.k.at(self.scratch, ((self.a.count + state) * BLOCK + row) * 8)
 
     def entries(self) -> Value:
-        return self.k.at(self.scratch, self.get("count") * (16 * BLOCK))
+        return self.k.at(self.scratch, self.a.count * (16 * BLOCK))
 
     def index(self) -> Value:
-        return self.k.at(self.entries(), self.get("count") * (8 * len(_ENTRY)))
+        return self.k.at(self.entries(), self.a.count * _ENTRY.bytes)
 
     def logs(self) -> Value:
-        return self.k.at(self.index(), self.get("dims") * 8)
+        return self.k.at(self.index(), self.a.dims * 8)
 
     def call(self, f: Any, *args: Value) -> Value:
         return self.k.call(f, self.p["a"], self.scratch, *args)
@@ -128,8 +122,8 @@ def _task(module: Module, s: MergeShape) -> Any:
     locate, weigh, total = _locate(module, numbers), _weigh(module, s, numbers), _sum(module, s, numbers)
     part = _Part(module, "task", "number")
     k = part.k
-    first = part.p["number"] * part.get("ticket_rows")
-    last = k.min(first + part.get("ticket_rows"), part.get("rows"))
+    first = part.p["number"] * part.a.ticket_rows
+    last = k.min(first + part.a.ticket_rows, part.a.rows)
     with k.range(first, last, BLOCK) as start:
         end = k.min(start + BLOCK, last)
         part.call(locate, start, end)
@@ -145,7 +139,7 @@ def _locate(module: Module, numbers: Any) -> Any:
     """
     part = _Part(module, "locate", "start", "end")
     k, p = part.k, part.p
-    dims, sizes, states, index = part.get("dims"), part.pointer("sizes"), part.pointer("states"), part.index()
+    dims, sizes, states, index = part.a.dims, k.pointer(part.a.sizes), k.pointer(part.a.states), part.index()
     with k.range(0, BLOCK) as r:
         rest = k.variable(k.min(p["start"] + r, p["end"] - 1))
         with k.range(1, dims) as back:
@@ -154,16 +148,16 @@ def _locate(module: Module, numbers: Any) -> Any:
             rest.set(number // size)
             k.store(number - rest.get() * size, index, at)
         k.store(rest.get(), index)
-        with k.range(0, part.get("count")) as n:
-            state = k.at(states, n * part.get("state_bytes"))
-            word = {name: k.load(I64, state, 8 * i) for i, name in enumerate(STATE)}
-            out, lse = k.variable(word["out"]), k.variable(word["lse"])
+        with k.range(0, part.a.count) as n:
+            state = k.at(states, n * part.a.state_bytes)
+            word = Words(k, STATE, state)
+            lse_kind, out, lse = word.lse_kind, k.variable(word.out), k.variable(word.lse)
             with k.range(0, dims) as d:
-                i, steps = k.load(I64, index, d * 8), k.at(state, d * 16 + 8 * len(STATE))
+                i, steps = k.load(I64, index, d * 8), k.at(state, d * 16 + STATE.bytes)
                 out.set(out.get() + i * k.load(I64, steps))
                 lse.set(lse.get() + i * k.load(I64, steps, 8))
-            k.store(k.call(numbers[0], word["lse_kind"], k.pointer(lse.get())), part.weight(n, r))
-            k.store(out.get(), part.place(n, r))
+            k.store(k.call(numbers[0], lse_kind, k.pointer(lse.get())), part.weight(n, r))
+            k.store(out.get(), part.output(n, r))
     return k.finish()
 
 
@@ -173,7 +167,7 @@ def _weigh(module: Module, s: MergeShape, numbers: Any) -> Any:
     """
     part = _Part(module, "weigh", "start", "end")
     k, p, t = part.k, part.p, vec(F64, s.lanes)
-    count = part.get("count")
+    count = part.a.count
     with k.range(0, BLOCK, s.lanes) as lane:
         top = k.variable(k.const(-math.inf, t))
         with k.range(0, count) as n:
@@ -189,10 +183,10 @@ def _weigh(module: Module, s: MergeShape, numbers: Any) -> Any:
             w = k.load(t, part.weight(n, lane))
             k.store(k.select(w < 0.0, w, w / total.get()), part.weight(n, lane))
         k.store(base + functions.natural_log(k, total.get()), part.logs(), lane * 8)
-    kind = part.get("lse_kind")
+    kind = part.a.lse_kind
     with k.range(p["start"], p["end"]) as row:
         x = k.load(F64, part.logs(), (row - p["start"]) * 8)
-        k.call(numbers[1], kind, k.at(part.pointer("lse"), row * _bytes_of(k, kind)), x)
+        k.call(numbers[1], kind, k.at(k.pointer(part.a.lse), row * _bytes_of(k, kind)), x)
     return k.finish()
 
 
@@ -200,18 +194,19 @@ def _sum(module: Module, s: MergeShape, numbers: Any) -> Any:
     """One row: the states that have a say are listed, then columns are summed, many side by side where they adjoin."""
     part = _Part(module, "sum", "row", "r")
     k, p = part.k, part.p
-    states, entries, said = part.pointer("states"), part.entries(), k.variable(k.i64(0))
-    with k.range(0, part.get("count")) as n:
-        weight, state = k.load(F64, part.weight(n, p["r"])), k.at(states, n * part.get("state_bytes"))
-        entry = k.at(entries, said.get() * (8 * len(_ENTRY)))
-        values = k.load(I64, part.place(n, p["r"])), k.load(I64, state, 8), k.load(I64, state, 16), weight
-        for i, value in enumerate(values):
-            k.store(value, entry, 8 * i)
+    states, entries, said = k.pointer(part.a.states), part.entries(), k.variable(k.i64(0))
+    with k.range(0, part.a.count) as n:
+        weight, state = k.load(F64, part.weight(n, p["r"])), k.at(states, n * part.a.state_bytes)
+        entry = k.at(entries, said.get() * _ENTRY.bytes)
+        word = Words(k, STATE, state)
+        values = {"at": k.load(I64, part.output(n, p["r"])), "kind": word.out_kind, "column": word.column}
+        for name, value in (values | {"weight": weight}).items():
+            k.store(value, entry, _ENTRY.offset(name))
         said.set(k.select(weight < 0.0, said.get(), said.get() + 1))
-    width, kind = part.get("value_dim"), part.get("out_kind")
+    width, kind = part.a.value_dim, part.a.out_kind
     size = _bytes_of(k, kind)
-    columns = _Columns(k, entries, said.get(), kind, k.at(part.pointer("out"), p["row"] * width * size), size)
-    side_by_side = k.select(part.get("strided").equals(0) & (width >= s.lanes), width, k.i64(0))
+    columns = _Columns(k, entries, said.get(), kind, k.at(k.pointer(part.a.out), p["row"] * width * size), size)
+    side_by_side = k.select(part.a.strided.equals(0) & (width >= s.lanes), width, k.i64(0))
     wide = side_by_side // (_VECTORS * s.lanes) * (_VECTORS * s.lanes)
     with k.range(0, wide, _VECTORS * s.lanes) as column:
         columns.vectors(column, _VECTORS, s.lanes)
@@ -233,9 +228,9 @@ class _Columns:
         self.empty = k.select(said.equals(0), k.const(0.0, F64), k.const(-0.0, F64))
 
     def _entry(self, n: Value) -> tuple[Value, Value, Value, Value]:
-        k = self.k
-        at, kind, column = (k.load(I64, self.entries, n * (8 * len(_ENTRY)) + 8 * i) for i in range(3))
-        return k.pointer(at), kind, column, k.load(F64, self.entries, n * (8 * len(_ENTRY)) + 24)
+        k, at = self.k, self.k.at(self.entries, n * _ENTRY.bytes)
+        entry = Words(k, _ENTRY, at)
+        return k.pointer(entry.at), entry.kind, entry.column, k.load(F64, at, _ENTRY.offset("weight"))
 
     def vectors(self, column: Value, count: int, lanes: int) -> None:
         """`count` vectors of columns."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..planning import ENDLESS, PLACES
-from .layout import field
-from .vector import I64, PTR, Module, Value, vec
+from .layout import ENDLESS, field
+from .vector import I64, PTR, Function, Module, Value, Variable, vec
 
 _AT_ONCE = 8  # addresses of one store
+_WORDS = ("page_bytes", "row", "start", "end")
 
 
 def locate(module: Module, tokens: int) -> Any:
@@ -22,57 +22,57 @@ def locate(module: Module, tokens: int) -> Any:
 
     start and page_size are multiples of `tokens`, which lie side by side.
     """
-    params = {
-        "a": PTR,
-        "places": PTR,
-        "pages": PTR,
-        "base": PTR,
-        "page_bytes": I64,
-        "row": I64,
-        "start": I64,
-        "end": I64,
-    }
+    params = {"a": PTR, "places": PTR, "pages": PTR, "base": PTR} | dict.fromkeys(_WORDS, I64)
     k = module.function(f"locate_{tokens}", params, I64)
     p = k.p
     size, fixed, ring = (k.load(I64, p["a"], field(f"page_{n}")) for n in ("size", "fixed", "ring"))
     base = Value(k, k.b.ptrtoint(p["base"].x, I64))
-    step = p["row"] * tokens
-    steps = k.iota(_AT_ONCE) * k.splat(step, _AT_ONCE)
-    at, regular, expected = k.variable(p["start"]), k.variable(k.i64(1)), k.variable(k.i64(0))
+    steps = k.iota(_AT_ONCE) * k.splat(p["row"] * tokens, _AT_ONCE)
+    regular = k.variable(k.i64(1))
     with k.either(size.equals(tokens) & fixed.equals(ENDLESS)) as (each, runs):
-        with (
-            each,
-            k.when(p["start"] < p["end"]),
-        ):  # a number of its own for each entry; up to _AT_ONCE - 1 numbers past the last are read
-            count = (p["end"] - p["start"] + (tokens - 1)) // tokens
-            numbers = k.at(p["pages"], p["start"] // tokens * 8)
-            first = base + k.load(I64, numbers) * p["page_bytes"]
-            with k.range(0, count, _AT_ONCE) as i:
-                address = k.splat(base, _AT_ONCE) + k.load(vec(I64, _AT_ONCE), numbers, i * 8) * k.splat(
-                    p["page_bytes"], _AT_ONCE
-                )
-                k.store(address, p["places"], i * 8)
-                follows = address.equals(k.splat(first + i * step, _AT_ONCE) + steps)
-                past = k.iota(_AT_ONCE) >= k.splat(count - i, _AT_ONCE)
-                regular.set(k.select(k.all(follows | past), regular.get(), k.i64(0)))
-        with runs, k.forever() as leave_if:
-            here = at.get()
-            leave_if(here >= p["end"])
-            page = here // size
-            inside = here - page * size
-            slot = k.variable(page)
-            with k.when(page >= fixed):
-                slot.set(fixed + (page - fixed) % ring)
-            address = base + k.load(I64, p["pages"], slot.get() * 8) * p["page_bytes"] + inside * p["row"]
-            run = k.min(p["end"] - here, size - inside)
-            follows = here.equals(p["start"]) | address.equals(expected.get())
-            regular.set(k.select(follows, regular.get(), k.i64(0)))
-            expected.set(address + run * p["row"])
-            first = (here - p["start"]) // tokens
-            with k.range(0, (run + (tokens - 1)) // tokens, _AT_ONCE) as i:
-                k.store(k.splat(address + i * step, _AT_ONCE) + steps, p["places"], (first + i) * 8)
-            at.set(here + run)
+        with each, k.when(p["start"] < p["end"]):
+            _locate_pages(k, tokens, base, steps, regular)
+        with runs:
+            at, expected = k.variable(p["start"]), k.variable(k.i64(0))
+            with k.forever() as leave_if:
+                leave_if(at.get() >= p["end"])
+                _locate_run(k, tokens, base, steps, (size, fixed, ring), (at, regular, expected))
     return k.finish(regular.get())
 
 
-__all__ = ["PLACES", "locate"]
+def _locate_pages(k: Function, tokens: int, base: Value, steps: Value, regular: Variable) -> None:
+    """A page, and a number, for each entry; up to _AT_ONCE - 1 numbers past the last are read."""
+    p, step = k.p, k.p["row"] * tokens
+    count = (p["end"] - p["start"] + (tokens - 1)) // tokens
+    numbers = k.at(p["pages"], p["start"] // tokens * 8)
+    first = base + k.load(I64, numbers) * p["page_bytes"]
+    with k.range(0, count, _AT_ONCE) as i:
+        number = k.load(vec(I64, _AT_ONCE), numbers, i * 8)
+        address = k.splat(base, _AT_ONCE) + number * k.splat(p["page_bytes"], _AT_ONCE)
+        k.store(address, p["places"], i * 8)
+        follows = address.equals(k.splat(first + i * step, _AT_ONCE) + steps)
+        past = k.iota(_AT_ONCE) >= k.splat(count - i, _AT_ONCE)
+        regular.set(k.select(k.all(follows | past), regular.get(), k.i64(0)))
+
+
+def _locate_run(
+    k: Function, tokens: int, base: Value, steps: Value, ring_of: tuple[Value, ...], state: tuple[Variable, ...]
+) -> None:
+    """The rest of a page from token `at` on. `expected`: the address at which it would go on where the last ended."""
+    p, step = k.p, k.p["row"] * tokens
+    (size, fixed, ring), (at, regular, expected) = ring_of, state
+    here = at.get()
+    page = here // size
+    inside = here - page * size
+    slot = k.variable(page)
+    with k.when(page >= fixed):
+        slot.set(fixed + (page - fixed) % ring)
+    address = base + k.load(I64, p["pages"], slot.get() * 8) * p["page_bytes"] + inside * p["row"]
+    run = k.min(p["end"] - here, size - inside)
+    follows = here.equals(p["start"]) | address.equals(expected.get())
+    regular.set(k.select(follows, regular.get(), k.i64(0)))
+    expected.set(address + run * p["row"])
+    first = (here - p["start"]) // tokens
+    with k.range(0, (run + (tokens - 1)) // tokens, _AT_ONCE) as i:
+        k.store(k.splat(address + i * step, _AT_ONCE) + steps, p["places"], (first + i) * 8)
+    at.set(here + run)

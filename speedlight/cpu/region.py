@@ -1,39 +1,90 @@
-"""What every kernel starts with: the region that draws tickets, and the lookup of a ticket's batch item."""
+"""What every kernel starts with: the region that draws tickets; and what the tasks of attention kernels share."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..machine import Isa
-from ..planning import SPAN
-from .layout import ITEM, field
-from .vector import I32, I64, PTR, VOID, Function, Module, Value
+from ..problem import SPAN
+from .layout import COUNTS, HEAD, ITEM, ITEM_BYTES, LEFT, TICKET, WORKER, Item, Record, arguments_of
+from .shape import Shape
+from .vector import F32, F64, I32, I64, PTR, VOID, Function, Module, Value
 
-_Pair = tuple[Value, Value]
+
+class Words:
+    """The words of a record in memory, by name: `words.k_row` loads one."""
+
+    __slots__ = ("_at", "_k", "_record")
+
+    def __init__(self, k: Function, record: Record, at: Value) -> None:
+        self._k, self._record, self._at = k, record, at
+
+    def __getattr__(self, name: str) -> Value:
+        return self._k.load(I64, self._at, self._record.offset(name), align=8)
+
+
+class Box(NamedTuple):
+    """Queries of one batch item: first and last head, first and last position."""
+
+    heads: tuple[Value, Value]
+    positions: tuple[Value, Value]
 
 
 class Work:
-    """Names for the arguments of the function that does one ticket."""
+    """Names for what the function that does one ticket works with: arguments, scratch, the ticket's batch item."""
 
-    def __init__(self, k: Function) -> None:
-        self.k, self.scratch = k, k.p["scratch"]
+    def __init__(self, k: Function, s: Shape, visibility: Any, extent: Any) -> None:
+        """`visibility` and `extent` are functions of the module, or None where nothing can be hidden."""
+        self.k, self.s, self.scratch = k, s, k.p["scratch"]
+        self.visibility, self.extent = visibility, extent
+        self.a = Words(k, arguments_of(s.kind), k.p["a"])
+        self.item = self._find_item()
 
-    def get(self, name: str) -> Value:
-        return self.k.load(I64, self.k.p["a"], field(name), align=8)
+    def part(self, name: str, of: Value | None = None) -> Value:
+        """The address of a part of the scratch, or of a panel's memory."""
+        return self.k.at(self.scratch if of is None else of, getattr(self.a, f"at_{name}"))
+
+    def scale(self) -> Value:
+        """What a score is multiplied by to become the exponent of a weight."""
+        word = self.a.c
+        return word.bits(F64) if self.s.wide else self.k.trunc(word, I32).bits(F32)
+
+    def limit(self, position: Value) -> Value:
+        """How many keys the item's query at a position sees."""
+        k = self.k
+        seen = k.max(k.min(self.item.start + position + 1, self.item.k_len), k.i64(0))
+        return k.select(self.a.causal.differs(0), seen, self.item.k_len)
+
+    def row_of(self, name: str, head: Value, position: Value) -> Value:
+        """The address of a row of q, out or lse."""
+        a = self.a
+        start = getattr(a, name) + getattr(self.item, f"{name}_at")
+        return start + head * getattr(a, f"{name}_head") + position * getattr(a, f"{name}_row")
+
+    def keys_of(self, name: str, head: Value) -> Value:
+        """The address of a kv head's keys ("k") or values ("v")."""
+        a, at = self.a, getattr(self.item, f"{name}_at")
+        return self.k.at(self.k.pointer(getattr(a, name)), at + head * getattr(a, f"{name}_head"))
+
+    def count(self, full: Value, keys: Value) -> None:
+        """In a counting run: a tile of `keys` keys, the first `full` of which all see; for plan() to agree with."""
+        k, counts = self.k, self.a.counts
+        with k.when(counts.differs(0)):
+            mixed = k.zext(full < keys, I64)
+            for name, amount in (("full", mixed ^ 1), ("mixed", mixed), ("panel_keys", keys)):
+                k.fetch_add(k.pointer(counts), COUNTS.offset(name), amount)
 
     @contextlib.contextmanager
-    def stretches(
-        self, first: Value, last: Value, hidden: Callable[[Value, Value], Value] | None
-    ) -> Iterator[tuple[Value, Value]]:
-        """The spans of keys [first, last) that may be visible.
+    def stretches(self, first: Value, last: Value, box: Callable[[], Box]) -> Iterator[tuple[Value, Value]]:
+        """The spans of keys [first, last) that queries of a box may see.
 
         Where all are hidden, steps double, and halve before what is not.
         """
         k = self.k
-        if hidden is None:
+        if self.visibility is None:
             with k.range(first, last, SPAN) as start:
                 yield start, k.min(start + SPAN, last)
             return
@@ -42,7 +93,7 @@ class Work:
             leave_if(at.get() >= last)
             start = at.get()
             end = k.min(start + step.get(), last)
-            with k.either(hidden(start, end)) as (skip, maybe):
+            with k.either(self.seen_of(box(), start, end).equals(0)) as (skip, maybe):
                 with skip:
                     at.set(end)
                     step.set(step.get() << 1)
@@ -53,55 +104,51 @@ class Work:
                         yield start, end
                         at.set(end)
 
-    def seen_of(self, visibility: Any, index: Value, heads: _Pair, box: _Pair, low: Value, high: Value) -> Value:
-        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) a box of heads and
-        positions.
-        """
-        offset = self.get("k_start")
-        return self.k.call(visibility, self.k.p["a"], index, *heads, *box, low + offset, high - 1 + offset)
+    def seen_of(self, box: Box, low: Value, high: Value) -> Value:
+        """Whether keys [low, high) are hidden from (0), partly visible to (1) or visible to (2) a box."""
+        if self.visibility is None:
+            return self.k.i64(2)
+        offset, index = self.a.k_start, self.item.index
+        low, high = low + offset, high - 1 + offset
+        return self.k.call(self.visibility, self.k.p["a"], index, *box.heads, *box.positions, low, high)
 
-    def extent_of(
-        self, extent: Any, seen: Value, index: Value, heads: _Pair, box: _Pair, start: Value, count: Value
-    ) -> tuple[Value, Value, Value]:
-        """Which of `count` keys may be seen at all, from and to, and up to where by all; `seen` as seen_of says of
-        them.
-        """
-        k = self.k
+    def extent_of(self, box: Box, start: Value, count: Value) -> tuple[Value, Value, Value]:
+        """Which of the keys [start, start + count) a box may see at all, from and to, and up to where all are."""
+        k, index = self.k, self.item.index
+        seen = self.seen_of(box, start, start + count)
         packed = k.variable(k.select(seen.equals(0), k.i64(0), count << 8 | count << 16))
         with k.when(seen.equals(1)):
-            packed.set(k.call(extent, k.p["a"], index, *heads, *box, start + self.get("k_start"), count))
+            first = start + self.a.k_start
+            packed.set(k.call(self.extent, k.p["a"], index, *box.heads, *box.positions, first, count))
         word = packed.get()
         return word & 255, (word >> 8) & 255, word >> 16
 
-    def item(self) -> dict[str, Value]:
-        """The words of the last batch item whose first ticket is not above ours, by bisection."""
-        k, items = self.k, self.k.pointer(self.get("items"))
-        low, high = k.variable(k.i64(0)), k.variable(self.get("item_count"))
+    def _find_item(self) -> Item:
+        """The last batch item whose first ticket is not above ours, by bisection."""
+        k, items = self.k, self.k.pointer(self.a.items)
+        low, high = k.variable(k.i64(0)), k.variable(self.a.item_count)
         with k.forever() as leave_if:
             leave_if(high.get() - low.get() <= 1)
             middle = (low.get() + high.get()) >> 1
-            before = k.load(I64, items, middle * (8 * len(ITEM))) <= k.p["number"]
+            before = k.load(I64, items, middle * ITEM_BYTES + 8 * ITEM.first) <= k.p["number"]
             low.set(k.select(before, middle, low.get()))
             high.set(k.select(before, high.get(), middle))
-        at = k.at(items, low.get() * (8 * len(ITEM)))
-        return {name: k.load(I64, at, 8 * i) for i, name in enumerate(ITEM)}
+        at = k.at(items, low.get() * ITEM_BYTES)
+        return Item._make(k.load(I64, at, 8 * word) for word in ITEM)
 
 
 def region(module: Module, task: Any) -> Any:
     """A worker's share: a scratch of its own, then task after task until the region's limit."""
     k = module.function("region", {"a": PTR})
     a = k.p["a"]
-
-    def get(name: str) -> Value:
-        return k.load(I64, a, field(name), align=8)
-
-    worker = k.fetch_add(a, field("worker"), 1)
-    scratch = k.at(k.pointer(get("scratch")), worker * get("scratch_stride"))
+    words = Words(k, Record(*HEAD), a)
+    worker = k.fetch_add(a, 8 * WORKER, 1)
+    scratch = k.at(k.pointer(words.scratch), worker * words.scratch_stride)
     with k.forever() as leave_if:
-        ticket = k.fetch_add(a, field("ticket"), 1)
-        leave_if(ticket >= get("limit"))
+        ticket = k.fetch_add(a, 8 * TICKET, 1)
+        leave_if(ticket >= words.limit)
         k.call(task, a, scratch, ticket)
-    k.fetch_add(a, field("left"), 1)
+    k.fetch_add(a, 8 * LEFT, 1)
     return k.finish()
 
 
@@ -138,8 +185,8 @@ def joined(module: Module, share: Any, symbol: str) -> None:
     a = k.p["a"]
     k.call(share, a)
     with k.forever() as leave_if:
-        left = k.fetch_add(a, field("left"), 0)  # before `worker`: then all who had come by that time have left
-        leave_if(left.equals(k.fetch_add(a, field("worker"), 0)))
+        left = k.fetch_add(a, 8 * LEFT, 0)  # before `worker`: then all who had come by that time have left
+        leave_if(left.equals(k.fetch_add(a, 8 * WORKER, 0)))
         if sys.platform != "win32":
             k.intrinsic("sched_yield", I32)
     k.finish()

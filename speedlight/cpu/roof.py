@@ -10,65 +10,80 @@ import numpy as np
 
 from ..machine import Isa
 from .compile import Kernel, _host_triple, compile_ir
-from .layout import FIELDS, LIMIT, field
-from .microkernels import Shape, multiply_add
-from .region import joined
-from .vector import I64, PTR, Module, vec
+from .layout import HEAD, LEFT, LIMIT, TICKET, WORKER, Record
+from .products import multiply_add
+from .region import Words, joined
+from .shape import Shape
+from .vector import I64, PTR, Function, Module, vec
 from .workers import run_region
 
 _CHAINS = {64: 24, 32: 12, 16: 24}  # independent sums: enough for latency times throughput, few enough for registers
 _UNROLL = 4  # a taken branch must not count
 _ROUNDS = 2_500  # of a ticket: some 30 µs
 _READ = 64 << 20
-OPERANDS = 8 * (len(FIELDS) + 64)  # vectors behind the arguments
+_CELLS = 64  # words of sums: each chain begins in one, so that LLVM cannot merge them
+ARGUMENTS = Record(*HEAD, "memory", *(f"cell{i}" for i in range(_CELLS)))
+OPERANDS = ARGUMENTS.bytes  # vectors behind the arguments
 
 
 @functools.cache
 def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
     """`peak` runs `limit` times _ROUNDS of _UNROLL independent multiply-adds; `read` sums `limit` blocks of 64 KiB from
-    `q`.
+    `memory`.
     """
-    s = Shape(isa, storage, 1)
+    s = Shape("forward", isa, storage, 1)
     module = Module("roof")
+    _emit_peak(module, s)
+    _emit_read(module, isa)
+    code = compile_ir(s, str(module), _host_triple(s))
+    return Kernel("peak", code, False), Kernel("read", code, False)
+
+
+def _emit_peak(module: Module, s: Shape) -> None:
     k = module.function("peak", {"a": PTR}, public=True)
-    k.fetch_add(k.p["a"], field("worker"), 1)  # as every region does: who is interrupted waits for those inside
-    start = field("q_head")  # each chain starts from memory of its own, so that LLVM cannot merge them
-    sums = [k.variable(k.load(s.vector, k.p["a"], start + 8 * i)) for i in range(_CHAINS[isa.vector_bytes])]
-    x, y = (k.load(vec(s.unit, s.lanes), k.p["a"], OPERANDS + 64 * i) for i in (0, 1))
+    a, start = k.p["a"], ARGUMENTS.offset("cell0")
+    k.fetch_add(a, 8 * WORKER, 1)  # as every region does: who is interrupted waits for those inside
+    sums = [k.variable(k.load(s.vector, a, start + 8 * i)) for i in range(_CHAINS[s.vector_bytes])]
+    x, y = (k.load(s.units, a, OPERANDS + 64 * i) for i in (0, 1))
     with k.forever() as leave_if:
-        ticket = k.fetch_add(k.p["a"], field("ticket"), 1)
-        leave_if(ticket >= k.load(I64, k.p["a"], field("limit")))
+        ticket = k.fetch_add(a, 8 * TICKET, 1)
+        leave_if(ticket >= Words(k, ARGUMENTS, a).limit)
         with k.range(0, _ROUNDS):
             for total in sums * _UNROLL:
                 total.set(multiply_add(k, s, x, y, total.get()))
     for i, total in enumerate(sums):
-        k.store(total.get(), k.p["a"], start + 8 * i)
-    k.fetch_add(k.p["a"], field("left"), 1)
-    joined(module, k.finish(), "peak")
+        k.store(total.get(), a, start + 8 * i)
+    _leave(module, k, "peak")
+
+
+def _emit_read(module: Module, isa: Isa) -> None:
     k = module.function("read", {"a": PTR}, public=True)
     a, wide = k.p["a"], vec(I64, isa.vector_bytes // 8)
-    k.fetch_add(a, field("worker"), 1)
-    base = k.pointer(k.load(I64, a, field("q")))
+    words = Words(k, ARGUMENTS, a)
+    k.fetch_add(a, 8 * WORKER, 1)
+    base = k.pointer(words.memory)
     sums = [k.variable(k.const(0, wide)) for _ in range(8)]
     with k.forever() as leave_if:
-        ticket = k.fetch_add(a, field("ticket"), 1)
-        leave_if(ticket >= k.load(I64, a, field("limit")))
+        ticket = k.fetch_add(a, 8 * TICKET, 1)
+        leave_if(ticket >= words.limit)
         with k.range(ticket * 65536, (ticket + 1) * 65536, isa.vector_bytes * 8) as at:
             for i, total in enumerate(sums):
                 total.set(total.get() + k.load(wide, base, at + i * isa.vector_bytes))
     for i, total in enumerate(sums):  # each to a place of its own: else LLVM drops all but the last, and their loads
         k.store(total.get(), a, OPERANDS + isa.vector_bytes * i)
-    k.fetch_add(a, field("left"), 1)
-    joined(module, k.finish(), "read")
-    code = compile_ir(s, str(module), _host_triple(s))
-    return Kernel("peak", code, False), Kernel("read", code, False)
+    _leave(module, k, "read")
+
+
+def _leave(module: Module, k: Function, symbol: str) -> None:
+    k.fetch_add(k.p["a"], 8 * LEFT, 1)
+    joined(module, k.finish(), symbol)
 
 
 def _timed(kernel: Kernel, limit: int, threads: int, address: int = 0) -> float:
-    words = (ctypes.c_int64 * (len(FIELDS) + 128))()
+    words = (ctypes.c_int64 * (len(ARGUMENTS.names) + 128))()
     numbers = np.random.default_rng(0).standard_normal(96).astype(np.float32)
     ctypes.memmove(ctypes.addressof(words) + OPERANDS, numbers.ctypes.data, numbers.nbytes)
-    words[LIMIT], words[FIELDS.index("q")] = limit, address
+    words[LIMIT], words[ARGUMENTS.word("memory")] = limit, address
     start = time.perf_counter()
     run_region(kernel, words, threads)
     return time.perf_counter() - start
@@ -78,9 +93,9 @@ def _timed(kernel: Kernel, limit: int, threads: int, address: int = 0) -> float:
 def peak_flops(isa: Isa, storage: str, threads: int) -> float:
     """FLOP/s of multiply-adds on operands in registers, best of several short runs."""
     kernel, _ = _kernels(isa, storage)
-    s = Shape(isa, storage, 1)
+    s = Shape("forward", isa, storage, 1)
     tickets = 100 * threads  # some 3 ms, so that waking a thread does not count
-    per_round = _UNROLL * _CHAINS[isa.vector_bytes] * s.lanes * (4 if s.dot else 2)
+    per_round = _UNROLL * _CHAINS[isa.vector_bytes] * s.lanes * s.elements * 2
     best = min(_timed(kernel, tickets, threads) for _ in range(4))
     return per_round * _ROUNDS * tickets / best
 

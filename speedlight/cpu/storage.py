@@ -15,15 +15,18 @@ import numpy as np
 from .. import arrays
 from ..arrays import Array, Results
 from ..calls import Memo
-from ..engine import Prepared, prepare_pages, threads_now
 from ..errors import UnsupportedError
 from ..machine import current_isa
-from ..planning import BLOCK, DECODE_ROWS, ENDLESS, SLACK, Pages
 from ..problem import SPAN, TILE, Options, Problem
 from ..resolve import from_stored
 from ..tokens import Batch, Piece, TokenShape
 from ..windows import Ring
 from .blocks import make_stores
+from .layout import BLOCK, ENDLESS, SLACK
+from .operands import Paged, Pages, Rows
+from .prepare import Call, prepare
+from .schedule import DECODE_ROWS
+from .workers import get_threads
 
 _STEPS, _STEPS_BYTES = 64, 16 << 20  # prepared steps that are remembered
 _INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
@@ -47,7 +50,7 @@ class Step:
 
     __slots__ = ("addresses", "lse_dtype", "prepared", "token_bytes", "value_dim")
 
-    def __init__(self, prepared: Prepared, storage: CacheStorage) -> None:
+    def __init__(self, prepared: Call, storage: CacheStorage) -> None:
         self.prepared, self.addresses, self.token_bytes = prepared, storage.addresses, storage.token_bytes
         self.value_dim = storage.shape.value_dim
         self.lse_dtype = np.float64 if storage.shape.dtype == "float64" else np.float32
@@ -200,14 +203,14 @@ class CacheStorage:
 
     # --- attending
 
-    def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Prepared:
+    def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
         """A piece's call. The problem is checked, nothing is written."""
         if len(q.shape) == 4:
             q = replace(q, shape=(*q.shape[:2], piece.rows.stop - piece.rows.start, q.shape[3]))
         stored = self.shape.stored(piece.after, hiding=self.ring.mask(options.causal))
         return self._prepare(from_stored(q, stored, options._replace(q_lengths=piece.counts)), q, out_strides)
 
-    def attend(self, layer: int, call: Prepared, q: Array, piece: Piece, results: Results) -> None:
+    def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
         """Runs what prepare() gave; the results are those of the whole chunk."""
         lse, start, rows = results.lse, piece.rows.start, (_ALL, _ALL, piece.rows)
         part = None
@@ -235,7 +238,7 @@ class CacheStorage:
         most = 1 << spans.bit_length()  # spans are doubled until they suffice
         # it depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and
         # rows in
-        key = (q.shape, q.strides, q.dtype, known, most, threads_now())
+        key = (q.shape, q.strides, q.dtype, known, most, get_threads())
         step = self.steps.get(key)
         if step is None:
             longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
@@ -248,14 +251,14 @@ class CacheStorage:
             self.checked_steps.put(_form(q, k, v, known, spans), step, step.prepared.size)
         return step
 
-    def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Prepared:
-        lists = [self.list.ctypes.data] * self.batch
-        return prepare_pages(problem, "bhld", q, self.pages, lists, out_strides, None, threads_now(), self.isa)
+    def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
+        keys = Paged(self.pages, [self.list.ctypes.data] * self.batch)
+        return prepare(problem, Rows("bhld", q, out_strides), keys, get_threads(), self.isa)
 
 
 def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Any, spans: int) -> tuple[Any, ...]:
     """What two steps share that need the same checks and the same prepared call."""
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, options, spans, threads_now()
+    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, options, spans, get_threads()
 
 
 class _Part(NamedTuple):
@@ -286,7 +289,7 @@ class PoolStorage:
         self.token_bytes = shape.kv_heads * (k.row + v.row)
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
-        self.steps: Memo[Prepared] = Memo(_STEPS, _STEPS_BYTES)
+        self.steps: Memo[Call] = Memo(_STEPS, _STEPS_BYTES)
 
     # --- tables
 
@@ -362,7 +365,7 @@ class PoolStorage:
 
     def _step(
         self, q: Array, part: _Part, lists: list[int], options: Options, out_strides: tuple[int, ...]
-    ) -> tuple[Prepared, bool]:
+    ) -> tuple[Call, bool]:
         """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
         longest, known = max(part.lengths), options.key()
         options = options._replace(q_lengths=part.counts)
@@ -381,7 +384,7 @@ class PoolStorage:
             out_strides,
             known,
             spans,
-            threads_now(),
+            get_threads(),
         )
         prepared = self.steps.get(key)
         if prepared is None:
@@ -391,9 +394,6 @@ class PoolStorage:
             self.steps.put(key, prepared, prepared.size)
         return prepared, True
 
-    def _prepare(
-        self, problem: Problem, q: Array, part: _Part, lists: list[int], out_strides: tuple[int, ...]
-    ) -> Prepared:
-        return prepare_pages(
-            problem, "lhd", q, self.kernel_pages, lists, out_strides, part.rows, threads_now(), self.isa
-        )
+    def _prepare(self, problem: Problem, q: Array, part: _Part, lists: list[int], out_strides: tuple[int, ...]) -> Call:
+        rows, keys = Rows("lhd", q, out_strides, part.rows), Paged(self.kernel_pages, lists)
+        return prepare(problem, rows, keys, get_threads(), self.isa)

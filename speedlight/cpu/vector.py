@@ -8,7 +8,7 @@ is written is what is computed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -252,6 +252,10 @@ class Function:
         one = self.b.insert_element(undefined, a.x, I32(0))
         return Value(self, self.b.shuffle_vector(one, undefined, ir.Constant(vec(I32, lanes), [0] * lanes)))
 
+    def first(self, a: Value) -> Value:
+        """The first lane of a vector."""
+        return Value(self, self.b.extract_element(a.x, I32(0)))
+
     def shuffle(self, a: Value, b: Value, index: Sequence[int]) -> Value:
         return Value(self, self.b.shuffle_vector(a.x, b.x, ir.Constant(vec(I32, len(index)), list(index))))
 
@@ -307,8 +311,10 @@ class Function:
         f = self.module.declare("llvm.prefetch.p0", VOID, [PTR, I32, I32, I32])
         self.b.call(f, [pointer.x, I32(0), I32(3), I32(1)])
 
-    def fetch_add(self, pointer: Value, offset: int, amount: int) -> Value:
-        return Value(self, self.b.atomic_rmw("add", self.at(pointer, offset).x, I64(amount), "seq_cst"))
+    def fetch_add(self, pointer: Value, offset: int, amount: Value | int) -> Value:
+        """Adds atomically; what was there before."""
+        by = amount.x if isinstance(amount, Value) else I64(amount)
+        return Value(self, self.b.atomic_rmw("add", self.at(pointer, offset).x, by, "seq_cst"))
 
     # --- control
 
@@ -332,6 +338,16 @@ class Function:
         index.add_incoming(self.b.add(index, I64(step)), self.b.block)
         self.b.branch(head)
         self.b.position_at_end(end)
+
+    def unrolled(self, low: Value | int, high: Value, body: Callable[[Value], None], by: int = 2) -> None:
+        """body(index) over [low, high), `by` at a time: a short loop's end is predicted, a long one's is not."""
+        start = low if isinstance(low, Value) else self.i64(low)
+        middle = start + (high - start) // by * by
+        with self.range(start, middle, by) as t:
+            for i in range(by):
+                body(t + i)
+        with self.range(middle, high) as t:
+            body(t)
 
     @contextlib.contextmanager
     def forever(self) -> Iterator[Any]:

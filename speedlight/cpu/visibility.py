@@ -10,7 +10,7 @@ from ..problem import PART
 from .layout import field
 from .lookups import Box
 from .lower import Lowering
-from .microkernels import Shape
+from .shape import Shape
 from .vector import F64, I1, I64, PTR, Value
 
 

@@ -13,8 +13,8 @@ import torch
 from .. import planning
 from ..arrays import STORAGE_BYTES
 from ..expressions.program import may_hide, visibility
-from ..machine import interpreting, isa_named
-from ..problem import Problem
+from ..machine import interpreting
+from ..problem import TILE, Problem
 from ..tiles import Many, integers_of
 from .keys import Keys
 from .schedule import capability, check, schedule
@@ -27,7 +27,7 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
     check(problem, str(device), precision)
     nowhere = torch.empty(0)
     how = schedule(problem, Keys(nowhere, nowhere, (0,) * 4, (0,) * 4), capability(str(device)), precision)
-    base = planning.count(problem, planning.schedule(problem, isa_named("avx2"), 1), "", exact=exact)
+    base = planning.count(problem, planning.Run("", "", 1, TILE, 0), exact=exact)  # figures that no tile changes
     full, mixed, skipped, pairs = _tiles(problem, how.rows, how.tile.keys, how.pack)
     per_pair = 2 * (problem.head_dim + problem.value_dim)
     cell = how.rows * how.tile.keys * per_pair

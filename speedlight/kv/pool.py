@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from ..checks import cache_dtype, check_index, check_list, check_sizes, each_count
 from ..compiling import in_graph, outside
+from ..cpu.layout import BLOCK
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
 from ..forks import renew_after_fork
-from ..planning import BLOCK
 from ..problem import Options
 from ..tokens import Batch, TokenShape
 from .query import Query, query_of, received, results_of

@@ -26,7 +26,6 @@ import speedlight as sl
 
 from .. import engine, machine
 from ..errors import ArgumentError, FileError
-from ..planning import uses_dot
 from .measuring import PEERS, as_numpy, check, measure, peers, quantiles, tensors
 from .pictures import check_path, roofline
 from .reports import console, print_json
@@ -194,7 +193,9 @@ def _measured(
             if not off <= _TOLERANCE[dtype]:
                 notes[name] = f"another result than ours, by {off:.2g}"
                 del others[name]
-        kind = "f64" if dtype == "float64" else "bf16" if dtype == "bfloat16" and uses_dot(isa, "bf16") else "f32"
+        kind = (
+            "f64" if dtype == "float64" else "bf16" if dtype == "bfloat16" and isa.product("bf16") == "pairs" else "f32"
+        )
         times, peaks = measure(
             {"speedlight": ours} | others, turns, lambda k=kind: roof.peak_flops.__wrapped__(isa, k, threads)
         )

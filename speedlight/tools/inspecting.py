@@ -12,8 +12,8 @@ import typer
 import speedlight as sl
 
 from .. import engine, machine
+from ..cpu.operands import Strides
 from ..errors import ArgumentError, FileError
-from ..planning import dots
 from .formula import read_formulas
 from .reports import print_json, print_rows, size_text
 
@@ -31,7 +31,7 @@ def info(
     kept = compile.kept_kernels()
     removed = compile.clear_kernels() if clear else None
     peaks = {name: roof.peak_flops(isa, storage, threads) for name, storage in (("float32", "f32"), ("float64", "f64"))}
-    if isa.bf16_dot:
+    if isa.product("bf16") == "pairs":
         peaks["bfloat16"] = roof.peak_flops(isa, "bf16", threads)
     read = roof.bandwidth(threads, _READ)
     directory = compile.cache_directory()
@@ -115,14 +115,16 @@ def show(
         causal=causal,
         **read_formulas(mask, score),
     ).problem
-    how, shape = engine.kernel_shape(problem, sl.get_threads(), unit)
+    how, shape = engine.of("cpu").kernel_of_problem(problem, Strides(), sl.get_threads(), unit)
+    panels = how.panels if how.kind == "forward" else how.panel
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
     functions = _functions(listing)
     report: dict[str, Any] = {
         "kernel": compile.symbol_of(shape), "vector_unit": unit.name, "runs_here": unit in machine.host_isas(),
-        "arithmetic": "pairs of bfloat16" if dots(problem, unit) else "multiply-adds", "lanes": shape.lanes,
-        "tile": f"{shape.rows} x {shape.vectors} vectors" if shape.vectors else "lanes are keys", "panels": how.panels,
+        "arithmetic": "pairs of bfloat16" if shape.product == "pairs" else "multiply-adds", "lanes": shape.lanes,
+        "tile": f"{shape.rows} x {shape.vectors} vectors" if shape.kind == "forward" else "lanes are keys",
+        "panels": panels,
         "object_bytes": len(code), "instructions": sum(n for n, _ in functions.values()),
         "registers": _registers(listing, unit),
         "functions": {name: {"instructions": n, "spills": spills} for name, (n, spills) in functions.items()},
@@ -145,7 +147,7 @@ def show(
         ("vector unit", unit.name + ("" if report["runs_here"] else ", not of this machine")),
         (
             "lanes",
-            f"{shape.lanes}, {report['arithmetic']}; register tile {report['tile']}; {how.panels} panels share a tile "
+            f"{shape.lanes}, {report['arithmetic']}; register tile {report['tile']}; {panels} panels share a tile "
             "of keys",
         ),
         (

@@ -13,7 +13,6 @@ import numpy as np
 import speedlight as sl
 
 from .. import machine
-from ..planning import uses_dot
 
 Call = Callable[[], Any]
 
@@ -28,7 +27,7 @@ def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool) -> str | None
     """One head against the oracle, every element inside its bound."""
     one = [x[:, :1, -256:] if i == 0 else x[:, :1] for i, x in enumerate(arrays)]
     want = sl.reference.attention(*one, causal=causal)
-    dot = uses_dot(machine.current_isa(), "bf16") and arrays[0].dtype.name == "bfloat16"
+    dot = machine.current_isa().product("bf16") == "pairs" and arrays[0].dtype.name == "bfloat16"
     bound = sl.reference.error_bound(*one, causal=causal, dot=dot).out
     right = np.abs(out[:, :1, -256:].astype(np.float64) - want) <= bound
     return None if right.all() else f"{(~right).sum()} elements outside the bound"

@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 
 import speedlight as sl
-from speedlight import arrays, engine
+from speedlight import arrays
 from speedlight.cpu.compile import compile_ir, emit, symbol_of
-from speedlight.cpu.layout import FIELDS, ITEM
-from speedlight.cpu.microkernels import Shape
+from speedlight.cpu.layout import ITEM, SLACK, arguments_of
+from speedlight.cpu.operands import Dense, Rows
+from speedlight.cpu.prepare import items_of, template_of, words_of
+from speedlight.cpu.schedule import schedule
+from speedlight.cpu.shape import Shape
 from speedlight.machine import isa_named
-from speedlight.planning import SLACK
 from speedlight.problem import Options
 from speedlight.resolve import from_arrays
 
@@ -36,12 +38,12 @@ def words_for(
     isa = isa_named("neon")
     described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
     problem = from_arrays(*described, Options(causal)).problem
-    how, values, items = engine.arguments(problem, "bhld", *described, out.strides, None, None, 1, isa)
-    words = np.zeros(len(FIELDS), np.int64)
-    for name, value in values.items():
-        words[FIELDS.index(name)] = value
-    words[FIELDS.index("limit")] = how.tickets
-    return words, items, Shape(isa, how.storage, how.vectors), how.scratch_bytes
+    rows, keys = Rows("bhld", described[0], out.strides), Dense("bhld", *described[1:])
+    how = schedule(problem, isa, 1, keys.strides(problem.dtype))
+    items = items_of(problem, how, rows, keys)
+    words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
+    template = np.frombuffer(bytearray(template_of(arguments_of(how.kind), words)), np.int64)
+    return template, items, Shape(how.kind, isa, how.storage, how.vectors), how.scratch_bytes
 
 
 def run_on_arm(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, folder: Path) -> tuple[bytes, bytes]:
@@ -62,13 +64,13 @@ def run_on_arm(q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, folder
         memory += b"\0" * (-len(memory) % 64)
         offsets[name] = len(memory)
         if name == "items":
-            items[:, ITEM.index("pages")] = offsets["pages"]
+            items[:, ITEM.pages] = offsets["pages"]
         memory += data.tobytes()
-    results = len(memory) - offsets["out"]
+    results, record = len(memory) - offsets["out"], arguments_of(shape.kind)
     for name in POINTERS:
-        words[FIELDS.index(name)] = offsets[name]
-    which = np.array([FIELDS.index(n) for n in POINTERS], np.int64)
-    inside = offsets["items"] + items.strides[0] * np.arange(len(items)) + items.strides[1] * ITEM.index("pages")
+        words[record.word(name)] = offsets[name]
+    which = np.array([record.word(n) for n in POINTERS], np.int64)
+    inside = offsets["items"] + items.strides[0] * np.arange(len(items)) + items.strides[1] * ITEM.pages
     head = struct.pack("<5q", len(words), len(which), len(inside), len(memory), results)
     (folder / "in").write_bytes(head + words.tobytes() + which.tobytes() + inside.astype(np.int64).tobytes() + memory)
     (folder / "kernel.o").write_bytes(compile_ir(shape, emit(shape)))

@@ -1,0 +1,450 @@
+"""Micro-kernels in which a lane is a key: few query rows against many keys, at the speed at which keys can be read.
+
+    queries [rows, units]     a row's units side by side
+    scores  [rows, TILE]      then weights in their place, by units of keys
+    state   [1 + slots]       vectors: max and sum, then the accumulator; a lane is a value column. The last slot ends
+                              where the value ends, and may overlap the one before
+
+The arithmetic of a row is that of queries_in_lanes.py, operation by operation, so are its bits. A row sees a prefix of
+the keys; what is uneven at its end, and tiles with scores of -inf, go key by key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..problem import TILE
+from . import conversions
+from .layout import BLOCK
+from .products import (
+    add_weights,
+    load_unit,
+    load_units,
+    load_values,
+    multiply_add,
+    packed_vectors,
+    step_bytes,
+    visible_bits,
+    whole_units,
+)
+from .shape import Shape
+from .softmax import base_of, clamped, divided, exp4, is_empty, largest, log_sum_exp, merge_of, rescaled
+from .vector import I1, I64, PTR, Function, Module, Value, Variable, vec
+
+STEPS_TOGETHER = 32  # steps of keys whose values are used for all rows while the first-level cache has them
+
+
+def score_row(s: Shape) -> int:
+    """Bytes of a row of scores."""
+    return TILE * s.number_bytes
+
+
+def clear_row(k: Function, s: Shape, state: Value, slots: Value) -> None:
+    """(-inf, 0, 0): a state that has seen nothing."""
+    with k.range(0, slots + 1) as slot:
+        k.store(k.const(0.0, s.vector), state, slot * s.vector_bytes)
+    k.store(k.const(float("-inf"), s.number), state)
+
+
+# --- scores
+
+_SCORE_PARAMS = {
+    "scores": PTR, "queries": PTR, "places": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64,
+    "head_dim": I64,
+}  # fmt: skip
+
+
+def score(module: Module, s: Shape) -> Any:
+    """scores[row, key] = queries[row] · keys[key], one chain of multiply-adds over the units per element."""
+    return score_lanes(module, s) if s.cached else score_rows(module, s)
+
+
+def score_rows(module: Module, s: Shape) -> Any:
+    """Over rows of keys: a vector of keys at a time is transposed in registers.
+
+    Keys past the end repeat the last one; what they score is never used.
+    """
+    k = module.function("score_rows", _SCORE_PARAMS)
+    p, n = k.p, s.lanes
+    rows, column = k.buffer(I64, n), k.buffer(s.unit, n)
+    whole = whole_units(s, p["head_dim"])
+    # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
+    width = n * s.storage_bytes * s.elements
+    dense = p["key_row"].equals(p["head_dim"] * s.storage_bytes)
+    lane_step, unit_step = k.select(dense, k.i64(width), p["key_row"]), k.select(dense, k.i64(width), k.i64(width // n))
+    zero = k.const(0.0, s.vector)
+
+    def each_row(j: Value, t: Value, columns: list[Value]) -> None:
+        with k.range(0, p["rows"]) as r:
+            at = k.at(p["scores"], r * score_row(s) + j * s.number_bytes)
+            query = k.at(p["queries"], (r * p["units"] + t) * s.number_bytes)
+            total = k.load(s.vector, at)
+            for u, keys in enumerate(columns):
+                total = multiply_add(k, s, k.splat(k.load(s.unit, query, u * s.number_bytes), n), keys, total)
+            k.store(total, at)
+
+    with k.range(0, p["count"], n) as j:
+        ahead = k.load(PTR, p["places"], (j + n * s.fetching.groups) * 8) if s.fetching.groups else None
+        for m in range(n):
+            k.store(k.load(I64, p["places"], k.min(j + m, p["count"] - 1) * 8), rows, 8 * m)
+        with k.range(0, p["rows"]) as r:
+            k.store(zero, p["scores"], r * score_row(s) + j * s.number_bytes)
+        with k.range(0, whole, n) as t:
+            keys = []
+            for m in range(n):
+                if ahead is not None:
+                    k.prefetch(k.at(ahead, t * unit_step + lane_step * m))
+                keys.append(load_units(k, s, k.load(PTR, rows, 8 * m), t))
+            each_row(j, t, k.transpose(keys))
+        with k.range(whole, p["units"]) as t:
+            for m in range(n):
+                x = load_unit(k, s, k.load(PTR, rows, 8 * m), t, k.i64(s.storage_bytes), p["head_dim"])
+                k.store(x, column, m * s.number_bytes)
+            each_row(j, t, [k.load(s.units, column)])
+    return k.finish()
+
+
+def score_lanes(module: Module, s: Shape) -> Any:
+    """Over a cache's blocks, where the keys of a vector lie side by side: nothing is transposed, all is read in
+    sequence.
+    """
+    k = module.function("score_lanes", _SCORE_PARAMS)
+    p = k.p
+    far = blocks_ahead(k, s, p["key_row"])
+    tiles = _score_tiles(s)
+    most = max(together for _, together in tiles)
+    with k.range(0, p["count"], BLOCK * most) as group:
+        start = k.i64(0)
+        for rows, together in tiles:
+            end = start + (p["rows"] - start) // rows * rows
+            with (
+                k.range(start, end, rows) as r,
+                k.range(group, k.min(group + BLOCK * most, p["count"]), BLOCK * together) as j,
+            ):
+                _score_blocks(k, s, far, [r + i for i in range(rows)], j, together)
+            start = end
+    return k.finish()
+
+
+def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
+    """Rows and blocks of a cache whose sums are in registers."""
+    if s.lanes < BLOCK:
+        return s.tiles.narrow_scores
+    return s.tiles.int8_scores if s.quantised else s.tiles.scores
+
+
+def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j: Value, together: int) -> None:
+    """Some rows against some blocks from key j on: as many independent chains as there are sums.
+
+    A block past the end repeats the last one. Meanwhile the block `far` ahead of each is fetched.
+    """
+    p, n, unit_bytes = k.p, s.lanes, BLOCK * s.stored_bytes
+    queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
+    last = (p["count"] - 1) // BLOCK
+    numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
+    blocks = [_block(k, s, x) for x in numbers]
+    aheads = [] if far is None else [_block(k, s, x + far) for x in numbers]
+    vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
+    totals = [[k.variable(k.const(0.0, s.vector)) for _ in vectors] for _ in rows]
+    for ahead in aheads if s.quantised else ():
+        k.prefetch(k.at(ahead, -s.header))
+
+    def unit(t: Value) -> None:
+        keys = [load_units(k, s, k.at(block, t * unit_bytes), k.i64(lane), stored=True) for block, lane in vectors]
+        for ahead in aheads:
+            for line in range(0, unit_bytes, 64):
+                k.prefetch(k.at(ahead, t * unit_bytes + line))
+        for row, sums in zip(queries, totals, strict=True):
+            query = k.splat(k.load(s.unit, row, t * s.number_bytes), n)
+            for total, x in zip(sums, keys, strict=True):
+                total.set(multiply_add(k, s, query, x, total.get()))
+
+    k.unrolled(0, p["units"], unit)
+    for r, sums in zip(rows, totals, strict=True):
+        for i, (total, (block, lane)) in enumerate(zip(sums, vectors, strict=True)):
+            x = total.get()
+            if s.quantised:
+                x = x * k.load(s.vector, block, lane * 4 - s.header)
+            k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
+
+
+def _block(k: Function, s: Shape, number: Value) -> Value:
+    """The elements of a tile's block."""
+    return k.at(k.load(PTR, k.p["places"], number * 8), s.header)
+
+
+def blocks_ahead(k: Function, s: Shape, row: Value) -> Value | None:
+    """How many blocks on a cache is fetched; None: that is left to the CPU."""
+    if not s.fetching.cache_blocks:
+        return None
+    return k.max(k.min(k.i64(s.fetching.cache_bytes) // (row * BLOCK), k.i64(s.fetching.cache_blocks)), k.i64(1))
+
+
+# --- weights
+
+
+def weigh(module: Module, s: Shape) -> Any:
+    """One row's scores become weights in place, by units; max and alpha are updated. Keys from `limit` on weigh -0.
+
+    Returns whether a score below `limit` is -inf: then its weight is -0 as well, and its value must not be touched.
+    """
+    params = {
+        "scores": PTR, "state": PTR, "alpha": PTR, "limit": I64, "count": I64, "c": s.number, "places": PTR,
+        "value_row": I64, "ahead": I64,
+    }  # fmt: skip
+    k = module.function("weigh", params, I64)
+    p, n = k.p, s.lanes
+    c = k.splat(p["c"], n)
+    lowest, hidden = k.const(float("-inf"), s.vector), k.const(-0.0, s.vector)
+    steps = k.iota(n)
+    best, gone = k.variable(lowest), k.variable(k.const(0, vec(I1, n)))
+
+    def seen(x: Value, j: Value) -> tuple[Value, Value]:
+        inside = (steps + k.splat(j, n)) < k.splat(p["limit"], n)
+        return inside & x.differs(float("-inf")), inside
+
+    with k.range(0, p["count"], n) as j:
+        x = k.load(s.vector, p["scores"], j * s.number_bytes)
+        visible, inside = seen(x, j)
+        best.set(k.max(k.select(visible, x, lowest), best.get()))
+        gone.set(gone.get() | (inside & x.equals(float("-inf"))))
+    name = f"llvm.vector.reduce.fmax.v{n}{'f64' if s.wide else 'f32'}"
+    old = k.splat(k.load(s.number, p["state"]), n)
+    top = largest(k, s, k.splat(k.intrinsic(name, s.number, best.get()), n), c, old)
+    base = base_of(k, s, top)
+    with k.range(0, p["count"], 2 * n) as j:
+        if s.cached and s.fetching.twice:
+            _fetch_values(k, s, j)
+        xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
+        es = clamped(k, s, [k.fma(x, c, -base) for x in xs], [base, base])
+        ws = [
+            k.select(seen(x, j + i * n)[0], w, hidden)
+            for i, (x, w) in enumerate(zip(xs, exp4(k, s, es, any_x=True), strict=True))
+        ]
+        for i in range(0, 2, s.elements):
+            at = j * (s.number_bytes // s.elements) + i * s.vector_bytes
+            k.store(packed_vectors(k, s, ws[i : i + s.elements]), p["scores"], at)
+    (alpha,) = exp4(k, s, [old - base], any_x=True)
+    for x, where in ((top, p["state"]), (alpha, p["alpha"])):
+        k.store(k.first(x), where)
+    return k.finish(k.zext(k.any(gone.get()), I64))
+
+
+def _fetch_values(k: Function, s: Shape, j: Value) -> None:
+    """Prefetches a whole tile's values while weights are computed: memory would be idle meanwhile."""
+    p, block_bytes = k.p, k.p["value_row"] * BLOCK
+    with k.when(p["count"].equals(TILE)):
+        byte = p["ahead"] + j * 64
+        block = byte // block_bytes
+        number = k.min(block, k.i64(TILE // BLOCK + s.fetching.cache_blocks))
+        at = k.at(k.load(PTR, p["places"], number * 8), byte - block * block_bytes)
+        for line in range(2 * s.lanes):
+            k.prefetch(k.at(at, line * 64))
+
+
+def add_up(module: Module, s: Shape) -> Any:
+    """sums[row] = the weights of a row, one after another from -0; four rows in step, for their chains to overlap."""
+    k = module.function("add_up", {"scores": PTR, "sums": PTR, "rows": I64, "steps": I64})
+    p, alone = k.p, s.elements == 1  # units of several elements are summed in vectors, all lanes the same
+    with k.range(0, p["rows"], 4) as first:
+        rows = [k.min(first + i, p["rows"] - 1) for i in range(4)]
+        places = [k.at(p["scores"], r * score_row(s)) for r in rows]
+        totals = [k.variable(k.const(-0.0, s.number if alone else s.vector)) for _ in rows]
+        with k.range(0, p["steps"]) as j:
+            for total, at in zip(totals, places, strict=True):
+                x = k.load(s.unit, at, j * s.number_bytes)
+                total.set(add_weights(k, s, x if alone else k.splat(x, s.lanes), total.get()))
+        for r, total in zip(rows, totals, strict=True):
+            k.store(total.get() if alone else k.first(total.get()), p["sums"], r * 8)
+    return k.finish()
+
+
+def rescale(module: Module, s: Shape) -> Any:
+    """Of a quantised tile: weights · scales, in place."""
+    k = module.function("rescale", {"weights": PTR, "places": PTR, "count": I64})
+    p, n = k.p, s.lanes
+    with k.range(0, p["count"], n) as j:
+        scale = k.load(s.vector, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4)
+        x = k.load(s.vector, p["weights"], j * 4)
+        k.store(rescaled(k, s, x, scale), p["weights"], j * 4)
+    return k.finish()
+
+
+# --- values
+
+_VALUE_PARAMS = {
+    "sums": PTR, "sum_row": I64, "weights": PTR, "places": PTR, "value_row": I64, "first": I64, "end": I64,
+    "value_dim": I64, "slots": I64, "regular": I64,
+}  # fmt: skip
+
+
+def _values(k: Function, s: Shape, rows: list[Value], column: Value) -> Value:
+    """One vector of a unit's values: of a cache's row, or of the rows of its keys."""
+    return load_units(k, s, rows[0], column, stored=True) if s.cached else load_values(k, s, rows, column)
+
+
+def _steps_together(s: Shape) -> int:
+    """Steps of keys whose values lie side by side."""
+    return s.piece // s.elements if s.cached else s.piece
+
+
+def _step_row(k: Function, s: Shape) -> Value:
+    """Bytes from one step's values to the next, where they lie side by side."""
+    return k.p["value_dim"] if s.quantised else step_bytes(s, k.p["value_row"])
+
+
+def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
+    """Rows that a function takes at once, from how many rows on it is worth it, and the function; the most first.
+
+    Memory is read best in whole rows of values. But where a vector of them is used by many rows, or is int8 that must
+    be widened, it is read once for several.
+    """
+    tiles = s.tiles.int8_values if s.quantised else s.tiles.values
+    return [(rows, least, value_rows(module, s, rows, together)) for rows, together, least in tiles]
+
+
+def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
+    """sums[row, slot] += Σ_j weights[row, j] · values[j], j from `first` to `end`, all visible. A step of j is a unit.
+
+    `rows` rows and `together` slots at a time. Each pass fetches what comes after: what one asks for may be dropped,
+    and once was measured to be too little.
+    """
+    k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
+    p = k.p
+    with k.range(0, p["slots"], together) as slot:
+        slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
+        columns = [k.min(x * s.lanes, p["value_dim"] - s.lanes) for x in slots]
+        sums = [[r * p["sum_row"] + x * s.vector_bytes for x in slots] for r in map(k.i64, range(rows))]
+        totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
+
+        def step(
+            j: Value, keys: list[Value], columns: list[Value] = columns, totals: list[list[Variable]] = totals
+        ) -> None:
+            vectors = [_values(k, s, keys, c) for c in columns]
+            for r in range(rows):
+                weight = k.splat(k.load(s.unit, p["weights"], j * s.number_bytes + r * score_row(s)), s.lanes)
+                for total, x in zip(totals[r], vectors, strict=True):
+                    total.set(multiply_add(k, s, x, weight, total.get()))
+
+        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))]
+        (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, step)
+        for r in range(rows):
+            for total, x in zip(totals[r], sums[r], strict=True):
+                k.store(total.get(), p["sums"], x)
+    return k.finish()
+
+
+_Step = Callable[[Value, list[Value]], None]
+
+
+def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
+    """Takes all steps through a cache's blocks; of each row, those lines of a block ahead are fetched."""
+    p, size, step_row = k.p, _steps_together(s), _step_row(k, s)
+    far = blocks_ahead(k, s, p["value_row"])
+    with k.range(p["first"], p["end"], size) as j:
+        block = _block(k, s, j // size)
+        ahead = None if far is None else _block(k, s, j // size + far)
+        if s.quantised and ahead is not None:
+            k.prefetch(k.at(ahead, -s.header))
+        with k.range(0, k.min(p["end"] - j, k.i64(size))) as i:
+            row = k.at(block, i * step_row)
+            if ahead is not None:
+                for column in lines:
+                    k.prefetch(k.at(ahead, i * step_row + column * s.stored_bytes))
+            step(j + i, [row])
+
+
+def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
+    """The same over rows: at one distance, or a list of them."""
+    p, keys, far = k.p, s.elements, s.fetching.keys
+
+    def one(j: Value, row_of: Callable[[Value], Value]) -> None:
+        first = j if keys == 1 else j * keys
+        for n in range(keys) if far else ():
+            ahead = row_of(first + (far * keys + n))
+            for column in lines:
+                k.prefetch(k.at(ahead, column * s.storage_bytes))
+        step(j, [row_of(first + n) for n in range(keys)])
+
+    base = k.load(PTR, p["places"])
+    with k.either(p["regular"].differs(0)) as (by_stride, by_list):  # a load less for each row
+        with by_stride, k.range(p["first"], p["end"]) as j:
+            one(j, lambda x: k.at(base, x * p["value_row"]))
+        with by_list, k.range(p["first"], p["end"]) as j:
+            one(j, lambda x: k.load(PTR, p["places"], x * 8))
+
+
+def careful_values(module: Module, s: Shape) -> Any:
+    """The same for one row where some weights are -0: those keys' values are not touched.
+
+    `last` is the tile's last key.
+    """
+    k = module.function("careful_values", _VALUE_PARAMS | {"last": I64})
+    p, size = k.p, _steps_together(s)
+    step_row = _step_row(k, s)
+    with k.range(p["first"], p["end"]) as j:
+        weight = k.load(s.unit, p["weights"], j * s.number_bytes)
+        seen, mask = visible_bits(k, s, weight)
+        with k.when(seen):
+            if s.cached:
+                rows = [k.at(k.load(PTR, p["places"], j // size * 8), j % size * step_row + s.header)]
+            else:
+                first = j if s.elements == 1 else j * s.elements
+                rows = [k.load(PTR, p["places"], k.min(first + n, p["last"]) * 8) for n in range(s.elements)]
+            with k.range(0, p["slots"]) as slot:
+                column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
+                x, w = _values(k, s, rows, column), k.splat(weight, s.lanes)
+                if mask is not None:
+                    x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
+                at = k.at(p["sums"], slot * s.vector_bytes)
+                k.store(multiply_add(k, s, x, w, k.load(s.vector, at)), at)
+    return k.finish()
+
+
+# --- states
+
+
+def merge_row(module: Module, s: Shape) -> Any:
+    """total ⊕ span of one row: the first non-empty state is copied, later ones merged, empty ones skipped."""
+    k = module.function("merge_row", {"total": PTR, "span": PTR, "slots": I64})
+    p, n = k.p, s.lanes
+    (m1, l1), (m2, l2) = (
+        [k.splat(k.load(s.number, x, i * s.number_bytes), n) for i in (0, 1)] for x in (p["total"], p["span"])
+    )
+    merge = merge_of(k, s, (m1, l1), (m2, l2))
+    total = merge.of(l1, l2)
+    with k.range(1, p["slots"] + 1) as slot:
+        at = slot * s.vector_bytes
+        a1, a2 = (k.load(s.vector, x, at) for x in (p["total"], p["span"]))
+        k.store(merge.of(a1, a2), p["total"], at)
+    k.store(k.first(merge.top), p["total"])
+    k.store(k.first(total), p["total"], s.number_bytes)
+    return k.finish()
+
+
+def store_row(module: Module, s: Shape, log: Any) -> Any:
+    """Output and log-sum-exp of one row."""
+    k = module.function(
+        "store_row",
+        {"state": PTR, "out": PTR, "lse": PTR, "value_dim": I64, "slots": I64, "column": I64, "with_lse": I64},
+    )
+    p, n = k.p, s.lanes
+    m, total = (k.load(s.number, p["state"], i * s.number_bytes) for i in (0, 1))
+    empty = is_empty(m, total)
+    by, none = k.splat(total, n), k.splat(empty, n)
+    lanes = k.buffer(s.number, n)
+    with k.range(0, p["slots"]) as slot:
+        column = k.min(slot * n, p["value_dim"] - n)
+        x = divided(k, s, k.load(s.vector, p["state"], (slot + 1) * s.vector_bytes), by, none)
+        with k.either(p["column"].equals(s.storage_bytes)) as (side_by_side, apart):
+            with side_by_side:
+                k.store(conversions.narrowed(k, s.storage, x), p["out"], column * s.storage_bytes)
+            with apart:
+                k.store(x, lanes)
+                with k.range(0, n) as lane:
+                    one = conversions.narrowed(k, s.storage, k.load(s.number, lanes, lane * s.number_bytes))
+                    k.store(one, p["out"], (column + lane) * p["column"])
+    with k.when(p["with_lse"].differs(0)):
+        k.store(log_sum_exp(k, s, log, m, total), p["lse"])
+    return k.finish()

@@ -1,0 +1,316 @@
+"""From a problem and its arrays to a `Call`: schedule, kernel, arguments, table of items; only addresses are open."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from ..arrays import STORAGE_BYTES, pages
+from ..errors import ArgumentError
+from ..expressions.program import Program
+from ..expressions.tree import out_of_range
+from ..machine import PRODUCTS, Isa, current_isa, fetching, number_bytes
+from ..modes import standard
+from ..planning import Plan, Run, count
+from ..problem import LAYOUTS, Problem
+from . import roof
+from .compile import kernel_of, symbol_of
+from .layout import CALL, ITEM, SCRATCH, Item, Record, arguments_of
+from .operands import Dense, Paged, Rows, Strides, steps
+from .schedule import Schedule, product_of, schedule
+from .shape import Shape
+from .workers import run_tickets
+
+_INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
+LOG4_E = math.log2(math.e) / 2  # weights are powers of 4
+_GUESS = 50e9  # FLOP/s of one thread, to begin with
+_READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values with, likewise
+
+
+@standard
+def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:
+    """Everything that addresses don't change."""
+    how = schedule(problem, isa, threads, keys.strides(problem.dtype))
+    items = items_of(problem, how, rows, keys)
+    words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
+    return Call(problem, how, words, items, isinstance(keys, Paged) and keys.pages.lanes)
+
+
+def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
+    """What a call on this machine would do, with its measured roofs."""
+    how, shape = kernel_of_problem(problem, strides, threads, current_isa())
+    run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes)
+    peak = roof.peak_flops(how.isa, problem.storage, how.threads)
+    return count(problem, run, peak, roof.bandwidth(how.threads), exact=exact)
+
+
+def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:
+    """How a problem over arrays runs, and what its kernel is specialised for; for any vector unit, this machine's or
+    not.
+    """
+    how = schedule(problem, isa, threads, strides)
+    return how, _shape(problem, how, _program(problem))
+
+
+def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = False) -> Shape:
+    return Shape(how.kind, how.isa, how.storage, how.vectors, program, cached, problem.quantised, fetching(how.isa))
+
+
+class Call:
+    """A problem with layouts and strides fixed: only addresses are missing.
+
+    Never changed once it is used, so that threads may share it.
+    """
+
+    def __init__(
+        self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, cached: bool = False
+    ) -> None:
+        """`cached`: keys and values lie as in a cache."""
+        self.problem, self.how, self.items = problem, how, items
+        self.program, self.sinks = _program(problem), _sinks(problem)
+        self.lookups = [] if self.program is None else self.program.lookups
+        self.slots = None if self.program is None else self.program.host_words()
+        if self.slots is not None:
+            words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
+        if self.sinks is not None:
+            words |= {"sinks": self.sinks.ctypes.data}
+        self.shape = _shape(problem, how, self.program, cached=cached)
+        self.loaded = weakref.ref(kernel_of(self.shape))
+        record = arguments_of(how.kind)
+        self.words_type, self.template = ctypes.c_int64 * len(record.names), template_of(record, words)
+        self.seconds = _guessed_seconds(problem, how)
+        self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
+        self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
+        self.items_at = items.ctypes.data
+        self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
+        self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
+        self.partials_at = how.scratch_stride * self.threads
+        self.scratch_size = self.partials_at + self.groups * how.partial_bytes
+
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps alive, the tables of its mask and score included."""
+        own = self.items.nbytes + len(self.items_bytes) + len(self.template)
+        own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
+        return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
+
+    def items_for(self, k_lengths: list[int], lists: list[int] | None = None) -> Any:
+        """Its table of items for other lengths of keys, of no more spans, and lists of pages.
+
+        The last query is at the last key.
+        """
+        items = self.items_type.from_buffer_copy(self.items_bytes)
+        for at, n, rows in zip(range(0, len(items), _ITEM_WORDS), k_lengths, self.problem.q_lengths, strict=True):
+            items[at + _K_LEN], items[at + _START] = n, n - rows
+        if lists is not None:
+            items[_PAGES::_ITEM_WORDS] = lists
+        return items
+
+    @property
+    def kernel(self) -> Any:
+        """Its kernel; loaded anew where it has been unloaded. Whoever runs it holds it meanwhile."""
+        kernel = self.loaded()
+        if kernel is None:
+            kernel = kernel_of(self.shape)
+            self.loaded = weakref.ref(kernel)
+        kernel.used()
+        return kernel
+
+    def run(
+        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0
+    ) -> None:
+        """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if
+        given.
+        """
+        if not self.tickets:
+            return
+        wrong = arrived = ()
+        words = self.words_type.from_buffer_copy(self.template)
+        scratch = _take_scratch(self.scratch_size)
+        try:
+            at = ctypes.addressof(scratch)
+            if self.groups:
+                arrived = (ctypes.c_int64 * self.groups)()
+            if self.lookups:
+                wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
+            words[SCRATCH] = at
+            words[CALL] = (
+                q, k, v, out, lse, counts, items or self.items_at, at + self.partials_at,
+                ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
+            )  # fmt: skip
+            run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
+        finally:
+            _give_scratch(scratch)
+        for n, (node, dimension) in enumerate(self.lookups):
+            if wrong[2 * n]:
+                raise out_of_range(node.value, dimension, wrong[2 * n + 1])
+
+
+_K_LEN, _START, _PAGES, _ITEM_WORDS = ITEM.k_len, ITEM.start, ITEM.pages, len(ITEM)
+
+
+def template_of(record: Record, words: dict[str, int]) -> bytes:
+    """Arguments in their record."""
+    template = np.zeros(len(record.names), np.int64)
+    for name, value in words.items():
+        template[record.word(name)] = value
+    return template.tobytes()
+
+
+def _sinks(problem: Problem) -> np.ndarray | None:
+    """The logits of sinks in the unit of exponents."""
+    if problem.sinks is None:
+        return None
+    kind = np.float64 if problem.storage == "f64" else np.float32
+    return np.array([x * LOG4_E for x in problem.sinks], kind)
+
+
+def _guessed_seconds(problem: Problem, how: Schedule) -> float:
+    """Of one thread."""
+    if how.kind == "decode":
+        size = 1 if problem.quantised else STORAGE_BYTES[problem.storage]
+        read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * size
+        return read / _READ_GUESS
+    pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
+    return pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0) / _GUESS
+
+
+def _program(problem: Problem) -> Program | None:
+    """The mask and score as a kernel wants them, with tables on the CPU."""
+    program = Program.of(problem.mask, problem.score, problem.box())
+    for table in () if program is None else program.tables:
+        if table.tensor is not None:
+            raise ArgumentError(
+                f"{table.name}: expected an array on the CPU, as q; got one on {table.tensor.device}. Use .cpu()."
+            )
+    return program
+
+
+# --- scratch
+
+_scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
+
+
+def _take_scratch(size: int) -> Any:
+    try:
+        scratch = _scratches.pop()
+    except IndexError:
+        return _map_scratch(size)
+    return scratch if len(scratch) >= size else _map_scratch(size)
+
+
+def _map_scratch(size: int) -> Any:
+    try:
+        return (ctypes.c_char * size).from_buffer(pages(size))
+    except OSError as error:
+        raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from None
+
+
+def _give_scratch(scratch: Any) -> None:
+    """When nobody works in it any more. One that is not given back is freed."""
+    if len(scratch) <= 256 << 20:
+        _scratches.append(scratch)
+
+
+# --- arguments and items
+
+
+def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -> dict[str, int]:
+    """The kernel's arguments by name, without addresses; for any vector unit, this machine's or not."""
+    c = LOG4_E if problem.score is not None else problem.scale * LOG4_E
+    number = number_bytes(problem.storage)
+    words = {
+        "scratch_stride": how.scratch_stride,
+        "limit": how.tickets,
+        "lse_head": (rows.q.shape[0] if rows.layout == "lhd" else _padded_rows(problem)) * number,
+        "lse_row": number,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "group": problem.group,
+        "causal": int(problem.causal),
+        "c": _bits(abs(c), number),
+        "scale": _bits(problem.scale, number),
+        "k_start": problem.k_start,
+        "flip": _signs(number, PRODUCTS[product_of(problem, how.isa)]) if c < 0 else 0,
+    }
+    words |= steps("q", rows.q.strides, rows.layout) | steps("out", rows.out_strides, rows.layout)
+    return words | keys.words() | dict(how.words)
+
+
+def _padded_rows(problem: Problem) -> int:
+    """Rows of an item in a padded batch."""
+    return problem.rows if problem.rows is not None else problem.q_lengths[0] if problem.batch else 0
+
+
+def _bits(x: float, number: int) -> int:
+    """A float of `number` bytes as the word that holds it."""
+    return struct.unpack("<q", struct.pack("<d", x))[0] if number == 8 else struct.unpack("<i", struct.pack("<f", x))[0]
+
+
+def _signs(number: int, elements: int) -> int:
+    """The sign bits of a unit of `number` bytes, as an int64."""
+    bits = 8 * number // elements
+    signs = sum(1 << (bits * (i + 1) - 1) for i in range(elements))
+    return signs - (1 << 64) if signs >> 63 else signs
+
+
+def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -> np.ndarray:
+    """The kernel's table of batch items, [item, word]: those that have tickets."""
+    batch, number = problem.batch, number_bytes(problem.storage)
+    q_lengths = np.array(problem.q_lengths, np.int64)
+    if how.kind == "decode":
+        blocks = np.minimum(q_lengths, 1) * how.parts
+    else:
+        blocks = -(-q_lengths * problem.group // how.block_rows)
+    tickets = blocks * (problem.kv_heads // how.heads)
+    if rows.first is not None:
+        first, axis, lse = np.array(rows.first, np.int64), LAYOUTS[rows.layout][-2], number
+    else:
+        first, axis = np.arange(batch, dtype=np.int64), LAYOUTS[rows.layout][0]
+        lse = problem.q_heads * _padded_rows(problem) * number
+    items = Item(
+        first=np.cumsum(tickets) - tickets,
+        blocks=blocks,
+        q_len=q_lengths,
+        k_len=np.array(problem.k_lengths, np.int64),
+        start=np.array(problem.q_starts, np.int64) - problem.k_start,
+        q_at=first * rows.q.strides[axis],
+        out_at=first * rows.out_strides[axis],
+        lse_at=first * lse,
+        index=np.arange(batch) if problem.items is None else np.array(problem.items, np.int64),
+        **keys.places(batch),
+    )
+    table = np.stack(items, axis=1)
+    if problem.rows is not None and batch:
+        table = np.concatenate([table, _unused_rows(problem, how, rows, items)])
+        tickets = table[:, ITEM.blocks] * problem.kv_heads
+    # an item without tickets shares its first ticket with the next: bisection then finds the last, so only items with
+    # work are left
+    return np.ascontiguousarray(table[tickets > 0]) if batch else table
+
+
+def _unused_rows(problem: Problem, how: Schedule, rows: Rows, items: Item) -> np.ndarray:
+    """Items of the rows past q_lengths: they see no key."""
+    used, number = items.q_len, number_bytes(problem.storage)
+    q_len = (problem.rows or 0) - used
+    blocks = -(-q_len * problem.group // how.block_rows)
+    tickets = blocks * problem.kv_heads
+    before = items.first[-1] + items.blocks[-1] * problem.kv_heads
+    q_row, out_row = rows.strides(-2)
+    rest = items._replace(
+        first=before + np.cumsum(tickets) - tickets,
+        blocks=blocks,
+        q_len=q_len,
+        k_len=np.zeros_like(used),
+        q_at=items.q_at + used * q_row,
+        out_at=items.out_at + used * out_row,
+        lse_at=items.lse_at + used * number,
+        index=np.full_like(used, -1),
+    )
+    return np.stack(rest, axis=1)

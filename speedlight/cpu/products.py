@@ -1,0 +1,176 @@
+"""What multiplies, by the name that machine.py gives it: how operands are read and packed, and one step of a sum.
+
+    fma     a unit is one number, in f32 or f64: total + a·b
+    pairs   a unit is two neighbouring bf16: total + a₁b₁ + a₀b₀ by AVX-512's dot instruction, which reads subnormals
+            as 0. Queries and keys are paired along head_dim, weights and values along keys; a missing partner is 0.
+
+Hidden keys weigh -0, which no visible key can: their values are not touched (0 · NaN is NaN).
+"""
+
+from __future__ import annotations
+
+from . import conversions
+from .shape import Shape
+from .vector import BF16, F32, I8, I16, I32, Function, Value, vec
+
+# 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative): errors 9.2e-8, 3.4e-18, and 1.0e-4 where P becomes bf16
+_EXP2_F32 = 0.6931469774100962, 0.24022241711702084, 0.05550733819271004, 0.009671537837623517, 0.0013264795066351006
+_EXP2_F64 = (
+    0.69314718055994532581, 0.24022650695910131286, 0.055504108664820083029, 0.0096181291075941078627,
+    0.0013333558146774620302, 0.00015403530457129508295, 0.000015252733493173796849, 1.3215435272716792343e-6,
+    1.0178199533695840947e-7, 7.073785041023905453e-9, 4.4347798013903755776e-10,
+)  # fmt: skip
+_EXP2_BF16 = 0.69328331395880648, 0.24221155408455297, 0.055005948223862378
+_ONES = 0x3F803F80  # a pair of bf16
+
+
+def exp2_terms(s: Shape) -> tuple[float, ...]:
+    """Coefficients of f, f², … for weights as they are multiplied."""
+    match s.product:
+        case "pairs":
+            return _EXP2_BF16
+    return _EXP2_F64 if s.wide else _EXP2_F32
+
+
+def multiply_add(k: Function, s: Shape, a: Value, b: Value, total: Value) -> Value:
+    """total + a·b over the elements of a unit."""
+    match s.product:
+        case "pairs":
+            pairs = vec(BF16, 2 * s.lanes)
+            return k.intrinsic("llvm.x86.avx512bf16.dpbf16ps.512", s.vector, total, a.bits(pairs), b.bits(pairs))
+    return k.fma(a, b, total)
+
+
+# --- units
+
+
+def units_of(s: Shape, length: Value) -> Value:
+    """How many units hold so many elements."""
+    return length if s.elements == 1 else (length + (s.elements - 1)) // s.elements
+
+
+def unit_of(s: Shape, element: Value) -> Value:
+    """The unit that has an element."""
+    return element if s.elements == 1 else element // s.elements
+
+
+def whole_units(s: Shape, length: Value) -> Value:
+    """How many of them can be read a vector at a time."""
+    return length // (s.elements * s.lanes) * s.lanes
+
+
+def step_bytes(s: Shape, row: Value) -> Value:
+    """From a unit of values to the next, where neighbouring keys' values are kept together."""
+    return row if s.elements == 1 else row * s.elements
+
+
+def load_units(k: Function, s: Shape, row: Value, t: Value, *, stored: bool = False) -> Value:
+    """`lanes` units from a row with unit stride; of keys or values that are `stored`, or of q."""
+    if stored and s.quantised:
+        return k.to_float(Value(k, k.b.sext(k.load(vec(I8, s.lanes), row, t).x, s.ivector)), s.vector)
+    match s.product:
+        case "pairs":
+            return k.load(s.ivector, row, t * 4)
+    return conversions.load(k, s.storage, row, t * s.storage_bytes, s.lanes)
+
+
+def load_unit(
+    k: Function, s: Shape, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False
+) -> Value:
+    """One unit from a row of any stride; the missing half of an odd last pair is 0."""
+    if stored and s.quantised:
+        return k.to_float(Value(k, k.b.sext(k.load(I8, row, t * column).x, I32)), F32)
+    match s.product:
+        case "pairs":
+            second = t * 2 + 1
+            low = k.zext(k.load(I16, row, t * 2 * column), I32)
+            high = k.zext(k.load(I16, row, k.min(second, count - 1) * column), I32)
+            return low | k.select(second < count, high << 16, k.const(0, I32))
+    return conversions.load(k, s.storage, row, t * column)
+
+
+def load_values(k: Function, s: Shape, rows: list[Value], column: Value) -> Value:
+    """One vector of columns of the values of a unit's keys, which are one after another in `rows`."""
+    match s.product:
+        case "pairs":
+            low, high = (k.zext(k.load(vec(I16, s.lanes), row, column * 2), s.ivector) for row in rows)
+            return low | (high << 16)
+    return load_units(k, s, rows[0], column, stored=True)
+
+
+def paired(low: Value, high: Value, keep: Value) -> Value:
+    """Elements of two rows as pairs, in lanes or alone; without the upper where `keep`, a mask of its bits, is 0."""
+    return low | ((high << 16) & keep)
+
+
+# --- weights
+
+
+def packed(k: Function, s: Shape, weights: list[Value]) -> Value:
+    """The weights of a unit's keys, lane by lane: pairs are rounded to nearest even."""
+    match s.product:
+        case "pairs":
+            words = packed_vectors(k, s, weights)
+            order = [lane + s.lanes * half for lane in range(s.lanes) for half in (0, 1)]
+            return k.shuffle(words, words, order).bits(s.ivector)
+    return weights[0]
+
+
+def packed_vectors(k: Function, s: Shape, weights: list[Value]) -> Value:
+    """Vectors of weights one after another, as units side by side."""
+    match s.product:
+        case "pairs":
+            low, high = weights
+            both = k.intrinsic("llvm.x86.avx512bf16.cvtne2ps2bf16.512", vec(BF16, 2 * s.lanes), high, low)
+            return both.bits(vec(I16, 2 * s.lanes))
+    return weights[0]
+
+
+def add_weights(k: Function, s: Shape, unit: Value, total: Value) -> Value:
+    """total + the weights of a unit; `unit` is a vector of them."""
+    match s.product:
+        case "pairs":
+            return multiply_add(k, s, k.const(_ONES, s.ivector), unit, total)
+    return total + unit
+
+
+def visible(k: Function, s: Shape, weight: Value) -> Value:
+    """Of a vector of units: which lanes see it; of pairs, the bits of the visible halves."""
+    match s.product:
+        case "pairs":
+            halves = weight.bits(vec(I16, 2 * s.lanes))
+            return Value(k, k.b.not_(k.b.ashr(halves.x, k.const(15, halves.type).x))).bits(s.ivector)
+    return weight.bits(s.ivector) > -1
+
+
+def visible_step(k: Function, s: Shape, value: Value, weight: Value, total: Value, seen: Value) -> Value:
+    """multiply_add in lanes that see the unit; `seen` as from visible()."""
+    match s.product:
+        case "pairs":
+            return k.select(seen.differs(0), multiply_add(k, s, value & seen, weight & seen, total), total)
+    return k.select(seen, k.fma(value, weight, total), total)
+
+
+def visible_bits(k: Function, s: Shape, weight: Value) -> tuple[Value, Value | None]:
+    """Of one unit: whether anything of it is visible, and the bits that are, if that may be a part."""
+    match s.product:
+        case "pairs":
+            low, high = (
+                k.select((weight << by).bits(I32) > -1, k.const(m, I32), k.const(0, I32))
+                for by, m in ((16, 0xFFFF), (0, -65536))
+            )
+            return (low | high).differs(0), low | high
+    return weight.bits(s.integer) > -1, None
+
+
+def full_keys(k: Function, s: Shape, full: Value, end: Value, count: Value) -> Value:
+    """How many of `full` visible keys make units of their own: a half-visible pair needs the predicated path.
+
+    `end`: of the keys that may be seen; `count`: of those in the tile. Past those is padding, of arrays.
+    """
+    match s.product:
+        case "pairs":
+            odd = (full & 1).differs(0)
+            odd = odd if s.cached else odd & ((full < end) | (end < count))
+            return k.select(odd, full - 1, full)
+    return full

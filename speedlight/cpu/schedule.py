@@ -1,0 +1,224 @@
+"""How this machine runs a problem: which kernel, in what blocks, on how many threads, in how much scratch. Pure.
+
+The figures of machines are tables in machine.py; no bit of a result depends on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..machine import PRODUCTS, Isa, blocking, level2_bytes, number_bytes, register_tiles
+from ..problem import SPAN, TILE, Problem
+from .layout import (
+    DECODE_SCRATCH,
+    FORWARD_SCRATCH,
+    PANEL,
+    DecodeSizes,
+    ForwardSizes,
+    placed,
+)
+from .operands import Strides
+
+DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
+_TASK_ROWS = 128  # of all heads of a decode task: their states stay in the second-level cache
+_PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
+_TASKS = 4  # for each thread, so that none waits long for the last
+
+# Side by side, two workers' scratches cost 2 to 4 % (measured; prefetchers run past the end of one into the other)
+_APART = (1 << 20) + 512
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the CPU engine runs a problem."""
+
+    kind: Literal["forward", "decode"]
+    isa: Isa
+    storage: str
+    panel: int  # query rows that go through a tile together
+    panels: int  # of one task
+    threads: int
+    tickets: int
+    words: tuple[tuple[str, int], ...]  # what the kernel's arguments say of it
+    scratch_bytes: int  # of one worker
+    vectors: int = 0  # of a panel, in the forward kernel
+    parts: int = 1  # of the spans of one task's kv heads, in the decode kernel
+    partial_bytes: int = 0  # what those leave for the last of them
+    heads: int = 1  # kv heads of one task
+
+    @property
+    def block_rows(self) -> int:
+        """Query rows of one task, of one kv head."""
+        return self.panel * self.panels
+
+    @property
+    def scratch_stride(self) -> int:
+        """From one worker's scratch to the next; the gap is never touched, so it costs addresses, not memory."""
+        return self.scratch_bytes + _APART
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of all workers, and of what parts leave for each other."""
+        return self.scratch_bytes * self.threads + self.partial_bytes * (self.tickets // self.parts)
+
+
+def product_of(problem: Problem, isa: Isa) -> str:
+    """What multiplies: a name in machine.PRODUCTS. int8 is widened first."""
+    return "fma" if problem.quantised else isa.product(problem.storage)
+
+
+def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides) -> Schedule:
+    """The decode kernel for few rows, the forward kernel for all else."""
+    strided = strides.strided_keys or strides.strided_values
+    if _decodes(problem, isa, strided):
+        return _decode_schedule(problem, isa, threads, strides.heads_adjoin)
+    return _forward_schedule(problem, isa, threads, strides)
+
+
+def _decodes(problem: Problem, isa: Isa, strided: bool) -> bool:
+    """Whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
+    if strided or problem.rows is not None:
+        return False
+    most = max(problem.q_lengths, default=0) * problem.group
+    return 0 < most <= DECODE_ROWS and problem.value_dim >= isa.lanes(problem.storage)
+
+
+# --- many rows
+
+
+def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides) -> Schedule:
+    """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads
+    allow.
+    """
+    lanes, product = isa.lanes(problem.storage), product_of(problem, isa)
+    rows = [n * problem.group for n in problem.q_lengths]
+    wants = blocking(isa, product)
+    vectors = min((3, 2, 1), key=lambda n: _blocks(rows, lanes * n) * n / wants.worth[n - 1])
+    panel = lanes * vectors
+    stage_keys, stage_values = _staged(problem, product, strides)
+    cached = strides.pages is not None and strides.pages.lanes
+    # a cache's values are staged where pages part a tile
+    sizes = _sizes(problem, isa, vectors, stage_keys, stage_values or cached)
+    scratch, fixed = placed(FORWARD_SCRATCH, sizes)
+    offsets, panel_bytes = placed(PANEL, sizes)
+    fits = (level2_bytes() * 5 // 8 - fixed) // panel_bytes
+    # a task of a few milliseconds: threads wait for each other at the end of a region; a staged tile wants more users
+    keys = max(problem.k_lengths, default=0)
+    work = panel * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
+    wanted = max(4 if stage_keys or stage_values else 2, wants.task_flops // work)
+    share = _blocks(rows, panel) * problem.kv_heads // (8 * threads)
+    panels = max(1, min(wants.panels, fits, wanted, share))
+    blocks = _blocks(rows, panel * panels) * problem.kv_heads
+    words = {
+        "panels": panels, "width": sizes.width, "stage_k": int(stage_keys), "stage_v": int(stage_values),
+        "panel_bytes": panel_bytes,
+    }  # fmt: skip
+    return Schedule(
+        "forward",
+        isa,
+        problem.storage,
+        panel,
+        panels,
+        threads=max(1, min(threads, blocks)),
+        tickets=blocks + _blocks(_unused(problem), panel * panels) * problem.kv_heads,
+        words=_words(words, scratch | offsets),
+        scratch_bytes=_up(fixed + panels * panel_bytes, 4096),
+        vectors=vectors,
+    )
+
+
+def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
+    """Whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
+    paired = PRODUCTS[product] > 1
+    direct = (paired or problem.storage in ("f32", "f64")) and not problem.quantised
+    paged = strides.pages is not None
+    cached = strides.pages is not None and strides.pages.lanes
+    keys = paged or not direct or strides.strided_keys or problem.head_dim % PRODUCTS[product] != 0
+    values = not direct or strides.strided_values or (not cached and (paired or paged))
+    return keys, values
+
+
+def _sizes(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_values: bool) -> ForwardSizes:
+    number, elements = number_bytes(problem.storage), PRODUCTS[product_of(problem, isa)]
+    units, rows = -(-problem.head_dim // elements), register_tiles(isa).keys[vectors - 1]
+    return ForwardSizes(
+        number=number,
+        panel=vectors * isa.lanes(problem.storage),
+        tile_rows=_up(TILE, rows),
+        units=units,
+        width=_up(problem.value_dim, rows),
+        staged_keys=stage_keys * TILE * units * number,
+        staged_values=stage_values * (TILE // elements) * problem.value_dim * number,
+        quantised=problem.quantised,
+    )
+
+
+def _unused(problem: Problem) -> list[int]:
+    """Rows of out, in each item's group of heads, that have no query: they become 0."""
+    return [] if problem.rows is None else [(problem.rows - n) * problem.group for n in problem.q_lengths]
+
+
+# --- few rows
+
+
+def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: bool) -> Schedule:
+    """One task for each kv head, or several that share its spans where heads are few.
+
+    Where heads adjoin, a task takes several of them through each tile: memory is then read in longer pieces (a page of
+    virtual memory holds all heads of a token, so that one head alone would need as many of them as there are tokens).
+    """
+    rows = max(problem.q_lengths) * problem.group
+    heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
+    spans = -(-max(problem.k_lengths, default=0) // SPAN)
+    together = _heads_together(problem, threads, rows, spans) if heads_adjoin else 1
+    tasks, enough = heads // together, _TASKS * threads
+    parts = max(1, min(spans, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
+    elements = PRODUCTS[product_of(problem, isa)]
+    sizes = DecodeSizes(
+        number=number_bytes(problem.storage),
+        rows=rows,
+        heads=together,
+        units=-(-problem.head_dim // elements),
+        slots=-(-problem.value_dim // isa.lanes(problem.storage)),
+        vector=isa.vector_bytes,
+    )
+    if tasks * spans * sizes.states > _PARTIALS:
+        parts = 1  # a window over a sequence without end: what its spans leave must not grow with it
+    scratch, used = placed(DECODE_SCRATCH, sizes)
+    partial = spans * sizes.states if parts > 1 else 0
+    words = {"rows": rows, "heads": together, "slots": sizes.slots, "partial_bytes": partial}
+    return Schedule(
+        "decode",
+        isa,
+        problem.storage,
+        rows,
+        1,
+        threads=max(1, min(threads, tasks * parts)),
+        tickets=tasks * parts,
+        words=_words(words, scratch),
+        scratch_bytes=_up(used, 4096),
+        parts=parts,
+        partial_bytes=partial,
+        heads=together,
+    )
+
+
+def _heads_together(problem: Problem, threads: int, rows: int, spans: int) -> int:
+    """kv heads of one task: the most whose states stay in the cache, and which leave enough tasks."""
+    items = max(1, sum(1 for n in problem.q_lengths if n))
+    enough = _TASKS * threads if threads > 1 else 1
+    fits = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n * rows <= _TASK_ROWS]
+    return max((n for n in fits if items * (problem.kv_heads // n) * max(1, spans) >= enough), default=1)
+
+
+def _words(words: dict[str, int], places: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((words | {f"at_{name}": at for name, at in places.items()}).items())
+
+
+def _blocks(rows: list[int], size: int) -> int:
+    return sum(-(-r // size) for r in rows)
+
+
+def _up(n: int, step: int) -> int:
+    return -(-n // step) * step

@@ -1,0 +1,136 @@
+"""What a kernel of attention is specialised for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from llvmlite import ir
+
+from ..arrays import STORAGE_BYTES
+from ..machine import FETCHING, PRODUCTS, Fetching, Isa, RegisterTiles, number_bytes, register_tiles
+from .layout import BLOCK
+from .vector import F32, F64, I32, I64, vec
+
+Kind = Literal["forward", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a set of micro-kernels is specialised for."""
+
+    kind: Kind  # forward: a lane is a query; decode: a lane is a key
+    isa: Isa
+    storage: str  # type in memory: f32, f64, f16, bf16
+    vectors: int = 0  # query vectors of a panel, of the forward kernel
+    program: Any = None  # the mask and score
+    cached: bool = (
+        False  # keys and values lie as a cache keeps them: keys in lane order, values in pairs if multiplied so
+    )
+    quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
+    fetching: Fetching = FETCHING  # of the decode kernel
+
+    @property
+    def stem(self) -> str:
+        """The readable part of the kernel's name."""
+        name = f"{self.kind}_{self.storage}_{self.isa.name}"
+        return f"{name}_{self.rows}x{self.vectors}" if self.kind == "forward" else name
+
+    @property
+    def product(self) -> str:
+        """What multiplies: a name in machine.PRODUCTS."""
+        return "fma" if self.quantised else self.isa.product(self.storage)
+
+    @property
+    def elements(self) -> int:
+        """Of a unit: what one multiply-add step takes from a row of keys, or of values at one column."""
+        return PRODUCTS[self.product]
+
+    # --- memory
+
+    @property
+    def storage_bytes(self) -> int:
+        return STORAGE_BYTES[self.storage]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of one unit of a cache's keys or values."""
+        return 1 if self.quantised else self.storage_bytes * self.elements
+
+    @property
+    def header(self) -> int:
+        """Bytes of scales ahead of a block's elements."""
+        return 4 * BLOCK if self.quantised else 0
+
+    @property
+    def piece(self) -> int:
+        """Tokens that lie side by side in a tile of keys or values: one by one in rows, or a cache's block."""
+        return BLOCK if self.cached else 1
+
+    # --- types
+
+    @property
+    def wide(self) -> bool:
+        return self.storage == "f64"
+
+    @property
+    def number(self) -> ir.Type:
+        """What scores and sums are held in."""
+        return F64 if self.wide else F32
+
+    @property
+    def number_bytes(self) -> int:
+        return number_bytes(self.storage)
+
+    @property
+    def integer(self) -> ir.Type:
+        return I64 if self.wide else I32
+
+    @property
+    def unit(self) -> ir.Type:
+        """What is broadcast from a row of keys: one number, or several elements as an integer."""
+        return self.number if self.elements == 1 else self.integer
+
+    @property
+    def vector(self) -> ir.VectorType:
+        return vec(self.number, self.lanes)
+
+    @property
+    def ivector(self) -> ir.VectorType:
+        return vec(self.integer, self.lanes)
+
+    @property
+    def units(self) -> ir.VectorType:
+        """A unit of each lane."""
+        return vec(self.unit, self.lanes)
+
+    # --- tiles
+
+    @property
+    def lanes(self) -> int:
+        return self.isa.lanes(self.storage)
+
+    @property
+    def vector_bytes(self) -> int:
+        return self.isa.vector_bytes
+
+    @property
+    def panel(self) -> int:
+        return self.lanes * self.vectors
+
+    @property
+    def tiles(self) -> RegisterTiles:
+        return register_tiles(self.isa)
+
+    @property
+    def rows(self) -> int:
+        """Keys (or value columns) per register tile."""
+        return self.tiles.keys[self.vectors - 1]
+
+    @property
+    def row_bytes(self) -> int:
+        """One row of a panel-wide array."""
+        return self.panel * self.number_bytes
+
+    def lane_offset(self, v: int) -> int:
+        return v * self.vector_bytes

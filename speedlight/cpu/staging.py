@@ -1,0 +1,144 @@
+"""Queries, and tiles of keys and values, copied to scratch: gathered from pages or strides, widened, made units.
+
+Of queries, `flip` has the sign bits to invert. Of tiles, `places` are addresses of the pieces (places.py), and each
+function fills tile[count, units].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .layout import BLOCK
+from .products import load_unit, load_units, paired, whole_units
+from .shape import Shape
+from .vector import I16, I32, I64, PTR, Function, Module, Value, vec
+
+# --- queries
+
+
+def pack_queries(module: Module, s: Shape) -> Any:
+    """q_panel[units, panel] from the rows named by a table of pointers."""
+    k = module.function(
+        "pack_queries", {"table": PTR, "q_panel": PTR, "head_dim": I64, "units": I64, "column": I64, "flip": I64}
+    )
+    p = k.p
+    flip = p["flip"] if s.wide else k.trunc(p["flip"], I32)
+    end = k.select(p["column"].equals(s.storage_bytes), whole_units(s, p["head_dim"]), k.i64(0))
+    for v in range(s.vectors):
+        table = k.at(p["table"], v * s.lanes * 8)
+        with k.range(0, end, s.lanes) as t:
+            rows = [load_units(k, s, k.load(PTR, table, lane * 8), t) for lane in range(s.lanes)]
+            for i, x in enumerate(k.transpose(rows)):
+                flipped = x.bits(s.ivector) ^ k.splat(flip, s.lanes)
+                k.store(flipped, p["q_panel"], (t + i) * s.row_bytes + s.lane_offset(v))
+    with k.range(0, s.panel) as lane:
+        row = k.load(PTR, p["table"], lane * 8)
+        with k.range(end, p["units"]) as t:
+            x = load_unit(k, s, row, t, p["column"], p["head_dim"])
+            k.store(x.bits(s.integer) ^ flip, p["q_panel"], t * s.row_bytes + lane * s.number_bytes)
+    return k.finish()
+
+
+def pack_row(module: Module, s: Shape) -> Any:
+    """queries[units] from one row of q."""
+    k = module.function(
+        "pack_row", {"queries": PTR, "row": PTR, "head_dim": I64, "units": I64, "column": I64, "flip": I64}
+    )
+    p = k.p
+    flip = p["flip"] if s.wide else k.trunc(p["flip"], I32)
+    end = k.select(p["column"].equals(s.storage_bytes), whole_units(s, p["head_dim"]), k.i64(0))
+    with k.range(0, end, s.lanes) as t:
+        x = load_units(k, s, p["row"], t).bits(s.ivector) ^ k.splat(flip, s.lanes)
+        k.store(x, p["queries"], t * s.number_bytes)
+    with k.range(end, p["units"]) as t:
+        x = load_unit(k, s, p["row"], t, p["column"], p["head_dim"])
+        k.store(x.bits(s.integer) ^ flip, p["queries"], t * s.number_bytes)
+    return k.finish()
+
+
+# --- tiles
+
+_PARAMS = {"tile": PTR, "places": PTR, "row": I64, "column": I64, "count": I64, "length": I64, "units": I64}
+
+
+def stage_keys(module: Module, s: Shape, rows: Any) -> Any:
+    """What brings keys; `rows` is from stage_rows."""
+    return stage_lanes(module, s) if s.cached else rows
+
+
+def stage_values(module: Module, s: Shape, rows: Any) -> Any:
+    """What brings values. A cache has units of several keys in a row already."""
+    return stage_pairs(module, s) if s.elements > 1 and not s.cached else rows
+
+
+def stage_rows(module: Module, s: Shape) -> Any:
+    """tile[count, units] from rows of any stride and narrower type.
+
+    Of a cache, rows are of units: of several keys each, where those are multiplied together.
+    """
+    k = module.function("stage_rows", _PARAMS)
+    p = k.p
+    in_units = s.cached and s.elements > 1  # units as they are
+    whole = p["length"] // s.lanes * s.lanes if in_units else whole_units(s, p["length"])
+    end = whole if s.cached else k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    together = s.piece // s.elements if s.cached else s.piece
+    with k.range(0, p["count"]) as j:
+        source = k.load(PTR, p["places"], j // together * 8)
+        source = k.at(source, j % together * p["row"] + s.header) if s.cached else source
+        target = k.at(p["tile"], j * p["units"] * s.number_bytes)
+        with k.range(0, end, s.lanes) as t:
+            k.store(load_units(k, s, source, t, stored=True), target, t * s.number_bytes)
+        with k.range(end, p["units"]) as t:
+            if in_units:
+                k.store(k.load(s.unit, source, t * s.number_bytes), target, t * s.number_bytes)
+            else:
+                column = k.i64(s.stored_bytes) if s.cached else p["column"]
+                k.store(load_unit(k, s, source, t, column, p["length"], stored=True), target, t * s.number_bytes)
+    return k.finish()
+
+
+def stage_lanes(module: Module, s: Shape) -> Any:
+    """tile[count, units] from a cache's blocks: unit after unit, of each the BLOCK keys."""
+    k = module.function("stage_lanes", _PARAMS)
+    p, n = k.p, s.lanes
+    row = p["units"] * s.number_bytes
+    whole = p["units"] // n * n
+    stored = BLOCK * s.stored_bytes  # bytes of one unit of a block
+    with k.range(0, p["count"], BLOCK) as j:
+        block = k.at(k.load(PTR, p["places"], j // BLOCK * 8), s.header)
+        for first in range(0, BLOCK, n):
+            target = k.at(p["tile"], (j + first) * row)
+            with k.range(0, whole, n) as t:
+                lanes = [load_units(k, s, k.at(block, (t + u) * stored), k.i64(first), stored=True) for u in range(n)]
+                for m, x in enumerate(k.transpose(lanes)):
+                    k.store(x, target, row * m + t * s.number_bytes)
+            with k.range(whole, p["units"]) as t, k.range(0, n) as m:
+                size = k.i64(1 if s.quantised else s.storage_bytes)
+                count = k.i64(s.elements * BLOCK)
+                one = load_unit(k, s, k.at(block, t * stored), m + first, size, count, stored=True)
+                k.store(one, target, row * m + t * s.number_bytes)
+    return k.finish()
+
+
+def stage_pairs(module: Module, s: Shape) -> Any:
+    """tile[ceil(count / 2), length] of bf16 pairs from neighbouring rows; after an odd end comes a row of zeros."""
+    k = module.function("stage_pairs", _PARAMS)
+    p = k.p
+    whole = p["length"] // s.lanes * s.lanes
+    end = k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    with k.range(0, p["count"], 2) as j:
+        both = j + 1 < p["count"]
+        low, high = (k.load(PTR, p["places"], x * 8) for x in (j, k.min(j + 1, p["count"] - 1)))
+        keep = k.select(both, k.const(0xFFFF0000 - (1 << 32), I32), k.const(0, I32))
+        target = k.at(p["tile"], (j >> 1) * p["length"] * s.number_bytes)
+        with k.range(0, end, s.lanes) as t:
+            a, b = (_halves(k, s, x, t) for x in (low, high))
+            k.store(paired(a, b, k.splat(keep, s.lanes)), target, t * s.number_bytes)
+        with k.range(end, p["length"]) as t:
+            a, b = (k.zext(k.load(I16, x, t * p["column"]), I32) for x in (low, high))
+            k.store(paired(a, b, keep), target, t * s.number_bytes)
+    return k.finish()
+
+
+def _halves(k: Function, s: Shape, row: Value, t: Value) -> Value:
+    return k.zext(k.load(vec(I16, s.lanes), row, t * s.storage_bytes), s.ivector)

@@ -1,0 +1,101 @@
+"""A vector unit that no CPU has, added where units are added, in machine.py's tables: the forward tests pass on it.
+
+AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, which divide neither a tile nor a panel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import FULL
+from problems import qkv
+from test_forward import (  # noqa: F401 - collected here as well, with the fixture below
+    test_every_dim,
+    test_every_length,
+    test_packed_is_padded,
+)
+
+import speedlight as sl
+from speedlight import machine
+from speedlight.cpu.compile import emit
+from speedlight.cpu.shape import Shape
+
+if FULL:
+    from test_forward import (  # noqa: F401
+        test_any_finite_score,
+        test_fused_qkv_and_out,
+        test_hidden_data_never_matter,
+        test_huge_logits_stay_finite,
+        test_layouts_and_strides,
+        test_random_problems_on_every_unit,
+        test_same_bits_however_it_is_cut,
+        test_special_values,
+        test_subnormals_survive,
+        test_tied_maxima_are_not_biased,
+    )
+
+BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
+ROW = machine.RegisterTiles(
+    24, (8, 8, 6), ((8, 1), (4, 1), (1, 1)), ((4, 2), (1, 4)), ((4, 1), (1, 1)), ((2, 8, 2), (1, 8, 1)), ((2, 8, 1),)
+)
+
+
+@pytest.fixture(params=BASES, ids=[f"{base.name}r24" for base in BASES])
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """One with the features of a unit that this machine has."""
+    unit = replace(request.param, name=f"{request.param.name}r24", registers=24)
+    monkeypatch.setattr(machine, "ISAS", (unit, *machine.ISAS))
+    monkeypatch.setattr(machine, "REGISTER_TILES", (machine.REGISTER_TILES[0], ROW, *machine.REGISTER_TILES[1:]))
+    forget()
+    monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
+    yield unit.name
+    forget()
+
+
+def forget() -> None:
+    machine.host_isas.cache_clear()
+    machine._chosen_isa.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 40])
+def test_its_bits_are_those_of_the_unit_it_is_made_from(isa, rng, dtype, rows, monkeypatch):
+    q, k, v = qkv(rng, dtype, 1, 3, 1, rows, 1300, 36, 40, 2.0)
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=36, value_dim=40, capacity=1300, dtype=dtype)
+    cache.append(0, k, v)
+    options = {"causal": True, "sink_logits": [0.5, -1.0, 3.0], "return_lse": True}
+    assert isa in sl.plan(q, k, v, causal=True).kernel
+    results = []
+    for name in (isa, isa.removesuffix("r24")):
+        monkeypatch.setenv("SPEEDLIGHT_ISA", name)
+        results.append(b"".join(x.tobytes() for x in sl.attention(q, k, v, **options)))
+    assert results[0] == results[1]
+    assert cache.attend(0, q).tobytes() == sl.attention(q, k, v).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_what_is_fetched_ahead_changes_no_bit(rng, dtype, monkeypatch):
+    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 1, 4, 1, 1, 700, 64, 64)
+    results = set()
+    for fetching in (machine.FETCHING, machine.Fetching(0, 0, 0, 0, False), machine.Fetching(1, 3, 4096, 5, True)):
+        monkeypatch.setattr(machine, "_FETCHINGS", dict.fromkeys(machine._FETCHINGS, fetching))
+        cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=700, dtype=dtype)
+        cache.append(0, k, v)
+        own = b"" if dtype == "int8" else sl.attention(np.ascontiguousarray(q), k, v).tobytes()
+        results.add(own + cache.attend(0, q).tobytes())
+        text = emit(Shape("decode", machine.current_isa(), "f32", cached=True, fetching=fetching))
+        assert ("prefetch" in text) == (fetching.cache_blocks > 0)
+    assert len(results) == 1
+
+
+def test_every_unit_has_a_row_in_every_table():
+    for unit in machine.ISAS:
+        tiles = machine.register_tiles(unit)
+        for vectors, keys in enumerate(tiles.keys, 1):
+            assert keys * vectors + vectors < unit.registers  # sums, and a vector of each query
+        for product in {unit.product(storage) for storage in ("f32", "f64", "f16", "bf16")}:
+            assert product in machine.PRODUCTS
+            assert len(machine.blocking(unit, product).worth) == 3
