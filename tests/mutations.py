@@ -290,8 +290,8 @@ MUTATIONS = (
     Mutation(
         "a pool's prepared step does not know where its rows are",
         "cpu/storage.py",
-        "where = part.items, part.counts, part.rows",
-        "where = part.items, part.counts",
+        "(items, counts, rows, q.shape",
+        "(items, counts, q.shape",
         "tests/test_steps.py -k rows_of_packed",
     ),
     # --- the kernel cache and files

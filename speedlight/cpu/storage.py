@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -295,15 +295,6 @@ def _remember(steps: dict[Any, Any], key: Any, step: Any) -> None:
     steps[key] = step
 
 
-class _Part(NamedTuple):
-    """Sequences of a batch that one kernel takes."""
-
-    items: tuple[int, ...]  # which of the batch
-    counts: tuple[int, ...]
-    rows: tuple[int, ...]  # of each its first among the packed queries
-    lengths: list[int]
-
-
 class PoolStorage:
     """The tokens of a PagePool. To the kernels a page is a block; a sequence's table has the number of each block.
 
@@ -385,9 +376,9 @@ class PoolStorage:
         addresses = (q.address, *self.addresses[layer], out.address, lse.address if lse else 0)
         for which in self._by_kernel(q.shape[1], batch.counts):
             counts, rows, lengths = ([x[i] for i in which] for x in (batch.counts, first, batch.after))
-            part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
+            part = tuple(which), tuple(counts), tuple(rows)
             lists = [arrays.address_of(batch.tables[i]) for i in which]
-            step, any_lengths = self._step(q, part, lists, causal, options, out.strides)
+            step, any_lengths = self._step(q, part, lengths, lists, causal, options, out.strides)
             items = step.items_for(lengths, lists) if any_lengths else None
             step.run(*addresses, items=ctypes.addressof(items) if items is not None else 0)
 
@@ -396,42 +387,39 @@ class PoolStorage:
         chunks.
         """
         few = DECODE_ROWS * self.shape.kv_heads // max(1, q_heads)
-        short, long = ([i for i, n in enumerate(counts) if n and (n <= few) == x] for x in (True, False))
+        short, long = [i for i, n in enumerate(counts) if 0 < n <= few], [i for i, n in enumerate(counts) if n > few]
         return [x for x in (short, long) if x]
 
     def _step(
         self,
         q: Array,
-        part: _Part,
+        part: tuple[tuple[int, ...], ...],
+        lengths: list[int],
         lists: list[int],
         causal: bool,
         options: dict[str, Any],
         out_strides: tuple[int, ...],
     ) -> tuple[Prepared, bool]:
-        """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice)."""
-        mask, score, scale = options["mask"], options["score"], options["scale"]
-        longest, packed = max(part.lengths), {"layout": "lhd", "q_lengths": part.counts, "items": part.items}
-        known = options["sink_logits"] is None and kept(mask) and kept(score) and type(scale) in _SCALES
-        if not known or not longest:
-            problem = _problem(self.shape, q, part.lengths, causal, options, **packed)
-            return self._prepare(problem, q, part, lists, out_strides), False
-        spans = 1 << (longest - 1 >> 10).bit_length()
-        # It depends on these, on what the pool is, and on no length or page: items_for() puts them in. -0.0 is another
-        # scale than 0.0.
-        where = part.items, part.counts, part.rows
-        form = (q.shape, q.strides, q.dtype, out_strides, causal)
-        key = (*where, *form, mask, score, scale or str(scale), spans, threads_now())
-        prepared = self.steps.get(key)
-        if prepared is None:
-            most, shortest = [spans * SPAN] * len(lists), max(part.counts) if causal else 1
-            problem = _problem(self.shape, q, most, causal, options, shortest=shortest, **packed)
-            prepared = self._prepare(problem, q, part, lists, out_strides)
-            _remember(self.steps, key, prepared)
-        return prepared, True
+        """The prepared call, and whether it is one for any lengths of as many spans (doubled until they suffice).
 
-    def _prepare(
-        self, problem: Problem, q: Array, part: _Part, lists: list[int], out_strides: tuple[int, ...]
-    ) -> Prepared:
-        return prepare_pages(
-            problem, "lhd", q, self.kernel_pages, lists, out_strides, part.rows, threads_now(), self.isa
-        )
+        part: of each sequence that it takes, which it is of the batch, its queries, and the row of the first.
+        """
+        mask, score, scale = options["mask"], options["score"], options["scale"]
+        key = shortest = None
+        longest, (items, counts, rows), threads = max(lengths), part, threads_now()
+        if options["sink_logits"] is None and kept(mask) and kept(score) and type(scale) in _SCALES and longest > 0:
+            spans = 1 << (longest - 1 >> 10).bit_length()
+            # It depends on these, on what the pool is, and on no length or page: items_for() puts them in. -0.0 is
+            # another scale than 0.0.
+            form = (items, counts, rows, q.shape, q.strides, q.dtype, out_strides, causal)
+            key = (form, mask, score, scale or str(scale), spans, threads)
+            prepared = self.steps.get(key)
+            if prepared is not None:
+                return prepared, True
+            lengths, shortest = [spans * SPAN] * len(lists), max(counts) if causal else 1
+        packed = {"layout": "lhd", "q_lengths": counts, "items": items, "shortest": shortest}
+        problem = _problem(self.shape, q, lengths, causal, options, **packed)
+        prepared = prepare_pages(problem, "lhd", q, self.kernel_pages, lists, out_strides, rows, threads, self.isa)
+        if key is not None:
+            _remember(self.steps, key, prepared)
+        return prepared, key is not None
