@@ -290,8 +290,8 @@ MUTATIONS = (
     Mutation(
         "a pool's prepared step does not know where its rows are",
         "cpu/storage.py",
-        "key = (part.items, part.counts, part.rows,",
-        "key = (part.items, part.counts,",
+        "where = part.items, part.counts, part.rows",
+        "where = part.items, part.counts",
         "tests/test_steps.py -k rows_of_packed",
     ),
     # --- the kernel cache and files

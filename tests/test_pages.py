@@ -131,7 +131,7 @@ def test_a_failing_batch_takes_nothing_from_those_who_share(rng, order, monkeypa
         raise sl.CompileError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "_run", fail)
+        patch.setattr(pool._storage, "attend", fail)
         with pytest.raises(sl.CompileError):
             pool.attend(0, [both[n] for n in order], *new, new_lengths=[2, 2])
     assert [(s.keys(0).tobytes(), s.values(0).tobytes()) for s in both] == held and pool.free_pages == free

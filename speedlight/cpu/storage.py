@@ -360,7 +360,7 @@ class PoolStorage:
         chunks.
         """
         few = DECODE_ROWS * self.shape.kv_heads // max(1, q_heads)
-        short, long = ([i for i, n in enumerate(counts) if n and (n <= few) == x] for x in (True, False))
+        short, long = [i for i, n in enumerate(counts) if 0 < n <= few], [i for i, n in enumerate(counts) if n > few]
         return [x for x in (short, long) if x]
 
     def _step(
@@ -374,18 +374,8 @@ class PoolStorage:
             return self._prepare(problem, q, part, lists, out_strides), False
         spans = 1 << (longest - 1 >> 10).bit_length()
         # it depends on these, on what the pool is, and on no length or page: items_for() puts them in
-        key = (
-            part.items,
-            part.counts,
-            part.rows,
-            q.shape,
-            q.strides,
-            q.dtype,
-            out_strides,
-            known,
-            spans,
-            get_threads(),
-        )
+        where = part.items, part.counts, part.rows
+        key = (where, q.shape, q.strides, q.dtype, out_strides, known, spans, get_threads())
         prepared = self.steps.get(key)
         if prepared is None:
             most, shortest = [spans * SPAN] * len(lists), max(part.counts) if options.causal else 1

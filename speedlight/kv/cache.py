@@ -80,6 +80,7 @@ class KVCache:
         # forgotten is told by the second.
         self._held: list[_Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers that somebody writes to
+        self._every = set(range(self.layers))
         self._undo: dict[int, Any] = {}  # of layers that somebody writes to: what the storage puts back
         renew_after_fork(self)
 
@@ -250,7 +251,7 @@ class KVCache:
         lengths, written = self._now()[layer]
         shape = query.q.shape
         rows = shape[2] if len(shape) == 4 else 0
-        for item, (n, w) in enumerate(zip(lengths, written, strict=True)):
+        for item, (n, w) in enumerate(zip(lengths, written, strict=True)) if self._ring.size else ():
             if self._ring.lost(n - rows, n, w):
                 raise ArgumentError(
                     f"q: expected fewer queries; of sequence {item} the window has forgotten what {rows} of them see."
@@ -339,7 +340,7 @@ class KVCache:
 
     def _shorten(self, length: int | Sequence[int] | None) -> None:
         """To so many tokens; None forgets all, whatever a device says there is."""
-        claims, mine, claimed, storage, before = self._claims, set(range(self.layers)), False, self._storage, None
+        claims, mine, claimed, storage, before = self._claims, self._every, False, self._storage, None
         try:  # as in _grow
             if claims & mine:
                 raise _busy(min(claims & mine))
@@ -433,10 +434,8 @@ class KVCache:
 
     def _new(self, k: Any, v: Any, new_lengths: Any) -> tuple[Any, Any, list[int]]:
         """New keys and values, checked, and of each sequence how many."""
-        k, v = (
-            received(self._storage, x, name, (self.batch, self.kv_heads, "n_new", dim))
-            for x, name, dim in ((k, "k", self.head_dim), (v, "v", self.value_dim))
-        )
+        k = received(self._storage, k, "k", (self.batch, self.kv_heads, "n_new", self.head_dim), 2)
+        v = received(self._storage, v, "v", (self.batch, self.kv_heads, "n_new", self.value_dim), 2)
         n_new = k.shape[2]
         if v.shape[2] != n_new:
             raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")

@@ -323,10 +323,10 @@ class PagePool:
             totals = [a + n for a, n in zip(starts, counts, strict=True)]
             copies = self._to_copy(before, starts, totals)
             fresh = [max(0, -(-n // self.page_size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
-            needed = sum(fresh) + len(copies)
+            needed, longer, replaced = sum(fresh) + len(copies), before, []
             if needed:
                 taken = self._take(layer, needed)
-            longer, replaced = self._longer(before, fresh, copies, taken)
+                longer, replaced = self._longer(before, fresh, copies, taken)
             batch = Batch([x.table for x in longer], starts, totals, counts)
             self._storage.put(layer, batch, k, v)
             if query is not None:
@@ -335,7 +335,7 @@ class PagePool:
             for number, x, total in zip(numbers, longer, totals, strict=True):
                 lengths = x.lengths[:]
                 lengths[layer] = total
-                after[number] = x._replace(lengths=lengths)
+                after[number] = _Held(x.pages, x.table, lengths)
             held, dropped, left = self._held, self._dropped, [replaced] if replaced else []
             held |= after  # from here to the return nothing comes between
             dropped += left
@@ -356,10 +356,8 @@ class PagePool:
 
     def _new(self, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
         """New keys and values, checked: so many, or as many as there are keys."""
-        k, v = (
-            received(self._storage, x, name, ("total new", self.kv_heads, dim))
-            for x, name, dim in ((k, "k", self.head_dim), (v, "v", self.value_dim))
-        )
+        k = received(self._storage, k, "k", ("total new", self.kv_heads, self.head_dim), 0)
+        v = received(self._storage, v, "v", ("total new", self.kv_heads, self.value_dim), 0)
         total = k.shape[0] if total is None else total
         for name, x in (("k", k), ("v", v)):
             if x.shape[0] != total:

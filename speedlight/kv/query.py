@@ -36,11 +36,11 @@ def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...]) -> Resu
     return Results(q, shape, lse_shape if query.return_lse else None, query.out, (q,), staged)
 
 
-def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...]) -> Any:
-    """New keys or values, of the storage's dtype and of a shape in which words stand for any size."""
+def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], axis: int) -> Any:
+    """New keys or values, of the storage's dtype and the expected shape, whose `axis` is a word for any size."""
     tokens, dtype = storage.received(x, name)
-    shape = tuple(tokens.shape)
-    if len(shape) != len(expected) or any(isinstance(n, int) and n != m for n, m in zip(expected, shape, strict=True)):
+    shape, after = tuple(tokens.shape), axis + 1
+    if len(shape) != len(expected) or shape[:axis] != expected[:axis] or shape[after:] != expected[after:]:
         raise ArgumentError(f"{name}: expected shape ({', '.join(map(str, expected))}); got {shape}.")
     check_tokens(dtype, name, storage.shape.dtype)
     return tokens
