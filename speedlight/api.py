@@ -16,6 +16,7 @@ from .machine import current_isa
 from .planning import Plan
 from .problem import LAYOUTS, Options, Problem, Sizes
 from .resolve import Stored, check_together, from_arrays, from_sizes, from_stored
+from .results import Results
 
 _prepared: calls.Memo[calls.Repeatable] = calls.Memo(512, 64 << 20)
 
@@ -131,11 +132,11 @@ def attention(
 
 def _results(
     q: arrays.Array, problem: Problem, options: Options, return_lse: bool, out: Any, inputs: tuple[arrays.Array, ...]
-) -> arrays.Results:
+) -> Results:
     """Where a call writes. A lookup that may be out of range is known while kernels run: then `out` is staged."""
     lse_shape = tuple(q.shape[x] for x in LAYOUTS[options.layout][:-1]) if return_lse else None
     staged = out is not None and engines.may_fail(problem)
-    return arrays.Results(q, (*q.shape[:-1], problem.value_dim), lse_shape, out, inputs, staged)
+    return Results(q, (*q.shape[:-1], problem.value_dim), lse_shape, out, inputs, staged)
 
 
 def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 from . import arrays
 from .forks import renew_after_fork
 from .problem import LAYOUTS, Options
+from .results import deliver, fresh
 
 T = TypeVar("T")
 
@@ -125,15 +126,15 @@ class Repeatable:
             return None
         q, out = tensors[0], tensors[3] if len(tensors) == 4 else None
         if out is None or self.staged:
-            new, at = arrays.fresh(q, (*q.shape[:-1], self.value_dim))
+            new, at = fresh(q, (*q.shape[:-1], self.value_dim))
         else:
             new, at = out, addresses[3]
         lse, lse_at = None, 0
         if return_lse:
-            lse, lse_at = arrays.fresh(q, tuple(q.shape[a] for a in LAYOUTS[self.layout][:-1]), logarithms=True)
+            lse, lse_at = fresh(q, tuple(q.shape[a] for a in LAYOUTS[self.layout][:-1]), logarithms=True)
         self.run(addresses[0], addresses[1], addresses[2], at, lse_at)
         if out is not None and new is not out:
-            arrays.deliver(replace(arrays.describe(new, "out"), final=arrays.describe(out, "out")))
+            deliver(replace(arrays.describe(new, "out"), final=arrays.describe(out, "out")))
             new = out
         return (new, lse) if return_lse else new
 

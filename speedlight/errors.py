@@ -18,7 +18,15 @@ def shown(x: Any) -> str:
 
 
 class Error(Exception):
-    """Base class of everything speedlight raises on purpose."""
+    """Base class of everything speedlight raises on purpose.
+
+    >>> import numpy as np, speedlight as sl
+    >>> try:
+    ...     sl.attention(np.ones((2, 2)), np.ones((2, 2)), np.ones((2, 2)))
+    ... except sl.Error as error:
+    ...     print(error)
+    q: expected 4 dimensions (batch, heads, length, head_dim) for layout='bhld'; got shape (2, 2).
+    """
 
 
 class ArgumentError(Error, ValueError):

@@ -13,6 +13,7 @@ from .arrays import STORAGE_BYTES, Array
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
+from .results import empty_like, like_input
 
 _TICKET_BYTES = 128 << 10  # of outputs that a thread takes at a time
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
@@ -67,10 +68,10 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any
     if first.device != "cpu":
         out, lse = engines.gpu().merged([x.tensor for x in outs], [x.tensor for x in lses])
     else:
-        out, to = arrays.empty_like(first, first.shape, first.dtype)
-        lse, lse_to = arrays.empty_like(first_lse, first_lse.shape, first_lse.dtype)
+        out, to = empty_like(first, first.shape, first.dtype)
+        lse, lse_to = empty_like(first_lse, first_lse.shape, first_lse.dtype)
         _run(outs, lses, to, lse_to)
-    return arrays.like_input(first, out), arrays.like_input(first_lse, lse)
+    return like_input(first, out), like_input(first_lse, lse)
 
 
 def _described(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[list[Array], list[Array]]:

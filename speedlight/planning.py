@@ -32,6 +32,11 @@ class Plan:
     visible_pairs and flops are None where only counting would tell (`plan(…, exact=True)` counts).
     Bytes are the least that must be moved: every input once, every output once. Seconds are what this machine's
     measured peak and bandwidth allow at best.
+
+    >>> import speedlight as sl
+    >>> p = sl.plan(q_heads=8, q_len=1024, head_dim=64, causal=True)
+    >>> p.visible_pairs, p.flops == p.visible_pairs * 4 * 64
+    (4198400, True)
     """
 
     problem: Problem

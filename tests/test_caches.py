@@ -26,7 +26,7 @@ from wrong import WRONG
 import speedlight as sl
 from speedlight.cpu.blocks import quantise
 from speedlight.cpu.storage import Step
-from speedlight.kv.query import Results
+from speedlight.results import Results
 from speedlight.windows import SPARE
 
 OPTIONS = [{}, {"sink_logits": [0.5, -1, 2, 0]}, {"mask": sl.window(200, 0) | sl.prefix(3)}, {"score": sl.softcap(2.0)}]
@@ -692,7 +692,7 @@ def test_a_failing_call_takes_nothing_from_a_ring(rng, dtype, keep, monkeypatch)
         cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
         held = cache.keys(0).tobytes()
         with monkeypatch.context() as patch:
-            patch.setattr(*((Step, "run") if n <= 256 else (Results, "delivered")), fail)
+            patch.setattr(*((Step, "run") if n <= 256 else (Results, "returned")), fail)
             with pytest.raises(Broken):
                 cache.attend(0, *(x[:, :, :n] for x in (q, k, v)))
         assert cache.keys(0).tobytes() == held and cache.lengths(0) == (750, 730)

@@ -21,7 +21,7 @@ from test_memory import Guarded, guarded
 from tolerance import assert_within
 
 import speedlight as sl
-from speedlight import arrays, reference
+from speedlight import arrays, merging, reference
 from speedlight.machine import host_isas
 
 __all__ = ["guarded"]
@@ -264,7 +264,7 @@ def test_guard_pages(isa, guarded: list[Guarded], dtype):
         return new, arrays.describe(new, "out")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arrays, "empty_like", empty_like)
+        patch.setattr(merging, "empty_like", empty_like)
         for _ in range(2000 if FULL else 100):
             rows, width, side = int(rng.integers(1, 60)), int(rng.integers(1, 131)), str(rng.choice(["over", "under"]))
             for g in guarded:
@@ -298,7 +298,7 @@ def test_offsets_above_two_to_the_31(rng):
 def test_any_allocation_may_fail(rng, monkeypatch):
     """R22: the n-th array, for every n; afterwards the same call is right."""
     outs, lses = states(rng, 2, (40, 24))
-    want, allocate = sl.merge(outs, lses), arrays.empty_like
+    want, allocate = sl.merge(outs, lses), merging.empty_like
     for n in range(3):
         with monkeypatch.context() as patch:
             calls = itertools.count()
@@ -308,7 +308,7 @@ def test_any_allocation_may_fail(rng, monkeypatch):
                     raise MemoryError("no memory (in a test)")
                 return allocate(*args)
 
-            patch.setattr(arrays, "empty_like", failing)
+            patch.setattr(merging, "empty_like", failing)
             if n < 2:
                 with pytest.raises(MemoryError):
                     sl.merge(outs, lses)

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array, Results
+from ..arrays import Array
 from ..calls import Memo
 from ..errors import UnsupportedError
 from ..machine import current_isa
 from ..problem import SPAN, TILE, Options, Problem
 from ..resolve import from_stored
+from ..results import Results
 from ..tokens import Batch, Piece, TokenShape
 from ..windows import Ring
 from .blocks import make_stores

@@ -55,7 +55,12 @@ def set_threads(n: int | None) -> None:
 
 
 def get_threads() -> int:
-    """Threads a call may use: set_threads, else SPEEDLIGHT_THREADS, else the CPUs this process may run on."""
+    """Threads a call may use: set_threads, else SPEEDLIGHT_THREADS, else the CPUs this process may run on.
+
+    >>> import speedlight as sl
+    >>> sl.get_threads() >= 1
+    True
+    """
     if _threads is not None:
         return _threads
     return _default_threads(os.environ.get("SPEEDLIGHT_THREADS", ""))

@@ -17,7 +17,12 @@ _FLOATS = ("float", "double")
 
 
 def causal() -> Expression:
-    """j <= i: no key after the query."""
+    """j <= i: no key after the query.
+
+    >>> import speedlight as sl
+    >>> sl.causal()
+    mask (j <= i)
+    """
     return expression(lambda b, h, i, j: j <= i)
 
 
@@ -39,13 +44,23 @@ def window(left: int | None, right: int | None = 0) -> Expression:
 
 
 def prefix(n: int) -> Expression:
-    """j < n: the first n keys, for every query. Joined by | to causal(): a prefix language model."""
+    """j < n: the first n keys, for every query. Joined by | to causal(): a prefix language model.
+
+    >>> import speedlight as sl
+    >>> sl.causal() | sl.prefix(16)
+    mask ((j <= i) | (j < 16))
+    """
     n = _integer("n", n, 0)
     return expression(lambda b, h, i, j: j < n)
 
 
 def documents(ids: Any) -> Expression:
-    """Query and key in the same document: ids[i] == ids[j], one id per absolute position; or ids[b, i] == ids[b, j]."""
+    """Query and key in the same document: ids[i] == ids[j], one id per absolute position; or ids[b, i] == ids[b, j].
+
+    >>> import speedlight as sl
+    >>> sl.documents([0, 0, 1, 1]) & sl.causal()
+    mask ((ids[i] == ids[j]) & (j <= i))
+    """
     of = _table(ids, "ids", ("bool", "int"), (1, 2))
     if of.array.ndim == 2:
         return expression(lambda b, h, i, j: of[b, i] == of[b, j])
@@ -53,7 +68,12 @@ def documents(ids: Any) -> Expression:
 
 
 def dilated(k: int) -> Expression:
-    """Every k-th key, counted from the query: (i - j) % k == 0."""
+    """Every k-th key, counted from the query: (i - j) % k == 0.
+
+    >>> import speedlight as sl
+    >>> sl.dilated(4)
+    mask (((i - j) % 4) == 0)
+    """
     k = _integer("k", k, 1)
     return expression(lambda b, h, i, j: (i - j) % k == 0)
 
@@ -62,6 +82,10 @@ def alibi(slopes: Any) -> Expression:
     """s + slopes[h] · (j - i), one slope per query head.
 
     Source: Press et al., Train Short, Test Long (2022).
+
+    >>> import numpy as np, speedlight as sl
+    >>> sl.alibi(np.float32([0.5, 0.25]))
+    score (s + (slopes[h] * cast((j - i))))
     """
     of = _table(slopes, "slopes", ("int", *_FLOATS), (1,))
     if not np.isfinite(of.array).all():
@@ -70,7 +94,12 @@ def alibi(slopes: Any) -> Expression:
 
 
 def softcap(c: float) -> Expression:
-    """c · tanh(s / c): scores stay within ±c."""
+    """c · tanh(s / c): scores stay within ±c.
+
+    >>> import speedlight as sl
+    >>> sl.softcap(30.0)
+    score (30.0 * tanh((s / 30.0)))
+    """
     if isinstance(c, (bool, np.bool_)) or not isinstance(c, numbers.Real):
         raise ArgumentTypeError(f"c: expected a number; got {shown(c)}.")
     if not 2.0**-126 <= c < 2.0**127:  # float32 holds it and its inverse
@@ -79,7 +108,12 @@ def softcap(c: float) -> Expression:
 
 
 def relative_bias(bias: Any) -> Expression:
-    """s + bias[h, i - j + n - 1] for a table of (q_heads, 2n - 1) distances from -(n - 1) to n - 1."""
+    """s + bias[h, i - j + n - 1] for a table of (q_heads, 2n - 1) distances from -(n - 1) to n - 1.
+
+    >>> import numpy as np, speedlight as sl
+    >>> sl.relative_bias(np.zeros((8, 255), np.float32))
+    score (s + bias[h, ((i - j) + 127)])
+    """
     of = _table(bias, "bias", ("int", *_FLOATS), (2,))
     if of.array.shape[1] % 2 == 0:
         raise ArgumentError(f"bias: expected shape (q_heads, 2n - 1); got {of.array.shape}.")

@@ -254,7 +254,12 @@ def _is_traced(*args: Any) -> bool:
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
-    """`yes` where the condition holds, else `no`."""
+    """`yes` where the condition holds, else `no`.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.where(j < 4, s + 1.0, s))
+    score where((j < 4), (s + 1.0), s)
+    """
     if not _is_traced(condition, yes, no):
         return np.where(condition, yes, no)[()]
     c = node_of(condition)
@@ -266,12 +271,22 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
 
 
 def minimum(a: Any, b: Any) -> Any:
-    """The lesser of two; NaN if either is."""
+    """The lesser of two; NaN if either is.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda b, h, i, j: sl.minimum(i, 9) >= j)
+    mask (min(i, 9) >= j)
+    """
     return _function("min", a, b)
 
 
 def maximum(a: Any, b: Any) -> Any:
-    """The greater of two; NaN if either is."""
+    """The greater of two; NaN if either is.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda b, h, i, j: sl.maximum(i, 9) >= j)
+    mask (max(i, 9) >= j)
+    """
     return _function("max", a, b)
 
 
@@ -280,47 +295,92 @@ def _function(op: str, *operands: Any) -> Any:
 
 
 def exp(x: Any) -> Any:
-    """e to the x; at most 2 ulp off, +0 where the result would be subnormal."""
+    """e to the x; at most 2 ulp off, +0 where the result would be subnormal.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.exp(s))
+    score exp(s)
+    """
     return _function("exp", x)
 
 
 def exp2(x: Any) -> Any:
-    """2 to the x; at most 2 ulp off, +0 where the result would be subnormal."""
+    """2 to the x; at most 2 ulp off, +0 where the result would be subnormal.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.exp2(s))
+    score exp2(s)
+    """
     return _function("exp2", x)
 
 
 def log(x: Any) -> Any:
-    """Natural logarithm; at most 2 ulp off."""
+    """Natural logarithm; at most 2 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.log(s))
+    score log(s)
+    """
     return _function("log", x)
 
 
 def log2(x: Any) -> Any:
-    """Logarithm to base 2; at most 2 ulp off."""
+    """Logarithm to base 2; at most 2 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.log2(s))
+    score log2(s)
+    """
     return _function("log2", x)
 
 
 def tanh(x: Any) -> Any:
-    """Hyperbolic tangent; at most 2 ulp off."""
+    """Hyperbolic tangent; at most 2 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.tanh(s))
+    score tanh(s)
+    """
     return _function("tanh", x)
 
 
 def sqrt(x: Any) -> Any:
-    """Square root, correctly rounded."""
+    """Square root, correctly rounded.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.sqrt(s))
+    score sqrt(s)
+    """
     return _function("sqrt", x)
 
 
 def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x)); at most 3 ulp off."""
+    """1 / (1 + exp(-x)); at most 3 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.sigmoid(s))
+    score sigmoid(s)
+    """
     return _function("sigmoid", x)
 
 
 def abs(x: Any) -> Any:
-    """Absolute value."""
+    """Absolute value.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.abs(s))
+    score abs(s)
+    """
     return _function("abs", x)
 
 
 def floor(x: Any) -> Any:
-    """The largest whole number not above x, of x's kind."""
+    """The largest whole number not above x, of x's kind.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.floor(s))
+    score floor(s)
+    """
     return x if isinstance(x, Symbol) and not x.node.is_float else _function("floor", x)
 
 
@@ -330,6 +390,10 @@ def cast(x: Any, dtype: Any) -> Any:
 
     A float becomes an int by dropping its fraction; NaN becomes 0, and what int64 cannot hold its least or greatest
     number.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: s * sl.cast(j, float))
+    score (s * cast(j))
     """
     kind = {bool: "bool", int: "int", float: "float"}.get(dtype) if isinstance(dtype, type) else None
     if kind is None:

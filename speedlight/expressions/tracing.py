@@ -26,6 +26,10 @@ class Expression:
     """A traced mask or score.
 
     Masks combine with & | ~. Two are equal if they compute the same from the same tables and numbers.
+
+    >>> import speedlight as sl
+    >>> sl.window(4, 0) == sl.window(4, 0), sl.causal() & sl.prefix(2)
+    (True, mask ((j <= i) & (j < 2)))
     """
 
     __slots__ = ("__dict__", "role", "root", "size")

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..arrays import Array, Results
+from ..arrays import Array
 from ..errors import UnsupportedError
 from ..expressions.tracing import is_immutable
 from ..machine import interpreting
 from ..problem import Options, Problem
 from ..resolve import from_stored
+from ..results import Results
 from ..tokens import Batch, Piece, TokenShape
 from ..windows import PIECE, Ring
 from .launch import capturing, start

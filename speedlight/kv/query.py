@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..arrays import Array, Results
+from ..arrays import Array
 from ..checks import check_tokens
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..problem import Options
+from ..results import Results
 from ..tokens import Piece
 
 

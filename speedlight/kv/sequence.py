@@ -10,7 +10,14 @@ from ..errors import ArgumentTypeError
 
 
 class Sequence:
-    """A sequence of a PagePool: a handle that ends with free()."""
+    """A sequence of a PagePool: a handle that ends with free().
+
+    >>> import numpy as np, speedlight as sl
+    >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
+    >>> a, x = pool.sequence(), np.ones((20, 1, 8), np.float32)
+    >>> pool.append(0, [a], x, x); a, a.length(), len(a.pages)
+    (Sequence(20 tokens, 2 pages), 20, 2)
+    """
 
     __slots__ = ("_number", "pool")
 

@@ -1,0 +1,147 @@
+"""What calls return: made here, written by kernels, and given back as the caller's library has arrays."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from .arrays import DTYPES, Array, address_of, check_plain_tensor, describe, numpy_dtype
+from .errors import ArgumentError, ArgumentTypeError
+
+
+class Results:
+    """What a call returns, where kernels write it, and how it gets back to the caller's library: the only place."""
+
+    __slots__ = ("_given", "_lse", "_out", "_q", "lse", "out")
+
+    def __init__(
+        self,
+        q: Array,
+        shape: tuple[int, ...],
+        lse_shape: tuple[int, ...] | None,
+        out: Any,
+        inputs: tuple[Array, ...],
+        staged: bool = False,
+    ) -> None:
+        """out: the caller's own array, or None. `staged`: the call may fail after it has begun to write."""
+        self._q, self._given = q, out is not None
+        self._out, self.out = out_for(q, shape, out, inputs, staged=staged and out is not None)
+        self._lse, self.lse = None, None
+        if lse_shape is not None:
+            self._lse, self.lse = empty_like(q, lse_shape, "float64" if q.dtype == "float64" else "float32")
+
+    @property
+    def lse_address(self) -> int:
+        return 0 if self.lse is None else self.lse.address
+
+    def returned(self) -> Any:
+        """out, or (out, lse), once kernels have run."""
+        deliver(self.out)
+        out = self._out if self._given else like_input(self._q, self._out)
+        return out if self._lse is None else (out, like_input(self._q, self._lse))
+
+
+def empty_like(x: Array, shape: tuple[int, ...], dtype: str) -> tuple[Any, Array]:
+    """A new array of the kind of `x` (a NumPy one for DLPack), and where it lies."""
+    if x.kind == "torch" or x.device != "cpu":
+        torch = sys.modules["torch"]
+        new = torch.empty(shape, dtype=getattr(torch, dtype), device=x.device)
+    else:
+        new = np.empty(shape, numpy_dtype(dtype))
+    return new, describe(new, "out", gpu=True)  # checked, too: under FakeTensorMode it is a fake
+
+
+def fresh(q: Any, shape: tuple[int, ...], *, logarithms: bool = False) -> tuple[Any, int]:
+    """A new array beside a NumPy array or a tensor, for out or for log-sum-exps, and its address; as fast as can be."""
+    if type(q) is np.ndarray:
+        new = np.empty(shape, np.float32 if logarithms and q.dtype != np.float64 else q.dtype)
+        return new, address_of(new)
+    torch: Any = sys.modules["torch"]
+    dtype = torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype
+    new = torch.empty(shape, dtype=dtype, device="cpu")
+    if type(new) is not torch.Tensor or not (new.data_ptr() or 0 in shape):
+        check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
+    return new, new.data_ptr()
+
+
+def out_for(
+    q: Array, shape: tuple[int, ...], out: Any, inputs: tuple[Array, ...], *, staged: bool = False
+) -> tuple[Any, Array]:
+    """What a call with these queries returns, a new array or the caller's own, and where kernels write.
+
+    `staged`: the call may fail after it has begun to write; then the caller's own array is written by deliver() alone.
+    """
+    if out is None:
+        return empty_like(q, shape, q.dtype)
+    target = describe(out, "out", gpu=q.device != "cpu")
+    if target.device != q.device:
+        raise ArgumentError(f"out: expected an array on {q.device}, as q; got one on {target.device}.")
+    check_out(target, shape, q.dtype, inputs)
+    return out, replace(empty_like(q, shape, q.dtype)[1], final=target) if staged else target
+
+
+def check_out(out: Array, shape: tuple[int, ...], dtype: str, inputs: tuple[Array, ...]) -> None:
+    """`out` can be written: right shape and dtype, one place for every element, none shared with an input."""
+    if out.shape != shape:
+        raise ArgumentError(f"out: expected shape {shape}; got {out.shape}.")
+    if out.dtype != dtype:
+        raise ArgumentTypeError(f"out: expected dtype {dtype}, as q has; got {out.dtype}.")
+    if not out.writeable:
+        raise ArgumentError("out: expected a writeable array; got a read-only one.")
+    if 0 in shape:
+        return
+    reach = DTYPES[dtype][1]
+    for stride, n in sorted((abs(s), n) for s, n in zip(out.strides, shape, strict=True) if n > 1):
+        if stride < reach:
+            raise ArgumentError(
+                f"out: expected a place of its own for every element; got strides {out.strides}. Use a contiguous "
+                "array."
+            )
+        reach = stride * (n - 1) + reach
+    for x in inputs:
+        if overlap(out, x):
+            raise ArgumentError(
+                f"out: expected memory of its own; it overlaps {x.name}. Pass another array, or leave out=None."
+            )
+
+
+def overlap(a: Array, b: Array) -> bool:
+    """Whether the two share a byte (or might, where that is too hard to say)."""
+    a_low, a_high = a.extent()
+    b_low, b_high = b.extent()
+    if a_low >= b_high or b_low >= a_high or a.device != b.device:
+        return False
+    if a.device != "cpu":
+        return True
+    try:
+        limit: Any = 10_000
+        return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=limit))
+    except np.exceptions.TooHardError:
+        return True
+
+
+def deliver(target: Array) -> None:
+    """Copies what was written for a caller's own array to it; nothing, where it lies there."""
+    if target.final is None:
+        return
+    if target.device == "cpu":
+        target.final.numpy()[...] = target.numpy()
+    else:
+        with sys.modules["torch"].inference_mode():  # which may write to any tensor
+            target.final.tensor.copy_(target.tensor)
+
+
+def like_input(x: Array, result: Any) -> Any:
+    """A NumPy result as the library of `x` would hold it, by DLPack where that library can."""
+    if x.kind != "dlpack":
+        return result
+    namespace = getattr(x.owner[0], "__array_namespace__", None)
+    if namespace is None:
+        return result
+    library = namespace()
+    if hasattr(library, "from_dlpack") and (x.device != "cpu" or result.dtype.name != "bfloat16"):
+        return library.from_dlpack(result)
+    return library.asarray(result)
