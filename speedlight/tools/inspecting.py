@@ -116,19 +116,10 @@ def show(
         **read_formulas(mask, score),
     ).problem
     how, shape = engine.of("cpu").kernel_of_problem(problem, Strides(), sl.get_threads(), unit)
-    panels = how.panels if how.kind == "forward" else how.panel
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
-    functions = _functions(listing)
-    report: dict[str, Any] = {
-        "kernel": compile.symbol_of(shape), "vector_unit": unit.name, "runs_here": unit in machine.host_isas(),
-        "arithmetic": "pairs of bfloat16" if shape.product == "pairs" else "multiply-adds", "lanes": shape.lanes,
-        "tile": f"{shape.rows} x {shape.vectors} vectors" if shape.kind == "forward" else "lanes are keys",
-        "panels": panels,
-        "object_bytes": len(code), "instructions": sum(n for n, _ in functions.values()),
-        "registers": _registers(listing, unit),
-        "functions": {name: {"instructions": n, "spills": spills} for name, (n, spills) in functions.items()},
-    }  # fmt: skip
+    panels = how.panels if how.kind == "forward" else how.panel
+    report = _report(compile.symbol_of(shape), shape, panels, code, listing)
     if ir or assembly:
         body = text if ir else listing
         if output is None:
@@ -142,25 +133,37 @@ def show(
     if as_json:
         print_json(report)
         return
+    print_rows(_rows(report, unit))
+
+
+def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> dict[str, Any]:
+    """What is known of a kernel, for --json."""
+    functions, unit = _functions(listing), shape.isa
+    return {
+        "kernel": symbol, "vector_unit": unit.name, "runs_here": unit in machine.host_isas(),
+        "arithmetic": "pairs of bfloat16" if shape.product == "pairs" else "multiply-adds", "lanes": shape.lanes,
+        "tile": f"{shape.rows} x {shape.vectors} vectors" if shape.kind == "forward" else "lanes are keys",
+        "panels": panels,
+        "object_bytes": len(code), "instructions": sum(n for n, _ in functions.values()),
+        "registers": _registers(listing, unit),
+        "functions": {name: {"instructions": n, "spills": spills} for name, (n, spills) in functions.items()},
+    }  # fmt: skip
+
+
+def _rows(report: dict[str, Any], unit: machine.Isa) -> list[tuple[str, str]]:
+    """The same as lines of a table."""
+    tile = f"register tile {report['tile']}; {report['panels']} panels share a tile of keys"
+    registers = f"{report['registers']} of {unit.registers} vector registers"
     rows = [
         ("kernel", report["kernel"]),
         ("vector unit", unit.name + ("" if report["runs_here"] else ", not of this machine")),
-        (
-            "lanes",
-            f"{shape.lanes}, {report['arithmetic']}; register tile {report['tile']}; {panels} panels share a tile "
-            "of keys",
-        ),
-        (
-            "object",
-            f"{len(code):,} bytes, {report['instructions']:,} instructions, {report['registers']} of {unit.registers} "
-            "vector registers",
-        ),
+        ("lanes", f"{report['lanes']}, {report['arithmetic']}; {tile}"),
+        ("object", f"{report['object_bytes']:,} bytes, {report['instructions']:,} instructions, {registers}"),
     ]
-    rows += [
-        (f"  {name}", f"{n:,} instructions" + (f", {spills} vector spills" if spills else ""))
-        for name, (n, spills) in functions.items()
-    ]
-    print_rows([*rows, ("written", report["output"])] if "output" in report else rows)
+    for name, x in report["functions"].items():
+        spills = f", {x['spills']} vector spills" if x["spills"] else ""
+        rows.append((f"  {name}", f"{x['instructions']:,} instructions{spills}"))
+    return [*rows, ("written", report["output"])] if "output" in report else rows
 
 
 _X86 = re.compile(r"%([xyz])mm(\d+)")
