@@ -100,7 +100,7 @@ class Rows:
 
 def integers_of(p: Problem) -> Integers:
     """What is known of the mask's and the score's integers."""
-    return integers([x for x in (p.mask, p.score) if x is not None], p.box())
+    return integers([(x.role, x.nodes) for x in (p.mask, p.score) if x is not None], p.box())
 
 
 def classes(rows: Rows, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:

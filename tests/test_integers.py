@@ -124,7 +124,9 @@ def test_vectors(isa):
     """Lanes are queries; then, in decoding, keys."""
     rows, keys = len(EDGES), len(SHIFTS)
     mask = sl.expression(lambda b, h, i, j: every_operation(i, j))
-    assert not integers([mask], {"b": (0, 0), "h": (0, 0), "i": (0, rows - 1), "j": (0, keys - 1)}).narrow
+    assert not integers(
+        [("mask", mask.nodes)], {"b": (0, 0), "h": (0, 0), "i": (0, rows - 1), "j": (0, keys - 1)}
+    ).narrow
     assert seen(rows, keys, mask=mask, q_start=0).all()
     for row in range(0, rows, 1 if FULL else 5):
         assert seen(1, keys, mask=mask, q_start=row).all()
@@ -166,7 +168,7 @@ def test_vectors_of_32_bits(isa):
     n = len(SMALL)
     for j_too in (False, True):
         mask = narrow_case(j_too)
-        assert integers([mask], {"b": (0, 0), "h": (0, 0), "i": (0, n - 1), "j": (0, n - 1)}).narrow
+        assert integers([("mask", mask.nodes)], {"b": (0, 0), "h": (0, 0), "i": (0, n - 1), "j": (0, n - 1)}).narrow
         assert seen(n, n, mask=mask, q_start=0).all()
         assert seen(1, n, mask=mask, q_start=4).all()
 
@@ -259,7 +261,7 @@ def test_an_index_that_may_be_out_of_range_is_looked_at():
 
 
 def ops_of(mask, box):
-    known = integers([mask], {"b": (0, 1), "h": (0, 1), "i": (0, LENGTH - 1), "j": (0, LENGTH - 1)})
+    known = integers([("mask", mask.nodes)], {"b": (0, 1), "h": (0, 1), "i": (0, LENGTH - 1), "j": (0, LENGTH - 1)})
     many = Many({x: tuple(np.array([end]) for end in ends) for x, ends in box.items()}, known.followed)
     return Exact(box), many
 

@@ -253,14 +253,14 @@ class _Anywhere(Exact):
         return low, high, True
 
 
-def integers(expressions: Iterable[Any], box: dict[str, tuple[int, int]]) -> Integers:
-    """Of the mask and the score of a problem, one after the other, whose box this is.
+def integers(trees: Iterable[tuple[str, list[Node]]], box: dict[str, tuple[int, int]]) -> Integers:
+    """Of a problem's mask and score, (role, nodes in order) one after the other, whose positions are in this box.
 
     Raises ExpressionError where an integer may leave int64 as far as intervals can tell. Integers of which they cannot
     (bit operations, floats made whole) wrap.
     """
     walk, most, followed, others = Walk(_Anywhere(box)), 0, set(), []
-    for n, (role, node) in enumerate((x.role, node) for x in expressions for node in x.nodes):
+    for n, (role, node) in enumerate((role, node) for role, nodes in trees for node in nodes):
         if node.kind != "int":
             continue
         interval = walk.interval(node)

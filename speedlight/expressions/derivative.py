@@ -13,7 +13,7 @@ from ..errors import ExpressionError
 from .operations import OPERATIONS, Chosen
 from .symbols import Symbol, where
 from .tables import Table
-from .tree import FLOW, Node, convert, merged, order
+from .tree import FLOW, Node, convert, merged
 
 
 class Flows(NamedTuple):
@@ -32,8 +32,8 @@ def flows(score: Node, tables: Collection[Table] | None = None) -> Flows:
 
     Raises ExpressionError for an operation without a derivative on the way.
     """
-    (score,) = merged([score])
-    nodes = order(score)
+    (nodes,) = merged([score])
+    score = nodes[-1]
     wanted = _wanted(nodes, tables)
     arrived: dict[int, _Flow] = {id(score): _Flow(Symbol(Node("symbol", score.kind, value=FLOW)), False)}
     for node in reversed(nodes):
@@ -43,7 +43,7 @@ def flows(score: Node, tables: Collection[Table] | None = None) -> Flows:
     ends = [node for node in nodes if id(node) in wanted and id(node) in arrived and node.op not in OPERATIONS]
     numbers = {id(node) for node in nodes if node.op == "number"}  # a rule's own numbers are constants
     _, *trees = merged([score, *(arrived[id(node)].total.node for node in ends)], numbers)
-    pairs = list(zip(ends, trees, strict=True))
+    pairs = [(end, tree[-1]) for end, tree in zip(ends, trees, strict=True)]
     to_s = next((tree for end, tree in pairs if end.op == "symbol"), None)
     return Flows(score, to_s, tuple((end, tree) for end, tree in pairs if end.op == "table"))
 

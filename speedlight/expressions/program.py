@@ -41,10 +41,12 @@ class Program:
         parts = [x for x in (mask, score) if x is not None]
         if not parts:
             return None
-        roots = merged([x.root for x in parts])  # or two of one structure might have lookups of another count
-        parts = [Expression(x.role, root, x.size) for x, root in zip(parts, roots, strict=True)]
-        known, of = integers(parts, box), {x.role: x.root for x in parts}
-        return cls(structure(of), of.get("mask"), of.get("score"), known.narrow, known.others, box)
+        # merged, or two programs of one structure might have lookups of another count
+        both = merged([x.root for x in parts]) if len(parts) == 2 else [parts[0].tree]
+        trees = {x.role: tree for x, tree in zip(parts, both, strict=True)}
+        key = structure(trees) if len(parts) == 2 else parts[0].key
+        roots, known = {role: tree[-1] for role, tree in trees.items()}, integers(trees.items(), box)
+        return cls(key, roots.get("mask"), roots.get("score"), known.narrow, known.others, box)
 
     @property
     def roots(self) -> list[Node]:

@@ -52,9 +52,14 @@ class Expression:
         return tuple(dict.fromkeys(n.value for n in self.nodes if n.op == "table"))
 
     @lazily
+    def tree(self) -> list[Node]:
+        """The nodes without duplicates."""
+        return merged([self.root])[0]
+
+    @lazily
     def key(self) -> str:
         """The structure, without numbers and tables."""
-        return structure({self.role: merged([self.root])[0]})
+        return structure({self.role: self.tree})
 
     def _identity(self) -> tuple[Any, ...]:
         """The structure (with every number's kind), numbers by their bits, and which tables."""

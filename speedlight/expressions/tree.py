@@ -99,25 +99,35 @@ def order(root: Node) -> list[Node]:
     return list(seen.values())
 
 
-def merged(roots: list[Node], slots: Container[int] | None = None) -> list[Node]:
-    """The trees with equal nodes made one, so that trees of one structure have as many nodes.
+def merged(roots: list[Node], slots: Container[int] | None = None) -> list[list[Node]]:
+    """The trees with equal nodes made one, so that trees of one structure have as many; each in order, its root last.
 
     Numbers with these ids (None: all) stay apart, whatever their values: each is a slot of its own.
     """
     new: dict[int, Node] = {}
     first: dict[Any, Node] = {}
-    for node in (node for root in roots for node in order(root)):
-        args = tuple(new[id(a)] for a in node.args)
-        same = all(a is b for a, b in zip(args, node.args, strict=True))
-        apart = node.op == "number" and (slots is None or id(node) in slots)
-        what = id(node) if apart else repr(node.value) if node.op == "number" else node.value
-        new[id(node)] = first.setdefault(
-            (node.op, node.kind, what, *map(id, args)), node if same else Node(node.op, node.kind, args, node.value)
-        )
-    return [new[id(root)] for root in roots]
+    trees = []
+    for root in roots:
+        tree: dict[int, Node] = {}
+        for node in order(root):
+            one = new.get(id(node))
+            if one is None:
+                args = tuple([new[id(a)] for a in node.args])
+                what = node.value
+                if node.op == "number":
+                    what = id(node) if slots is None or id(node) in slots else repr(what)
+                key = (node.op, node.kind, what, *map(id, args))
+                one = first.get(key)
+                if one is None:
+                    one = node if args == node.args else Node(node.op, node.kind, args, node.value)
+                    first[key] = one
+                new[id(node)] = one
+            tree[id(one)] = one
+        trees.append(list(tree.values()))
+    return trees
 
 
-def structure(roots: dict[str, Node]) -> str:
+def structure(trees: dict[str, list[Node]]) -> str:
     """Operations, kinds, types of tables, but no number and no size: what kernels are named by.
 
     A line for each node of merged trees, with its arguments' lines and a table's slot; then which line is which root.
@@ -125,14 +135,16 @@ def structure(roots: dict[str, Node]) -> str:
     lines: dict[int, int] = {}
     tables: dict[Any, int] = {}
     texts = []
-    for node in (node for root in roots.values() for node in order(root) if id(node) not in lines):
+    for node in (node for tree in trees.values() for node in tree):
+        if id(node) in lines:
+            continue
         what = node.value if node.op == "symbol" else ""
         if node.op == "table":
             slot = tables.setdefault(node.value, len(tables))
             what = f"{slot}:{node.value.dtype_name}:{node.value.array.ndim}"
         lines[id(node)] = len(lines)
         texts.append(f"{node.op} {node.kind} {what} {' '.join(str(lines[id(a)]) for a in node.args)}")
-    return "\n".join((*texts, *(f"{role} {lines[id(root)]}" for role, root in roots.items())))
+    return "\n".join((*texts, *(f"{role} {lines[id(tree[-1])]}" for role, tree in trees.items())))
 
 
 def steps(root: Node) -> Iterator[tuple[Node, list[int]]]:
