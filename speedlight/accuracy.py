@@ -193,10 +193,14 @@ def _score_errors(head: Any, a: Arithmetic, products: np.ndarray, scores: np.nda
 
 def _partial_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Σ over the chain of |partial sum|: each is rounded by one unit at most."""
-    partial, total = np.zeros((len(q), len(k))), np.zeros((len(q), len(k)))
-    for t in range(q.shape[1]):
-        partial += q[:, t, None] * k[None, :, t]
-        total += np.abs(partial)
+    total, columns = np.zeros((len(q), len(k))), np.ascontiguousarray(k.T)
+    for start in range(0, len(q), 32):  # rows that stay in a cache
+        rows, sums = q[start : start + 32], total[start : start + 32]
+        partial, product = np.zeros(sums.shape), np.empty(sums.shape)
+        for t, column in enumerate(columns):
+            np.multiply(rows[:, t, None], column[None], out=product)
+            partial += product
+            sums += np.abs(partial, out=product)
     return total
 
 

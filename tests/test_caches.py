@@ -560,7 +560,7 @@ TestMachine, TestQuantisedMachine, TestWindowedMachine = (
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)] if FULL else [(33, 40)])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_int8_against_the_oracle_and_in_any_chunks(isa, rng, dtype, d, dv, options):
     """Codes and scales are numbers like any others: the result is inside float32's bound of them, and the output's
@@ -568,15 +568,16 @@ def test_int8_against_the_oracle_and_in_any_chunks(isa, rng, dtype, d, dv, optio
     """
     q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
     stored = [codes.astype(np.float64) * scales for codes, scales in map(quantise, (k, v))]
-    want, want_lse = sl.reference.attention(q.astype(np.float64), *stored, causal=True, return_lse=True, **options)
+    last = q if FULL else q[:, :, -60:]  # of which rows the reference is asked
+    want, want_lse = sl.reference.attention(last.astype(np.float64), *stored, causal=True, return_lse=True, **options)
     bounds = sl.reference.error_bound(
-        q.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, int8=True, **options
+        last.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, int8=True, **options
     )
     step = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
     whole = made("int8", d, dv).attend(0, q, k, v, return_lse=True, **options)
     assert whole[0].dtype == q.dtype
-    assert_within(whole[0], want, bounds.out + step * np.abs(want) + 2.0**-24)
-    assert_within(whole[1], want_lse, bounds.lse)
+    assert_within(whole[0][:, :, -last.shape[2] :], want, bounds.out + step * np.abs(want) + 2.0**-24)
+    assert_within(whole[1][:, :, -last.shape[2] :], want_lse, bounds.lse)
     for chunks in ([1, 1, 126, 1, 3, 700, 1, 16, 200, 251], [1299, 1]):
         cache, at = made("int8", d, dv), 0
         for n in chunks:

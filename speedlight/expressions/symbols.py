@@ -232,9 +232,11 @@ def applied(op: str, *operands: Any) -> Symbol:
     """An operation on operands of one kind: the greatest of theirs, or the next that the operation accepts."""
     row, nodes = OPERATIONS[op], [node_of(x) for x in operands]
     kind = _greatest(nodes)
-    accepted = next((x for x in KINDS[KINDS.index(kind) :] if x in row.accepts), None)
-    if accepted is None:
+    # lists: an interrupt that comes while a generator is closed would be lost
+    accepted_kinds = [x for x in KINDS[KINDS.index(kind) :] if x in row.accepts]
+    if not accepted_kinds:
         raise _no_float(str(row.symbol), Symbol(convert(nodes[0], kind)))
+    accepted = accepted_kinds[0]
     args = tuple(convert(a, accepted) for a in nodes)
     if op in ("shl", "shr") and args[1].op == "number" and not 0 <= args[1].value < 64:
         raise ExpressionError(f"{row.symbol}: expected a shift of 0 to 63; got {args[1].value}.")
@@ -250,7 +252,7 @@ def _no_float(op: str, x: Symbol) -> ExpressionError:
 
 
 def _is_traced(*args: Any) -> bool:
-    return any(isinstance(x, Symbol) for x in args)
+    return any([isinstance(x, Symbol) for x in args])
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
