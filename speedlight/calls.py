@@ -23,6 +23,13 @@ from .results import deliver, fresh
 T = TypeVar("T")
 
 
+class _Entry(Generic[T]):
+    __slots__ = ("size", "used", "value")
+
+    def __init__(self, value: T, size: int, used: int) -> None:
+        self.value, self.size, self.used = value, size, used
+
+
 class Memo(Generic[T]):
     """At most so many entries, of at most so many bytes in all; those that were used last stay.
 
@@ -31,8 +38,7 @@ class Memo(Generic[T]):
 
     def __init__(self, entries: int, most_bytes: int) -> None:
         self.entries, self.most_bytes = entries, most_bytes
-        self._held: dict[Any, tuple[T, int]] = {}
-        self._used: dict[Any, int] = {}  # when each was used last
+        self._held: dict[Any, _Entry[T]] = {}
         self._clock = 0
         self._lock = threading.RLock()
         renew_after_fork(self)
@@ -42,35 +48,29 @@ class Memo(Generic[T]):
 
     @property
     def bytes(self) -> int:
-        return sum(size for _, size in list(self._held.values()))
+        return sum([x.size for x in list(self._held.values())])
 
     def get(self, key: Any) -> T | None:
-        found = self._held.get(key)
-        if found is None:
+        entry = self._held.get(key)
+        if entry is None:
             return None
-        self._clock += 1
-        self._used[key] = self._clock
-        return found[0]
+        self._clock = entry.used = self._clock + 1
+        return entry.value
 
     def put(self, key: Any, value: T, size: int) -> None:
         """Keeps a value of so many bytes; others leave for it, least recently used first. Larger than all: not kept."""
         with self._lock:
             if size > self.most_bytes:
                 return
-            self._held[key] = value, size
             self._clock += 1
-            self._used[key] = self._clock
+            self._held[key] = _Entry(value, size, self._clock)
             while len(self._held) > self.entries or self.bytes > self.most_bytes:
-                oldest = min(list(self._held), key=lambda x: self._used.get(x, 0))
+                oldest = min(list(self._held.items()), key=lambda x: x[1].used)[0]
                 self._held.pop(oldest, None)
-                self._used.pop(oldest, None)
-            for other in self._used.keys() - self._held.keys():  # a get() that came while its entry left
-                self._used.pop(other, None)
 
     def clear(self) -> None:
         with self._lock:
             self._held.clear()
-            self._used.clear()
 
     def after_fork(self) -> None:
         self._lock = threading.RLock()

@@ -252,7 +252,7 @@ def _no_float(op: str, x: Symbol) -> ExpressionError:
 
 
 def _is_traced(*args: Any) -> bool:
-    return any([isinstance(x, Symbol) for x in args])
+    return bool([x for x in args if isinstance(x, Symbol)])
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
