@@ -14,7 +14,7 @@ from .cpu.operands import Dense, Paged, Pages, Rows, Strides
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .machine import current_isa
 from .planning import Plan
-from .problem import LAYOUTS, Options, Problem, Sizes
+from .problem import LAYOUTS, Options, Problem, Sizes, new_options
 from .resolve import Stored, check_together, from_arrays, from_sizes, from_stored
 from .results import Results
 
@@ -100,10 +100,10 @@ def attention(
     >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
     ((1, 2, 3, 4), (1, 2, 3), 1.0)
     """
-    options = Options(
+    options = new_options(Options, (
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, precision,
-    )  # fmt: skip
+    ))  # fmt: skip
     if engine is not None or arrays.on_gpu(q):
         place = engines.chosen(engine, arrays.describe(q, "q", gpu=True))
         if place != "cpu" or engine == "cuda":

@@ -226,8 +226,8 @@ MUTATIONS = (
     Mutation(
         "a repeated call is known without its scale",
         "problem.py",
-        "marshal.dumps((causal, q_start, k_start, scale, layout, precision), 2)",
-        "marshal.dumps((causal, q_start, k_start, layout, precision), 2)",
+        "type(scale), exactly, layout",
+        "type(scale), layout",
         "tests/test_arguments.py -k option_is_part",
     ),
     Mutation(
@@ -253,7 +253,7 @@ MUTATIONS = (
     ),
     Mutation(
         "out may overlap an input",
-        "arrays.py",
+        "results.py",
         "        if overlap(out, x):\n",
         "        if overlap(out, x) and out.shape == ():\n",
         "tests/test_problem.py -k overlap",
