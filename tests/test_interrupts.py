@@ -5,6 +5,7 @@ lost.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -26,8 +27,11 @@ MOST = 100_000 if FULL else 60  # places of a call that are tried
 
 
 @pytest.fixture(autouse=True)
-def no_callbacks() -> Iterator[None]:
-    """An exception in a callback of the garbage collector, such as Hypothesis', is swallowed."""
+def no_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An exception in a callback of the garbage collector, such as Hypothesis', is swallowed. And every 64th cache has
+    more places, since it tidies what is renewed after a fork.
+    """
+    monkeypatch.setattr("speedlight.forks._numbers", itertools.count((1 << 40) + 1, 64))
     callbacks = gc.callbacks[:]
     gc.callbacks.clear()
     yield
