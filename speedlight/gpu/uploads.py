@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..calls import Memo
 from ..errors import ArgumentError
 from ..expressions.program import Program
 from ..machine import interpreting
@@ -85,7 +86,8 @@ def _table_on(table: Any, device: str) -> torch.Tensor:
     return copy
 
 
-_uploads: dict[Any, Uploads] = {}  # by problem, device and first rows: nothing in it is a caller's, nor changes
+# by problem, device and first rows: nothing in it is a caller's, nor changes
+_uploads: Memo[Uploads] = Memo(256, 1 << 30)
 
 
 @standard
@@ -110,9 +112,7 @@ def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tup
     uploads = Uploads(program, functions, words, floats, tables, sinks, items, may_fail)
     lent = program is not None and any(t.tensor is not None or t.array.flags.writeable for t in program.tables)
     if not lent:  # arrays of a caller's are not kept alive
-        if len(_uploads) >= 256:
-            _uploads.clear()
-        _uploads[key] = uploads
+        _uploads.put(key, uploads, sum(x.nbytes for x in (words, sinks, items, *tables) if x is not None))
     return uploads
 
 
