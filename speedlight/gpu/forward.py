@@ -32,8 +32,8 @@ from .sequence import (
     Batch,
     Block,
     Config,
-    Keys,
     Pages,
+    Range,
     Rows,
     Tensor,
     finish_rows,
@@ -100,7 +100,7 @@ class Source(NamedTuple):
     tensors: Tensors
     pages: Pages
     block: Block
-    keys: Keys
+    keys: Range
     o_n: Any  # of the keys of a tile, and of elements of keys and values: made outside the loop
     o_d: Any
     o_dv: Any
@@ -180,31 +180,32 @@ def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Pro
     """One block: of an item and its heads, and with SPLIT of a run of keys."""
     block = locate_block(pid, batch, pages, c)
     item = block.item
-    rows = locate_rows(block, batch, c)
+    rows = locate_rows(block, c)
     o_n = tl.arange(0, c.BN).to(tl.int64)
     o_d, o_dv = tl.arange(0, c.BLOCK_D).to(tl.int64), tl.arange(0, c.BLOCK_DV).to(tl.int64)
     if has_rows(block, c):
         keys = tile_range(block, rows, batch, c)
         p_k, p_v = head_start(tensors.k, block, c.MEMORY), head_start(tensors.v, block, c.MEMORY)
-        if c.USE_TMA:  # rows past the last and columns past D come as zeros
-            length = tl.maximum(item.k_len, 1).to(tl.int32)
-            p_k = tl.make_tensor_descriptor(p_k, [length, c.D], [tensors.k.row, 1], [c.BN, c.BLOCK_D])
-            p_v = tl.make_tensor_descriptor(p_v, [length, c.DV], [tensors.v.row, 1], [c.BN, c.BLOCK_DV])
         p_k_scales, p_v_scales = None, None
         if c.CODED:
             p_k_scales = head_start(tensors.k_scales, block, c.MEMORY)
             p_v_scales = head_start(tensors.v_scales, block, c.MEMORY)
+        b_q = load_queries(tensors.q, block, rows, o_d, c)
+        if c.USE_TMA:  # rows past the last and columns past D come as zeros
+            length = tl.maximum(item.k_len, 1).to(tl.int32)
+            p_k = tl.make_tensor_descriptor(p_k, [length, c.D], [tensors.k.row, 1], [c.BN, c.BLOCK_D])
+            p_v = tl.make_tensor_descriptor(p_v, [length, c.DV], [tensors.v.row, 1], [c.BN, c.BLOCK_DV])
         known = (0,)
         if c.apply is not None:
-            head, position = rows.head[:, None], rows.position[:, None]
+            head, position = rows.head[:, None], keys.position[:, None]
             known = c.known(item.name, head, position, program.p_ints, program.p_floats)
-        queries = Queries(load_queries(tensors.q, block, rows, c), rows, known)
+        queries = Queries(b_q, rows, known)
         source = Source(p_k, p_v, p_k_scales, p_v_scales, tensors, pages, block, keys, o_n, o_d, o_dv, batch.k_start)
 
         unseen = tl.full([c.BM], float("-inf"), tl.float32)
         state = over_tiles(unseen, queries, source, program, FINITE if c.NONFINITE == RECOMPUTE else ORDINARY, c)
         if c.NONFINITE == FLAG:
-            flag_block(p_flags + pid, state.acc, c.BM)
+            flag_block(p_flags, pid, state.acc, c.BM)
         p_out = finish_block(state, program.factor, block, rows, tensors, batch, c)
         if c.NONFINITE == RECOMPUTE:
             # values that are not finite and visible come out as what they are, written over what has been stored
@@ -224,9 +225,8 @@ def head_start(tensor: Tensor, block: Block, MEMORY: tl.constexpr):
 
 
 @triton.jit
-def load_queries(q: Tensor, block: Block, rows: Rows, c: Config):
+def load_queries(q: Tensor, block: Block, rows: Rows, o_d, c: Config):
     """[BM, BLOCK_D]"""
-    o_d = tl.arange(0, c.BLOCK_D).to(tl.int64)
     p_q = q.p + block.item.i_item * q.item + rows.head[:, None] * q.head + block.item.o_q * q.row
     b_q = load_rows(p_q, rows.token * q.row, o_d, q.column, rows.m_row, c.D, c.BLOCK_D, True)
     if c.SIGN != 1:  # the factor is positive: a negative scale turns q around, 0 makes it 0
@@ -242,7 +242,7 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
     if c.HIDING:
         o_tiles = tl.arange(0, TILES)
         for first in tl.range(keys.first, keys.end, TILES * c.BN, num_stages=1):
-            mixed, whole = classify(first, queries.rows, source, program, c)
+            mixed, whole = classify(first, source, program, c)
             for _ in tl.range(0, tl.sum((mixed >> o_tiles) & 1, 0)):
                 n = first + lowest_bit(mixed) * c.BN
                 mixed = mixed & (mixed - 1)
@@ -260,7 +260,7 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
 
 
 @triton.jit
-def classify(first, rows: Rows, source: Source, program: Program, c: Config):
+def classify(first, source: Source, program: Program, c: Config):
     """Two sets of the TILES tiles from key `first` on: those that show a part of their keys, and all of them."""
     block, keys = source.block, source.keys
     o_tiles = tl.arange(0, TILES)
@@ -270,7 +270,7 @@ def classify(first, rows: Rows, source: Source, program: Program, c: Config):
         h_low = block.i_heads * c.PACK
         j_low, j_high = source.k_start + j, source.k_start + tl.minimum(j + c.BN, keys.end) - 1
         some, every = c.bounds(
-            block.item.name, h_low, h_low + c.PACK - 1, rows.low, rows.high, j_low, j_high,
+            block.item.name, h_low, h_low + c.PACK - 1, keys.low, keys.high, j_low, j_high,
             program.p_ints, program.p_floats, 128,
         )  # fmt: skip
         whole = as_bits(m_tile & some & every & (j < keys.clear), o_tiles)
@@ -296,29 +296,29 @@ def one_tile(
     c: Config,
 ):
     """The state after keys n … n + BN - 1 too."""
-    tensors, pages, end, i_item = source.tensors, source.pages, source.keys.end, source.block.item.i_item
-    rows, b_q = queries.rows, queries.b_q
+    tensors, pages, keys, i_item = source.tensors, source.pages, source.keys, source.block.item.i_item
+    rows, b_q, end = queries.rows, queries.b_q, keys.end
     PREDICATED: tl.constexpr = MASKED or c.MEMORY == PAGES
-    o_n = n + source.o_n
-    m_n = o_n < end
+    m_n = n + source.o_n < end
     if c.USE_TMA:
         b_k = source.p_k.load([tl.cast(n, tl.int32), 0])
     else:
-        o_k = key_offsets(o_n, end, tensors.k, i_item, pages, c.MEMORY)
+        o_k = key_offsets(n + source.o_n, end, tensors.k, i_item, pages, c.MEMORY)
         b_k = load_rows(source.p_k, o_k, source.o_d, tensors.k.column, m_n, c.D, c.BLOCK_D, PREDICATED)
         b_k = b_k.to(b_q.dtype)
     x = dot(b_q, tl.trans(b_k), c.PRECISION)
+    o_n = n + source.o_n  # here, not above the load of keys: registers
     if c.CODED:
         o_s = key_offsets(o_n, end, tensors.k_scales, i_item, pages, c.MEMORY)
         x = x * tl.load(source.p_k_scales + o_s, mask=m_n, other=0.0)[None, :]
     if c.apply is not None:
         x = c.apply(
-            x, source.block.item.name, rows.head[:, None], rows.position[:, None], (source.k_start + o_n)[None, :],
-            o_n[None, :] < rows.limit[:, None], program.scale, queries.known,
+            x, source.block.item.name, rows.head[:, None], keys.position[:, None], (source.k_start + o_n)[None, :],
+            o_n[None, :] < keys.limit[:, None], program.scale, queries.known,
             program.p_ints, program.p_floats, program.p_wrong, MASKED,
         )  # fmt: skip
     elif MASKED:
-        x = tl.where(o_n[None, :] < rows.limit[:, None], x, float("-inf"))
+        x = tl.where(o_n[None, :] < keys.limit[:, None], x, float("-inf"))
     if c.USE_TMA:
         b_v = source.p_v.load([tl.cast(n, tl.int32), 0])
     else:
@@ -368,11 +368,12 @@ def code_sums(x, running_max, factor, b_v, v_scale):
 
 
 @triton.jit
-def flag_block(p_flag, acc, BM: tl.constexpr):
+def flag_block(p_flags, pid, acc, BM: tl.constexpr):
     """0 · NaN is NaN: values that are not finite may have reached rows from which they are hidden."""
     m_bad = tl.where(tl.sum(acc * 0.0, 1) == 0.0, 0, 1)
     # a reduction to a scalar crashes Triton 3.6 for sm_100
-    tl.store(p_flag + tl.arange(0, 1), tl.max(tl.reshape(m_bad, [1, BM]), 1))
+    m_bad = tl.reshape(m_bad, [1, BM])
+    tl.store(p_flags + pid + tl.arange(0, 1), tl.max(m_bad, 1))
 
 
 @triton.jit
@@ -399,11 +400,12 @@ def finish_block(state: State, factor, block: Block, rows: Rows, tensors: Tensor
     else:
         if tensors.p_sinks is not None:
             acc, running_max, running_sum = with_sinks(acc, running_max, running_sum, rows, tensors.p_sinks)
+        result = finish_rows(acc, running_sum)
         out, lse = tensors.out, tensors.lse
         o_token = item.o_q + rows.token
         p_out = out.p + item.i_item * out.item + o_token[:, None] * out.row + rows.head[:, None] * out.head
         p_out = p_out + o_dv[None, :] * out.column
-        tl.store(p_out, finish_rows(acc, running_sum[:, None]).to(out.p.dtype.element_ty), mask=m_out)
+        tl.store(p_out, result.to(out.p.dtype.element_ty), mask=m_out)
         if lse.p is not None:
             p_lse = lse.p + item.i_item * lse.item + rows.head * lse.head + o_token * lse.row
             tl.store(p_lse, log_sum_exp(running_max, running_sum), mask=m_token)

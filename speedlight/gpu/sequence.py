@@ -113,20 +113,23 @@ class Block(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a block. m_row: those that a query stands behind. limit: keys that a row may see, but for masks."""
+    """The rows of a block. m_row: those that a query stands behind."""
 
     token: Any
     head: Any
     m_row: Any
+
+
+class Range(NamedTuple):
+    """What the rows of a block may see, but for masks: keys first … end - 1. Below `clear`, tiles are wholly visible.
+
+    position: of every row; low, high: of the first and the last. limit: keys that a row may see.
+    """
+
     position: Any
-    limit: Any
-    low: Any  # positions of the first and the last row
+    low: Any
     high: Any
-
-
-class Keys(NamedTuple):
-    """Keys first … end - 1 of an item: those of a block. A tile is visible as a whole below `clear`."""
-
+    limit: Any
     first: Any
     clear: Any
     end: Any
@@ -166,11 +169,12 @@ def locate_block(pid, batch: Batch, pages: Pages, c: Config):
     """The block of a program. Those of one head follow each other, so that its keys stay in the cache; the last rows,
     which see most with causal, come first.
     """
-    head_blocks = batch.kv_heads * batch.group // c.PACK
     i_split = pid % batch.splits
     i_rows = batch.row_blocks - 1 - pid // batch.splits % batch.row_blocks
-    i_heads = pid // batch.splits // batch.row_blocks % head_blocks
-    i_item = (pid // batch.splits // batch.row_blocks // head_blocks).to(tl.int64)
+    outer = pid // batch.splits // batch.row_blocks
+    head_blocks = batch.kv_heads * batch.group // c.PACK
+    i_heads = outer % head_blocks
+    i_item = (outer // head_blocks).to(tl.int64)
     kv_head = (i_heads * c.PACK // batch.group).to(tl.int64)
     return Block(locate_item(i_item, batch, pages, c.MEMORY), i_rows, i_split, i_heads, kv_head)
 
@@ -185,35 +189,32 @@ def has_rows(block: Block, c: Config):
 
 
 @triton.jit
-def locate_rows(block: Block, batch: Batch, c: Config):
-    item = block.item
+def locate_rows(block: Block, c: Config):
     o_m = block.i_rows * c.BM + tl.arange(0, c.BM)
     token, head = (o_m // c.PACK).to(tl.int64), (block.i_heads * c.PACK + o_m % c.PACK).to(tl.int64)
-    m_row = token < item.q_len
-    position = item.q_start + token
-    low = item.q_start + block.i_rows * c.BM // c.PACK
-    high = item.q_start + tl.minimum((block.i_rows * c.BM + c.BM - 1) // c.PACK, item.q_len - 1)
-    limit = tl.where(m_row, item.k_len, 0)
-    if c.CAUSAL:
-        limit = tl.minimum(limit, tl.maximum(position - batch.k_start + 1, 0))
-    return Rows(token, head, m_row, position, limit, low, high)
+    return Rows(token, head, token < block.item.q_len)
 
 
 @triton.jit
 def tile_range(block: Block, rows: Rows, batch: Batch, c: Config):
-    """The keys that the block looks at, as far as causality and its split say."""
+    """As far as causality and the block's split say."""
     item = block.item
     first, end, clear = item.i_item * 0, item.k_len, item.k_len
     if c.SPLIT:
         size = split_size(item.k_len)
         first = block.i_split * size
         end = tl.minimum(item.k_len, first + size)
+    position = item.q_start + rows.token
+    low = item.q_start + block.i_rows * c.BM // c.PACK
+    high = item.q_start + tl.minimum((block.i_rows * c.BM + c.BM - 1) // c.PACK, item.q_len - 1)
+    limit = tl.where(rows.m_row, item.k_len, 0)
     if c.CAUSAL:
-        clear = tl.minimum(clear, tl.maximum(rows.low - batch.k_start + 1, 0))
-        end = tl.minimum(end, tl.maximum(rows.high - batch.k_start + 1, 0))
+        limit = tl.minimum(limit, tl.maximum(position - batch.k_start + 1, 0))
+        clear = tl.minimum(clear, tl.maximum(low - batch.k_start + 1, 0))
+        end = tl.minimum(end, tl.maximum(high - batch.k_start + 1, 0))
     end = tl.where(block.i_rows * c.BM < item.q_len * c.PACK, end, first)
     clear = tl.minimum(tl.maximum(tl.minimum(clear, end) // c.BN * c.BN, first), end)
-    return Keys(first, clear, end)
+    return Range(position, low, high, limit, first, clear, end)
 
 
 @triton.jit
@@ -263,6 +264,8 @@ def with_sinks(acc, running_max, running_sum, rows: Rows, p_sinks):
 
 @triton.jit
 def finish_rows(acc, running_sum):
-    """acc / running_sum, rounded once; a row that sees nothing is 0. The sum comes in acc's shape, or broadcasts."""
+    """acc / running_sum, rounded once, of a row [DV] or of rows [BM, DV]; a row that sees nothing is 0."""
     total = tl.where(running_sum == 0.0, 1.0, running_sum)
+    if len(acc.shape) == 2:
+        total = total[:, None]
     return tl.math.div_rn(acc, tl.broadcast_to(total, acc.shape))
