@@ -162,7 +162,8 @@ REGISTER_TILES = (
 
 def register_tiles(isa: Isa) -> RegisterTiles:
     """The row of a vector unit."""
-    return next(row for row in REGISTER_TILES if row.registers <= isa.registers)
+    fitting = [row for row in REGISTER_TILES if row.registers <= isa.registers]
+    return fitting[0]  # not next(…): an interrupt while its generator is closed would be lost
 
 
 @dataclass(frozen=True, slots=True)

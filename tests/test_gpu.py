@@ -31,10 +31,14 @@ from tolerance import assert_within, plain
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.arrays import pages
+from speedlight.arrays import describe, pages
 from speedlight.expressions.program import Program
 from speedlight.gpu import forward, merging, schedule
+from speedlight.gpu.keys import arrays_of
+from speedlight.gpu.prepare import prepare
 from speedlight.gpu.tiles import Row, Tile
+from speedlight.problem import Options
+from speedlight.resolve import from_arrays
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -125,6 +129,19 @@ def test_random_problems(seed):
             Tile(int(rng.choice([16, 32])), int(rng.choice([16, 32, 64])), 4, 1, bool(rng.random() < 0.5))
         ):
             check(q, k, v, zeros_allowed=True, **options)
+
+
+def test_a_tile_may_be_given(rng):
+    arrays = q, k, v = qkv(rng, "float32", 1, 2, 1, 40, 70, 16, 16)
+    given = [describe(tensor(x), name, gpu=True) for x, name in zip(arrays, "qkv", strict=True)]
+    problem, keys, out = (
+        from_arrays(*given, Options(True)).problem,
+        arrays_of(tensor(k), tensor(v), "bhld"),
+        torch.zeros_like(tensor(q)),
+    )
+    prepare(problem, "bhld", str(out.device), keys, tile=Tile(32, 16, 4, 1)).run(tensor(q), keys, out, None)
+    bound = sl.reference.error_bound(q, k, v, causal=True, tile=16)
+    assert_within(out.cpu(), sl.reference.attention(q, k, v, causal=True), bound.out)
 
 
 @pytest.mark.parametrize("precision", ["tf32x3", "tf32"])

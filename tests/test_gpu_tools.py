@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from conftest import FULL
 from test_gpu import PATTERNS, small_blocks, tiles_computed
 from test_gpu import attention as on_gpu
 
@@ -42,6 +43,7 @@ def test_rows(monkeypatch):
 
 
 @INTERPRETED
+@pytest.mark.skipif(not FULL, reason="minutes in the interpreter")
 def test_tiles_are_measured_as_they_are_given(monkeypatch):
     tiles = [Tile(16, 16, 4, 1), Tile(32, 16, 4, 1)]
     found = gpu.tune("float32", 16, "masked", 1, length=20, tiles=tiles)
