@@ -123,8 +123,8 @@ def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
 def _proven(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
     """What cannot be exceeded, whatever the values are."""
     error = x.errors.max(axis=1, keepdims=True) + a.u * x.depth.max(axis=1, keepdims=True)
-    shared = error + (1.1e-4 if a.dot else 4 * a.u) * (x.tiles + x.merges) + a.u_weights
-    sums = a.u * (2 * min(keys, TILE) + 2 * x.tiles + 4 * x.merges + 1 + 2 * a.int8)
+    shared = error + _powers(a, x) + a.u_weights
+    sums = a.u * 2 * min(keys, TILE) + _merging(a, x)
     relative = np.expm1(1.01 * (2 * shared + sums)) * (1 + a.u_out) + a.u_out
     return relative * x.mean, 1.01 * (shared + sums) + 4 * a.u * x.logs
 
@@ -135,7 +135,7 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
     Numerator and denominator share what is wrong with a weight: it moves out by p·e·(v - out), and the sum of those is
     at most rms(e) · deviation(v), by Cauchy and Schwarz. Chains over keys have roundings of their own.
     """
-    shared = x.errors + a.u * x.depth + (1.1e-4 if a.dot else 4 * a.u) * (x.tiles + x.merges)
+    shared = x.errors + a.u * x.depth + _powers(a, x)
     largest = np.maximum(np.where(np.isfinite(head.v), x.values, 0).max(axis=0, initial=0.0), 1e-300)
     v = head.v / largest
     out, square = x.weight @ v, x.weight @ (v * v)
@@ -144,10 +144,20 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
     rms = np.sqrt((x.weight * shared * shared).sum(axis=1, keepdims=True))
     chain = x.weight * _chain_steps(x.visible, len(head.k))
     steps = chain.sum(axis=1, keepdims=True)
-    sums = a.u * (2 * x.tiles + 4 * x.merges + 1 + 2 * a.int8)
+    sums = _merging(a, x)
     moved = (rms + a.u_weights) * deviation + a.u * (chain @ x.values + steps * out) + sums * x.mean
     lse = (x.weight * shared).sum(axis=1, keepdims=True) + a.u_weights + a.u * (steps + 2 * x.logs) + sums
     return 1.01 * moved + a.u_out * (out + moved), 1.01 * lse
+
+
+def _powers(a: Arithmetic, x: _Softmax) -> float:
+    """Relative error of a weight's power of 4 and of those that it is multiplied by later."""
+    return (1.1e-4 if a.dot else 4 * a.u) * (x.tiles + x.merges)
+
+
+def _merging(a: Arithmetic, x: _Softmax) -> float:
+    """Roundings of both sums where tiles and spans join, and of the division."""
+    return a.u * (2 * x.tiles + 4 * x.merges + 1 + 2 * a.int8)
 
 
 def _on_gpu(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:

@@ -7,11 +7,11 @@ from typing import Any
 
 from . import arrays, calls
 from . import engine as engines
-from .checks import check_layout, check_precision, packed_lengths, page_lists
+from .checks import check_flag, check_layout, check_precision, packed_lengths, page_lists
 from .compiling import leaves_graph
 from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides
-from .errors import ArgumentError, ArgumentTypeError, shown
+from .errors import ArgumentError, shown
 from .machine import current_isa
 from .planning import Plan
 from .problem import LAYOUTS, Options, Problem, Sizes, new_options
@@ -116,8 +116,7 @@ def attention(
         results = None if repeated is None else repeated.again(tensors, return_lse)
         if results is not None:
             return results
-    if not isinstance(return_lse, bool):
-        raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
+    check_flag("return_lse", return_lse)
     a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     results = _results(a, problem, options, return_lse, out, (a, b, c))
@@ -141,8 +140,7 @@ def _results(
 
 def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> Any:
     """attention() on arrays of a GPU: enqueued on PyTorch's current stream, not waited for."""
-    if not isinstance(return_lse, bool):
-        raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
+    check_flag("return_lse", return_lse)
     a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     engine = engines.gpu()
@@ -204,8 +202,7 @@ def attention_paged(
     check_layout(layout)
     if not isinstance(causal, bool):
         raise ArgumentError(f"causal: expected False or True (aligned at the last key); got {shown(causal)}.")
-    if not isinstance(return_lse, bool):
-        raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
+    check_flag("return_lse", return_lse)
     a, k, v = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
     if len(k.shape) != 4 or min(k.shape[1:]) < 1:
         raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
@@ -334,8 +331,7 @@ def plan(
     >>> p.visible_pairs == 32 * 8192 * 8193 // 2
     True
     """
-    if not isinstance(exact, bool):
-        raise ArgumentTypeError(f"exact: expected True or False; got {shown(exact)}.")
+    check_flag("exact", exact)
     check_precision(precision)
     options = Options(
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,

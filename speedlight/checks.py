@@ -97,6 +97,12 @@ def packed_lengths(cu_seqlens_q: Any, total: int, batch: int) -> tuple[int, ...]
     return tuple(b - a for a, b in itertools.pairwise(offsets))
 
 
+def check_flag(name: str, x: Any) -> None:
+    """A bool, by name."""
+    if not isinstance(x, bool):
+        raise ArgumentTypeError(f"{name}: expected True or False; got {shown(x)}.")
+
+
 def check_layout(x: Any) -> None:
     """Where batch, heads, length and dim lie."""
     if not isinstance(x, str) or x not in LAYOUTS:

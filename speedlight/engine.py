@@ -79,7 +79,7 @@ def plan(problem: Problem, device: Any, strides: Strides, precision: str, exact:
 def may_fail(problem: Problem) -> bool:
     """Whether a lookup may turn out, while kernels run, to be out of range."""
     program = Program.of(problem.mask, problem.score, problem.box())
-    return program is not None and any(program.checked)
+    return program is not None and program.may_fail
 
 
 @functools.lru_cache(maxsize=1)

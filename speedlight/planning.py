@@ -10,6 +10,7 @@ import numpy as np
 
 from .arrays import STORAGE_BYTES
 from .expressions.tree import lazily
+from .machine import number_bytes
 from .problem import TILE, Problem
 from .tiles import Rows, counted_pairs, integers_of, pairs, tally
 
@@ -139,7 +140,6 @@ def count(
     per_pair = 2 * (problem.head_dim + problem.value_dim)
     size = STORAGE_BYTES[problem.storage]
     q_rows, k_rows = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
-    number = 8 if problem.storage == "f64" else 4
     square = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
     return Plan(
         problem=problem,
@@ -159,7 +159,7 @@ def count(
         mixed_flops=mixed_keys * run.panel * per_pair,
         skipped_flops=(_all_keys(problem, run.panel) - panel_keys) * run.panel * per_pair,
         bytes_read=(q_rows * problem.head_dim + k_rows * (problem.head_dim + problem.value_dim)) * size,
-        bytes_written=q_rows * problem.value_dim * size + q_rows * number,
+        bytes_written=q_rows * problem.value_dim * size + q_rows * number_bytes(problem.storage),
         workspace_bytes=run.workspace_bytes,
         materialised_bytes=2 * square * size,
         peak_flops=peak,

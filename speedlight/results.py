@@ -28,7 +28,7 @@ class Results:
     ) -> None:
         """out: the caller's own array, or None. `staged`: the call may fail after it has begun to write."""
         self._q, self._given = q, out is not None
-        self._out, self.out = out_for(q, shape, out, inputs, staged=staged and out is not None)
+        self._out, self.out = out_for(q, shape, out, inputs, staged=staged)
         self._lse, self.lse = None, None
         if lse_shape is not None:
             self._lse, self.lse = empty_like(q, lse_shape, "float64" if q.dtype == "float64" else "float32")

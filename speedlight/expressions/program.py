@@ -94,6 +94,11 @@ class Program:
         ends = [(walk.interval(node.args[d]), node.value.shape[d]) for node, d in self.lookups]
         return tuple(x is None or x[0] < 0 or x[1] >= size for x, size in ends)
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether a lookup may turn out, while kernels run, to be out of range."""
+        return any(self.checked)
+
     def number_words(self) -> list[int]:
         """Numbers in the order of their slots: integers, or the bits of float64."""
         numbers = [node for node in self.nodes if node.op == "number"]

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ..arrays import Array
+from ..checks import MOST
 from ..errors import UnsupportedError
 from ..expressions.tracing import is_immutable
 from ..machine import interpreting
@@ -26,7 +27,6 @@ from .prepare import run
 from .rows import Rows, described, device_of, to_numpy, to_torch
 from .schedule import check, power_above
 
-_ENDLESS = 1 << 46  # tokens: the capacity of a cache that has a window and no other limit
 _ANY = 1 << 40  # tokens: the capacity of a pool's sequence, whose pages the host counts
 _Undo = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # lengths; slots, and what was in them
 
@@ -77,7 +77,7 @@ class CacheStorage:
             raise UnsupportedError(
                 "new_lengths: expected None while a CUDA graph is captured; a replay could not change them."
             )
-        if self.capacity == _ENDLESS:
+        if self.capacity == MOST:
             raise UnsupportedError(
                 "capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none."
             )

@@ -57,12 +57,6 @@ def functions_of(program: Program) -> dict[str, Any]:
     return functions
 
 
-def program_of(problem: Problem) -> tuple[Program | None, bool]:
-    """The mask and score, and whether an index of theirs may be out of range."""
-    program = Program.of(problem.mask, problem.score, problem.box())
-    return program, program is not None and any(program.checked)
-
-
 def _table_on(table: Any, device: str) -> torch.Tensor:
     """A table's entries on the device; uploaded once, unless they may change."""
     if table.tensor is not None:
@@ -97,7 +91,7 @@ def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tup
     uploads = _uploads.get(key)
     if uploads is not None:
         return uploads
-    program, may_fail = program_of(problem)
+    program = Program.of(problem.mask, problem.score, problem.box())
     words = floats = sinks = None
     tables: list[torch.Tensor] = []
     if program is not None:
@@ -109,6 +103,7 @@ def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tup
         sinks = torch.tensor(problem.sinks, dtype=torch.float32).to(device)
     functions = functions_of(program) if program is not None else {}
     items = _item_words(problem, device, firsts)
+    may_fail = program is not None and program.may_fail
     uploads = Uploads(program, functions, words, floats, tables, sinks, items, may_fail)
     lent = program is not None and any(t.tensor is not None or t.array.flags.writeable for t in program.tables)
     if not lent:  # arrays of a caller's are not kept alive

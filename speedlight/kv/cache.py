@@ -228,7 +228,7 @@ class KVCache:
             more = {"new_lengths": new_lengths, "return_lse": return_lse}
             return outside(KVCache.attend, self, layer, q, k, v, **options, **more)
         options = Options(k is not None, None, mask, score, sink_logits, None, 0, scale)
-        if new_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
+        if k is not None and new_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
             result = self._repeated(layer, q, k, v, options, return_lse)
             if result is not None:
                 return result

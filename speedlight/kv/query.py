@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..arrays import Array
-from ..checks import check_tokens
-from ..errors import ArgumentError, ArgumentTypeError, shown
+from ..checks import check_flag, check_tokens
+from ..errors import ArgumentError
 from ..problem import Options
 from ..results import Results
 from ..tokens import Piece
@@ -24,8 +24,7 @@ class Query(NamedTuple):
 
 def query_of(storage: Any, q: Any, options: Options, return_lse: Any, out: Any) -> Query:
     """The queries of a call, which lie where the storage is."""
-    if not isinstance(return_lse, bool):
-        raise ArgumentTypeError(f"return_lse: expected True or False; got {shown(return_lse)}.")
+    check_flag("return_lse", return_lse)
     return Query(q, storage.query(q), options, return_lse, out)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
+from ..checks import MOST
 from ..errors import ArgumentTypeError, FileError
 from ..files import read_arrays, read_metadata, write_arrays
 from ..windows import Ring, ring_of
 
 _FORMAT, _VERSION = "speedlight key-value cache", 1
-_MOST = 1 << 46
 _LONGEST_WINDOW = 1 << 30  # tokens: a ring has a list of its tiles
 _NAMES = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
 
@@ -79,7 +79,7 @@ def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
         sizes = {n: int(words[n]) for n in _NAMES} | {n: int(words[n]) for n in ("window", "keep_first") if n in words}
     except (KeyError, ValueError) as error:
         raise FileError(f"{path}: a size is missing or no number ({error}).") from None
-    wrong = any(not (0 if n == "keep_first" else 1) <= x <= _MOST for n, x in sizes.items())
+    wrong = any(not (0 if n == "keep_first" else 1) <= x <= MOST for n, x in sizes.items())
     if (
         wrong
         or words.get("dtype") not in (*arrays.DTYPES, "int8")
