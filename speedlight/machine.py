@@ -90,9 +90,22 @@ def host_isas() -> tuple[Isa, ...]:
     return levels
 
 
+def setting(name: str) -> str:
+    """A variable of the environment as it is now, "" where it is not set.
+
+    Every call asks for two, and os.environ takes a microsecond to say that one is not there: what it wraps does not.
+    """
+    if _ENVIRONMENT is not None and os.environ.encodekey(name) not in _ENVIRONMENT:
+        return ""
+    return os.environ.get(name, "")
+
+
+_ENVIRONMENT = getattr(os.environ, "_data", None)
+
+
 def current_isa() -> Isa:
     """The level in use: SPEEDLIGHT_ISA if set (it must be one this machine has), else the best."""
-    return _chosen_isa(os.environ.get("SPEEDLIGHT_ISA", ""))
+    return _chosen_isa(setting("SPEEDLIGHT_ISA"))
 
 
 @functools.cache
