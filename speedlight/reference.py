@@ -14,8 +14,10 @@ from . import arrays
 from .accuracy import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
 from .errors import ArgumentError
 from .expressions.tree import evaluate
+from .gradients import SINKS, Asked, Given, asked
 from .modes import standard
 from .problem import LAYOUTS, Options, Problem
+from .reference_backward import Returned, backward_of
 from .resolve import from_arrays
 
 _BEYOND = 2.0**128 - 2.0**103  # rounds to infinity in float32, in which a score's expression is computed
@@ -63,6 +65,50 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
         for place in case.heads():
             place.solve(out, lse)
     return (case.outward(out), lse) if return_lse else case.outward(out)
+
+
+@standard
+def backward(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any = None, *, grads: Any = (), **options: Any
+) -> Any:
+    """Gradients of `speedlight.attention` with the same arguments, in float64.
+
+    Weights are those of the lse that is given: q, k and v may be a shard of what out and lse are of, and the gradients
+    of disjoint shards add up. A pair that is hidden adds no term to anything.
+
+    Args:
+        q, k, v, **options: as for `attention`.
+        out, lse: what attention(…, return_lse=True) returned, or `merge` did. A row whose lse is -inf has no gradient.
+        d_out, d_lse: what flows into them, of their shapes and dtypes; None: nothing flows into lse.
+        grads: of what else: tables (sl.table) of floats that the score looks up, and "sink_logits".
+
+    Returns:
+        (dq, dk, dv), shaped as q, k and v; with `grads` (dq, dk, dv, grads), a tuple of arrays shaped as the tables,
+        (q_heads,) for the sinks.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> out, lse = sl.reference.attention(x, x, x, causal=True, return_lse=True)
+    >>> dq, dk, dv = sl.reference.backward(x, x, x, out, lse, x, causal=True)
+    >>> dv[0, 0, :, 0].round(6).tolist()
+    [1.5, 0.5]
+    """
+    case = _Case(q, k, v, options)
+    flow = _Flow(case, q, (out, lse, d_out, d_lse), grads)
+    dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
+    found = {grad: np.zeros(flow.asked.shape(grad)) for grad in flow.asked.grads}
+    with np.errstate(all="ignore"):
+        for head in case.heads():
+            x = backward_of(head, flow.into(head), flow.asked.tables)
+            dq[head.at] += x.dq
+            dk[head.keys] += x.dk
+            dv[head.keys] += x.dv
+            for table, share in zip(flow.asked.tables, x.tables, strict=True):
+                found[table] += share
+            if SINKS in found:
+                found[SINKS][int(head.env["h"])] += x.sink
+    results = tuple(case.outward(x) for x in (dq, dk, dv))
+    return (*results, tuple(found.values())) if found else results
 
 
 def error_bound(
@@ -186,11 +232,13 @@ class _Case:
         self.layout = given.layout
         self.problem, self.cu_q, self.cu_k = from_arrays(described[0], described[1], described[2], given)
         self.dtype = self.problem.dtype
-        axes = LAYOUTS[self.layout]
-        self.q, self.k, self.v = (np.transpose(x.numpy(), axes) for x in described)
+        self.q, self.k, self.v = (self.inward(x.numpy()) for x in described)
 
     def results(self) -> tuple[np.ndarray, np.ndarray]:
         return np.zeros((*self.q.shape[:-1], self.problem.value_dim)), np.zeros(self.q.shape[:-1])
+
+    def inward(self, x: np.ndarray) -> np.ndarray:
+        return np.transpose(x, LAYOUTS[self.layout])
 
     def outward(self, x: np.ndarray) -> np.ndarray:
         return np.transpose(x, np.argsort(LAYOUTS[self.layout]))
@@ -205,6 +253,22 @@ class _Case:
                 else:
                     rows, keys = (slice(c[item], c[item + 1]) for c in (self.cu_q, self.cu_k))
                     yield _Head(self, item, head, (head, rows), (head // p.group, keys))
+
+
+class _Flow:
+    """What attention() returned for a case, what flows back into that, and which gradients are asked for."""
+
+    def __init__(self, case: _Case, q: Any, given: tuple[Any, ...], grads: Any) -> None:
+        named = zip((q, *given), Given._fields, strict=True)
+        known = Given._make(None if x is None and n == "d_lse" else arrays.describe(x, n) for x, n in named)
+        self.asked: Asked = asked(case.problem, case.layout, known, grads)
+        self.out, self.d_out = (case.inward(x.numpy()) for x in (known.out, known.d_out))
+        self.lse = known.lse.numpy()
+        self.d_lse = np.zeros(self.lse.shape) if known.d_lse is None else known.d_lse.numpy()
+
+    def into(self, head: _Head) -> Returned:
+        """Of the rows of a head."""
+        return Returned(*(x[head.at].astype(np.float64) for x in (self.out, self.lse, self.d_out, self.d_lse)))
 
 
 def _product(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
@@ -226,7 +290,9 @@ class _Head:
 
     def __init__(self, case: _Case, item: int, head: int, at: Any, keys: Any) -> None:
         p: Problem = case.problem
-        self.case, self.problem, self.at = case, p, at
+        self.case, self.problem, self.at, self.keys = case, p, at, keys
+        # floats from here on are infinite in what a score's expression is computed in
+        self.beyond = np.inf if p.dtype == "float64" else _BEYOND
         self.q, self.k, self.v = (
             case.q[at].astype(np.float64),
             case.k[keys].astype(np.float64),
@@ -244,16 +310,18 @@ class _Head:
 
     def products(self) -> np.ndarray:
         """[q_len, k_len]: scale · QKᵀ."""
-        return _product(self.q, self.k.T, self.problem.dtype) * self.problem.scale
+        return self.product(self.q, self.k.T) * self.problem.scale
+
+    def product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return _product(a, b, self.problem.dtype)
 
     def scores(self, s: np.ndarray | None = None) -> np.ndarray:
         """[q_len, k_len]: scaled, and through the score expression."""
         s = self.products() if s is None else s
         if self.problem.score is None:
             return s
-        beyond = np.inf if self.problem.dtype == "float64" else _BEYOND
         return np.broadcast_to(
-            evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible, beyond=beyond), s.shape
+            evaluate(self.problem.score.root, self.env | {"s": s}, seen=self.visible, beyond=self.beyond), s.shape
         )
 
     def add_sink(self, score: np.ndarray) -> np.ndarray:
@@ -273,7 +341,7 @@ class _Head:
             top = score.max(axis=1, keepdims=True)
             p = np.exp(score - top)
             total = p.sum(axis=1, keepdims=True)
-            out[self.at], lse[self.at] = _product(p, self.v, self.problem.dtype) / total, (top + np.log(total))[:, 0]
+            out[self.at], lse[self.at] = self.product(p, self.v) / total, (top + np.log(total))[:, 0]
             return
         rows = [attention_row(row, self.v, seen) for row, seen in zip(score, self.visible, strict=True)]
         if rows:

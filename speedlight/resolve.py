@@ -125,6 +125,11 @@ def check_together(x: Array, q: Array) -> None:
     """Keys or values of q's dtype, kind and device."""
     if x.dtype != q.dtype:
         raise ArgumentTypeError(f"{x.name}: expected dtype {q.dtype}, as q has; got {x.dtype}. Convert one of them.")
+    check_beside(x, q)
+
+
+def check_beside(x: Array, q: Array) -> None:
+    """Of q's kind, and where q lies."""
     if (x.kind == "torch") != (q.kind == "torch"):
         raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}.")
     if x.device != q.device:

@@ -1,0 +1,96 @@
+"""What a backward call is asked for: a problem, and arrays and names that go with it, checked in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .arrays import Array
+from .errors import ArgumentError, ArgumentTypeError, shown
+from .expressions.tables import Table
+from .problem import LAYOUTS, Problem
+from .resolve import check_beside
+
+SINKS = "sink_logits"  # in `grads`: the gradient of those
+
+
+class Given(NamedTuple):
+    """Queries, what attention() returned for them, and what flows back into that."""
+
+    q: Array
+    out: Array
+    lse: Array
+    d_out: Array
+    d_lse: Array | None = None  # None: nothing flows into lse
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A backward call: of which problem, and which gradients beside those of q, k and v."""
+
+    problem: Problem
+    grads: tuple[Table | str, ...] = ()
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """Those of the score whose gradients are asked for."""
+        return tuple(x for x in self.grads if isinstance(x, Table))
+
+    def shape(self, grad: Table | str) -> tuple[int, ...]:
+        """Of one of `grads`."""
+        return grad.shape if isinstance(grad, Table) else (self.problem.q_heads,)
+
+
+def asked(problem: Problem, layout: str, given: Given, grads: Any) -> Asked:
+    """The backward call of a problem whose q, k and v are right; or the error that names what does not go with them."""
+    _check_arrays(problem, layout, given)
+    return Asked(problem, _checked(grads, problem))
+
+
+def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
+    """out, lse and what flows into them: as attention() returns them."""
+    q = given.q
+    rows = (*q.shape[:-1], problem.value_dim), q.dtype
+    logs = tuple(q.shape[a] for a in LAYOUTS[layout][:-1]), "float64" if q.dtype == "float64" else "float32"
+    for x, (shape, dtype) in ((given.out, rows), (given.lse, logs), (given.d_out, rows), (given.d_lse, logs)):
+        if x is None:
+            continue
+        what = x.name.removeprefix("d_")
+        if x.shape != shape:
+            raise ArgumentError(f"{x.name}: expected shape {shape}, as attention() returns {what}; got {x.shape}.")
+        if x.dtype != dtype:
+            raise ArgumentTypeError(
+                f"{x.name}: expected dtype {dtype}, as attention() returns {what}; got {x.dtype}. Convert it first."
+            )
+        check_beside(x, q)
+
+
+def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
+    what = f"a tuple of the score's tables (sl.table) and {SINKS!r}"
+    if not isinstance(grads, (tuple, list)):
+        raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.")
+    for at, x in enumerate(grads):
+        if not (isinstance(x, Table) or (isinstance(x, str) and x == SINKS)):
+            raise ArgumentTypeError(f"grads: expected {what}; got {shown(x)} at [{at}].")
+        if any(x is y or (isinstance(x, str) and x == y) for y in grads[:at]):
+            raise ArgumentError(f"grads: expected each once; got {x!r} at [{at}] again.")
+        if isinstance(x, Table):
+            _check_table(x, at, problem)
+        elif problem.sinks is None:
+            raise ArgumentError(f"grads: expected sink_logits= beside {SINKS!r}; got none. Leave it out of grads.")
+    return tuple(grads)
+
+
+def _check_table(table: Table, at: int, problem: Problem) -> None:
+    """One that the score looks up, of floats."""
+    if table.kind not in ("float", "double"):
+        raise ArgumentTypeError(
+            f"grads: expected tables of floats; got {table!r} at [{at}], whose entries nothing flows to. Leave it out."
+        )
+    if problem.score is None or table not in problem.score.tables:
+        only = problem.mask is not None and table in problem.mask.tables
+        raise ArgumentError(
+            f"grads: expected tables that the score looks up; got {table!r} at [{at}], which "
+            f"{'only the mask does' if only else 'it does not'}. Pass the table that score= reads, at an index of "
+            "symbols: an entry at a constant one is a number."
+        )
