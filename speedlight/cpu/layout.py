@@ -197,6 +197,7 @@ class BackwardSizes(NamedTuple):
     staged_queries: int  # bytes of a panel's rows of q, and of d_out, where they are copied
     staged_gradients: int
     elements: int  # of a unit; weights are kept once more where they are more than one
+    keeps_raw: bool
     head_dim: int
 
     @property
@@ -218,7 +219,8 @@ QUERY_ENDS = Record("low", "high", "first", "end", *(f"pad{i}" for i in range(4,
 BACKWARD_SCRATCH: Mapping[str, Callable[[BackwardSizes], int]] = {
     "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of S, then of P
     "flows": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
-    "check": lambda z: 2 * z.row,  # sums of S, and of dP
+    "raw": lambda z: z.keeps_raw * z.tile_rows * z.row,  # S, where an expression changes it
+    "check": lambda z: 5 * z.row,  # as an expression leaves it: largest score, sum, smallest; sums of S, and of dP
     "dk": lambda z: z.tile_rows * z.columns * z.number,  # [TILE, columns] of this block of queries
     "dv": lambda z: z.tile_rows * z.value_columns * z.number,
     "keys": lambda z: z.staged_keys,  # [TILE, units]

@@ -123,7 +123,7 @@ class Work:
         word = packed.get()
         return word & 255, (word >> 8) & 255, word >> 16
 
-    def _find_item(self) -> Item:
+    def _find_item(self) -> Any:
         """The last batch item whose first ticket is not above ours, by bisection."""
         k, items = self.k, self.k.pointer(self.a.items)
         low, high = k.variable(k.i64(0)), k.variable(self.a.item_count)
