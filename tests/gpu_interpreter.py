@@ -1,16 +1,22 @@
 """Sets Triton 3.6's interpreter up: kernels run in Python on CPU tensors. Import before Triton.
 
 Four defects of 3.6.0 are mended: run-time loop bounds under NumPy 2.4, products of bfloat16, its rounding, and
-conditions that become numbers when a scalar one meets a block.
+conditions that become numbers when a scalar one meets a block. And what it does again for every operation is done
+once, which is most of its time: patches of the language, shapes, types.
 """
 
+import functools
+import math
 import os
+import types
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -25,12 +31,7 @@ def _rounded(x):
     return np.where(np.isnan(x), np.uint16(0x7FC0), nearest)
 
 
-_patch, _cast, _dot = interpreter._patch_lang_tensor, InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
-
-
-def _patch_lang_tensor(tensor, scope):
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+_cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
 
 def cast_impl(self, source, to):
@@ -69,9 +70,68 @@ def run(self, *args, **kwargs):
 
 
 interpreter.GridExecutor.__call__ = run
-interpreter._patch_lang_tensor = _patch_lang_tensor
 InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.create_splat = (
     cast_impl,
     create_dot,
     create_splat,
 )
+
+
+# --- once, instead of for every call of a function, every operation and every type
+
+
+def _patched_for_good():
+    """The language, as the interpreter patches it for the time of a call: nothing here is compiled."""
+    interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    tl.tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
+    kept = types.SimpleNamespace(restore=lambda: None)
+    interpreter._patch_lang = lambda function: kept
+
+
+@functools.cache
+def _shape(sizes):
+    """A type's shape, its number of elements and its text; a tensor's shape and number of elements."""
+    shape = tl.tuple(sizes)
+    constant = tl.tuple([tl.constexpr(n) for n in sizes])
+    return shape, validate_block_shape(shape), str(shape), constant, tl.constexpr(math.prod(sizes))
+
+
+def _block_type(self, element_ty, shape):
+    self.element_ty = element_ty
+    self.shape, self.numel, text, *_ = _shape(tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape]))
+    self.name = f"<{text}, {element_ty}>"
+
+
+def _tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    *_, self.shape, self.numel = _shape(tuple(type.shape.values) if type.is_block() else ())
+
+
+_broadcast = TritonSemantic.broadcast_impl_value
+
+
+def _broadcast_impl_value(self, a, b):
+    """Shapes that are equal are the same object here."""
+    x, y = (each.type.shape if each.type.is_block() else None for each in (a, b))
+    return (a, b) if x is y else _broadcast(self, a, b)
+
+
+_numpy_dtype, _numpy_dtypes = interpreter._get_np_dtype, {}
+
+
+def _get_np_dtype(kind):
+    if kind.name not in _numpy_dtypes:
+        _numpy_dtypes[kind.name] = _numpy_dtype(kind)
+    return _numpy_dtypes[kind.name]
+
+
+_equal = tl.dtype.__eq__
+_patched_for_good()
+tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)
+tl.block_type.__init__, tl.tensor.__init__ = _block_type, _tensor
+TritonSemantic.broadcast_impl_value = _broadcast_impl_value
+for kind in (tl.dtype, tl.pointer_type, tl.block_type):
+    kind.to_ir = lambda self, builder: self
+interpreter._get_np_dtype = _get_np_dtype
+# overflows are looked for in wider numbers, and told in its debug mode alone
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
