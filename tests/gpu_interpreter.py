@@ -80,6 +80,16 @@ InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.
 # --- once, instead of for every call of a function, every operation and every type
 
 
+def _patch_attr(obj, name, member, builder, scope):
+    inner, semantic = getattr(member, "__wrapped__", member), TritonSemantic(builder)
+
+    def call(*args, **named):
+        named["_semantic"] = semantic
+        return inner(*args, **named)
+
+    scope.set_attr(obj, name, call)
+
+
 def _patched_for_good():
     """The language, as the interpreter patches it for the time of a call: nothing here is compiled."""
     interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
@@ -90,21 +100,24 @@ def _patched_for_good():
 
 @functools.cache
 def _shape(sizes):
-    """A type's shape, its number of elements and its text; a tensor's shape and number of elements."""
-    shape = tl.tuple(sizes)
-    constant = tl.tuple([tl.constexpr(n) for n in sizes])
-    return shape, validate_block_shape(shape), str(shape), constant, tl.constexpr(math.prod(sizes))
+    """A type's shape, its number of elements and its text; the shape and the number that its tensors have."""
+    shape, constants = tl.tuple(sizes), tl.tuple([tl.constexpr(n) for n in sizes])
+    return shape, validate_block_shape(shape), str(shape), (constants, tl.constexpr(math.prod(sizes)))
+
+
+_scalar = _shape(())[-1]
 
 
 def _block_type(self, element_ty, shape):
     self.element_ty = element_ty
-    self.shape, self.numel, text, *_ = _shape(tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape]))
+    sizes = tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape])
+    self.shape, self.numel, text, self.of_tensors = _shape(sizes)
     self.name = f"<{text}, {element_ty}>"
 
 
 def _tensor(self, handle, type):
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    *_, self.shape, self.numel = _shape(tuple(type.shape.values) if type.is_block() else ())
+    self.shape, self.numel = type.of_tensors if type.is_block() else _scalar
 
 
 _broadcast = TritonSemantic.broadcast_impl_value
@@ -112,8 +125,21 @@ _broadcast = TritonSemantic.broadcast_impl_value
 
 def _broadcast_impl_value(self, a, b):
     """Shapes that are equal are the same object here."""
-    x, y = (each.type.shape if each.type.is_block() else None for each in (a, b))
+    x = a.type.shape if a.type.is_block() else None
+    y = b.type.shape if b.type.is_block() else None
     return (a, b) if x is y else _broadcast(self, a, b)
+
+
+_operands = TritonSemantic.binary_op_type_checking_impl
+
+
+def _binary_op_type_checking_impl(
+    self, a, b, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+):
+    """Operands of one type stay as they are, but for a division's."""
+    if type(a) is type(b) is tl.tensor and a.dtype is b.dtype and type(a.dtype) is tl.dtype and not div_or_mod:
+        return self.broadcast_impl_value(a, b)
+    return _operands(self, a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
 
 
 _numpy_dtype, _numpy_dtypes = interpreter._get_np_dtype, {}
@@ -126,10 +152,12 @@ def _get_np_dtype(kind):
 
 
 _equal = tl.dtype.__eq__
+interpreter._patch_attr = _patch_attr
 _patched_for_good()
 tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)
 tl.block_type.__init__, tl.tensor.__init__ = _block_type, _tensor
 TritonSemantic.broadcast_impl_value = _broadcast_impl_value
+TritonSemantic.binary_op_type_checking_impl = _binary_op_type_checking_impl
 for kind in (tl.dtype, tl.pointer_type, tl.block_type):
     kind.to_ir = lambda self, builder: self
 interpreter._get_np_dtype = _get_np_dtype
