@@ -202,9 +202,7 @@ def test_a_kept_expression_is_run_at_any_position(rng):
 
 @needs_places
 @pytest.mark.parametrize("window", [20, None] if FULL else [20])
-@pytest.mark.parametrize(
-    "method", ["append", "truncate", "attend"] if FULL else ["append", "truncate"]
-)  # the interpreter is slow
+@pytest.mark.parametrize("method", ["append", "truncate", "attend"])
 def test_an_interrupt_anywhere_leaves_a_cache_as_it_was(rng, method, window):
     """At every place of the functions of the cache and its storage."""
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=600, window=window, device="cuda")
