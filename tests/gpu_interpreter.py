@@ -111,6 +111,8 @@ _scalar = _shape(())[-1]
 def _block_type(self, element_ty, shape):
     self.element_ty = element_ty
     sizes = tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape])
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
     self.shape, self.numel, text, self.of_tensors = _shape(sizes)
     self.name = f"<{text}, {element_ty}>"
 
