@@ -92,7 +92,7 @@ def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
     """Of one head of the reference: [q_len, value_dim] and [q_len]."""
     a, products = arithmetic, head.products()
     scores = head.scores(products)
-    errors = score_errors(head, a, products, scores)
+    errors = _score_errors(head, a, products, scores)
     score = head.add_sink(scores)
     if head.problem.sinks is not None:
         errors = np.concatenate([errors, 2 * a.u * np.abs(score[:, -1:])], axis=1)
@@ -179,7 +179,7 @@ def _chain_steps(visible: np.ndarray, keys: int) -> np.ndarray:
     return np.pad(later, ((0, 0), (0, visible.shape[1] - keys)))
 
 
-def score_errors(head: Any, a: Arithmetic, products: np.ndarray, scores: np.ndarray) -> np.ndarray:
+def _score_errors(head: Any, a: Arithmetic, products: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """[q_len, k_len]: how far every score may be off, its product with log4 e included."""
     off = product_errors(head, a, products)
     if a.problem.score is None:
@@ -189,7 +189,7 @@ def score_errors(head: Any, a: Arithmetic, products: np.ndarray, scores: np.ndar
 
 
 def product_errors(head: Any, a: Arithmetic, products: np.ndarray) -> np.ndarray:
-    """[q_len, k_len]: how far every scale · q·k may be off; without a score's expression, as score_errors says."""
+    """[q_len, k_len]: how far every scale · q·k may be off; without a score's expression, as _score_errors says."""
     p, u, q, k = a.problem, a.u, np.abs(head.q), np.abs(head.k)
     size = q @ k.T * (max(abs(p.scale), a.normal * 2) if p.scale else 0.0)
     if a.proven:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .accuracy import TINY, Arithmetic, flushed, partial_sums, product_errors, score_errors
+from .accuracy import TINY, Arithmetic, flushed, partial_sums, product_errors
 from .expressions.tree import FLOW, rounding_error
 from .problem import QUERY_BLOCK, TILE
 from .reference_backward import Pairs, Returned, dropped, exponents, is_far, pairs_of, sum_of_seen
@@ -64,25 +64,23 @@ def query_bound(x: Terms, a: Arithmetic) -> np.ndarray:
 def key_bounds(group: list[Terms], a: Arithmetic) -> tuple[np.ndarray, np.ndarray]:
     """[k_len, head_dim] and [k_len, value_dim]: of dk and dv, from all heads that read these keys.
 
-    Blocks of positions, ascending; in each position by position, and head by head.
+    Blocks of positions, ascending; for each a sum of every head's.
     """
     head = group[0].head
-    blocks = _blocks(np.repeat(head.env["i"][:, 0], len(group)), QUERY_BLOCK)
-    seen = _by_position([x.pairs.seen for x in group]).T
+    blocks = _blocks(head.env["i"][:, 0], QUERY_BLOCK)
+    ends = itertools.accumulate((end - first for first, end in blocks for _ in group), initial=0)
+    steps = list(itertools.pairwise(ends))
+
+    def joined(several: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([x[first:end] for first, end in blocks for x in several])
 
     def summed(terms: list[np.ndarray], off: list[np.ndarray], rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        terms_of_keys, off_of_keys = (_by_position(x).T for x in (terms, off))
-        return _sum_bound(head, terms_of_keys, off_of_keys, _by_position(rows), seen, blocks, a)
+        return _sum_bound(head, joined(terms).T, joined(off).T, joined(rows), seen, steps, a)
 
+    seen = joined([x.pairs.seen for x in group]).T
     dk = summed([x.pairs.raw for x in group], [x.raw_off for x in group], [x.head.q for x in group])
     dv = summed([x.weights for x in group], [x.weights_off for x in group], [x.given.d_out for x in group])
     return _scaled(head, *dk, a), _rounded(*dv, a)
-
-
-def _by_position(several: list[np.ndarray]) -> np.ndarray:
-    """Rows of the heads of a group: position by position, in each head by head."""
-    x = np.stack(several, axis=1)
-    return x.reshape(-1, x.shape[2])
 
 
 def _blocks(positions: np.ndarray, size: int) -> Blocks:
@@ -95,8 +93,10 @@ def _weight_errors(head: Any, given: Returned, pairs: Pairs, a: Arithmetic) -> n
     """Of p: an exponent that is off by e makes it off by e^e - 1 of itself; then the power's own error."""
     scores = head.scores(pairs.products)
     exponent = np.where(pairs.seen, exponents(head, scores, given.lse), 0.0)
-    off = score_errors(head, a, pairs.products, scores) + a.u * (np.abs(given.lse)[:, None] + np.abs(exponent))
-    off = np.where(pairs.seen, off, 0.0)
+    off = product_errors(head, a, pairs.products)
+    if head.problem.score is not None:
+        _, off = rounding_error(head.problem.score.root, head.env | {"s": pairs.products}, off, a.u)
+    off = np.where(pairs.seen, off + 3 * a.u * np.abs(exponent), 0.0)
     moved = np.exp(exponent + off) * -np.expm1(-off)
     moved = np.where(is_far(head, given.lse)[:, None], np.minimum(moved, 1.0), moved)
     return moved + (1.1e-4 if a.dot else 4 * a.u) * pairs.p + a.normal
@@ -111,8 +111,9 @@ def _flow_errors(head: Any, given: Returned, pairs: Pairs, p_off: np.ndarray, a:
     dp = dropped(pairs.dp, given.keep)
     if given.keep is not None:
         off = off + 2 * u * np.abs(dp)
-    partial = np.abs(np.cumsum(d_out * given.out, axis=1)).sum(axis=1)
-    delta_off = u * (partial + np.where(given.d_lse != 0, np.abs(pairs.delta), 0)) + len(v.T) * a.tiny
+    products = d_out * given.out
+    sums = np.abs(np.cumsum(products, axis=1)).sum(axis=1) + a.dot * np.abs(products).sum(axis=1)
+    delta_off = u * (sums + np.where(given.d_lse != 0, np.abs(pairs.delta), 0)) + len(v.T) * a.tiny
     difference = np.abs(dp - pairs.delta[:, None])
     return (pairs.p + p_off) * (off + delta_off[:, None]) + (p_off + 2 * u * pairs.p) * difference + 2 * a.tiny
 

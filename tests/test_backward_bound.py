@@ -88,43 +88,31 @@ def emulated(arrays: Any, returned: Any, options: dict[str, Any], kind: str, rng
     case, r = reference._Case(*arrays, options), Rounding(kind)
     flow = reference._Flow(case, arrays[0], returned, ())
     found = tuple(np.zeros(x.shape, r.type) for x in arrays)
-    group: list[Any] = []
+    scale, group = r.type(case.problem.scale), []
     for head in case.heads():
-        group.append(head_terms(head, flow.into(head), r, rng))
-        seen, _, raw, _ = group[-1]
-        scale = r.type(case.problem.scale)
+        d_out = flow.into(head).d_out
+        group.append((*head_terms(head, flow.into(head), r, rng), head.q, d_out))
+        seen, _, raw, *_ = group[-1]
         found[0][head.at] = r.sums(raw, head.k, seen, head.env["j"][0] // TILE) * scale
         if len(group) == case.problem.group:
-            blocks = np.repeat(head.env["i"][:, 0] // QUERY_BLOCK, len(group))
-            seen, p, raw = (np.stack([x[n] for x in group], axis=1) for n in range(3))
-            q = np.stack([case.q[head.keys[0], h] for h in _heads_of(head)], axis=1)
-            d_out = np.stack([x[3].d_out for x in group], axis=1)
-            seen, p, raw, q, d_out = (x.reshape(-1, x.shape[2]) for x in (seen, p, raw, q, d_out))
-            found[1][head.keys] = r.sums(raw.T, q, seen.T, blocks) * scale
-            found[2][head.keys] = r.sums(p.T, d_out, seen.T, blocks)
+            blocks = head.env["i"][:, 0] // QUERY_BLOCK
+            steps = np.concatenate([blocks * len(group) + n for n in range(len(group))])
+            seen, p, raw, q, d_out = (np.concatenate(x) for x in zip(*group, strict=True))
+            found[1][head.keys] = r.sums(raw.T, q, seen.T, steps) * scale
+            found[2][head.keys] = r.sums(p.T, d_out, seen.T, steps)
             group = []
     return tuple(x.astype(numpy_dtype(kind.split()[0])) for x in found)  # type: ignore[return-value]
 
 
-def _heads_of(head: Any) -> range:
-    group = head.problem.group
-    first = int(head.env["h"]) // group * group
-    return range(first, first + group)
-
-
-def head_terms(head: Any, given: Any, r: Rounding, rng: Random) -> tuple[np.ndarray, np.ndarray, np.ndarray, Any]:
-    """Of one head: which pairs are seen, and their weights and flows as products take them; and what was given."""
-    problem, log4_e = head.problem, LOG4_E
-    products = r.rows(head.q, head.k)
-    lse4 = r.type(given.lse[:, None] * log4_e)
-    if problem.score is None:
-        score, factor = products, r.type(problem.scale * log4_e)
-    else:
-        raw = products * r.type(problem.scale)
-        env = head.env | {"s": raw}
-        score, factor = np.broadcast_to(evaluate(problem.score.root, env, r.type), raw.shape), r.type(log4_e)
+def head_terms(head: Any, given: Any, r: Rounding, rng: Random) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of one head: which pairs are seen, and their weights and flows as products take them."""
+    problem = head.problem
+    score, factor, env = r.rows(head.q, head.k), r.type(problem.scale), head.env
+    if problem.score is not None:
+        env = head.env | {"s": score * factor}
+        score, factor = np.broadcast_to(evaluate(problem.score.root, env, r.type), score.shape), r.type(1)
     seen = head.visible & (score != -np.inf) & (given.lse != -np.inf)[:, None]
-    x = r.fma(np.where(seen, score, 0), factor, np.where(seen, -lse4, 0))
+    x = r.fma(np.where(seen, score, 0), factor, np.where(seen, -given.lse[:, None], 0)) * r.type(LOG4_E)
     x = np.where((np.abs(given.lse) >= FAR_LSE[np.dtype(r.type).name])[:, None], np.minimum(x, 0), x)
     p = np.where(seen, r.power(x, rng), 0)
     delta = np.zeros(len(p), r.type)
@@ -136,7 +124,7 @@ def head_terms(head: Any, given: Any, r: Rounding, rng: Random) -> tuple[np.ndar
         back = flows(problem.score.root, ()).s
         ds = np.zeros_like(ds) if back is None else evaluate(back, env | {FLOW: ds}, r.type)
         ds = np.where(seen, ds, 0)
-    return seen, r.operand(p), r.operand(ds), given
+    return seen, r.operand(p), r.operand(ds)
 
 
 # --- problems
