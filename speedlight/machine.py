@@ -90,9 +90,22 @@ def host_isas() -> tuple[Isa, ...]:
     return levels
 
 
+def setting(name: str) -> str:
+    """A variable of the environment as it is now, "" where it is not set.
+
+    Every call asks for two, and os.environ takes a microsecond to say that one is not there: what it wraps does not.
+    """
+    if _ENVIRONMENT is not None and os.environ.encodekey(name) not in _ENVIRONMENT:
+        return ""
+    return os.environ.get(name, "")
+
+
+_ENVIRONMENT = getattr(os.environ, "_data", None)
+
+
 def current_isa() -> Isa:
     """The level in use: SPEEDLIGHT_ISA if set (it must be one this machine has), else the best."""
-    return _chosen_isa(os.environ.get("SPEEDLIGHT_ISA", ""))
+    return _chosen_isa(setting("SPEEDLIGHT_ISA"))
 
 
 @functools.cache
@@ -143,6 +156,7 @@ class RegisterTiles:
     # decoding: rows of queries x vectors of a value, and for how many rows or more
     values: tuple[tuple[int, int, int], ...]
     int8_values: tuple[tuple[int, int, int], ...]
+    gradients: tuple[tuple[int, int], ...]  # keys x vectors of columns, of dK and dV, the widest first, down to one
 
 
 # One stream is read fastest, by 4 to 9 % (measured). int8 takes less time to read than to compute, where a few chains
@@ -150,13 +164,16 @@ class RegisterTiles:
 #       registers   keys
 #          scores                    of int8                   narrow
 #          values                             of int8
+#          gradients
 REGISTER_TILES = (
     RegisterTiles(32, (8, 8, 8),
         ((8, 1), (4, 1), (1, 1)), ((8, 1), (4, 2), (1, 4)), ((4, 1), (1, 1)),
-        ((4, 4, 8), (2, 8, 2), (1, 8, 1)), ((4, 4, 4), (2, 8, 2), (1, 8, 1))),
+        ((4, 4, 8), (2, 8, 2), (1, 8, 1)), ((4, 4, 4), (2, 8, 2), (1, 8, 1)),
+        ((8, 3), (8, 2), (8, 1))),
     RegisterTiles(16, (4, 4, 4),
         ((4, 1), (1, 1)),         ((4, 1), (1, 1)),         ((4, 1), (1, 1)),
-        ((2, 4, 2), (1, 4, 1)),            ((2, 4, 2), (1, 4, 1))),
+        ((2, 4, 2), (1, 4, 1)),            ((2, 4, 2), (1, 4, 1)),
+        ((4, 3), (4, 2), (4, 1))),
 )  # fmt: skip
 
 

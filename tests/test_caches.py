@@ -743,12 +743,12 @@ def test_a_window_stays_small_however_long_the_sequence(rng):
     cache.attend(0, q, k, v)
     cache._held[0] = [1 << 33], [1 << 33]
     taken = []
-    real = prepare._take_scratch
-    prepare._take_scratch = lambda size: taken.append(size) or real(size)
+    real = prepare.take_scratch
+    prepare.take_scratch = lambda size: taken.append(size) or real(size)
     try:
         out = cache.attend(0, *(x[:, :, :1] for x in (q, k, v)))
     finally:
-        prepare._take_scratch = real
+        prepare.take_scratch = real
     assert np.isfinite(out).all() and max(taken) < 80 << 20
 
 

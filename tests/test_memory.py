@@ -193,8 +193,8 @@ def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
             ctypes.memset(scratch, fill, size)
             return scratch
 
-        monkeypatch.setattr(prepare, "_take_scratch", take)
-        monkeypatch.setattr(prepare, "_give_scratch", lambda scratch: None)
+        monkeypatch.setattr(prepare, "take_scratch", take)
+        monkeypatch.setattr(prepare, "give_scratch", lambda scratch: None)
         results.add(sl.attention(q, k, v, causal=True, q_start=20).tobytes())
         stored.add(cache.attend(0, q).tobytes())
     assert len(results) == len(stored) == 1

@@ -117,6 +117,7 @@ def loaded_kernels() -> list[str]:
 @standard
 def emit(shape: AnyShape) -> str:
     """The LLVM IR of the kernel."""
+    from .backward import backward_module
     from .decode import decode_module
     from .forward import forward_module
     from .merging import MergeShape, merge_module
@@ -128,6 +129,8 @@ def emit(shape: AnyShape) -> str:
             return str(merge_module(shape, symbol))
         case Shape(kind="forward"):
             return str(forward_module(shape, symbol))
+        case Shape(kind="backward"):
+            return str(backward_module(shape, symbol))
         case _:
             return str(decode_module(shape, symbol))
 

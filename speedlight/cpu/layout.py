@@ -58,6 +58,37 @@ class Item(NamedTuple):
 ITEM = Item._make(range(len(Item._fields)))
 ITEM_BYTES = 8 * len(Item._fields)
 
+
+class GradientItem(NamedTuple):
+    """An item of the batch in a backward pass: as Item."""
+
+    steps: Any  # blocks of queries, times the heads of a group
+    ranges: Any  # of keys
+    block: Any  # number of the first block of queries: its position / QUERY_BLOCK
+    q_len: Any
+    k_len: Any
+    start: Any
+    q_at: Any  # bytes from the address in the arguments, likewise all others
+    k_at: Any
+    v_at: Any
+    out_at: Any
+    lse_at: Any
+    d_out_at: Any
+    dq_at: Any
+    dk_at: Any
+    dv_at: Any
+    sq_at: Any  # of the sums of dq, dk and dv, likewise the next two
+    sk_at: Any
+    sv_at: Any
+    index: Any
+
+
+GRADIENT_ITEM_BYTES = 8 * len(GradientItem._fields)
+
+# kv heads that are worked on at once: tickets before them, number of the first, how many; ranges of each, at most;
+# words of progress before theirs
+GANG = Record("first", "column", "columns", "ranges", "progress")
+
 # what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
 COUNTS = Record("full", "mixed", "panel_keys")
 
@@ -150,6 +181,66 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
 }
 
 
+class BackwardSizes(NamedTuple):
+    """What the parts of the backward kernel's scratch depend on."""
+
+    number: int  # bytes of a score or sum
+    panel: int  # queries of a panel
+    tile_rows: int  # TILE, and what register tiles write past it
+    units: int  # of a query
+    value_units: int  # of a row of d_out
+    width: int  # columns of q, rounded up to register tiles
+    columns: int  # of rows of q, rounded up to vectors
+    value_columns: int  # of rows of d_out, likewise
+    staged_keys: int  # bytes of a tile's keys, and values, where they are copied
+    staged_values: int
+    staged_queries: int  # bytes of a panel's rows of q, and of d_out, where they are copied
+    staged_gradients: int
+    elements: int  # of a unit; weights are kept once more where they are more than one
+    head_dim: int
+
+    @property
+    def row(self) -> int:
+        """Bytes of a number for each query."""
+        return self.panel * self.number
+
+    @property
+    def units_of_weights(self) -> int:
+        """Bytes of a tile's P, or dS, in units."""
+        return TILE * self.row // self.elements if self.elements > 1 else 0
+
+
+# what a panel of the backward kernel keeps of each of its queries: keys seen; addresses of the rows of q, d_out, out
+QUERY_LANES = Record("limit", "q", "d_out", "out", "position", "head")
+# … and of all: keys that it sees, least and most; the first lane that is a query, and one past the last
+QUERY_ENDS = Record("low", "high", "first", "end", *(f"pad{i}" for i in range(4, 8)))
+
+BACKWARD_SCRATCH: Mapping[str, Callable[[BackwardSizes], int]] = {
+    "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of S, then of P
+    "flows": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
+    "check": lambda z: 2 * z.row,  # sums of S, and of dP
+    "dk": lambda z: z.tile_rows * z.columns * z.number,  # [TILE, columns] of this block of queries
+    "dv": lambda z: z.tile_rows * z.value_columns * z.number,
+    "keys": lambda z: z.staged_keys,  # [TILE, units]
+    "values": lambda z: z.staged_values,
+    "p_units": lambda z: z.units_of_weights,  # [TILE, panel] of P: a unit is of queries
+    "ds_units": lambda z: z.units_of_weights,  # … and of dS
+    "flow_units": lambda z: z.units_of_weights,  # [units of TILE, panel] of dS: a unit is of keys
+    "key_units": lambda z: (z.elements > 1) * TILE // z.elements * z.head_dim * z.number,  # [units of TILE, head_dim]
+    "panels": lambda z: 0,  # one after another to the end
+}
+BACKWARD_PANEL: Mapping[str, Callable[[BackwardSizes], int]] = {
+    "ends": lambda z: QUERY_ENDS.bytes,
+    "stats": lambda z: 2 * z.row,  # lse; delta
+    "queries": lambda z: max(z.units, z.value_units) * z.row,  # [units, panel]; of out, until delta is known
+    "gradients": lambda z: z.value_units * z.row,  # [value_units, panel] of d_out
+    "dq": lambda z: z.width * z.row,  # [width, panel]
+    "q_rows": lambda z: z.staged_queries,  # [panel, columns]
+    "d_out_rows": lambda z: z.staged_gradients,
+    "lanes": lambda z: QUERY_LANES.bytes * z.panel,  # [QUERY_LANES, panel]
+}
+
+
 def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[str, int], int]:
     """Where each part begins, and where the last ends."""
     places, end = {}, 0
@@ -165,6 +256,16 @@ FORWARD = Record(
 )  # fmt: skip
 DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH))
 
+BACKWARD = Record(
+    *_COMMON, "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",
+    "gangs", "gang_count", "kv_heads", "range_keys", "panels", "panel_bytes",
+    "d_out_head", "d_out_row", "d_out_column",
+    *(f"{name}_{part}" for name in ("dq", "dk", "dv", "sq", "sk", "sv") for part in ("head", "row")),
+    "columns", "value_columns", "q_staged", "d_out_staged", "k_staged", "v_staged",
+    *(f"at_{name}" for name in (*BACKWARD_SCRATCH, *BACKWARD_PANEL)),
+)  # fmt: skip
+GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("progress") + 1)  # new for each call, as CALL
+
 
 def arguments_of(kind: str) -> Record:
     """What a kernel of this kind is called with."""
@@ -173,6 +274,8 @@ def arguments_of(kind: str) -> Record:
             return FORWARD
         case "decode":
             return DECODE
+        case "backward":
+            return BACKWARD
     raise AssertionError(kind)
 
 

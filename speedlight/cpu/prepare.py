@@ -132,7 +132,7 @@ class Call:
             return
         wrong = arrived = ()
         words = self.words_type.from_buffer_copy(self.template)
-        scratch = _take_scratch(self.scratch_size)
+        scratch = take_scratch(self.scratch_size)
         try:
             at = ctypes.addressof(scratch)
             if self.groups:
@@ -146,7 +146,7 @@ class Call:
             )  # fmt: skip
             run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
         finally:
-            _give_scratch(scratch)
+            give_scratch(scratch)
         for n, (node, dimension) in enumerate(self.lookups):
             if wrong[2 * n]:
                 raise out_of_range(node.value, dimension, wrong[2 * n + 1])
@@ -197,7 +197,7 @@ def _program(problem: Problem) -> Program | None:
 _scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
 
 
-def _take_scratch(size: int) -> Any:
+def take_scratch(size: int) -> Any:
     try:
         scratch = _scratches.pop()
     except IndexError:
@@ -212,7 +212,7 @@ def _map_scratch(size: int) -> Any:
         raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from None
 
 
-def _give_scratch(scratch: Any) -> None:
+def give_scratch(scratch: Any) -> None:
     """When nobody works in it any more. One that is not given back is freed."""
     if len(scratch) <= 256 << 20:
         _scratches.append(scratch)
@@ -234,8 +234,8 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         "value_dim": problem.value_dim,
         "group": problem.group,
         "causal": int(problem.causal),
-        "c": _bits(abs(c), number),
-        "scale": _bits(problem.scale, number),
+        "c": bits_of(abs(c), number),
+        "scale": bits_of(problem.scale, number),
         "k_start": problem.k_start,
         "flip": _signs(number, PRODUCTS[product_of(problem, how.isa)]) if c < 0 else 0,
     }
@@ -248,7 +248,7 @@ def _padded_rows(problem: Problem) -> int:
     return problem.rows if problem.rows is not None else problem.q_lengths[0] if problem.batch else 0
 
 
-def _bits(x: float, number: int) -> int:
+def bits_of(x: float, number: int) -> int:
     """A float of `number` bytes as the word that holds it."""
     return struct.unpack("<q", struct.pack("<d", x))[0] if number == 8 else struct.unpack("<i", struct.pack("<f", x))[0]
 

@@ -10,6 +10,7 @@ Hidden keys weigh -0, which no visible key can: their values are not touched (0 
 from __future__ import annotations
 
 from . import conversions
+from .functions import like
 from .shape import Shape
 from .vector import BF16, F32, I8, I16, I32, Function, Value, vec
 
@@ -22,6 +23,7 @@ _EXP2_F64 = (
 )  # fmt: skip
 _EXP2_BF16 = 0.69328331395880648, 0.24221155408455297, 0.055005948223862378
 _ONES = 0x3F803F80  # a pair of bf16
+_HALVES = 0xFFFF, -65536  # the bits of its elements
 
 
 def exp2_terms(s: Shape) -> tuple[float, ...]:
@@ -126,6 +128,15 @@ def packed_vectors(k: Function, s: Shape, weights: list[Value]) -> Value:
     return weights[0]
 
 
+def rounded(k: Function, s: Shape, x: Value) -> Value:
+    """A vector of numbers as elements of units that lie side by side: pairs are rounded to nearest even."""
+    match s.product:
+        case "pairs":
+            kind = vec(BF16, s.lanes)
+            return k.intrinsic("llvm.x86.avx512bf16.cvtneps2bf16.512", kind, x).bits(vec(I16, s.lanes))
+    return x
+
+
 def add_weights(k: Function, s: Shape, unit: Value, total: Value) -> Value:
     """total + the weights of a unit; `unit` is a vector of them."""
     match s.product:
@@ -143,6 +154,19 @@ def visible(k: Function, s: Shape, weight: Value) -> Value:
     return weight.bits(s.ivector) > -1
 
 
+def seen_units(k: Function, s: Shape, marks: list[Value]) -> Value:
+    """What visible() gives, of a unit whose elements are marked one by one, in vectors or alone, by f32 or f64."""
+    seen = [mark.bits(like(mark, s.integer)) > -1 for mark in marks]
+    match s.product:
+        case "pairs":
+            halves = [
+                k.select(x, k.const(m, like(x, I32)), k.const(0, like(x, I32)))
+                for x, m in zip(seen, _HALVES, strict=True)
+            ]
+            return halves[0] | halves[1]
+    return seen[0]
+
+
 def visible_step(k: Function, s: Shape, value: Value, weight: Value, total: Value, seen: Value) -> Value:
     """multiply_add in lanes that see the unit; `seen` as from visible()."""
     match s.product:
@@ -157,7 +181,7 @@ def visible_bits(k: Function, s: Shape, weight: Value) -> tuple[Value, Value | N
         case "pairs":
             low, high = (
                 k.select((weight << by).bits(I32) > -1, k.const(m, I32), k.const(0, I32))
-                for by, m in ((16, 0xFFFF), (0, -65536))
+                for by, m in zip((16, 0), _HALVES, strict=True)
             )
             return (low | high).differs(0), low | high
     return weight.bits(s.integer) > -1, None

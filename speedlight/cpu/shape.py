@@ -12,17 +12,17 @@ from ..machine import FETCHING, PRODUCTS, Fetching, Isa, RegisterTiles, number_b
 from .layout import BLOCK
 from .vector import F32, F64, I32, I64, vec
 
-Kind = Literal["forward", "decode"]
+Kind = Literal["forward", "decode", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a set of micro-kernels is specialised for."""
 
-    kind: Kind  # forward: a lane is a query; decode: a lane is a key
+    kind: Kind  # forward: a lane is a query; decode: a lane is a key; backward: gradients
     isa: Isa
     storage: str  # type in memory: f32, f64, f16, bf16
-    vectors: int = 0  # query vectors of a panel, of the forward kernel
+    vectors: int = 0  # query vectors of a panel; none in the decode kernel
     program: Any = None  # the mask and score
     cached: bool = (
         False  # keys and values lie as a cache keeps them: keys in lane order, values in pairs if multiplied so
@@ -34,7 +34,7 @@ class Shape:
     def stem(self) -> str:
         """The readable part of the kernel's name."""
         name = f"{self.kind}_{self.storage}_{self.isa.name}"
-        return f"{name}_{self.rows}x{self.vectors}" if self.kind == "forward" else name
+        return f"{name}_{self.rows}x{self.vectors}" if self.vectors else name
 
     @property
     def product(self) -> str:

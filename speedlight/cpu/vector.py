@@ -316,6 +316,10 @@ class Function:
         by = amount.x if isinstance(amount, Value) else I64(amount)
         return Value(self, self.b.atomic_rmw("add", self.at(pointer, offset).x, by, "seq_cst"))
 
+    def pause(self) -> None:
+        """Tells an x86 core that it waits for another."""
+        self.intrinsic("llvm.x86.sse2.pause", VOID)
+
     # --- control
 
     def variable(self, initial: Value) -> Variable:

@@ -23,7 +23,7 @@ import warnings
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from ..machine import available_threads
+from ..machine import available_threads, setting
 from .compile import Kernel
 from .layout import LEFT, LIMIT, TICKET, WORKER
 
@@ -63,7 +63,7 @@ def get_threads() -> int:
     """
     if _threads is not None:
         return _threads
-    return _default_threads(os.environ.get("SPEEDLIGHT_THREADS", ""))
+    return _default_threads(setting("SPEEDLIGHT_THREADS"))
 
 
 @functools.cache

@@ -1,0 +1,435 @@
+"""Micro-kernels of the backward pass, on one panel of queries and one tile of keys. They know nothing of heads or
+threads.
+
+    queries, gradients  [units, panel]   Q and dO, transposed: a lane is a query
+    scores              [TILE, panel]    S = K Q, then P in its place; -0 marks what is hidden
+    flows               [TILE, panel]    dP = V dO, then dS in its place, +0 where hidden
+    rows                [panel, width]   Q and dO as they are: a lane is a column
+    partials            [TILE, width]    what this block of queries adds to dK and dV
+
+dQ += Kᵀ dS has queries in its lanes, dV += P dO and dK += dS Q have columns; P and dS are then broadcast from scratch.
+Where two are multiplied as pairs, P and dS are rounded to bf16 and kept once more: pairs of keys for dQ, rows for dK
+and dV. The order of every operation is fixed: docs/numerics.md, "Gradients".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from ..problem import TILE
+from . import conversions
+from .products import (
+    load_unit,
+    load_units,
+    load_values,
+    multiply_add,
+    packed,
+    rounded,
+    seen_units,
+    unit_of,
+    units_of,
+    visible_step,
+    whole_units,
+)
+from .shape import Shape
+from .softmax import exp4, lowest_exponent
+from .vector import F32, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
+
+LOG4_E = 0.7213475204444817
+Step = Callable[[Value], None]
+
+
+def _variables(k: Function, s: Shape, rows: int, vectors: int) -> list[list[Variable]]:
+    return [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors)] for _ in range(rows)]
+
+
+# --- S and dP
+
+
+def product(module: Module, s: Shape) -> Any:
+    """out[n_keys, panel] = keys @ panel, one chain of multiply-adds over the units per element; in `check` each lane's
+    sum, which is finite only if all are.
+
+    Row groups past the end repeat the last key: what they write lies past n_keys.
+    """
+    names = ("key_row", "n_keys", "units")
+    k = module.function("product", {"out": PTR, "panel": PTR, "keys": PTR} | dict.fromkeys(names, I64) | {"check": PTR})
+    p = k.p
+    for v in range(s.vectors):
+        k.store(k.const(0.0, s.vector), p["check"], s.lane_offset(v))
+    last = p["n_keys"] - 1
+    with k.range(0, p["n_keys"], s.rows) as j:
+        rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
+        total = _variables(k, s, s.rows, s.vectors)
+
+        def step(t: Value, rows: list[Value] = rows, total: list[list[Variable]] = total) -> None:
+            query = [k.load(s.units, p["panel"], t * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
+            for m in range(s.rows):
+                key = k.splat(k.load(s.unit, rows[m], t * s.number_bytes), s.lanes)
+                for v in range(s.vectors):
+                    total[m][v].set(multiply_add(k, s, key, query[v], total[m][v].get()))
+
+        k.unrolled(0, p["units"], step)
+        for v in range(s.vectors):
+            at = k.at(p["check"], s.lane_offset(v))
+            every = k.load(s.vector, at)
+            for m in range(s.rows):
+                x = total[m][v].get()
+                k.store(x, p["out"], (j + m) * s.row_bytes + s.lane_offset(v))
+                every = every + x
+            k.store(every, at)
+    return k.finish()
+
+
+def dot_of_panels(module: Module, s: Shape) -> Any:
+    """delta[lane] = Σ a · b over the units of two panels, ascending from +0, less what is there already."""
+    k = module.function("dot_of_panels", {"delta": PTR, "a": PTR, "b": PTR, "units": I64})
+    p = k.p
+    for v in range(s.vectors):
+        total = k.variable(k.const(0.0, s.vector))
+        with k.range(0, p["units"]) as t:
+            a, b = (k.load(s.units, p[x], t * s.row_bytes + s.lane_offset(v)) for x in ("a", "b"))
+            total.set(multiply_add(k, s, a, b, total.get()))
+        k.store(total.get() - k.load(s.vector, p["delta"], s.lane_offset(v)), p["delta"], s.lane_offset(v))
+    return k.finish()
+
+
+# --- P and dS
+
+
+class Weights:
+    """The function that makes P of S and dS of dP; what it needs to know of each lane comes in `lanes`.
+
+    lse, delta [panel] in the type of numbers; limits [panel] as int64: lane i sees keys below limits[i] - tile_start.
+    """
+
+    def __init__(self, module: Module, s: Shape) -> None:
+        names = ("tile_start", "full", "n_keys")
+        params = {"scores": PTR, "flows": PTR, "stats": PTR, "limits": PTR, "check": PTR} | dict.fromkeys(names, I64)
+        units = {"p_units": PTR, "ds_units": PTR, "flow_units": PTR} if s.elements > 1 else {}
+        self.k = k = module.function("weights", params | {"scale": s.number} | units, I64)
+        self.s, p = s, k.p
+        self.scale = k.splat(p["scale"], s.lanes)
+        # a score of -inf is hidden: this raw score is one
+        self.bottom = k.select(self.scale < 0.0, k.const(float("inf"), s.vector), k.const(float("-inf"), s.vector))
+        self.lse, self.delta = (
+            [k.load(s.vector, p["stats"], i * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
+            for i in range(2)
+        )
+        self.limits = [self._limit(v) for v in range(s.vectors)]
+
+    def function(self) -> Any:
+        """Returns 1 where products must look at every pair: something is hidden, and something is not finite.
+
+        Keys below `full` are visible to every lane.
+        """
+        k, s, p = self.k, self.s, self.k.p
+        scores = flows = k.const(1, ir.IntType(1))
+        for v in range(s.vectors):
+            x, dx = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in range(2))
+            scores = scores & k.all(k.abs(x) < float("inf")) & k.all(k.abs(self.lse[v]) < float("inf"))
+            flows = flows & k.all(k.abs(dx) < float("inf"))
+        start = k.select(scores, p["full"] & -2, k.i64(0))
+        with k.range(0, start, 2) as j:
+            self._step(j, 2, careful=False)
+        whole = p["n_keys"] if s.elements == 1 else p["n_keys"] & -s.elements
+        with k.range(start, whole, s.elements) as j:
+            self._step(j, s.elements, careful=True)
+        if s.elements > 1:
+            with k.when(whole < p["n_keys"]):
+                self._step(whole, 1, careful=True)
+        plain = (scores & flows) | (p["full"] >= p["n_keys"])
+        return k.finish(k.zext(plain ^ 1, I64))
+
+    def _limit(self, v: int) -> Value:
+        k, s = self.k, self.s
+        wide = vec(I64, s.lanes)
+        x = k.load(wide, k.p["limits"], v * s.lanes * 8) - k.splat(k.p["tile_start"], s.lanes)
+        x = k.max(k.min(x, k.const(TILE, wide)), k.const(0, wide))
+        return x if s.wide else k.trunc(x, s.ivector)
+
+    def _step(self, j: Value, keys: int, careful: bool) -> None:
+        k, s, p = self.k, self.s, self.k.p
+        each = [(i, v) for i in range(keys) for v in range(s.vectors)]
+        at = [(j + i) * s.row_bytes + s.lane_offset(v) for i, v in each]
+        raw = [k.load(s.vector, p["scores"], x) for x in at]
+        most = k.const(512.0 if s.wide else 64.0, s.vector)  # 4 to that power is inf
+        xs = [k.fma(x, self.scale, -self.lse[v]) * LOG4_E for x, (_, v) in zip(raw, each, strict=True)]
+        ps = exp4(k, s, [k.select(x > most, most, x) for x in xs], any_x=careful)
+        if not careful:
+            low, zero = lowest_exponent(s), k.const(0.0, s.vector)
+            ps = [k.select(x >= low, y, zero) for x, y in zip(xs, ps, strict=True)]
+        dps = [k.load(s.vector, p["flows"], x) for x in at]
+        dss = [(dp - self.delta[v]) * y for dp, y, (_, v) in zip(dps, ps, each, strict=True)]
+        if careful:
+            seen = [self._seen(x, j + i, v) for x, (i, v) in zip(raw, each, strict=True)]
+            ps = [k.select(m, y, k.const(-0.0, s.vector)) for m, y in zip(seen, ps, strict=True)]
+            dss = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, dss, strict=True)]
+        for x, y, ds in zip(at, ps, dss, strict=True):
+            k.store(y, p["scores"], x)
+            k.store(ds, p["flows"], x)
+        if s.elements > 1:
+            for (i, v), y, ds in zip(each, ps, dss, strict=True):
+                for to, number in (("p_units", y), ("ds_units", ds)):
+                    row = (j + i) * s.row_bytes // s.elements
+                    k.store(rounded(k, s, number), p[to], row + s.lane_offset(v) // s.elements)
+            missing = [k.const(0.0, s.vector)] * (s.elements - keys)
+            for v in range(s.vectors):
+                unit = packed(k, s, [ds for ds, (_, w) in zip(dss, each, strict=True) if w == v] + missing)
+                k.store(unit, p["flow_units"], unit_of(s, j) * s.row_bytes + s.lane_offset(v))
+                if missing:  # the partner is hidden
+                    k.store(k.const(-0.0, s.vector), p["scores"], (j + 1) * s.row_bytes + s.lane_offset(v))
+
+    def _seen(self, x: Value, j: Value, v: int) -> Value:
+        k, s = self.k, self.s
+        index = k.splat(j if s.wide else k.trunc(j, I32), s.lanes)
+        return (index < self.limits[v]) & x.differs(self.bottom)
+
+
+# --- dQ
+
+
+def into_queries(module: Module, s: Shape, *, predicated: bool) -> Any:
+    """acc[column, :] += Σ_j keys[j, column] · flows[j, :], ascending j from +0; a step of j is a unit of keys.
+
+    `predicated`: a lane leaves out keys that it does not see, by the marks in `scores`.
+    Columns past the width repeat the last one into rows that nothing reads.
+    """
+    names = ("key_row", "steps", "width")
+    k = module.function("into_queries" + "_predicated" * predicated,
+                        {"acc": PTR, "flows": PTR, "keys": PTR} | dict.fromkeys(names, I64) | {"scores": PTR})  # fmt: skip
+    p = k.p
+    last, rows = p["width"] - 1, max(1, s.rows // 2) if predicated else s.rows
+
+    def marks(j: Value, v: int) -> list[Value]:
+        first = j * (s.elements * s.row_bytes)
+        return [k.load(s.vector, p["scores"], first + i * s.row_bytes + s.lane_offset(v)) for i in range(s.elements)]
+
+    with k.range(0, p["width"], rows) as column:
+        offsets = [k.min(column + m, last) * s.number_bytes for m in range(rows)]
+        total = _variables(k, s, rows, s.vectors)
+
+        def step(j: Value, offsets: list[Value] = offsets, total: list[list[Variable]] = total) -> None:
+            flows = [k.load(s.units, p["flows"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
+            seen = [seen_units(k, s, marks(j, v)) for v in range(s.vectors)] if predicated else []
+            row = k.at(p["keys"], j * p["key_row"])
+            for m in range(rows):
+                key = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
+                for v in range(s.vectors):
+                    x = total[m][v].get()
+                    new = (
+                        visible_step(k, s, key, flows[v], x, seen[v])
+                        if predicated
+                        else multiply_add(k, s, key, flows[v], x)
+                    )
+                    total[m][v].set(new)
+
+        k.unrolled(0, p["steps"], step)
+        for m in range(rows):
+            for v in range(s.vectors):
+                at = k.at(p["acc"], (column + m) * s.row_bytes + s.lane_offset(v))
+                k.store(k.load(s.vector, at) + total[m][v].get(), at)
+    return k.finish()
+
+
+# --- dK and dV
+
+
+def into_keys(module: Module, s: Shape, rows: int, vectors: int, *, predicated: bool = False) -> Any:
+    """acc[n_keys, vectors] += weights[n_keys, lanes] @ rows[lanes, vectors] over lanes [first, end), ascending.
+
+    A lane of the product is a column. `predicated`: a key leaves out lanes that do not see it, by `marks`.
+    Row groups past the end repeat the last key, and write what it is written.
+    """
+    names = ("acc_row", "first", "end", "row", "n_keys")
+    k = module.function(f"into_keys_{vectors}" + "_predicated" * predicated,
+                        {"acc": PTR, "weights": PTR, "rows": PTR} | dict.fromkeys(names, I64) | {"marks": PTR})  # fmt: skip
+    p = k.p
+    last = p["n_keys"] - 1
+
+    def marks(key: Value, t: Value) -> list[Value]:
+        at = key * s.row_bytes + t * (s.elements * s.number_bytes)
+        return [k.load(s.number, p["marks"], at + i * s.number_bytes) for i in range(s.elements)]
+
+    with k.range(0, p["n_keys"], rows) as j:
+        keys = [k.min(j + m, last) for m in range(rows)]
+        weights = [k.at(p["weights"], x * (s.row_bytes // s.elements)) for x in keys]
+        accs = [k.at(p["acc"], x * p["acc_row"]) for x in keys]
+        total = [[k.variable(k.load(s.vector, at, v * s.vector_bytes)) for v in range(vectors)] for at in accs]
+
+        def step(
+            t: Value, weights: list[Value] = weights, total: list[list[Variable]] = total, keys: list[Value] = keys
+        ) -> None:
+            row = k.at(p["rows"], t * p["row"])
+            columns = [k.load(s.units, row, v * s.vector_bytes) for v in range(vectors)]
+            for m in range(rows):
+                weight = k.splat(k.load(s.unit, weights[m], t * s.number_bytes), s.lanes)
+                seen = k.splat(seen_units(k, s, marks(keys[m], t)), s.lanes) if predicated else None
+                for v in range(vectors):
+                    x = total[m][v].get()
+                    if seen is None:
+                        x = multiply_add(k, s, weight, columns[v], x)
+                    else:
+                        x = visible_step(k, s, columns[v], weight, x, seen)
+                    total[m][v].set(x)
+
+        k.unrolled(unit_of(s, p["first"]), units_of(s, p["end"]), step)
+        for m in range(rows):
+            for v in range(vectors):
+                k.store(total[m][v].get(), accs[m], v * s.vector_bytes)
+    return k.finish()
+
+
+# --- rows in and out
+
+
+def stage_rows(module: Module, s: Shape) -> Any:
+    """target[i, padded]: units of rows [first, end) of any stride and narrower type; zeros past `length` elements."""
+    names = ("target_row", "row", "column", "first", "end", "length", "padded")
+    k = module.function("stage_rows", {"target": PTR, "source": PTR} | dict.fromkeys(names, I64))
+    p = k.p
+    whole = k.select(p["column"].equals(s.storage_bytes), whole_units(s, p["length"]), k.i64(0))
+    units = units_of(s, p["length"])
+    with k.range(p["first"], p["end"]) as i:
+        source, target = k.at(p["source"], i * p["row"]), k.at(p["target"], i * p["target_row"])
+        with k.range(0, whole, s.lanes) as t:
+            k.store(load_units(k, s, source, t), target, t * s.number_bytes)
+        with k.range(whole, units) as t:
+            k.store(load_unit(k, s, source, t, p["column"], p["length"]), target, t * s.number_bytes)
+        with k.range(units, p["padded"]) as t:
+            k.store(k.const(0, s.integer), target, t * s.number_bytes)
+    return k.finish()
+
+
+def stage_across(module: Module, s: Shape) -> Any:
+    """target[unit, padded]: units of neighbouring rows, for rows [first, end); zeros for rows before and after, and past
+    `length`. The row of a panel's first lane, or a tile's first key, begins a unit.
+    """
+    names = ("target_row", "row", "column", "first", "end", "length", "padded")
+    k = module.function("stage_across", {"target": PTR, "source": PTR} | dict.fromkeys(names, I64))
+    p, last = k.p, k.p["end"] - 1
+    whole = k.select(p["column"].equals(s.storage_bytes), p["length"] // s.lanes * s.lanes, k.i64(0))
+    with k.range(unit_of(s, p["first"]), units_of(s, p["end"])) as unit:
+        target, keep, sources = k.at(p["target"], unit * p["target_row"]), k.i64(0), []
+        for i in range(s.elements):
+            row = unit * s.elements + i
+            inside = (row >= p["first"]) & (row <= last)
+            bits = ((1 << 32 // s.elements) - 1) << (32 // s.elements * i)
+            keep = keep | k.select(inside, k.i64(bits), k.i64(0))
+            sources.append(k.at(p["source"], k.max(k.min(row, last), p["first"]) * p["row"]))
+        keep = k.trunc(keep, I32)
+        with k.range(0, whole, s.lanes) as c:
+            k.store(load_values(k, s, sources, c) & k.splat(keep, s.lanes), target, c * s.number_bytes)
+        with k.range(whole, p["length"]) as c:
+            low, high = (k.zext(k.load(I16, x, c * p["column"]), I32) for x in sources)
+            k.store((low | (high << 16)) & keep, target, c * s.number_bytes)
+        with k.range(p["length"], p["padded"]) as c:
+            k.store(k.const(0, I32), target, c * s.number_bytes)
+    return k.finish()
+
+
+def clear(module: Module, s: Shape) -> Any:
+    """`count` vectors of +0."""
+    k = module.function("clear", {"at": PTR, "count": I64})
+    with k.range(0, k.p["count"]) as i:
+        k.store(k.const(0.0, s.vector), k.p["at"], i * s.vector_bytes)
+    return k.finish()
+
+
+def add_partial(module: Module, s: Shape) -> Any:
+    """total[n, width] = partial if `fresh`, else total + partial; at the `end` times `factor` and narrowed, in out."""
+    names = ("partial_row", "total_row", "out_row", "n", "width", "fresh", "end")
+    k = module.function(
+        "add_partial", {"partial": PTR, "total": PTR, "out": PTR} | dict.fromkeys(names, I64) | {"factor": s.number}
+    )
+    p = k.p
+    whole = p["width"] // s.lanes * s.lanes
+    fresh, end = p["fresh"].differs(0), p["end"].differs(0)
+
+    def element(j: Value, c: Value, lanes: int) -> None:
+        t = vec(s.number, lanes) if lanes else s.number
+        x = k.load(t, p["partial"], j * p["partial_row"] + c * s.number_bytes)
+        at = k.at(p["total"], j * p["total_row"] + c * s.number_bytes)
+        variable = k.variable(x + k.const(0.0, t))  # +0 where it is -0
+        with k.when(fresh ^ 1):
+            variable.set(k.load(t, at) + x)
+        with k.either(end) as (last, more):
+            with last:
+                factor = k.splat(p["factor"], lanes) if lanes else p["factor"]
+                x = conversions.narrowed(k, s.storage, variable.get() * factor)
+                k.store(x, p["out"], j * p["out_row"] + c * s.storage_bytes)
+            with more:
+                k.store(variable.get(), at)
+
+    with k.range(0, p["n"]) as j:
+        with k.range(0, whole, s.lanes) as c:
+            element(j, c, s.lanes)
+        with k.range(whole, p["width"]) as c:
+            element(j, c, 0)
+    return k.finish()
+
+
+def load_panel(module: Module, s: Shape) -> Any:
+    """acc[width, panel] from rows of sums, lanes [first, end)."""
+    k = module.function(
+        "load_panel", {"acc": PTR, "source": PTR} | dict.fromkeys(("row", "first", "end", "width"), I64)
+    )
+    p = k.p
+
+    def turned(c: Value, lane: int, v: int) -> None:
+        rows = k.transpose(
+            [k.load(s.vector, p["source"], p["row"] * (lane + i) + c * s.number_bytes) for i in range(s.lanes)]
+        )
+        for i, x in enumerate(rows):
+            k.store(x, p["acc"], (c + i) * s.row_bytes + s.lane_offset(v))
+
+    def single(c: Value, lane: Value) -> None:
+        x = k.load(s.number, p["source"], lane * p["row"] + c * s.number_bytes)
+        k.store(x, p["acc"], c * s.row_bytes + lane * s.number_bytes)
+
+    _over_panel(k, s, turned, single)
+    return k.finish()
+
+
+def store_panel(module: Module, s: Shape, storage: str) -> Any:
+    """Rows of acc[width, panel] times `factor`, narrowed to `storage`: lanes [first, end)."""
+    names = ("row", "first", "end", "width")
+    k = module.function(
+        f"store_panel_{storage}", {"acc": PTR, "target": PTR} | dict.fromkeys(names, I64) | {"factor": s.number}
+    )
+    p = k.p
+    size = s.number_bytes if storage in ("f32", "f64") else s.storage_bytes
+
+    def turned(c: Value, lane: int, v: int) -> None:
+        rows = k.transpose(
+            [k.load(s.vector, p["acc"], (c + i) * s.row_bytes + s.lane_offset(v)) for i in range(s.lanes)]
+        )
+        for i, x in enumerate(rows):
+            x = conversions.narrowed(k, storage, x * k.splat(p["factor"], s.lanes))
+            k.store(x, p["target"], p["row"] * (lane + i) + c * size)
+
+    def single(c: Value, lane: Value) -> None:
+        x = k.load(s.number, p["acc"], c * s.row_bytes + lane * s.number_bytes) * p["factor"]
+        k.store(conversions.narrowed(k, storage, x), p["target"], lane * p["row"] + c * size)
+
+    _over_panel(k, s, turned, single)
+    return k.finish()
+
+
+def _over_panel(
+    k: Function, s: Shape, turned: Callable[[Value, int, int], None], single: Callable[[Value, Value], None]
+) -> None:
+    """Every column of lanes [first, end): by squares that are transposed in registers, or one by one."""
+    p = k.p
+    for v in range(s.vectors):
+        lane = v * s.lanes
+        inside = (p["first"] <= lane) & (p["end"] >= lane + s.lanes)
+        whole = k.select(inside, p["width"] // s.lanes * s.lanes, k.i64(0))
+        with k.range(0, whole, s.lanes) as c:
+            turned(c, lane, v)
+        with k.range(k.max(p["first"], k.i64(lane)), k.min(p["end"], k.i64(lane + s.lanes))) as one:
+            with k.range(whole, p["width"]) as c:
+                single(c, one)
