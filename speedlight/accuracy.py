@@ -181,6 +181,15 @@ def _chain_steps(visible: np.ndarray, keys: int) -> np.ndarray:
 
 def _score_errors(head: Any, a: Arithmetic, products: np.ndarray, scores: np.ndarray) -> np.ndarray:
     """[q_len, k_len]: how far every score may be off, its product with log4 e included."""
+    off = product_errors(head, a, products)
+    if a.problem.score is None:
+        return off
+    _, off = rounding_error(a.problem.score.root, head.env | {"s": products}, off, a.u)
+    return off + 2 * a.u * np.abs(scores)
+
+
+def product_errors(head: Any, a: Arithmetic, products: np.ndarray) -> np.ndarray:
+    """[q_len, k_len]: how far every scale · q·k may be off; without a score's expression, as _score_errors says."""
     p, u, q, k = a.problem, a.u, np.abs(head.q), np.abs(head.k)
     size = q @ k.T * (max(abs(p.scale), a.normal * 2) if p.scale else 0.0)
     if a.proven:
@@ -189,19 +198,18 @@ def _score_errors(head: Any, a: Arithmetic, products: np.ndarray, scores: np.nda
     elif a.tile:
         off = (u * 6 + _COARSE[a.precision]) * size + u * p.head_dim / 4 * np.abs(products)
     else:
-        off = u * (_partial_sums(head.q, head.k) * abs(p.scale) + (2 + a.dot + 2 * a.int8) * size)
+        off = u * (partial_sums(head.q, head.k) * abs(p.scale) + (2 + a.dot + 2 * a.int8) * size)
     off += p.head_dim * a.tiny * abs(p.scale)
-    if a.dot:  # subnormal numbers count as zeros
-        small_q, small_k = (np.where(x < a.normal, x, 0) for x in (q, k))
-        if small_q.any() or small_k.any():
-            off += (small_q @ k.T + q @ small_k.T) * abs(p.scale)
-    if p.score is None:
-        return off
-    _, off = rounding_error(p.score.root, head.env | {"s": products}, off, u)
-    return off + 2 * u * np.abs(scores)
+    return off + flushed(a, q, k) * abs(p.scale)
 
 
-def _partial_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
+def flushed(a: Arithmetic, x: np.ndarray, y: np.ndarray) -> Any:
+    """What products of the rows of x and y lose in the dot class, to which subnormal numbers are zeros."""
+    small_x, small_y = (np.where(z < a.normal, z, 0) if a.dot else z[:0] for z in (x, y))
+    return small_x @ y.T + x @ small_y.T if small_x.any() or small_y.any() else 0.0
+
+
+def partial_sums(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Σ over the chain of |partial sum|: each is rounded by one unit at most."""
     total, columns = np.zeros((len(q), len(k))), np.ascontiguousarray(k.T)
     for start in range(0, len(q), 32):  # rows that stay in a cache

@@ -10,6 +10,7 @@ import numpy as np
 from .expressions.derivative import Flows, flows
 from .expressions.tables import Table
 from .expressions.tree import FLOW, evaluate
+from .problem import FAR_LSE
 
 
 class Returned(NamedTuple):
@@ -64,7 +65,7 @@ def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> Pair
     products = head.products()
     score = head.scores(products)
     seen = head.visible & (score != -np.inf) & (given.lse != -np.inf)[:, None]
-    p = np.where(seen, np.exp(score - given.lse[:, None]), 0.0)
+    p = np.where(seen, np.exp(exponents(head, score, given.lse)), 0.0)
     dp = np.where(seen, head.product(given.d_out, head.v.T), 0.0)
     delta = np.sum(given.d_out * given.out, axis=1) - given.d_lse
     ds = np.where(seen, p * (dropped(dp, given.keep) - delta[:, None]), 0.0)
@@ -73,6 +74,17 @@ def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> Pair
         back = flows(head.problem.score.root, tables)
         raw = np.zeros(ds.shape) if back.s is None else flow_through(head, back.s, products, ds, seen)
     return Pairs(seen, products, p, dp, delta, ds, raw, back)
+
+
+def exponents(head: Any, score: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """score - lse. At most 0 where so large an lse was rounded by more than its distance to a score."""
+    x = score - lse[:, None]
+    return np.where(is_far(head, lse)[:, None], np.minimum(x, 0.0), x)
+
+
+def is_far(head: Any, lse: np.ndarray) -> np.ndarray:
+    """Which rows have such an lse."""
+    return np.abs(lse) >= FAR_LSE["float64" if head.problem.dtype == "float64" else "float32"]
 
 
 def dropped(x: np.ndarray, keep: np.ndarray | None) -> np.ndarray:
@@ -116,4 +128,5 @@ def _sink_gradient(head: Any, lse: np.ndarray, delta: np.ndarray) -> float:
     sinks = head.problem.sinks
     sink = -np.inf if sinks is None else sinks[int(head.env["h"])]
     rows = (lse != -np.inf) & (sink != -np.inf)
-    return float(-np.sum(np.exp(sink - lse[rows]) * delta[rows]))
+    p = np.exp(exponents(head, np.full((len(lse), 1), sink), lse))[:, 0]
+    return float(-np.sum(p[rows] * delta[rows]))

@@ -17,6 +17,7 @@ from tolerance import assert_within
 import speedlight as sl
 from speedlight import reference
 from speedlight.expressions.tree import Node, order
+from speedlight.reference_backward import Returned, backward_of
 
 STEP = 1e-5
 Random = np.random.Generator
@@ -187,6 +188,26 @@ def test_by_hand():
     assert dq[0, 0, 0, 0] == pytest.approx(0.75 * np.log(3.0))
 
 
+def test_weights_that_are_dropped(rng):
+    """Factors of the weights after the softmax: delta, of the out that they made, stays."""
+    q, k, v = qkv(rng, "float64", 1, 1, 1, 5, 7, 4, 3)
+    keep = (rng.random((5, 7)) < 0.7) / 0.7
+    _, lse = reference.attention(q, k, v, return_lse=True)
+    flow = rng.standard_normal((5, 3))
+
+    def out(q: Any, k: Any, v: Any) -> np.ndarray:
+        return (reference.weights(q, k)[0, 0] * keep) @ v[0, 0]
+
+    head = next(reference._Case(q, k, v, {}).heads())
+    got = backward_of(head, Returned(out(q, k, v), lse[0, 0], flow, np.zeros(5), keep))
+    for n, slope in enumerate(got[:3]):
+
+        def moved(change: Any, n: int = n) -> float:
+            return float(np.sum(flow * out(*(x + change if m == n else x for m, x in enumerate((q, k, v))))))
+
+        assert_slope(moved, slope[None, None], rng, "qkv"[n])
+
+
 # --- shards
 
 
@@ -289,6 +310,16 @@ def test_a_row_whose_lse_is_given_as_nothing(rng):
     assert (got[0][0, 0, 0] == 0).all()
     for g, w in zip((got[0][:, :, 1:], *got[1:]), want, strict=True):
         assert_within(g, w, np.full(w.shape, 1e-14))
+
+
+def test_scores_far_from_zero_have_weights_of_at_most_one(rng):
+    """An lse of -1e9, which float32 rounds by more than some scores are apart; finite masks of other libraries."""
+    q, k, v = (x.astype(np.float32) for x in qkv(rng, "float64", 1, 1, 1, 4, 5, 3, 2))
+    for far in (-1e9, -3.4e38):
+        options = {"score": [np.full((4, 5), far, np.float32)]}
+        out, lse = (x.astype(np.float32) for x in reference.attention(q, k, v, return_lse=True, **options))
+        dq, dk, dv = reference.backward(q, k, v, out, lse, np.ones_like(out), **options)
+        assert np.isfinite(dq).all() and np.isfinite(dk).all() and (dv <= 4).all() and (dv > 0).all()
 
 
 def test_rows_and_keys_past_their_lengths_have_no_gradient(rng):

@@ -1,0 +1,160 @@
+"""How far gradients may be from the specification, element by element.
+
+docs/numerics.md, "Gradients", has the order of operations and the formulas.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .accuracy import TINY, Arithmetic, flushed, partial_sums, product_errors
+from .expressions.tree import FLOW, rounding_error
+from .problem import QUERY_BLOCK, TILE
+from .reference_backward import Pairs, Returned, dropped, exponents, is_far, pairs_of, sum_of_seen
+
+Blocks = list[tuple[int, int]]  # of rows: first, and one past the last
+
+_MOST = 1e150  # of an error: what is beyond says nothing, and its product with 0 is still 0
+
+
+class GradientBounds(NamedTuple):
+    """Largest allowed |error| of every element of dq, dk and dv."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+class Terms(NamedTuple):
+    """Of one head: what is summed, and how far each factor of it may be off."""
+
+    head: Any
+    given: Returned
+    pairs: Pairs
+    weights: np.ndarray  # after dropout
+    weights_off: np.ndarray
+    raw_off: np.ndarray
+
+
+def terms_of(head: Any, given: Returned, a: Arithmetic) -> Terms:
+    """Of one head of the reference; 0 where a pair is hidden."""
+    pairs = pairs_of(head, given)
+    p_off = _weight_errors(head, given, pairs, a)
+    ds_off = _flow_errors(head, given, pairs, p_off, a)
+    raw_off = ds_off if pairs.back is None else _through_score(head, pairs, ds_off, a)
+    weights, weights_off = dropped(pairs.p, given.keep), dropped(p_off, given.keep)
+    if given.keep is not None:
+        weights_off = weights_off + 2 * a.u * weights
+    offs = (
+        np.where(pairs.seen, np.minimum(off + a.u_weights * (np.abs(x) + off), _MOST), 0.0)
+        for x, off in ((weights, weights_off), (pairs.raw, raw_off))
+    )
+    return Terms(head, given, pairs, weights, *offs)
+
+
+def query_bound(x: Terms, a: Arithmetic) -> np.ndarray:
+    """[q_len, head_dim]: of dq. Tiles of keys, ascending."""
+    tiles = _blocks(x.head.env["j"][0], TILE)
+    return _scaled(x.head, *_sum_bound(x.head, x.pairs.raw, x.raw_off, x.head.k, x.pairs.seen, tiles, a), a)
+
+
+def key_bounds(group: list[Terms], a: Arithmetic) -> tuple[np.ndarray, np.ndarray]:
+    """[k_len, head_dim] and [k_len, value_dim]: of dk and dv, from all heads that read these keys.
+
+    Blocks of positions, ascending; for each a sum of every head's.
+    """
+    head = group[0].head
+    blocks = _blocks(head.env["i"][:, 0], QUERY_BLOCK)
+    ends = itertools.accumulate((end - first for first, end in blocks for _ in group), initial=0)
+    steps = list(itertools.pairwise(ends))
+
+    def joined(several: list[np.ndarray]) -> np.ndarray:
+        return np.concatenate([x[first:end] for first, end in blocks for x in several])
+
+    def summed(terms: list[np.ndarray], off: list[np.ndarray], rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        return _sum_bound(head, joined(terms).T, joined(off).T, joined(rows), seen, steps, a)
+
+    seen = joined([x.pairs.seen for x in group]).T
+    dk = summed([x.pairs.raw for x in group], [x.raw_off for x in group], [x.head.q for x in group])
+    dv = summed([x.weights for x in group], [x.weights_off for x in group], [x.given.d_out for x in group])
+    return _scaled(head, *dk, a), _rounded(*dv, a)
+
+
+def _blocks(positions: np.ndarray, size: int) -> Blocks:
+    """First of each block of absolute positions, and one past its last."""
+    edges = [0, *(np.flatnonzero(np.diff(positions // size)) + 1).tolist(), len(positions)]
+    return list(itertools.pairwise(edges))
+
+
+def _weight_errors(head: Any, given: Returned, pairs: Pairs, a: Arithmetic) -> np.ndarray:
+    """Of p: an exponent that is off by e makes it off by e^e - 1 of itself; then the power's own error."""
+    scores = head.scores(pairs.products)
+    exponent = np.where(pairs.seen, exponents(head, scores, given.lse), 0.0)
+    off = product_errors(head, a, pairs.products)
+    if head.problem.score is not None:
+        _, off = rounding_error(head.problem.score.root, head.env | {"s": pairs.products}, off, a.u)
+    off = np.where(pairs.seen, off + 3 * a.u * np.abs(exponent), 0.0)
+    moved = np.exp(exponent + off) * -np.expm1(-off)
+    moved = np.where(is_far(head, given.lse)[:, None], np.minimum(moved, 1.0), moved)
+    return moved + (1.1e-4 if a.dot else 4 * a.u) * pairs.p + a.normal
+
+
+def _flow_errors(head: Any, given: Returned, pairs: Pairs, p_off: np.ndarray, a: Arithmetic) -> np.ndarray:
+    """Of p · (dp - delta)."""
+    d_out, v, u = given.d_out, head.v, a.u
+    size = np.abs(d_out) @ np.abs(v).T
+    off = u * (partial_sums(d_out, v) + a.dot * size) + len(v.T) * a.tiny + flushed(a, np.abs(d_out), np.abs(v))
+    off = dropped(off, given.keep)
+    dp = dropped(pairs.dp, given.keep)
+    if given.keep is not None:
+        off = off + 2 * u * np.abs(dp)
+    products = d_out * given.out
+    sums = np.abs(np.cumsum(products, axis=1)).sum(axis=1) + a.dot * np.abs(products).sum(axis=1)
+    delta_off = u * (sums + np.where(given.d_lse != 0, np.abs(pairs.delta), 0)) + len(v.T) * a.tiny
+    difference = np.abs(dp - pairs.delta[:, None])
+    return (pairs.p + p_off) * (off + delta_off[:, None]) + (p_off + 2 * u * pairs.p) * difference + 2 * a.tiny
+
+
+def _through_score(head: Any, pairs: Pairs, ds_off: np.ndarray, a: Arithmetic) -> np.ndarray:
+    """Of what flows to scale · q·k, in proportion to what flows into the score: by a slope that is off, too."""
+    back = pairs.back.s if pairs.back is not None else None
+    if back is None:
+        return np.zeros(ds_off.shape)
+    env = head.env | {"s": pairs.products, FLOW: np.ones(ds_off.shape)}
+    slope, slope_off = rounding_error(back, env, product_errors(head, a, pairs.products), a.u)
+    return np.abs(slope) * ds_off + slope_off * (np.abs(pairs.ds) + ds_off) + 2 * a.tiny
+
+
+def _sum_bound(
+    head: Any, weights: np.ndarray, off: np.ndarray, x: np.ndarray, seen: np.ndarray, blocks: Blocks, a: Arithmetic
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of weights @ x, of seen pairs alone: the sum, and how far it may be off; the roundings of its chains included."""
+    total, rounded = np.zeros((len(weights), x.shape[1])), np.zeros((len(weights), x.shape[1]))
+    for first, end in blocks:
+        partial = np.zeros(total.shape)
+        for t in range(first, end):
+            at = seen[:, t, None]
+            partial += np.where(at, weights[:, t, None] * x[t], 0.0)
+            rounded += np.abs(partial) * at
+        total += partial
+        rounded += np.abs(total) * (first > 0)
+    size = np.abs(x)
+    lost = a.tiny * (len(x) + len(blocks))
+    if a.dot:  # subnormal numbers count as zeros
+        lost = lost + sum_of_seen(head, np.abs(weights), np.where(size < a.normal, size, 0), seen)
+    return total, sum_of_seen(head, off, size, seen) + a.u * rounded + lost
+
+
+def _scaled(head: Any, total: np.ndarray, off: np.ndarray, a: Arithmetic) -> np.ndarray:
+    """Of a sum that is multiplied by the scale, which is rounded, too."""
+    scale = abs(head.problem.scale)
+    least = max(scale, 2 * a.normal) if scale else 0.0
+    return _rounded(scale * total, scale * off + 2 * a.u * least * np.abs(total), a)
+
+
+def _rounded(total: np.ndarray, off: np.ndarray, a: Arithmetic) -> np.ndarray:
+    off = off * (2.02 if a.wide else 1.01)  # the specification is rounded to float64, too
+    return off + a.u_out * (np.abs(total) + off) + TINY[a.problem.dtype]
