@@ -96,12 +96,14 @@ COUNTS = Record("full", "mixed", "panel_keys")
 
 # What every kernel's arguments begin with: a region reads no more. `ticket` has a cache line of its own
 HEAD = ("ticket", "worker", "left", "pad3", "pad4", "pad5", "pad6", "pad7", "limit", "scratch", "scratch_stride")
-_CALL = ("q", "k", "v", "out", "lse", "counts", "items", "partials", "arrived", "wrong")  # new for each call
+# new for each call
+_CALL = ("q", "k", "v", "out", "lse", "counts", "items", "partials", "arrived", "wrong", "seed")
 _COMMON = (
     *HEAD, *_CALL, "item_count",
     "q_head", "q_row", "q_column", "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
     "out_head", "out_row", "out_column", "lse_head", "lse_row",
     "head_dim", "value_dim", "group", "causal", "c", "scale", "flip", "k_start", "numbers", "tables", "sinks",
+    "drop_below", "divisor",
     "page_size", "page_fixed", "page_ring", "k_page", "v_page",
 )  # fmt: skip
 TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))

@@ -17,6 +17,7 @@ from ..expressions.program import Program
 from ..expressions.tree import Node, out_of_range
 from ..machine import PRODUCTS, Isa, current_isa, fetching, number_bytes
 from ..modes import standard
+from ..philox import drop_below
 from ..planning import Plan, Run, count
 from ..problem import LAYOUTS, Problem
 from . import roof
@@ -59,7 +60,8 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
 
 
 def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = False) -> Shape:
-    return Shape(how.kind, how.isa, how.storage, how.vectors, program, cached, problem.quantised, fetching(how.isa))
+    fetched, dropout = fetching(how.isa), problem.dropout > 0
+    return Shape(how.kind, how.isa, how.storage, how.vectors, program, cached, problem.quantised, fetched, dropout)
 
 
 class Call:
@@ -123,10 +125,11 @@ class Call:
         return kernel
 
     def run(
-        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0
-    ) -> None:
-        """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if
-        given.
+        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
+        if given.
         """
         if not self.tickets:
             return
@@ -143,6 +146,7 @@ class Call:
             words[CALL] = (
                 q, k, v, out, lse, counts, items or self.items_at, at + self.partials_at,
                 ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
+                self.problem.seed if seed is None else seed,
             )  # fmt: skip
             run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
         finally:
@@ -243,6 +247,8 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         "scale": bits_of(problem.scale, number),
         "k_start": problem.k_start,
         "flip": signs_of(number, PRODUCTS[product_of(problem, how.isa)]) if c < 0 else 0,
+        "drop_below": drop_below(problem.dropout),
+        "divisor": bits_of(problem.dropout_divisor, number),
     }
     words |= steps("q", rows.q.strides, rows.layout) | steps("out", rows.out_strides, rows.layout)
     return words | keys.words() | dict(how.words)

@@ -49,7 +49,13 @@ class Work:
 
     def scale(self) -> Value:
         """What a score is multiplied by to become the exponent of a weight."""
-        word = self.a.c
+        return self._number(self.a.c)
+
+    def divisor(self) -> list[Value]:
+        """What dropout divides a row's output by; nothing without it."""
+        return [self._number(self.a.divisor)] if self.s.dropout else []
+
+    def _number(self, word: Value) -> Value:
         return word.bits(F64) if self.s.wide else self.k.trunc(word, I32).bits(F32)
 
     def limit(self, position: Value) -> Value:
