@@ -43,6 +43,8 @@ def attention_backward(
     cu_seqlens_k: Any = None,
     q_lengths: Any = None,
     k_lengths: Any = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
 ) -> Any:
     """What flows back to q, k and v of attention(), in memory that does not grow with the square of the length.
 
@@ -57,7 +59,7 @@ def attention_backward(
         d_lse: what flows into lse, if anything does: shaped as lse, of its dtype.
         grads: further gradients that are wanted: tables that the score looks up (sl.table), and "sink_logits".
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-        q_lengths, k_lengths: as attention() had them.
+        q_lengths, k_lengths, dropout, seed: as attention() had them.
 
     Returns:
         (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
@@ -79,7 +81,7 @@ def attention_backward(
     """
     options = new_options(Options, (
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-        q_lengths, k_lengths, "ieee",
+        q_lengths, k_lengths, "ieee", dropout, seed,
     ))  # fmt: skip
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
@@ -99,6 +101,6 @@ def attention_backward(
         call = engines.gradients().prepare(request, layout, stated, where, threads, isa)
         if key is not None:
             _prepared.put(key, call, call.size)
-    more = call.run(where)
+    more = call.run(where, None if key is None else options.seed_word())
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
     return (*results, more) if grads else results

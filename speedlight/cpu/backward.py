@@ -25,11 +25,13 @@ from .backward_tiles import (
     into_queries,
     load_panel,
     make_units,
+    multiplied,
     product,
     stage_across,
     stage_rows,
     store_panel,
 )
+from .dropping import drop_factors
 from .flows import changes_flow, flow_tile
 from .layout import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, QUERY_LANES, GradientItem
 from .lower import aim, expression_tile, squares
@@ -37,7 +39,7 @@ from .products import units_of
 from .region import Box, Work, entry, region
 from .shape import Shape
 from .staging import pack_queries
-from .vector import F32, F64, I1, I32, I64, PTR, Function, Module, Value
+from .vector import I1, I32, I64, PTR, Function, Module, Value
 from .visibility import extent, visibility
 
 _SPINS = 64  # looks before a waiting thread lets others run
@@ -59,8 +61,10 @@ class _Parts:
         self.aim = aim(m, s, s.program) if self.squares else None
         self.expression = expression_tile(m, s, s.program) if s.program else None
         self.flow = flow_tile(m, s, s.program) if s.program and changes_flow(s.program) else None
-        self.weights = Weights(m, s, last=self.flow is None).function()
-        self.units = make_units(m, s) if s.elements > 1 and self.flow is not None else None
+        self.factors, self.multiplied = (drop_factors(m, s), multiplied(m, s)) if s.dropout else (None, None)
+        last = self.flow is None and not s.dropout
+        self.weights = Weights(m, s, last=last).function()
+        self.units = make_units(m, s) if s.elements > 1 and not last else None
         self.into_queries = [into_queries(m, s, predicated=x) for x in (False, True)]
         self.into_keys = {n: into_keys(m, s, rows, n) for rows, n in s.tiles.gradients}
         self.into_keys_predicated = into_keys(m, s, 2, 1, predicated=True)
@@ -258,8 +262,7 @@ class _Task(Work):
 
     def factor(self) -> Value:
         """The scale of scores."""
-        word = self.a.scale
-        return word.bits(F64) if self.s.wide else self.k.trunc(word, I32).bits(F32)
+        return self._number(self.a.scale)
 
     # --- tiles
 
@@ -377,11 +380,18 @@ class _Task(Work):
         if parts.expression is not None:
             with k.when(k.const(1, I1) if s.program.score is not None else clear < count):
                 k.call(parts.expression, k.p["a"], scores, check, lanes, limits, *where, self.fetch)
-        arguments = (scores, flows, panel.part("stats"), limits, check, start, full, count, self.scale())
-        if parts.flow is None:
-            return k.call(parts.weights, *arguments, *units).differs(0)
-        careful = k.call(parts.weights, *arguments).differs(0)
-        k.call(parts.flow, k.p["a"], raw, scores, flows, lanes, self.fetch, position, count, index)
+        factors = (self.part("factors"), count * s.vectors)
+        if parts.factors is not None:
+            numbers = (position, count, index, self.a.seed, self.a.drop_below, self._number(self.a.drop_factor))
+            k.call(parts.factors, factors[0], lanes, *numbers)
+            k.call(parts.multiplied, flows, *factors)
+        makes_units = units if parts.units is None else []
+        stats, ends = panel.part("stats"), (start, full, count, self.scale())
+        careful = k.call(parts.weights, scores, flows, stats, limits, check, *ends, *makes_units).differs(0)
+        if parts.flow is not None:
+            k.call(parts.flow, k.p["a"], raw, scores, flows, lanes, self.fetch, position, count, index)
+        if parts.multiplied is not None:
+            k.call(parts.multiplied, scores, *factors)
         if parts.units is not None:
             k.call(parts.units, scores, flows, count, *units)
         return careful

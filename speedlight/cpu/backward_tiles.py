@@ -389,6 +389,15 @@ def copied(module: Module, s: Shape) -> Any:
     return k.finish()
 
 
+def multiplied(module: Module, s: Shape) -> Any:
+    """`count` vectors, each times its factor."""
+    k = module.function("multiplied", {"at": PTR, "factors": PTR, "count": I64})
+    with k.range(0, k.p["count"]) as i:
+        x, factor = (k.load(s.vector, k.p[name], i * s.vector_bytes) for name in ("at", "factors"))
+        k.store(x * factor, k.p["at"], i * s.vector_bytes)
+    return k.finish()
+
+
 def add_partial(module: Module, s: Shape) -> Any:
     """total[n, width] = partial if `fresh`, else total + partial; at the `end` times `factor` and narrowed, in out."""
     names = ("partial_row", "total_row", "out_row", "n", "width", "fresh", "end")

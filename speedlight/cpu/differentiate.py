@@ -13,6 +13,7 @@ from ..expressions.program import Program
 from ..gradients import Asked
 from ..machine import PRODUCTS, Isa, number_bytes, register_tiles
 from ..modes import standard
+from ..philox import drop_below
 from ..problem import LAYOUTS, QUERY_BLOCK, TILE, Problem
 from ..resolve import Stated
 from .compile import kernel_of
@@ -112,6 +113,7 @@ def schedule_backward(
         elements=elements,
         head_dim=problem.head_dim,
         keeps_raw=changes_flow(program),
+        drops=problem.dropout > 0,
     )
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
     offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
@@ -182,7 +184,7 @@ class BackwardCall:
         problem = request.problem
         self.program = program_of(problem, backward=True)
         self.how = how = schedule_backward(problem, isa, threads, lies, self.program)
-        self.shape = Shape("backward", how.isa, how.storage, how.vectors, self.program)
+        self.shape = Shape("backward", how.isa, how.storage, how.vectors, self.program, dropout=problem.dropout > 0)
         self.items = _items(problem, lies)
         words = how.words | _words(problem, lies, self.shape.elements) | {
             "scratch_stride": how.scratch_stride, "gangs": how.gangs.ctypes.data, "gang_count": len(how.gangs),
@@ -207,8 +209,8 @@ class BackwardCall:
         own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
         return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
 
-    def run(self, x: Operands) -> None:
-        """Fills dq, dk and dv."""
+    def run(self, x: Operands, seed: int | None = None) -> None:
+        """Fills dq, dk and dv; with a seed of the caller's, if given."""
         for name in self.untouched:
             getattr(x, name).numpy()[...] = 0
         if not self.how.tickets:
@@ -223,7 +225,7 @@ class BackwardCall:
             words[SCRATCH] = ctypes.addressof(scratch)
             words[CALL] = (
                 x.q.address, x.k.address, x.v.address, x.out.address, _address(lse), 0, self.items.ctypes.data, 0,
-                0, ctypes.addressof(wrong),
+                0, ctypes.addressof(wrong), self.problem.seed if seed is None else seed,
             )  # fmt: skip
             words[GRADIENTS] = (
                 x.d_out.address, _address(d_lse), x.dq.address, x.dk.address,
@@ -276,6 +278,8 @@ def _words(problem: Problem, lies: Lies, elements: int) -> dict[str, int]:
         "c": bits_of(abs(problem.scale), number),  # a score's own arithmetic wants it with its sign
         "flip": signs_of(number, elements) if problem.score is None and problem.scale < 0 else 0,
         "scale": bits_of(problem.scale, number),
+        "drop_below": drop_below(problem.dropout),
+        "drop_factor": bits_of(1.0 / problem.dropout_divisor, number),
         "k_start": problem.k_start,
     }
     for name in ("q", "k", "v", "out", "d_out"):

@@ -48,3 +48,20 @@ def drop_row(module: Module, s: Shape) -> Any:
             at = (j + m * n) * (s.number_bytes // s.elements)
             k.store(dropped_alone(k, s, k.load(kind, p["weights"], at), keep), p["weights"], at)
     return k.finish()
+
+
+def drop_factors(module: Module, s: Shape) -> Any:
+    """factors [n_keys, panel]: 0 where a weight is dropped, else `factor`; up to a quad past n_keys. As drop_tile."""
+    words = ("position", "n_keys", "item", "seed", "drop_below")
+    params = {"factors": PTR, "lanes": PTR} | dict.fromkeys(words, I64)
+    k = module.function("drop_factors", params | {"factor": s.number})
+    p = k.p
+    lanes = [[k.load(vec(I64, s.lanes), p["lanes"], (s.panel * n + v * s.lanes) * 8) for n in (0, 1)]
+             for v in range(s.vectors)]  # fmt: skip
+    factor, zero = k.splat(p["factor"], s.lanes), k.const(0.0, s.vector)
+    with k.range(0, p["n_keys"], QUAD) as j:
+        for v, (positions, heads) in enumerate(lanes):
+            counter = p["item"], heads, positions, (p["position"] + j) >> 2
+            for n, keep in enumerate(keeps(k, philox(k, counter, p["seed"], s.lanes), p["drop_below"])):
+                k.store(k.select(keep, factor, zero), p["factors"], (j + n) * s.row_bytes + s.lane_offset(v))
+    return k.finish()

@@ -200,6 +200,7 @@ class BackwardSizes(NamedTuple):
     staged_gradients: int
     elements: int  # of a unit; weights are kept once more where they are more than one
     keeps_raw: bool
+    drops: bool
     head_dim: int
 
     @property
@@ -222,6 +223,7 @@ BACKWARD_SCRATCH: Mapping[str, Callable[[BackwardSizes], int]] = {
     "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of S, then of P
     "flows": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
     "raw": lambda z: z.keeps_raw * z.tile_rows * z.row,  # S, where an expression changes it
+    "factors": lambda z: z.drops * z.tile_rows * z.row,  # of weights: 0, or what dropout leaves is multiplied by
     "check": lambda z: 5 * z.row,  # as an expression leaves it: largest score, sum, smallest; sums of S, and of dP
     "dk": lambda z: z.tile_rows * z.columns * z.number,  # [TILE, columns] of this block of queries
     "dv": lambda z: z.tile_rows * z.value_columns * z.number,
@@ -261,7 +263,7 @@ FORWARD = Record(
 DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH))
 
 BACKWARD = Record(
-    *_COMMON, "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",
+    *_COMMON, "drop_factor", "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",
     "gangs", "gang_count", "kv_heads", "range_keys", "panels", "panel_bytes",
     "d_out_head", "d_out_row", "d_out_column",
     *(f"{name}_{part}" for name in ("dq", "dk", "dv", "sq", "sk", "sv") for part in ("head", "row")),
