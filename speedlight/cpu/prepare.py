@@ -91,6 +91,7 @@ class Call:
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
         self.items_at = items.ctypes.data
+        self.counts_at = 0  # address to which kernels add tiles and keys (layout.COUNTS); 0: they do not count
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
         self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
         self.partials_at = how.scratch_stride * self.threads
@@ -126,9 +127,8 @@ class Call:
         return kernel
 
     def run(
-        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0,
-        seed: int | None = None,
-    ) -> None:  # fmt: skip
+        self, q: int, k: int, v: int, out: int, lse: int, items: int = 0, threads: int = 0, seed: int | None = None
+    ) -> None:
         """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
         if given.
         """
@@ -145,7 +145,7 @@ class Call:
                 wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
             words[SCRATCH] = at
             words[CALL] = (
-                q, k, v, out, lse, counts, items or self.items_at, at + self.partials_at,
+                q, k, v, out, lse, self.counts_at, items or self.items_at, at + self.partials_at,
                 ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
                 self.problem.seed if seed is None else seed,
             )  # fmt: skip
@@ -192,7 +192,9 @@ def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
 
 def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
     """The mask and score as a kernel wants them, with tables on the CPU."""
-    program = Program.of(problem.mask, problem.score, problem.box(), backward=backward)
+    program = problem.program
+    if backward:
+        program = Program.of(problem.mask, problem.score, problem.box(), backward=True)
     for table in () if program is None else program.tables:
         if table.tensor is not None:
             raise ArgumentError(
