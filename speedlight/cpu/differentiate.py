@@ -17,7 +17,7 @@ from ..philox import drop_below
 from ..problem import LAYOUTS, QUERY_BLOCK, TILE, Problem
 from ..resolve import Stated
 from .compile import kernel_of
-from .flows import changes_flow
+from .flows import needs_raw
 from .layout import (
     BACKWARD,
     BACKWARD_PANEL,
@@ -112,7 +112,7 @@ def schedule_backward(
         staged_gradients=staged["d_out"] * panel * value_columns * number,
         elements=elements,
         head_dim=problem.head_dim,
-        keeps_raw=changes_flow(program),
+        keeps_raw=needs_raw(program),
         drops=problem.dropout > 0,
     )
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
