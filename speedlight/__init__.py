@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import reference
     from .api import attention, attention_paged, plan, synchronize
+    from .backward import attention_backward
     from .cpu.workers import get_threads, set_threads
     from .errors import (
         ArgumentError,
@@ -56,6 +57,7 @@ ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
 
 _HOMES = {
     "attention": "api",
+    "attention_backward": "backward",
     "attention_paged": "api",
     "merge": "merging",
     "plan": "api",
@@ -125,6 +127,7 @@ __all__ = [
     "abs",
     "alibi",
     "attention",
+    "attention_backward",
     "attention_paged",
     "cast",
     "causal",

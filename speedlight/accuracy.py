@@ -83,9 +83,10 @@ class _Softmax(NamedTuple):
     depth: np.ndarray  # how far each score is below the row's largest
     top: np.ndarray
     logs: np.ndarray  # |lse|
-    mean: np.ndarray  # M = Σ p|v|
+    mean: np.ndarray  # M = Σ p|v|, of the weights that dropout leaves
     tiles: int  # of a span, at most
     merges: int  # of spans and a sink
+    factors: Any  # what dropout multiplies weights by: 1, or an array
 
 
 def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
@@ -109,7 +110,9 @@ def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
     tiles, merges = min(-(-keys // TILE), SPAN // TILE), -(-keys // SPAN) + (head.problem.sinks is not None)
     depth = np.where(visible, np.minimum(top - score, a.deepest), 0)
     errors = np.where(visible, errors, 0)
-    found = _Softmax(values, visible, weight, errors, depth, top, logs, weight @ values, tiles, merges)
+    factors = 1.0 if head.factors is None else head.factors
+    mean = (weight * factors) @ values
+    found = _Softmax(values, visible, weight, errors, depth, top, logs, mean, tiles, merges, factors)
     match a:
         case Arithmetic(proven=True):
             out, lse = _proven(a, found, keys)
@@ -125,7 +128,7 @@ def _proven(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
     error = x.errors.max(axis=1, keepdims=True) + a.u * x.depth.max(axis=1, keepdims=True)
     shared = error + _powers(a, x) + a.u_weights
     sums = a.u * 2 * min(keys, TILE) + _merging(a, x)
-    relative = np.expm1(1.01 * (2 * shared + sums)) * (1 + a.u_out) + a.u_out
+    relative = np.expm1(1.01 * (2 * shared + sums + _dividing(a))) * (1 + a.u_out) + a.u_out
     return relative * x.mean, 1.01 * (shared + sums) + 4 * a.u * x.logs
 
 
@@ -138,14 +141,15 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
     shared = x.errors + a.u * x.depth + _powers(a, x)
     largest = np.maximum(np.where(np.isfinite(head.v), x.values, 0).max(axis=0, initial=0.0), 1e-300)
     v = head.v / largest
-    out, square = x.weight @ v, x.weight @ (v * v)
+    out, square = (x.weight * x.factors) @ v, (x.weight * x.factors * x.factors) @ (v * v)
     deviation = np.sqrt(np.maximum(square - out * out, 2.0**-50 * square)) * largest
     out = np.abs(out) * largest
     rms = np.sqrt((x.weight * shared * shared).sum(axis=1, keepdims=True))
     chain = x.weight * _chain_steps(x.visible, len(head.k))
     steps = chain.sum(axis=1, keepdims=True)
     sums = _merging(a, x)
-    moved = (rms + a.u_weights) * deviation + a.u * (chain @ x.values + steps * out) + sums * x.mean
+    moved = (rms + a.u_weights) * deviation + a.u * ((chain * x.factors) @ x.values + steps * out)
+    moved += (sums + _dividing(a)) * x.mean
     lse = (x.weight * shared).sum(axis=1, keepdims=True) + a.u_weights + a.u * (steps + 2 * x.logs) + sums
     return 1.01 * moved + a.u_out * (out + moved), 1.01 * lse
 
@@ -160,11 +164,16 @@ def _merging(a: Arithmetic, x: _Softmax) -> float:
     return a.u * (2 * x.tiles + 4 * x.merges + 1 + 2 * a.int8)
 
 
+def _dividing(a: Arithmetic) -> float:
+    """Roundings of what dropout divides by, of out alone: of 1 - p, and of its product with the sum of weights."""
+    return 2 * a.u * (a.problem.dropout > 0)
+
+
 def _on_gpu(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
     """Statistical: the order in which tensor cores add is theirs."""
     error = x.errors.max(axis=1, keepdims=True) + a.u_weights
     sums = a.u * (TILE + keys / (a.tile or SPAN) + 12)
-    relative = sums + error + a.u_out + _COARSE[a.precision]
+    relative = sums + error + a.u_out + _COARSE[a.precision] + _dividing(a)
     return relative * x.mean, sums - a.u * TILE / 2 + 2 * a.u * x.logs + error
 
 
@@ -226,5 +235,6 @@ def _floor(a: Arithmetic, x: _Softmax, keys: int) -> Any:
     """What does not shrink with M: weights and sums that underflow."""
     # weights of the GPU are float16 there
     lost = 2.0**-25 if a.tile and a.problem.dtype == "float16" else a.normal
-    floor = TINY[a.problem.dtype] + a.tiny * (2 * (keys + 1)) + lost * (x.visible.astype(np.float64) @ x.values)
-    return floor + x.weight @ np.where(x.values < a.normal, x.values, 0) if a.dot else floor
+    left = 1 / a.problem.dropout_divisor
+    floor = TINY[a.problem.dtype] + a.tiny * (2 * (keys + 1)) * left + lost * ((x.visible * x.factors) @ x.values)
+    return floor + (x.weight * x.factors) @ np.where(x.values < a.normal, x.values, 0) if a.dot else floor

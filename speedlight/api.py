@@ -44,6 +44,8 @@ def attention(
     out: Any = None,
     engine: str | None = None,
     precision: str = "ieee",
+    dropout: float = 0.0,
+    seed: int | None = None,
 ) -> Any:
     """Exact attention, softmax(scale · QKᵀ)V, in memory that does not grow with the square of the length.
 
@@ -84,6 +86,10 @@ def attention(
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
         precision: of float32 products on a GPU: "ieee", or by tensor cores "tf32x3" (three products for each) or "tf32"
             (10 bits). The CPU, and a GPU with head dims above 128, always compute as "ieee".
+        dropout: how likely each weight becomes 0 after the softmax; those that stay are divided by 1 - dropout. The
+            log-sum-exp is of all.
+        seed: of dropout, an int of 64 bits: the same weights are dropped whenever seed, batch item, query head and
+            positions of query and key are the same, on every device. sl.reference.keep_mask() tells which.
 
     Returns:
         The output, shaped as q with value_dim last, of q's kind and dtype; with return_lse a pair (out, lse).
@@ -102,7 +108,7 @@ def attention(
     """
     options = new_options(Options, (
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-        q_lengths, k_lengths, precision,
+        q_lengths, k_lengths, precision, dropout, seed,
     ))  # fmt: skip
     if engine is not None or arrays.on_gpu(q):
         place = engines.chosen(engine, arrays.describe(q, "q", gpu=True))
@@ -113,7 +119,7 @@ def attention(
     key = calls.key_of(tensors, options, (threads, isa.name))
     if key is not None and type(return_lse) is bool:
         repeated = _prepared.get(key)
-        results = None if repeated is None else repeated.again(tensors, return_lse)
+        results = None if repeated is None else repeated.again(tensors, return_lse, options.seed_word())
         if results is not None:
             return results
     check_flag("return_lse", return_lse)
@@ -170,6 +176,8 @@ def attention_paged(
     return_lse: bool = False,
     out: Any = None,
     engine: str | None = None,
+    dropout: float = 0.0,
+    seed: int | None = None,
 ) -> Any:
     """attention() over keys and values in pages of any size, as serving engines keep them.
 
@@ -183,7 +191,7 @@ def attention_paged(
             which nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize()
             raises it.
         causal: False, or True: a query sees keys up to its own place.
-        mask, score, sink_logits, scale, layout, return_lse, out, engine: as for attention().
+        mask, score, sink_logits, scale, layout, return_lse, out, engine, dropout, seed: as for attention().
         cu_seqlens_q: for "lhd", offsets of the sequences in q. Default one query for each.
 
     Returns:
@@ -198,7 +206,9 @@ def attention_paged(
     >>> sl.attention_paged(q, pages, pages, [[4, 0], [2, -1]], [5, 3]).shape
     (2, 4, 1, 8)
     """
-    options = Options(causal, None, mask, score, sink_logits, None, 0, scale, layout, cu_seqlens_q)
+    options = Options(
+        causal, None, mask, score, sink_logits, None, 0, scale, layout, cu_seqlens_q, dropout=dropout, seed=seed
+    )
     check_layout(layout)
     if not isinstance(causal, bool):
         raise ArgumentError(f"causal: expected False or True (aligned at the last key); got {shown(causal)}.")
@@ -307,6 +317,8 @@ def plan(
     exact: bool = False,
     device: Any = None,
     precision: str = "ieee",
+    dropout: float = 0.0,
+    seed: int | None = None,
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
 
@@ -335,7 +347,7 @@ def plan(
     check_precision(precision)
     options = Options(
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-        q_lengths, k_lengths, precision,
+        q_lengths, k_lengths, precision, dropout, seed,
     )  # fmt: skip
     sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
     if q is not None or k is not None or v is not None:

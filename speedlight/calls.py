@@ -1,8 +1,8 @@
 """Prepared calls, kept for when they come again: one bounded memo, and what a repeated call still looks at.
 
 What was prepared depends on: shapes, strides, dtypes and kind of q, k, v and of a given out; every option, by exact
-type and bits; mask and score, by what they compute; threads and vector unit. Addresses, memory and overlap are looked
-at each time.
+type and bits, but for the seed; mask and score, by what they compute; threads and vector unit. Addresses, memory and
+overlap are looked at each time; the seed is a word of each call.
 """
 
 from __future__ import annotations
@@ -119,8 +119,10 @@ class Repeatable:
             (low - x.address, high - x.address) for x in (*given[:-1], out.final or out) for low, high in (x.extent(),)
         ]
 
-    def again(self, tensors: tuple[Any, ...], return_lse: bool) -> Any:
-        """The same call for arrays at other addresses; None where one lacks memory or `out` is not apart."""
+    def again(self, tensors: tuple[Any, ...], return_lse: bool, seed: int) -> Any:
+        """The same call for arrays at other addresses, with another seed; None where one lacks memory or `out` is not
+        apart.
+        """
         addresses = self._addresses(tensors)
         if addresses is None:
             return None
@@ -132,7 +134,7 @@ class Repeatable:
         lse, lse_at = None, 0
         if return_lse:
             lse, lse_at = fresh(q, tuple(q.shape[a] for a in LAYOUTS[self.layout][:-1]), logarithms=True)
-        self.run(addresses[0], addresses[1], addresses[2], at, lse_at)
+        self.run(addresses[0], addresses[1], addresses[2], at, lse_at, seed=seed)
         if out is not None and new is not out:
             deliver(replace(arrays.describe(new, "out"), final=arrays.describe(out, "out")))
             new = out

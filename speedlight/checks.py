@@ -12,7 +12,7 @@ import numpy as np
 
 from .arrays import DTYPES, check_plain_tensor, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
-from .problem import LAYOUTS
+from .problem import LAYOUTS, MOST_SEEDS
 
 MOST = 1 << 46  # of sizes and positions
 
@@ -49,6 +49,27 @@ def scale_of(scale: Any, head_dim: int) -> float:
     value = number("scale", scale, "a number or None (1/sqrt(head_dim))")
     if not math.isfinite(value) or abs(value) > 1e30:
         raise ArgumentError(f"scale: expected a finite number up to 1e30 in size; got {value}.")
+    return value
+
+
+def dropout_of(dropout: Any) -> float:
+    """A probability."""
+    value = number("dropout", dropout, "a probability from 0 to 1")
+    if not 0.0 <= value <= 1.0:  # NaN is neither
+        raise ArgumentError(f"dropout: expected a probability from 0 to 1; got {value}.")
+    return value
+
+
+def seed_of(seed: Any) -> int:
+    """Of a dropout that is not 0: nobody else draws one."""
+    if seed is None:
+        raise ArgumentError(
+            "seed: expected an int beside dropout=, which says what is dropped; got None. Give another one in every "
+            "step of a training loop, as seed=step."
+        )
+    value = integer("seed", seed)
+    if not 0 <= value < MOST_SEEDS:
+        raise ArgumentError(f"seed: expected 0 to 2^64 - 1; got {value}.")
     return value
 
 

@@ -39,6 +39,13 @@ def of(device: str) -> Any:
             return gpu()
 
 
+def gradients() -> Any:
+    """What computes them: `prepare` makes a backward call."""
+    from .cpu import differentiate
+
+    return differentiate
+
+
 def gpu() -> Any:
     """What computes on a GPU."""
     try:

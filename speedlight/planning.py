@@ -85,6 +85,7 @@ class Plan:
         lengths = f"q {_range(p.q_lengths)}, k {_range(p.k_lengths)}"
         mask = " and ".join(["causal"] * p.causal + ["masked"] * (p.mask is not None)) or "full"
         mask += ", scored" if p.score is not None else ""
+        mask += f", dropout {p.dropout:g}" if p.dropout else ""
         visible = "? FLOP visible (exact=True counts)" if self.flops is None else f"{_si(self.flops, 'FLOP')} visible"
         unit, limits = ("thread", ", whatever the lengths") if self.engine == "cpu" else ("program", "")
         rows = [

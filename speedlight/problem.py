@@ -21,8 +21,9 @@ FAR_LSE = {"float32": 2.0**22, "float64": 2.0**51}
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (1, 0, 2)}  # where batch, head, length, dim lie
 
-_OR_NONE = frozenset((int, float, type(None)))
+_OR_NONE, _NUMBER = frozenset((int, float, type(None))), frozenset((int, float))
 _CAUSAL, _POSITION, _SCALE = frozenset((bool, str)), frozenset((int, type(None))), _OR_NONE
+MOST_SEEDS = 1 << 64  # a seed is the key of dropout's random numbers
 _MOST_VALUES = 4096  # of a list that a key may hold
 
 
@@ -46,16 +47,24 @@ class Options(NamedTuple):
     q_lengths: Any = None
     k_lengths: Any = None
     precision: Any = "ieee"
+    dropout: Any = 0.0
+    seed: Any = None
+
+    def seed_word(self) -> int:
+        """The seed of a call that has a key: 0 without dropout, where it says nothing."""
+        return self.seed if self.dropout else 0
 
     def key(self) -> tuple[Any, ...] | None:
         """Equal for options that mean the same to the bit; None where one is of a type that may change or is odd.
 
         Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores are
-        expressions, which never change, and are known by what they compute.
+        expressions, which never change, and are known by what they compute. A seed is none of it: it is a word of every
+        call, and another one would come with each.
         """
-        causal, window, mask, score, sinks, q_start, k_start, scale, layout, cu_q, cu_k, q_lens, k_lens, precision = (
-            self
-        )
+        (
+            causal, window, mask, score, sinks, q_start, k_start, scale, layout, cu_q, cu_k, q_lens, k_lens, precision,
+            dropout, seed,
+        ) = self  # fmt: skip
         if not (
             type(causal) in _CAUSAL
             and type(q_start) in _POSITION
@@ -63,12 +72,17 @@ class Options(NamedTuple):
             and type(scale) in _SCALE
             and type(layout) is str
             and type(precision) is str
+            and type(dropout) in _NUMBER
         ):
             return None
         if not (mask is score is None or (is_immutable(mask) and is_immutable(score))):
             return None
         exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
         key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
+        if dropout:
+            if not (0 < dropout <= 1 and type(seed) is int and 0 <= seed < MOST_SEEDS):
+                return None
+            key += (float(dropout),)
         if window is sinks is cu_q is cu_k is q_lens is k_lens is None:
             return key
         values = tuple(map(_exactly, (window, sinks, cu_q, cu_k, q_lens, k_lens)))
@@ -133,6 +147,8 @@ class Problem:
     rows: int | None = None  # of out per item, where q_lengths leave some of them without a query
     quantised: bool = False  # keys and values are int8 with a scale per token and head
     items: tuple[int, ...] | None = None  # what a mask calls the items, where not 0, 1, …
+    dropout: float = 0.0  # how likely a weight is dropped, after the softmax
+    seed: int = 0  # of what says which
     first_row: int | None = None  # run for other lengths of keys, too: for rows from this position to the last key
 
     @property
@@ -146,6 +162,11 @@ class Problem:
     @property
     def storage(self) -> str:
         return DTYPES[self.dtype][0]
+
+    @property
+    def dropout_divisor(self) -> float:
+        """Of the weights that dropout leaves; 1 where it leaves none."""
+        return 1.0 - self.dropout if self.dropout < 1 else 1.0
 
     @property
     def roots(self) -> tuple[Node | None, Node | None]:

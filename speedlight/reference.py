@@ -13,10 +13,12 @@ import numpy as np
 from . import arrays
 from .accuracy import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
 from .accuracy_backward import GradientBounds, key_bounds, query_bound, terms_of
+from .checks import check_index, dropout_of, integer, seed_of
 from .errors import ArgumentError
 from .expressions.tree import evaluate
 from .gradients import SINKS, Asked, Given, asked
 from .modes import standard
+from .philox import MOST_POSITIONS, kept
 from .problem import LAYOUTS, Options, Problem
 from .reference_backward import Returned, backward_of
 from .resolve import from_arrays
@@ -24,10 +26,12 @@ from .resolve import from_arrays
 _BEYOND = 2.0**128 - 2.0**103  # rounds to infinity in float32, in which a score's expression is computed
 
 
-def attention_row(score: np.ndarray, v: np.ndarray, visible: np.ndarray) -> tuple[np.ndarray, float]:
+def attention_row(
+    score: np.ndarray, v: np.ndarray, visible: np.ndarray, factors: np.ndarray | None = None
+) -> tuple[np.ndarray, float]:
     """One query's scores and its values: the definition.
 
-    A key that is not visible, or whose score is -inf, does not exist.
+    A key that is not visible, or whose score is -inf, does not exist. `factors`: what dropout multiplies weights by.
     """
     seen = visible & (score != -np.inf)
     score, v = score[seen], v[seen]
@@ -35,8 +39,9 @@ def attention_row(score: np.ndarray, v: np.ndarray, visible: np.ndarray) -> tupl
         return np.zeros(v.shape[1]), -np.inf
     top = np.nanmax(score) if not np.isnan(score).all() else 0.0
     p = np.exp(score - top)
+    left = p if factors is None else p * factors[seen]
     weighted = np.ascontiguousarray(
-        (p[:, None] * v).T
+        (left[:, None] * v).T
     )  # along rows NumPy adds in pairs: one long chain may be off by more than the engine
     return weighted.sum(axis=1) / p.sum(), float(top + np.log(p.sum()))
 
@@ -49,7 +54,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
         q, k, v: as for `speedlight.attention`.
         return_lse: also return the log-sum-exp.
         **options: causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q,
-            cu_seqlens_k, q_lengths, k_lengths.
+            cu_seqlens_k, q_lengths, k_lengths, dropout, seed.
 
     Returns:
         float64 NumPy arrays of the shapes that `speedlight.attention` returns.
@@ -186,7 +191,7 @@ def error_bound(
 
 def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
     """softmax(scale · QKᵀ) itself, (batch, q_heads, q_len, k_len) in float64; for a few rows, since it is as large as
-    it is.
+    it is; under dropout, what that leaves.
 
     Options as for `attention`, with layout "bhld" or "blhd". A row that sees nothing is 0.
 
@@ -202,8 +207,34 @@ def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
             score = np.where(place.visible, place.scores(), -np.inf)
             p = np.exp(score - np.maximum(score.max(axis=1, keepdims=True, initial=-np.inf), -1e300))
             total = p.sum(axis=1, keepdims=True)
-            out[place.at][:, : score.shape[1]] = p / np.where(total == 0, 1, total)
+            left = p if place.factors is None else p * place.factors
+            out[place.at][:, : score.shape[1]] = left / np.where(total == 0, 1, total)
     return out
+
+
+def keep_mask(dropout: float, seed: int, b: int, h: int, i: Any, j: Any) -> np.ndarray:
+    """Which weights `dropout=, seed=` leave: (len(i), len(j)), True where one stays.
+
+    Args:
+        dropout, seed: as for `speedlight.attention`.
+        b: what a mask calls the batch item: its place in the batch.
+        h: the query head.
+        i, j: absolute positions of queries and of keys: below 2^32, and those of queries may be negative.
+
+    >>> import speedlight as sl
+    >>> sl.reference.keep_mask(0.5, 0, b=0, h=0, i=range(2), j=range(4)).tolist()
+    [[False, True, True, True], [True, True, False, True]]
+    """
+    item, head = (check_index(name, x, MOST_POSITIONS) for name, x in (("b", b), ("h", h)))
+    rows, keys = (_positions(name, x, least) for name, x, least in (("i", i, -MOST_POSITIONS), ("j", j, 0)))
+    return kept(dropout_of(dropout), seed_of(seed), item, head, rows, keys)
+
+
+def _positions(name: str, x: Any, least: int) -> list[int]:
+    found = [integer(name, n) for n in arrays.listed(x, name, "a sequence of ints")]
+    if found and not least <= min(found) <= max(found) < MOST_POSITIONS:
+        raise ArgumentError(f"{name}: expected positions from {least} to 2^32 - 1; got {min(found)} to {max(found)}.")
+    return found
 
 
 def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -299,7 +330,8 @@ class _Flow:
 
     def into(self, head: _Head) -> Returned:
         """Of the rows of a head."""
-        return Returned(*(x[head.at].astype(np.float64) for x in (self.out, self.lse, self.d_out, self.d_lse)))
+        rows = (x[head.at].astype(np.float64) for x in (self.out, self.lse, self.d_out, self.d_lse))
+        return Returned(*rows, keep=head.factors)
 
 
 def _product(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
@@ -338,6 +370,9 @@ class _Head:
             mask = evaluate(p.mask.root, self.env, number, seen=False)
             self.visible = self.visible & mask
             evaluate(p.mask.root, self.env, number, seen=self.visible)
+        self.factors: np.ndarray | None = None  # what dropout multiplies weights by
+        if p.dropout:
+            self.factors = kept(p.dropout, p.seed, item, head, i, j) / p.dropout_divisor
 
     def products(self) -> np.ndarray:
         """[q_len, k_len]: scale · QKᵀ."""
@@ -362,6 +397,8 @@ class _Head:
         column = np.full((len(self.q), 1), self.problem.sinks[int(self.env["h"])])
         self.v = np.concatenate([self.v, np.zeros((1, self.v.shape[1]))])
         self.visible = np.concatenate([self.visible, np.ones(column.shape, dtype=bool)], axis=1)
+        if self.factors is not None:
+            self.factors = np.concatenate([self.factors, np.ones(column.shape)], axis=1)
         return np.concatenate([score, column], axis=1)
 
     def solve(self, out: np.ndarray, lse: np.ndarray) -> None:
@@ -372,8 +409,12 @@ class _Head:
             top = score.max(axis=1, keepdims=True)
             p = np.exp(score - top)
             total = p.sum(axis=1, keepdims=True)
-            out[self.at], lse[self.at] = self.product(p, self.v) / total, (top + np.log(total))[:, 0]
+            left = p if self.factors is None else p * self.factors
+            out[self.at] = self.product(left, self.v) / total
+            lse[self.at] = (top + np.log(total))[:, 0]
             return
-        rows = [attention_row(row, self.v, seen) for row, seen in zip(score, self.visible, strict=True)]
+        factors = [None] * len(score) if self.factors is None else self.factors
+        each = zip(score, self.visible, factors, strict=True)
+        rows = [attention_row(row, self.v, seen, left) for row, seen, left in each]
         if rows:
             out[self.at], lse[self.at] = np.array([r[0] for r in rows]), np.array([r[1] for r in rows])

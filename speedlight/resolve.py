@@ -19,6 +19,7 @@ from .expressions.symbols import Symbol, where
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression, score_chain
 from .modes import standard
+from .philox import MOST_POSITIONS
 from .problem import LAYOUTS, SPAN, Options, Problem, Sizes
 
 _AXES = {
@@ -147,7 +148,7 @@ def _stated(sizes: Sizes, options: Options) -> Stated:
         q_lens, k_lens = (tuple(b - a for a, b in itertools.pairwise(c)) for c in (cu_q, cu_k))
     else:
         q_lens, k_lens = _padded_lengths(sizes, options)
-    problem = _problem(sizes, q_lens, k_lens, options)
+    problem = _dropping(_problem(sizes, q_lens, k_lens, options), options)
     rows = None if packed or options.q_lengths is None else sizes.q_len
     if options.sink_logits is not None or rows is not None:
         problem = replace(problem, sinks=_sinks(options.sink_logits, problem), rows=rows)
@@ -246,6 +247,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         items=stored.items,
         first_row=None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
     )
+    problem = _dropping(problem, options)
     mask, packed, square = options.mask, layout == "lhd", (q_len, max(stored.k_lengths, default=0))
     if stored.hiding is not None:
         mask = stored.hiding if mask is None else stored.hiding & _mask(mask, problem, packed, square)
@@ -277,6 +279,21 @@ def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
         bool(causal),
         checks.scale_of(options.scale, sizes.head_dim),
     )
+
+
+def _dropping(problem: Problem, options: Options) -> Problem:
+    """With dropout, if there is any: positions are words of the counters of its random numbers."""
+    dropout = checks.dropout_of(options.dropout)
+    if not dropout:
+        return problem
+    seed, box = checks.seed_of(options.seed), problem.box()
+    last = max(box["i"][1], box["j"][1])
+    if last >= MOST_POSITIONS:
+        raise ArgumentError(
+            f"dropout: expected 0 where queries or keys are at positions from 2^32 on; got position {last}. Attend "
+            "without dropout there, or let q_start= and k_start= begin lower."
+        )
+    return replace(problem, dropout=dropout, seed=seed)
 
 
 def _starts(q_start: Any, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,16 +1,22 @@
 """Sets Triton 3.6's interpreter up: kernels run in Python on CPU tensors. Import before Triton.
 
 Four defects of 3.6.0 are mended: run-time loop bounds under NumPy 2.4, products of bfloat16, its rounding, and
-conditions that become numbers when a scalar one meets a block.
+conditions that become numbers when a scalar one meets a block. And what it does again for every operation is done
+once, which is most of its time: patches of the language, shapes, types.
 """
 
+import functools
+import math
 import os
+import types
 
 os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+from triton._utils import validate_block_shape
+from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 
@@ -25,12 +31,7 @@ def _rounded(x):
     return np.where(np.isnan(x), np.uint16(0x7FC0), nearest)
 
 
-_patch, _cast, _dot = interpreter._patch_lang_tensor, InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
-
-
-def _patch_lang_tensor(tensor, scope):
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.reshape(-1)[0]))
+_cast, _dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
 
 
 def cast_impl(self, source, to):
@@ -69,9 +70,98 @@ def run(self, *args, **kwargs):
 
 
 interpreter.GridExecutor.__call__ = run
-interpreter._patch_lang_tensor = _patch_lang_tensor
 InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot, InterpreterBuilder.create_splat = (
     cast_impl,
     create_dot,
     create_splat,
 )
+
+
+# --- once, instead of for every call of a function, every operation and every type
+
+
+def _patch_attr(obj, name, member, builder, scope):
+    inner, semantic = getattr(member, "__wrapped__", member), TritonSemantic(builder)
+
+    def call(*args, **named):
+        named["_semantic"] = semantic
+        return inner(*args, **named)
+
+    scope.set_attr(obj, name, call)
+
+
+def _patched_for_good():
+    """The language, as the interpreter patches it for the time of a call: nothing here is compiled."""
+    interpreter._patch_lang(types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core}))
+    tl.tensor.__index__ = lambda self: int(self.handle.data.reshape(-1)[0])
+    kept = types.SimpleNamespace(restore=lambda: None)
+    interpreter._patch_lang = lambda function: kept
+
+
+@functools.cache
+def _shape(sizes):
+    """A type's shape, its number of elements and its text; the shape and the number that its tensors have."""
+    shape, constants = tl.tuple(sizes), tl.tuple([tl.constexpr(n) for n in sizes])
+    return shape, validate_block_shape(shape), str(shape), (constants, tl.constexpr(math.prod(sizes)))
+
+
+_scalar = _shape(())[-1]
+
+
+def _block_type(self, element_ty, shape):
+    self.element_ty = element_ty
+    sizes = tuple([x.value if isinstance(x, tl.constexpr) else x for x in shape])
+    if not sizes:
+        raise TypeError("0d block_type is forbidden")
+    self.shape, self.numel, text, self.of_tensors = _shape(sizes)
+    self.name = f"<{text}, {element_ty}>"
+
+
+def _tensor(self, handle, type):
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = type.of_tensors if type.is_block() else _scalar
+
+
+_broadcast = TritonSemantic.broadcast_impl_value
+
+
+def _broadcast_impl_value(self, a, b):
+    """Shapes that are equal are the same object here."""
+    x = a.type.shape if a.type.is_block() else None
+    y = b.type.shape if b.type.is_block() else None
+    return (a, b) if x is y else _broadcast(self, a, b)
+
+
+_operands = TritonSemantic.binary_op_type_checking_impl
+
+
+def _binary_op_type_checking_impl(
+    self, a, b, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+):
+    """Operands of one type stay as they are, but for a division's."""
+    if type(a) is type(b) is tl.tensor and a.dtype is b.dtype and type(a.dtype) is tl.dtype and not div_or_mod:
+        return self.broadcast_impl_value(a, b)
+    return _operands(self, a, b, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+_numpy_dtype, _numpy_dtypes = interpreter._get_np_dtype, {}
+
+
+def _get_np_dtype(kind):
+    if kind.name not in _numpy_dtypes:
+        _numpy_dtypes[kind.name] = _numpy_dtype(kind)
+    return _numpy_dtypes[kind.name]
+
+
+_equal = tl.dtype.__eq__
+interpreter._patch_attr = _patch_attr
+_patched_for_good()
+tl.dtype.__eq__ = lambda self, other: self is other or _equal(self, other)
+tl.block_type.__init__, tl.tensor.__init__ = _block_type, _tensor
+TritonSemantic.broadcast_impl_value = _broadcast_impl_value
+TritonSemantic.binary_op_type_checking_impl = _binary_op_type_checking_impl
+for kind in (tl.dtype, tl.pointer_type, tl.block_type):
+    kind.to_ir = lambda self, builder: self
+interpreter._get_np_dtype = _get_np_dtype
+# overflows are looked for in wider numbers, and told in its debug mode alone
+interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)

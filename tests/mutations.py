@@ -336,7 +336,7 @@ MUTATIONS = (
         "gpu/splits.py",
         "count = tl.minimum((item.k_len + size - 1) // size, splits)",
         "count = tl.minimum(item.k_len // size, splits)",
-        f"{GPU_CACHES} {GPU}",
+        f"{GPU} {GPU_CACHES} -k 'every_length or uneven_lengths'",
     ),
     Mutation(
         "GPU: the sign of // and % is that of the processor",

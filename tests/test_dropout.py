@@ -6,9 +6,14 @@ import ctypes
 
 import numpy as np
 import pytest
+from conftest import FULL
+from problems import DTYPES, numpy_dtype, qkv
+from tolerance import assert_accurate
 
-from speedlight import philox
+import speedlight as sl
+from speedlight import api, philox
 from speedlight.cpu import philox as on_vectors
+from speedlight.cpu import prepare, schedule
 from speedlight.cpu.compile import _load, compile_ir
 from speedlight.cpu.shape import Shape
 from speedlight.cpu.vector import I64, PTR, Module, vec
@@ -73,3 +78,373 @@ def test_what_is_dropped_of_a_probability():
     assert philox.drop_below(0.0) == 0 and philox.drop_below(1.0) == 2**32
     assert philox.drop_below(2.0**-33) == 0 and philox.drop_below(1 - 2.0**-53) == 2**32 - 1
     assert philox.drop_below(0.1) == 429496729
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_words_are_fair_and_independent(p):
+    """Shares of what stays, alone and of pairs of neighbours, within five standard deviations of their means."""
+    rows, keys, heads = 1000, 10_000, 10 if FULL else 1  # 10^8 draws, or 10^7
+    count = single = 0
+    pairs = dict.fromkeys([(0, 1), (0, 4), (1, 0), (1, 1)], 0)
+    last = None
+    for h in range(heads):
+        keep = philox.kept(p, 12345, 0, h, np.arange(rows), np.arange(keys))
+        count, single = count + keep.size, single + int(keep.sum())
+        for a, b in pairs:
+            pairs[a, b] += int((keep[: rows - a, : keys - b] & keep[a:, b:]).sum())
+        if last is not None:
+            both, mean = (keep & last).mean(), (1 - p) ** 2
+            assert abs(both - mean) < 5 * np.sqrt(mean * (1 - mean) / keep.size)
+        last = keep
+    assert abs(single / count - (1 - p)) < 5 * np.sqrt(p * (1 - p) / count)
+    for (a, b), n in pairs.items():
+        size, mean = heads * (rows - a) * (keys - b), (1 - p) ** 2
+        # pairs that overlap vary more than as many that do not: by less than twice as much
+        assert abs(n / size - mean) < 5 * np.sqrt(3 * mean * (1 - mean) / size), (a, b)
+
+
+# --- which weights are dropped
+
+
+def staying(dtype, batch, heads, group, q_len, k_len, **options):
+    """[batch, q_heads, q_len, k_len]: the weights that are not 0, since the value of key j is 1 in column j alone."""
+    kind = numpy_dtype(dtype)
+    q, k = (np.zeros((batch, n, m, 16), kind) for n, m in ((heads, q_len), (heads // group, k_len)))
+    v = np.broadcast_to(np.eye(k_len, dtype=np.float32).astype(kind), (batch, heads // group, k_len, k_len))
+    return sl.attention(q, k, v, **options).astype(np.float64) != 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("seed", "start", "k_start"),
+    [(0, 0, 0), (2**64 - 1, -50, 1024), (1 << 32, 2**32 - 100, 2**32 - 2048), (7, 12, 2**31)],
+)
+def test_the_weights_that_keep_mask_tells(isa, dtype, seed, start, k_start):
+    """In the forward kernel and in the decode kernel, of every item, head and place."""
+    for q_len, k_len in ((70, 1100), (3, 1100), (1, 30)):
+        found = staying(dtype, 2, 4, 2, q_len, k_len, dropout=0.3, seed=seed, q_start=start, k_start=k_start)
+        assert found.any() and not found.all()
+        i, j = range(start, start + q_len), range(k_start, k_start + k_len)
+        for b, h in np.ndindex(2, 4):
+            assert (found[b, h] == sl.reference.keep_mask(0.3, seed, b, h, i, j)).all(), (b, h)
+
+
+def test_masks_and_tiles_that_begin_within_a_tile(isa):
+    """A mask leaves parts of tiles out: what is dropped of the rest stays the same."""
+    mask = sl.window(40, 0) | sl.prefix(3)
+    for q_len in (70, 3):
+        keep = staying("float32", 1, 2, 1, q_len, 700, dropout=0.4, seed=5, mask=mask)
+        seen = staying("float32", 1, 2, 1, q_len, 700, mask=mask)
+        for h in range(2):
+            expected = sl.reference.keep_mask(0.4, 5, 0, h, range(700 - q_len, 700), range(700))
+            assert (keep[0, h] == (seen[0, h] & expected)).all()
+
+
+# --- results
+
+PROBLEMS = (
+    (1, 1, 3, 3, {}),
+    (300, 1300, 40, 24, {"causal": True, "sink_logits": [0.0, 1.0, -np.inf, 3.0]}),
+    (50, 129, 17, 33, {"window": (20, 3)}),
+    (16, 1025, 64, 64, {"score": sl.softcap(3.0), "scale": -0.4}),
+    (3, 2100, 64, 17, {"causal": True}),
+    (2, 300, 33, 40, {"mask": sl.window(60, 0), "score": sl.alibi([0.1, 0.2, 0.3, 0.4])}),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("q_len", "k_len", "d", "dv", "options"), PROBLEMS)
+def test_every_element_is_within_its_bound(isa, rng, dtype, q_len, k_len, d, dv, options):
+    q, k, v = qkv(rng, dtype, 2, 4, 2, q_len, k_len, d, dv)
+    for p in (0.1, 0.9):
+        out, lse = assert_accurate(q, k, v, dropout=p, seed=99, zeros_allowed=True, **options)
+        plain, all_of_it = sl.attention(q, k, v, return_lse=True, **options)
+        assert lse.tobytes() == all_of_it.tobytes()  # of every weight
+        assert k_len < 30 or out.tobytes() != plain.tobytes()
+
+
+def test_the_bound_is_near():
+    """Of the worst element, between a thousandth and the whole: dropout has not made it idle."""
+    from tolerance import assert_within
+
+    q, k, v = qkv(np.random.default_rng(3), "float32", 1, 2, 2, 200, 2000, 64, 64)
+    options = {"dropout": 0.5, "seed": 1}
+    for proven in (False, True):
+        bounds = sl.reference.error_bound(q, k, v, proven=proven, **options)
+        share = assert_within(sl.attention(q, k, v, **options), sl.reference.attention(q, k, v, **options), bounds.out)
+        assert 1e-3 < share < 1
+
+
+def test_weights_are_those_that_stay():
+    q, k, v = qkv(np.random.default_rng(3), "float64", 2, 2, 1, 5, 40, 8, 8)
+    options = {"causal": True, "dropout": 0.5, "seed": 11}
+    weights = sl.reference.weights(q, k, **options)
+    assert np.allclose(weights @ v, sl.reference.attention(q, k, v, **options), atol=1e-12)
+    keep = sl.reference.keep_mask(0.5, 11, 1, 1, range(35, 40), range(40))
+    assert (weights[1, 1] == sl.reference.weights(q, k, causal=True)[1, 1] * keep / 0.5).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_dropout_costs_nothing(isa, rng, dtype):
+    q, k, v = qkv(rng, dtype, 1, 2, 2, 60, 200, 16, 16)
+    want, kernel = sl.attention(q, k, v), sl.plan(q, k, v).kernel
+    for p, seed in ((0.0, None), (0, 3), (-0.0, "any"), (np.float32(0), None)):
+        assert sl.attention(q, k, v, dropout=p, seed=seed).tobytes() == want.tobytes()
+        assert sl.plan(q, k, v, dropout=p, seed=seed).kernel == kernel
+    assert "_dropout_" in sl.plan(q, k, v, dropout=0.1, seed=0).kernel
+    assert ", dropout 0.1" in str(sl.plan(q, k, v, dropout=0.1, seed=0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [60, 2])
+def test_the_ends_of_probability(isa, rng, dtype, q_len):
+    q, k, v = qkv(rng, dtype, 1, 2, 2, q_len, 200, 16, 16)
+    want, lse = sl.attention(q, k, v, return_lse=True)
+    none, same = sl.attention(q, k, v, return_lse=True, dropout=1.0, seed=4)
+    assert none.shape == want.shape and not none.astype(np.float64).any() and same.tobytes() == lse.tobytes()
+    for least in (5e-324, 2.0**-60, 2.0**-33):
+        out = sl.attention(q, k, v, dropout=least, seed=4)
+        by = want.astype(np.float64) / (1 - least)
+        assert np.abs(out.astype(np.float64) - by).max() <= 3e-16 if dtype == "float64" else (out == want).all()
+    nearly = assert_accurate(q, k, v, dropout=1 - 2.0**-20, seed=4, zeros_allowed=True)
+    assert np.isfinite(nearly[0].astype(np.float64)).all()
+
+
+# --- the same bits everywhere
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_same_bits_however_it_is_cut(isa, rng, dtype):
+    q, k, v = qkv(rng, dtype, 2, 4, 2, 150, 1200, 33, 40)
+    options = {"causal": True, "dropout": 0.25, "seed": 77}
+    want, lse = sl.attention(q, k, v, return_lse=True, **options)
+    for threads in (1, 3):
+        sl.set_threads(threads)
+        api._prepared.clear()
+        assert sl.attention(q, k, v, **options).tobytes() == want.tobytes()
+    for first, end in ((0, 1), (1, 4), (4, 60), (60, 150)):
+        out, some = sl.attention(q[:, :, first:end], k, v, q_start=1050 + first, return_lse=True, **options)
+        assert out.tobytes() == want[:, :, first:end].tobytes() and some.tobytes() == lse[:, :, first:end].tobytes()
+    apart = [np.ascontiguousarray(x.swapaxes(1, 2)) for x in (q, k, v)]
+    assert (sl.attention(*apart, layout="blhd", **options).swapaxes(1, 2) == want).all()
+    packed = [x.reshape(-1, *x.shape[2:]) for x in apart]
+    offsets = {"cu_seqlens_q": [0, 150, 300], "cu_seqlens_k": [0, 1200, 2400]}
+    out = sl.attention(*packed, layout="lhd", **offsets, **options).reshape(apart[0].shape[:3] + (40,))
+    assert (out.swapaxes(1, 2) == want).all()
+    alone = [x[1:] for x in (q, k, v)]  # another item of the batch: other weights
+    assert sl.attention(*alone, **options).tobytes() != want[1:].tobytes()
+    assert sl.attention(*(x[:1] for x in (q, k, v)), **options).tobytes() == want[:1].tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeypatch):
+    for case in range(60 if FULL else 6):
+        kv_heads, group, n = (int(rng.integers(1, m)) for m in (3, 4, 4))
+        length = int(rng.choice([1, 15, 17, 128, 129, 300, 1025, 2500]))
+        d, dv = int(rng.choice([1, 16, 33, 80])), int(rng.choice([16, 17, 64]))
+        q, k, v = qkv(rng, dtype, 2, kv_heads * group, kv_heads, n, length, d, dv)
+        if case % 3 == 0:
+            v[rng.random(v.shape) < 0.5 / length] = np.nan
+        options = {"causal": bool(case % 2), "dropout": 0.4, "seed": case, "return_lse": True}
+        options |= [{}, {"mask": sl.window(700, 0) | sl.prefix(9)}][case // 2 % 2]
+        results = []
+        for rows in (0, 64):
+            monkeypatch.setattr(schedule, "DECODE_ROWS", rows)
+            api._prepared.clear()
+            results.append(sl.attention(q, k, v, **options))
+        (want, lse), (out, other) = results
+        nan = np.isnan(want)
+        assert (np.isnan(out) == nan).all() and out[~nan].tobytes() == want[~nan].tobytes()
+        assert other.tobytes() == lse.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+def test_caches_and_pools(isa, rng, dtype):
+    """Prefill and decoding drop the same weights; a pool's sequence has its place as batch item."""
+    n, options = 400, {"dropout": 0.3, "seed": 2**63 + 5}
+    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, n, n, 24, 24)
+    sizes = {"kv_heads": 2, "head_dim": 24, "dtype": dtype, "layers": 1}
+    whole = sl.KVCache(batch=2, capacity=n, **sizes)
+    want, lse = whole.attend(0, q, k, v, return_lse=True, **options)
+    assert dtype == "int8" or want.tobytes() == sl.attention(q, k, v, causal=True, **options).tobytes()
+    chunks = [130, *[1] * 20, 2, 100, 48, *[1] * 100]
+    cache, pool = sl.KVCache(batch=2, capacity=n, **sizes), sl.PagePool(pages=60, page_size=16, **sizes)
+    sequences, at = [pool.sequence(), pool.sequence()], 0
+    for m in chunks:
+        part = [x[:, :, at : at + m] for x in (q, k, v)]
+        out, some = cache.attend(0, *part, return_lse=True, **options)
+        assert out.tobytes() == want[:, :, at : at + m].tobytes() and some.tobytes() == lse[:, :, at : at + m].tobytes()
+        rows = [np.ascontiguousarray(x.swapaxes(1, 2)).reshape(2 * m, *x.shape[1:2], -1) for x in part]
+        got = pool.attend(0, sequences, *rows, new_lengths=[m, m], **options).reshape(2, m, 4, 24).swapaxes(1, 2)
+        assert (got == out).all()
+        at += m
+    assert at == n
+    ring = sl.KVCache(batch=2, window=100, keep_first=7, **sizes)
+    want = whole.attend(0, q[:, :, -1:], mask=sl.window(99, 0) | sl.prefix(7), **options)
+    ring.append(0, *(x[:, :, :-1] for x in (k, v)))
+    assert ring.attend(0, *(x[:, :, -1:] for x in (q, k, v)), **options).tobytes() == want.tobytes()
+
+
+def test_raw_pages(isa, rng):
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 3, 64, 16, 16)
+    pages = [x.swapaxes(1, 2).reshape(8, 16, 2, 16) for x in (k, v)]
+    options = {"dropout": 0.5, "seed": 3}
+    out = sl.attention_paged(q, *pages, [[0, 1, 2, 3], [4, 5, 6, 7]], [64, 64], causal=True, **options)
+    assert out.tobytes() == sl.attention(q, k, v, causal=True, **options).tobytes()
+
+
+# --- what is seen
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [70, 2])
+def test_hidden_keys_stay_absent_and_dropped_ones_do_not(isa, rng, dtype, q_len):
+    """0 times NaN is NaN, as in PyTorch, where the key is visible."""
+    q, k, v = qkv(rng, dtype, 1, 2, 2, q_len, 300, 16, 16)
+    options = {"causal": True, "dropout": 0.9, "seed": 1}
+    clean = sl.attention(q, k, v, **options)
+    for at in (290, 299):
+        bad = v.copy()
+        bad[:, :, at] = np.nan
+        out, seen = sl.attention(q, k, bad, **options), np.arange(300 - q_len, 300) >= at
+        assert np.isnan(out[:, :, seen]).all() and out[:, :, ~seen].tobytes() == clean[:, :, ~seen].tobytes()
+        mask = sl.expression(lambda b, h, i, j, at=at: j != at)
+        hidden = sl.attention(q, k, bad, mask=mask, **options)
+        assert hidden.tobytes() == sl.attention(q, k, v, mask=mask, **options).tobytes()
+        assert (np.isnan(sl.reference.attention(q, k, bad, **options)) == np.isnan(out)).all()
+
+
+def test_codes_whose_scale_is_not_a_number(isa, rng):
+    """A token of an int8 cache that held NaN makes NaN of the rows that see it, dropped or not."""
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 60, 60, 16, 16)
+    v[:, :, 20, 3] = np.nan
+    for chunks in ([60], [1] * 60):
+        cache, at, outs = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=60, dtype="int8"), 0, []
+        for n in chunks:
+            outs.append(cache.attend(0, *(x[:, :, at : at + n] for x in (q, k, v)), dropout=0.9, seed=1))
+            at += n
+        nan = np.isnan(np.concatenate(outs, axis=2)).any(axis=-1)
+        assert nan[:, :, 20:].all() and not nan[:, :, :20].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_len", [77, 3])
+def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
+    q, k, v = (rng.standard_normal((1, 2, n, 33)).astype(numpy_dtype(dtype)) for n in (q_len, 77, 77))
+    results = set()
+    for fill in (0x00, 0xFF, 0x7F):
+
+        def take(size: int, fill: int = fill) -> ctypes.Array:
+            scratch = (ctypes.c_char * size)()
+            ctypes.memset(scratch, fill, size)
+            return scratch
+
+        monkeypatch.setattr(prepare, "_take_scratch", take)
+        monkeypatch.setattr(prepare, "_give_scratch", lambda scratch: None)
+        results.add(sl.attention(q, k, v, causal=True, dropout=0.2, seed=8).tobytes())
+    assert len(results) == 1
+
+
+# --- seeds
+
+
+@pytest.mark.parametrize("q_len", [60, 1])
+def test_another_seed_prepares_nothing(rng, q_len):
+    """A training loop has a new one in every step: memos of prepared calls hold none of them."""
+    q, k, v = qkv(rng, "float32", 1, 2, 2, q_len, 200, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=200)
+    cache.append(0, k, v)
+    pool = sl.PagePool(layers=1, pages=13, page_size=16, kv_heads=2, head_dim=16)
+    sequence, rows = pool.sequence(), [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v)]
+    pool.append(0, [sequence], *rows[1:])
+    api._prepared.clear()
+    first = {}
+    for turn in range(2):
+        for seed in (0, 1, 2**63, 2**64 - 1):
+            options = {"dropout": 0.3, "seed": seed}
+            out = sl.attention(q, k, v, **options).tobytes()
+            assert first.setdefault(seed, out) == out, turn
+            assert cache.attend(0, q, **options).tobytes() == out
+            got = np.ascontiguousarray(pool.attend(0, [sequence], rows[0], **options).swapaxes(0, 1))
+            assert got.tobytes() == out
+            assert sl.attention(q, k, v, dropout=0.3, seed=np.uint64(seed)).tobytes() == out
+    assert len(set(first.values())) == 4
+    assert len(api._prepared) == 1 and len(cache._storage.steps) == 1 and len(pool._storage.steps) == 1
+
+
+def test_steps_with_other_seeds(rng):
+    """Checked steps of a cache, which are known by their keys and values too."""
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 30, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=30)
+    for n in range(30):
+        here = slice(n, n + 1)
+        out = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], dropout=0.5, seed=n)
+        want = sl.attention(q[:, :, here], *(x[:, :, : n + 1] for x in (k, v)), dropout=0.5, seed=n)
+        assert out.tobytes() == want.tobytes()
+    assert len(cache._storage.checked_steps) == 1
+
+
+# --- errors
+
+WRONG = (
+    ({"dropout": 1.5, "seed": 0}, sl.ArgumentError, r"dropout: expected a probability from 0 to 1; got 1.5\."),
+    ({"dropout": -0.1, "seed": 0}, sl.ArgumentError, "dropout: expected a probability from 0 to 1; got -0.1"),
+    ({"dropout": float("nan"), "seed": 0}, sl.ArgumentError, "dropout: expected a probability from 0 to 1; got nan"),
+    ({"dropout": "0.1", "seed": 0}, sl.ArgumentTypeError, "dropout: expected a probability from 0 to 1; got str"),
+    ({"dropout": None}, sl.ArgumentTypeError, "dropout: expected a probability from 0 to 1; got NoneType"),
+    ({"dropout": True, "seed": 0}, sl.ArgumentTypeError, "dropout: expected a probability from 0 to 1; got bool"),
+    ({"dropout": 0.1}, sl.ArgumentError, "seed: expected an int beside dropout=.* got None"),
+    ({"dropout": 0.1, "seed": 1.0}, sl.ArgumentTypeError, "seed: expected an int; got float"),
+    ({"dropout": 0.1, "seed": True}, sl.ArgumentTypeError, "seed: expected an int; got bool"),
+    ({"dropout": 0.1, "seed": -1}, sl.ArgumentError, r"seed: expected 0 to 2\^64 - 1; got -1"),
+    ({"dropout": 0.1, "seed": 2**64}, sl.ArgumentError, "seed: expected an int of at most 64 bits"),
+)
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), WRONG)
+def test_wrong_arguments(rng, options, kind, message):
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 3, 5, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=5)
+    cache.append(0, k, v)
+    pool = sl.PagePool(layers=1, pages=3, page_size=16, kv_heads=2, head_dim=16)
+    sequence, rows = pool.sequence(), [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v)]
+    pool.append(0, [sequence], *rows[1:])
+    sizes = {"q_heads": 2, "q_len": 3, "head_dim": 16}
+    for call in (
+        lambda: sl.attention(q, k, v, **options),
+        lambda: sl.reference.attention(q, k, v, **options),
+        lambda: sl.plan(**sizes, **options),
+        lambda: cache.attend(0, q, **options),
+        lambda: pool.attend(0, [sequence], rows[0], **options),
+        lambda: sl.attention_paged(q, *(x[None] for x in rows[1:]), [[0]], [5], **options),
+    ):
+        with pytest.raises(kind, match=message):
+            call()
+
+
+def test_positions_beyond_32_bits(rng):
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 2, 1024, 16, 16)
+    dropout = {"dropout": 0.1, "seed": 0}
+    sl.attention(q, k, v, k_start=2**32 - 1024, **dropout)
+    for where in ({"k_start": 2**32}, {"q_start": 2**32 - 1}, {"k_start": 2**32 - 1024, "q_start": 2**32}):
+        with pytest.raises(sl.ArgumentError, match=r"dropout: expected 0 where .* at positions from 2\^32 on; got pos"):
+            sl.attention(q, k, v, **where, **dropout)
+        sl.attention(q, k, v, **where)
+
+
+def test_keep_mask_says_what_is_wrong():
+    keep = sl.reference.keep_mask
+    assert keep(0.5, 1, 0, 0, [-3, 7], np.arange(9)[::2]).shape == (2, 5)
+    whole = keep(0.5, 1, 0, 0, range(-3, 8), range(9))
+    assert (keep(0.5, 1, 0, 0, [-3, 7], [8, 1]) == whole[[0, 10]][:, [8, 1]]).all()
+    for change, message in (
+        ({"j": [2**32]}, r"j: expected positions from 0 to 2\^32 - 1"),
+        ({"j": [-1]}, "j: expected positions from 0"),
+        ({"i": [0.5]}, "i: expected an int; got float"),
+        ({"b": -1}, "b: expected 0 to"),
+        ({"h": "x"}, "h: expected an int"),
+        ({"dropout": 2}, "dropout: expected a probability"),
+        ({"seed": None}, "seed: expected an int"),
+    ):
+        with pytest.raises(sl.Error, match=message):
+            keep(**{"dropout": 0.5, "seed": 1, "b": 0, "h": 0, "i": [0], "j": [0]} | change)

@@ -82,15 +82,26 @@ def test_a_plan_counts_the_tiles_that_are_computed(rng, monkeypatch, name):
     assert found.flops == sl.plan(q, k, v, **options).flops and "16 x 16" in str(found)
 
 
-def test_commands_without_a_gpu():
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_commands_without_a_gpu(monkeypatch, capsys):
+    from speedlight.tools import cli
+
+    monkeypatch.delenv("TRITON_INTERPRET")
     for words in (["bench", "--device", "cuda"], ["plan", "--length", "64", "--device", "cuda"], ["tune"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "speedlight.tools.cli", *words], capture_output=True, text=True, env=env
-        )
-        text = " ".join(done.stderr.split())
-        assert done.returncode == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, done
-    done = subprocess.run([sys.executable, "-m", "speedlight.tools.gpu"], capture_output=True, text=True, env=env)
-    assert done.returncode == 2 and "no CUDA device here" in done.stderr
+        monkeypatch.setattr(sys, "argv", ["speedlight", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        text = " ".join(capsys.readouterr().err.split())
+        assert end.value.code == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, words
+    assert gpu.main([]) == 2 and "no CUDA device here" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_command_of_its_own_process_finds_no_gpu():
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    words = ["plan", "--length", "64", "--device", "cuda"]
+    done = subprocess.run(
+        [sys.executable, "-m", "speedlight.tools.cli", *words], capture_output=True, text=True, env=env
+    )
+    text = " ".join(done.stderr.split())
+    assert done.returncode == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, done

@@ -15,24 +15,29 @@ from typing import NamedTuple
 
 from ..problem import QUERY_BLOCK, TILE
 from .backward_tiles import (
+    UNITS,
     Weights,
     add_partial,
     clear,
+    copied,
     dot_of_panels,
     into_keys,
     into_queries,
     load_panel,
+    make_units,
     product,
     stage_across,
     stage_rows,
     store_panel,
 )
+from .flows import changes_flow, flow_tile
 from .layout import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, QUERY_LANES, GradientItem
+from .lower import aim, expression_tile, squares
 from .products import units_of
 from .region import Box, Work, entry, region
 from .shape import Shape
 from .staging import pack_queries
-from .vector import F32, F64, I32, I64, PTR, Function, Module, Value
+from .vector import F32, F64, I1, I32, I64, PTR, Function, Module, Value
 from .visibility import extent, visibility
 
 _SPINS = 64  # looks before a waiting thread lets others run
@@ -47,9 +52,15 @@ class _Parts:
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.pack, self.stage, self.clear = pack_queries(m, s), stage_rows(m, s), clear(m, s)
+        self.copy = copied(m, s)
         self.stage_across = stage_across(m, s) if s.elements > 1 else self.stage
         self.product, self.delta = product(m, s), dot_of_panels(m, s)
-        self.weights = Weights(m, s).function()
+        self.squares = squares(s.program) if s.program else []
+        self.aim = aim(m, s, s.program) if self.squares else None
+        self.expression = expression_tile(m, s, s.program) if s.program else None
+        self.flow = flow_tile(m, s, s.program) if s.program and changes_flow(s.program) else None
+        self.weights = Weights(m, s, last=self.flow is None).function()
+        self.units = make_units(m, s) if s.elements > 1 and self.flow is not None else None
         self.into_queries = [into_queries(m, s, predicated=x) for x in (False, True)]
         self.into_keys = {n: into_keys(m, s, rows, n) for rows, n in s.tiles.gradients}
         self.into_keys_predicated = into_keys(m, s, 2, 1, predicated=True)
@@ -104,6 +115,7 @@ class _Task(Work):
     def __init__(self, k: Function, parts: _Parts) -> None:
         super().__init__(k, parts.shape, parts.visibility, parts.extent)
         self.parts = parts
+        self.fetch = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))  # rows of tables
         a, item = self.a, self.item
         self.q_head = self.head * a.group + self.step % a.group
         self.heads = (self.q_head, self.q_head)
@@ -216,7 +228,7 @@ class _Task(Work):
             k.call(parts.pack, panel.lanes("d_out"), gradients, a.value_dim, value_units, a.d_out_column, none)
             delta = k.at(panel.part("stats"), s.row_bytes)
             k.call(parts.delta, delta, queries, gradients, value_units)
-            k.call(parts.pack, panel.lanes("q"), queries, a.head_dim, units, a.q_column, none)
+            k.call(parts.pack, panel.lanes("q"), queries, a.head_dim, units, a.q_column, a.flip)
             for name, length, columns in (("q", a.head_dim, a.columns), ("d_out", a.value_dim, a.value_columns)):
                 with k.when(getattr(a, f"{name}_staged").differs(0)):
                     source = k.pointer(self.row_of(name, self.q_head, row))
@@ -322,33 +334,24 @@ class _Task(Work):
         keys, values = k.at(tile.keys, first * tile.k_row), k.at(tile.values, first * tile.v_row)
         units, value_units = units_of(s, a.head_dim), units_of(s, a.value_dim)
         scores, flows, check = (self.part(x) for x in ("scores", "flows", "check"))
-        k.call(parts.product, scores, panel.part("queries"), keys, tile.k_row, count, units, check)
-        k.call(
-            parts.product,
-            flows,
-            panel.part("gradients"),
-            values,
-            tile.v_row,
-            count,
-            value_units,
-            k.at(check, s.row_bytes),
-        )
-        p_units, ds_units, flow_units = scores, flows, flows  # what products read
-        arguments = (scores, flows, panel.part("stats"), panel.lanes("limit"), check, start, full, count, self.factor())
+        sums = [k.at(check, i * s.row_bytes) for i in (3, 4)]
+        k.call(parts.product, scores, panel.part("queries"), keys, tile.k_row, count, units, sums[0])
+        k.call(parts.product, flows, panel.part("gradients"), values, tile.v_row, count, value_units, sums[1])
+        where = (start + a.k_start, start, count, self.item.index, clear - first)
+        careful = self.weights(panel, where, full)
+        p_units, ds_units, flow_units = [self.part(x) for x in UNITS] if s.elements > 1 else (scores, flows, flows)
+        key_row = tile.k_row
         if s.elements > 1:
-            p_units, ds_units, flow_units = units = [self.part(x) for x in ("p_units", "ds_units", "flow_units")]
-            arguments += (*units,)
-            keys = k.at(self.part("key_units"), units_of(s, first) * (a.head_dim * s.number_bytes))
-        careful = k.call(parts.weights, *arguments).differs(0)
-        key_row = a.head_dim * s.number_bytes if s.elements > 1 else tile.k_row
+            key_row = a.head_dim * s.number_bytes
+            keys = k.at(self.part("key_units"), units_of(s, first) * key_row)
         dq = (panel.part("dq"), flow_units, keys, key_row, units_of(s, count), a.head_dim, scores)
         with k.either(careful) as (some, every):
             for which, branch in enumerate((every, some)):
                 with branch:
                     k.call(parts.into_queries[which], *dq)
-        for name, weights, length, columns in (
-            ("d_out", p_units, a.value_dim, a.value_columns),
-            ("q", ds_units, a.head_dim, a.columns),
+        for name, weights, columns in (
+            ("d_out", p_units, a.value_columns),
+            ("q", ds_units, a.columns),
         ):
             rows, row = self.rows_of(panel, name)
             acc_row = columns * s.number_bytes
@@ -359,6 +362,29 @@ class _Task(Work):
                     self.columns_of(parts.into_keys_predicated, acc, acc_row, rows, c, arguments, scores)
                 with every:
                     self.all_columns(acc, acc_row, rows, columns // s.lanes, arguments, scores)
+
+    def weights(self, panel: _Panel, where: tuple[Value, ...], full: Value) -> Value:
+        """P and dS, through the expression and back; whether products must look at every pair."""
+        k, s, parts = self.k, self.s, self.parts
+        scores, flows, raw, check = (self.part(x) for x in ("scores", "flows", "raw", "check"))
+        position, start, count, index, clear = where
+        units = [self.part(x) for x in UNITS] if s.elements > 1 else []
+        lanes, limits = panel.lanes("position"), panel.lanes("limit")
+        if parts.aim is not None:
+            k.call(parts.aim, k.p["a"], self.fetch, lanes, position, index)
+        if parts.flow is not None:
+            k.call(parts.copy, raw, scores, count * s.vectors)
+        if parts.expression is not None:
+            with k.when(k.const(1, I1) if s.program.score is not None else clear < count):
+                k.call(parts.expression, k.p["a"], scores, check, lanes, limits, *where, self.fetch)
+        arguments = (scores, flows, panel.part("stats"), limits, check, start, full, count, self.scale())
+        if parts.flow is None:
+            return k.call(parts.weights, *arguments, *units).differs(0)
+        careful = k.call(parts.weights, *arguments).differs(0)
+        k.call(parts.flow, k.p["a"], raw, scores, flows, lanes, self.fetch, position, count, index)
+        if parts.units is not None:
+            k.call(parts.units, scores, flows, count, *units)
+        return careful
 
     def rows_of(self, panel: _Panel, name: str) -> tuple[Value, Value]:
         """The rows of q or d_out of a panel, and their distance: where they lie, or copied."""

@@ -36,7 +36,7 @@ from .products import (
 )
 from .shape import Shape
 from .softmax import exp4, lowest_exponent
-from .vector import F32, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
+from .vector import I16, I32, I64, PTR, Function, Module, Value, Variable, vec
 
 LOG4_E = 0.7213475204444817
 Step = Callable[[Value], None]
@@ -101,20 +101,21 @@ def dot_of_panels(module: Module, s: Shape) -> Any:
 
 
 class Weights:
-    """The function that makes P of S and dS of dP; what it needs to know of each lane comes in `lanes`.
+    """The function that makes P of S and dS of dP; what it needs to know of each lane comes in `stats` and `limits`.
 
-    lse, delta [panel] in the type of numbers; limits [panel] as int64: lane i sees keys below limits[i] - tile_start.
+    stats: lse, then delta [panel] in the type of numbers. limits: lane i sees keys below limits[i] - tile_start.
+    check: [5, panel], of scores as an expression left them the largest, their sum and the least; then sums of S and dP.
     """
 
-    def __init__(self, module: Module, s: Shape) -> None:
-        names = ("tile_start", "full", "n_keys")
-        params = {"scores": PTR, "flows": PTR, "stats": PTR, "limits": PTR, "check": PTR} | dict.fromkeys(names, I64)
-        units = {"p_units": PTR, "ds_units": PTR, "flow_units": PTR} if s.elements > 1 else {}
-        self.k = k = module.function("weights", params | {"scale": s.number} | units, I64)
+    def __init__(self, module: Module, s: Shape, *, last: bool) -> None:
+        """`last`: nothing else changes P or dS, so units of them are made here."""
+        params = {"scores": PTR, "flows": PTR, "stats": PTR, "limits": PTR, "check": PTR}
+        params |= dict.fromkeys(("tile_start", "full", "n_keys"), I64) | {"scale": s.number}
+        self.makes_units = last and s.elements > 1
+        params |= dict.fromkeys(UNITS, PTR) if self.makes_units else {}
+        self.k = k = module.function("weights", params, I64)
         self.s, p = s, k.p
-        self.scale = k.splat(p["scale"], s.lanes)
-        # a score of -inf is hidden: this raw score is one
-        self.bottom = k.select(self.scale < 0.0, k.const(float("inf"), s.vector), k.const(float("-inf"), s.vector))
+        self.scale = None if s.program and s.program.score else k.splat(p["scale"], s.lanes)
         self.lse, self.delta = (
             [k.load(s.vector, p["stats"], i * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
             for i in range(2)
@@ -127,12 +128,13 @@ class Weights:
         Keys below `full` are visible to every lane.
         """
         k, s, p = self.k, self.s, self.k.p
-        scores = flows = k.const(1, ir.IntType(1))
+        normal = products = k.const(1, ir.IntType(1))
         for v in range(s.vectors):
-            x, dx = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in range(2))
-            scores = scores & k.all(k.abs(x) < float("inf")) & k.all(k.abs(self.lse[v]) < float("inf"))
-            flows = flows & k.all(k.abs(dx) < float("inf"))
-        start = k.select(scores, p["full"] & -2, k.i64(0))
+            score, raw, flow = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 3, 4))
+            normal = normal & k.all(k.abs(raw if self.scale else score) < float("inf"))
+            normal = normal & k.all(k.abs(self.lse[v]) < float("inf"))
+            products = products & k.all(k.abs(raw) < float("inf")) & k.all(k.abs(flow) < float("inf"))
+        start = k.select(normal, p["full"] & -2, k.i64(0))
         with k.range(0, start, 2) as j:
             self._step(j, 2, careful=False)
         whole = p["n_keys"] if s.elements == 1 else p["n_keys"] & -s.elements
@@ -141,7 +143,7 @@ class Weights:
         if s.elements > 1:
             with k.when(whole < p["n_keys"]):
                 self._step(whole, 1, careful=True)
-        plain = (scores & flows) | (p["full"] >= p["n_keys"])
+        plain = products | (p["full"] >= p["n_keys"])
         return k.finish(k.zext(plain ^ 1, I64))
 
     def _limit(self, v: int) -> Value:
@@ -152,41 +154,81 @@ class Weights:
         return x if s.wide else k.trunc(x, s.ivector)
 
     def _step(self, j: Value, keys: int, careful: bool) -> None:
+        """Keys j and j + 1; or one alone."""
         k, s, p = self.k, self.s, self.k.p
         each = [(i, v) for i in range(keys) for v in range(s.vectors)]
         at = [(j + i) * s.row_bytes + s.lane_offset(v) for i, v in each]
-        raw = [k.load(s.vector, p["scores"], x) for x in at]
-        most = k.const(512.0 if s.wide else 64.0, s.vector)  # 4 to that power is inf
-        xs = [k.fma(x, self.scale, -self.lse[v]) * LOG4_E for x, (_, v) in zip(raw, each, strict=True)]
-        ps = exp4(k, s, [k.select(x > most, most, x) for x in xs], any_x=careful)
-        if not careful:
-            low, zero = lowest_exponent(s), k.const(0.0, s.vector)
-            ps = [k.select(x >= low, y, zero) for x, y in zip(xs, ps, strict=True)]
-        dps = [k.load(s.vector, p["flows"], x) for x in at]
-        dss = [(dp - self.delta[v]) * y for dp, y, (_, v) in zip(dps, ps, each, strict=True)]
+        scores = [k.load(s.vector, p["scores"], x) for x in at]
+        ps = self._weights(scores, [self.lse[v] for _, v in each], careful)
+        flows = [k.load(s.vector, p["flows"], x) for x in at]
+        flows = [(dp - self.delta[v]) * y for dp, y, (_, v) in zip(flows, ps, each, strict=True)]
         if careful:
-            seen = [self._seen(x, j + i, v) for x, (i, v) in zip(raw, each, strict=True)]
+            seen = [self._seen(x, j + i, v) for x, (i, v) in zip(scores, each, strict=True)]
             ps = [k.select(m, y, k.const(-0.0, s.vector)) for m, y in zip(seen, ps, strict=True)]
-            dss = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, dss, strict=True)]
-        for x, y, ds in zip(at, ps, dss, strict=True):
+            flows = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, flows, strict=True)]
+        for x, y, ds in zip(at, ps, flows, strict=True):
             k.store(y, p["scores"], x)
             k.store(ds, p["flows"], x)
-        if s.elements > 1:
-            for (i, v), y, ds in zip(each, ps, dss, strict=True):
-                for to, number in (("p_units", y), ("ds_units", ds)):
-                    row = (j + i) * s.row_bytes // s.elements
-                    k.store(rounded(k, s, number), p[to], row + s.lane_offset(v) // s.elements)
-            missing = [k.const(0.0, s.vector)] * (s.elements - keys)
-            for v in range(s.vectors):
-                unit = packed(k, s, [ds for ds, (_, w) in zip(dss, each, strict=True) if w == v] + missing)
-                k.store(unit, p["flow_units"], unit_of(s, j) * s.row_bytes + s.lane_offset(v))
-                if missing:  # the partner is hidden
-                    k.store(k.const(-0.0, s.vector), p["scores"], (j + 1) * s.row_bytes + s.lane_offset(v))
+        if self.makes_units:
+            n = s.vectors
+            for i in range(0, keys, s.elements):
+                these = slice(i * n, (i + s.elements) * n)
+                store_units(k, s, j + i, ps[these], flows[these])
+
+    def _weights(self, scores: list[Value], lses: list[Value], careful: bool) -> list[Value]:
+        """P. The difference is taken before it is scaled: near lse there is then nothing to lose."""
+        k, s = self.k, self.s
+        most = k.const(512.0 if s.wide else 64.0, s.vector)  # 4 to that power is inf
+        if self.scale is None:
+            xs = [x - lse for x, lse in zip(scores, lses, strict=True)]
+        else:
+            xs = [k.fma(x, self.scale, -lse) for x, lse in zip(scores, lses, strict=True)]
+        xs = [x * LOG4_E for x in xs]
+        ps = exp4(k, s, [k.select(x > most, most, x) for x in xs], any_x=careful)
+        if careful:
+            return ps
+        low, zero = lowest_exponent(s), k.const(0.0, s.vector)
+        return [k.select(x >= low, y, zero) for x, y in zip(xs, ps, strict=True)]
 
     def _seen(self, x: Value, j: Value, v: int) -> Value:
         k, s = self.k, self.s
         index = k.splat(j if s.wide else k.trunc(j, I32), s.lanes)
-        return (index < self.limits[v]) & x.differs(self.bottom)
+        return (index < self.limits[v]) & x.differs(float("-inf"))
+
+
+UNITS = ("p_units", "ds_units", "flow_units")  # P and dS in units of queries, and dS in units of keys
+
+
+def store_units(k: Function, s: Shape, j: Value, ps: list[Value], flows: list[Value]) -> None:
+    """P and dS of one unit of keys from key j on, [key][vector], once more in units. A missing key is a hidden one."""
+    p, n = k.p, s.vectors
+    for i in range(len(ps)):
+        row = (j + i // n) * (s.row_bytes // s.elements) + s.lane_offset(i % n) // s.elements
+        k.store(rounded(k, s, ps[i]), p["p_units"], row)
+        k.store(rounded(k, s, flows[i]), p["ds_units"], row)
+    missing = s.elements - len(ps) // n
+    for v in range(n):
+        unit = packed(k, s, flows[v::n] + [k.const(0.0, s.vector)] * missing)
+        k.store(unit, p["flow_units"], unit_of(s, j) * s.row_bytes + s.lane_offset(v))
+        if missing:
+            k.store(k.const(-0.0, s.vector), p["scores"], (j + 1) * s.row_bytes + s.lane_offset(v))
+
+
+def make_units(module: Module, s: Shape) -> Any:
+    """store_units() of all keys, once P and dS are what they will be."""
+    k = module.function("make_units", {"scores": PTR, "flows": PTR, "n_keys": I64} | dict.fromkeys(UNITS, PTR))
+    p = k.p
+
+    def unit(j: Value, keys: int) -> None:
+        at = [(j + i) * s.row_bytes + s.lane_offset(v) for i in range(keys) for v in range(s.vectors)]
+        store_units(k, s, j, *([k.load(s.vector, p[x], y) for y in at] for x in ("scores", "flows")))
+
+    whole = p["n_keys"] & -s.elements
+    with k.range(0, whole, s.elements) as j:
+        unit(j, s.elements)
+    with k.when(whole < p["n_keys"]):
+        unit(whole, 1)
+    return k.finish()
 
 
 # --- dQ
@@ -199,8 +241,8 @@ def into_queries(module: Module, s: Shape, *, predicated: bool) -> Any:
     Columns past the width repeat the last one into rows that nothing reads.
     """
     names = ("key_row", "steps", "width")
-    k = module.function("into_queries" + "_predicated" * predicated,
-                        {"acc": PTR, "flows": PTR, "keys": PTR} | dict.fromkeys(names, I64) | {"scores": PTR})  # fmt: skip
+    params = {"acc": PTR, "flows": PTR, "keys": PTR} | dict.fromkeys(names, I64) | {"scores": PTR}
+    k = module.function("into_queries" + "_predicated" * predicated, params)
     p = k.p
     last, rows = p["width"] - 1, max(1, s.rows // 2) if predicated else s.rows
 
@@ -245,8 +287,8 @@ def into_keys(module: Module, s: Shape, rows: int, vectors: int, *, predicated: 
     Row groups past the end repeat the last key, and write what it is written.
     """
     names = ("acc_row", "first", "end", "row", "n_keys")
-    k = module.function(f"into_keys_{vectors}" + "_predicated" * predicated,
-                        {"acc": PTR, "weights": PTR, "rows": PTR} | dict.fromkeys(names, I64) | {"marks": PTR})  # fmt: skip
+    params = {"acc": PTR, "weights": PTR, "rows": PTR} | dict.fromkeys(names, I64) | {"marks": PTR}
+    k = module.function(f"into_keys_{vectors}" + "_predicated" * predicated, params)
     p = k.p
     last = p["n_keys"] - 1
 
@@ -305,8 +347,8 @@ def stage_rows(module: Module, s: Shape) -> Any:
 
 
 def stage_across(module: Module, s: Shape) -> Any:
-    """target[unit, padded]: units of neighbouring rows, for rows [first, end); zeros for rows before and after, and past
-    `length`. The row of a panel's first lane, or a tile's first key, begins a unit.
+    """target[unit, padded]: units of neighbouring rows, for rows [first, end); zeros for rows before and after, and
+    past `length`. The row of a panel's first lane, or a tile's first key, begins a unit.
     """
     names = ("target_row", "row", "column", "first", "end", "length", "padded")
     k = module.function("stage_across", {"target": PTR, "source": PTR} | dict.fromkeys(names, I64))
@@ -336,6 +378,14 @@ def clear(module: Module, s: Shape) -> Any:
     k = module.function("clear", {"at": PTR, "count": I64})
     with k.range(0, k.p["count"]) as i:
         k.store(k.const(0.0, s.vector), k.p["at"], i * s.vector_bytes)
+    return k.finish()
+
+
+def copied(module: Module, s: Shape) -> Any:
+    """`count` vectors."""
+    k = module.function("copied", {"to": PTR, "source": PTR, "count": I64})
+    with k.range(0, k.p["count"]) as i:
+        k.store(k.load(s.vector, k.p["source"], i * s.vector_bytes), k.p["to"], i * s.vector_bytes)
     return k.finish()
 
 

@@ -100,7 +100,7 @@ def kernel_of(shape: AnyShape) -> Kernel:
 def _structure(shape: Any) -> Any:
     """What makes the kernel, and nothing else: equal to `shape`, without the arrays and numbers of its expressions."""
     program = getattr(shape, "program", None)
-    return shape if program is None else replace(shape, program=replace(program, mask=None, score=None))
+    return shape if program is None else replace(shape, program=replace(program, mask=None, score=None, flow=None))
 
 
 def _make_room() -> None:

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Iterator
 
 from ..problem import SPAN, TILE
+from .dropping import drop_row
 from .keys_in_lanes import (
     STEPS_TOGETHER,
     add_up,
@@ -45,6 +46,7 @@ class _Parts:
         m = self.module = Module(f"decode_{s.storage}")
         self.locate, self.pack, self.weigh, self.add_up = locate(m, s.piece), pack_row(m, s), weigh(m, s), add_up(m, s)
         self.score = score(m, s)
+        self.drop = drop_row(m, s) if s.dropout else None
         self.rescale = rescale(m, s) if s.quantised else None
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
@@ -182,7 +184,7 @@ class _Task(Work):
             k.store(k.const(SINK_SUM, s.number), self.span, s.number_bytes)
             k.call(self.parts.merge, state, self.span, self.slots)
         out, lse = self.query("out", r), self.query("lse", r)
-        k.call(self.parts.store, state, out, lse, self.value_dim, self.slots, a.out_column, a.lse)
+        k.call(self.parts.store, state, out, lse, self.value_dim, self.slots, a.out_column, a.lse, *self.divisor())
 
     # --- one tile
 
@@ -205,6 +207,7 @@ class _Task(Work):
         k.call(parts.score, self.scratch, *arguments)
         joint = self.weigh(start, count, clear)
         k.call(parts.add_up, self.scratch, self.sums, self.rows, units_of(s, count))
+        self.drop(start, count)
         if parts.rescale is not None:
             with k.range(0, self.rows) as r:
                 k.call(parts.rescale, self.weights(r), self.v_places, count)
@@ -261,6 +264,16 @@ class _Task(Work):
             gone = k.call(parts.weigh, row, state, alpha, limit, count, c, self.v_places, a.v_row, ahead)
             joint.set(k.min(k.select(gone.equals(0), limit, k.i64(0)), joint.get()))
         return joint.get()
+
+    def drop(self, start: Value, count: Value) -> None:
+        """Dropout of every row's weights."""
+        k, a, drop = self.k, self.a, self.parts.drop
+        if drop is None:
+            return
+        with k.range(0, self.rows) as r:
+            q_head = self.head * self.group + r % self.group
+            where = (start + a.k_start, count, self.item.index, q_head, self.position(r))
+            k.call(drop, self.weights(r), *where, a.seed, a.drop_below)
 
     def begin_sums(self) -> None:
         """Updates running sums; what the tile's sums of values start from is a zero of the sign of its weights' sum."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from ..arrays import STORAGE_BYTES, Array
+from ..arrays import STORAGE_BYTES, address_of
+from ..expressions.program import Program
+from ..gradients import Asked
 from ..machine import PRODUCTS, Isa, number_bytes, register_tiles
 from ..modes import standard
 from ..problem import LAYOUTS, QUERY_BLOCK, TILE, Problem
+from ..resolve import Stated
 from .compile import kernel_of
+from .flows import changes_flow
 from .layout import (
     BACKWARD,
     BACKWARD_PANEL,
@@ -25,8 +29,8 @@ from .layout import (
     GradientItem,
     placed,
 )
-from .operands import steps, stride_of
-from .prepare import bits_of, give_scratch, take_scratch, template_of
+from .operands import Operands, steps, stride_of
+from .prepare import bits_of, give_scratch, program_of, raise_wrong, signs_of, take_scratch, template_of
 from .schedule import product_of
 from .shape import Shape
 from .workers import run_tickets
@@ -39,22 +43,26 @@ _GUESS = 5e9  # FLOP/s of one thread for each element that a vector has, to begi
 _INLINE_SECONDS = 50e-6
 
 
-class Tensors(NamedTuple):
-    """What a backward pass reads and writes. lse and d_lse lie without gaps, (batch, q_heads, q_len) or packed."""
+class Lies(NamedTuple):
+    """How the arrays of a backward pass lie."""
 
     layout: str
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    lse: np.ndarray
-    d_out: Array
-    d_lse: np.ndarray | None
-    dq: Array
-    dk: Array
-    dv: Array
-    first_q: tuple[int, ...] | None = None  # of each packed sequence, its first row in q and in k
-    first_k: tuple[int, ...] | None = None
+    arrays: Operands
+    first_q: tuple[int, ...] | None  # of each packed sequence, its first row in q and in k
+    first_k: tuple[int, ...] | None
+
+    def step(self, name: str, axis: int) -> int:
+        """Bytes, as stride_of gives them."""
+        return stride_of(getattr(self.arrays, name).strides, self.layout, axis)
+
+    def offsets(self, name: str) -> np.ndarray:
+        """From an array's address to each item."""
+        first = self.first_k if name in ("k", "v", "dk", "dv") else self.first_q
+        if first is not None:
+            return np.array(first, np.int64) * self.step(name, -2)
+        x = getattr(self.arrays, name)
+        axis = LAYOUTS[self.layout][0]
+        return np.arange(x.shape[axis], dtype=np.int64) * x.strides[axis]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +85,15 @@ class BackwardSchedule:
         return self.scratch_bytes + _APART
 
 
-def schedule_backward(problem: Problem, isa: Isa, threads: int, tensors: Tensors) -> BackwardSchedule:
+def schedule_backward(
+    problem: Problem, isa: Isa, threads: int, lies: Lies, program: Program | None
+) -> BackwardSchedule:
     vectors = 3
     lanes = isa.lanes(problem.storage)
     panel, number = lanes * vectors, number_bytes(problem.storage)
     elements = PRODUCTS[product_of(problem, isa)]
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
-    staged = _staged(problem, tensors, lanes, elements)
+    staged = _staged(problem, lies, lanes, elements)
     columns, value_columns = _up(problem.head_dim, lanes), _up(problem.value_dim, lanes)
     rows = register_tiles(isa).keys[vectors - 1]
     sizes = BackwardSizes(
@@ -101,6 +111,7 @@ def schedule_backward(problem: Problem, isa: Isa, threads: int, tensors: Tensors
         staged_gradients=staged["d_out"] * panel * value_columns * number,
         elements=elements,
         head_dim=problem.head_dim,
+        keeps_raw=changes_flow(program),
     )
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
     offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
@@ -119,10 +130,10 @@ def schedule_backward(problem: Problem, isa: Isa, threads: int, tensors: Tensors
     )
 
 
-def _staged(problem: Problem, t: Tensors, lanes: int, elements: int) -> dict[str, bool]:
+def _staged(problem: Problem, lies: Lies, lanes: int, elements: int) -> dict[str, bool]:
     """Which rows are copied: to be widened, made units or whole vectors, or brought together."""
     size = STORAGE_BYTES[problem.storage]
-    strided = {name: stride_of(getattr(t, name).strides, t.layout, -1) != size for name in ("q", "k", "v", "d_out")}
+    strided = {name: lies.step(name, -1) != size for name in ("q", "k", "v", "d_out")}
     if elements > 1:
         odd = {"k": problem.head_dim % elements, "v": problem.value_dim % elements, "q": 1, "d_out": 1}
     else:
@@ -164,97 +175,131 @@ def _gangs(problem: Problem, range_keys: int, threads: int) -> tuple[np.ndarray,
 
 
 class BackwardCall:
-    """A backward pass with layouts and strides fixed: only addresses are missing."""
+    """A backward pass with layouts and strides fixed: only addresses are missing. Never changed once it is used."""
 
-    def __init__(self, problem: Problem, how: BackwardSchedule, tensors: Tensors) -> None:
-        self.problem, self.how = problem, how
-        self.shape = Shape("backward", how.isa, how.storage, how.vectors)
-        self.items = _items(problem, tensors)
-        words = how.words | _words(problem, tensors) | {
+    def __init__(self, request: Asked, lies: Lies, threads: int, isa: Isa) -> None:
+        self.request, self.problem = request, request.problem
+        problem = request.problem
+        self.program = program_of(problem, backward=True)
+        self.how = how = schedule_backward(problem, isa, threads, lies, self.program)
+        self.shape = Shape("backward", how.isa, how.storage, how.vectors, self.program)
+        self.items = _items(problem, lies)
+        words = how.words | _words(problem, lies, self.shape.elements) | {
             "scratch_stride": how.scratch_stride, "gangs": how.gangs.ctypes.data, "gang_count": len(how.gangs),
             "item_count": len(self.items),
         }  # fmt: skip
+        self.slots = None if self.program is None else self.program.host_words()
+        if self.slots is not None:
+            words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
+        self.lookups = [] if self.program is None else self.program.lookups
         self.template = template_of(BACKWARD, words)
         self.words_type = ctypes.c_int64 * len(BACKWARD.names)
         pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
         flops = pairs * (6 * problem.head_dim + 4 * problem.value_dim) * (0.5 if problem.causal else 1.0)
         self.seconds = flops / (_GUESS * how.isa.lanes(how.storage) * self.shape.elements)
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
+        self.untouched = _untouched(problem, lies)
 
-    def run(self, t: Tensors, sums: tuple[int, int, int]) -> None:
-        """Fills dq, dk and dv; `sums` are addresses of those of dq, dk and dv."""
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps alive, the tables of its mask and score included."""
+        own = self.items.nbytes + self.how.gangs.nbytes + len(self.template)
+        own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
+        return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
+
+    def run(self, x: Operands) -> None:
+        """Fills dq, dk and dv."""
+        for name in self.untouched:
+            getattr(x, name).numpy()[...] = 0
         if not self.how.tickets:
             return
         words = self.words_type.from_buffer_copy(self.template)
-        progress = (ctypes.c_int64 * self.how.progress)()
+        lse, d_lse = (None if a is None else np.ascontiguousarray(a.numpy()) for a in (x.lse, x.d_lse))
+        sums = self._sums(x)
+        progress = (ctypes.c_int64 * (self.how.progress + 1))()
+        wrong = (ctypes.c_int64 * (2 * len(self.lookups) + 1))()
         scratch = take_scratch(self.how.scratch_stride * self.threads)
         try:
             words[SCRATCH] = ctypes.addressof(scratch)
             words[CALL] = (
-                t.q.address, t.k.address, t.v.address, t.out.address, t.lse.ctypes.data, 0, self.items.ctypes.data, 0, 0, 0
+                x.q.address, x.k.address, x.v.address, x.out.address, _address(lse), 0, self.items.ctypes.data, 0,
+                0, ctypes.addressof(wrong),
             )  # fmt: skip
-            d_lse = 0 if t.d_lse is None else t.d_lse.ctypes.data
             words[GRADIENTS] = (
-                t.d_out.address, d_lse, t.dq.address, t.dk.address, t.dv.address, *sums, ctypes.addressof(progress)
+                x.d_out.address, _address(d_lse), x.dq.address, x.dk.address,
+                x.dv.address, *map(_address, sums), ctypes.addressof(progress),
             )  # fmt: skip
             run_tickets(kernel_of(self.shape), words, self.how.tickets, self.threads, self.seconds)
         finally:
             give_scratch(scratch)
+        raise_wrong(self.lookups, wrong)
+
+    def _sums(self, x: Operands) -> list[np.ndarray]:
+        """Where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
+        if self.problem.storage in ("f32", "f64"):
+            return [a.numpy() for a in (x.dq, x.dk, x.dv)]
+        return [np.empty(a.shape, np.float32) for a in (x.dq, x.dk, x.dv)]
 
 
 @standard
-def differentiate(problem: Problem, tensors: Tensors, isa: Isa, threads: int) -> None:
-    """Fills dq, dk and dv."""
-    how = schedule_backward(problem, isa, threads, tensors)
-    call = BackwardCall(problem, how, tensors)
-    sums = _sums(problem, tensors)
-    call.run(tensors, tuple(x if isinstance(x, int) else x.ctypes.data for x in sums))  # type: ignore[arg-type]
+def prepare(request: Asked, layout: str, stated: Stated, arrays: Operands, threads: int, isa: Isa) -> BackwardCall:
+    """Everything that addresses don't change."""
+    lies = Lies(layout, arrays, stated.cu_q and stated.cu_q[:-1], stated.cu_k and stated.cu_k[:-1])
+    return BackwardCall(request, lies, threads, isa)
 
 
-def _sums(problem: Problem, t: Tensors) -> list[Any]:
-    """Where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
-    if problem.storage in ("f32", "f64"):
-        return [x.address for x in (t.dq, t.dk, t.dv)]
-    return [np.empty(x.shape, np.float32) for x in (t.dq, t.dk, t.dv)]
+def _address(x: np.ndarray | None) -> int:
+    return 0 if x is None else address_of(x)
 
 
-def _words(problem: Problem, t: Tensors) -> dict[str, int]:
+def _untouched(problem: Problem, lies: Lies) -> list[str]:
+    """Which gradients have rows that no task writes: of queries without keys to come to, of keys without queries."""
+    q_rows, k_rows = (sum(x) for x in (problem.q_lengths, problem.k_lengths))
+    axes = LAYOUTS[lies.layout]
+    most_q, most_k = (
+        x.shape[axes[-2]] * (x.shape[axes[0]] if lies.layout != "lhd" else 1) for x in (lies.arrays.q, lies.arrays.k)
+    )
+    names = ["dq"] if q_rows < most_q else []
+    no_queries = any(not a and b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True))
+    return names + (["dk", "dv"] if k_rows < most_k or no_queries else [])
+
+
+def _words(problem: Problem, lies: Lies, elements: int) -> dict[str, int]:
     number, size = number_bytes(problem.storage), STORAGE_BYTES[problem.storage]
     words = {
-        "lse_head": t.lse.strides[-2],
+        "lse_head": _lse_rows(lies) * number,
         "lse_row": number,
         "head_dim": problem.head_dim,
         "value_dim": problem.value_dim,
         "group": problem.group,
         "causal": int(problem.causal),
+        "c": bits_of(abs(problem.scale), number),  # a score's own arithmetic wants it with its sign
+        "flip": signs_of(number, elements) if problem.score is None and problem.scale < 0 else 0,
         "scale": bits_of(problem.scale, number),
         "k_start": problem.k_start,
     }
-    for name in ("q", "k", "v", "out", "d_out", "dq", "dk", "dv"):
-        strides = getattr(t, name).strides
-        if name[0] == "d" and name != "d_out":
-            both = {name: strides, f"s{name[1]}": tuple(x // size * number for x in strides)}
-            for each, these in both.items():
-                words |= {x: y for x, y in steps(each, these, t.layout).items() if not x.endswith("column")}
-        else:
-            words |= steps(name, strides, t.layout)
+    for name in ("q", "k", "v", "out", "d_out"):
+        words |= steps(name, getattr(lies.arrays, name).strides, lies.layout)
+    for name in ("q", "k", "v"):
+        for part, axis in (("head", -3), ("row", -2)):
+            step = lies.step(f"d{name}", axis)
+            words |= {f"d{name}_{part}": step, f"s{name}_{part}": step // size * number}
     return words
 
 
-def _items(problem: Problem, t: Tensors) -> np.ndarray:
+def _lse_rows(lies: Lies) -> int:
+    """From one head's log-sum-exps to the next."""
+    return lies.arrays.lse.shape[-1]
+
+
+def _items(problem: Problem, lies: Lies) -> np.ndarray:
     """The kernel's table of batch items, [item, word]."""
     number, size = number_bytes(problem.storage), STORAGE_BYTES[problem.storage]
-
-    def offsets(x: Array, first: tuple[int, ...] | None) -> np.ndarray:
-        if first is not None:
-            return np.array(first, np.int64) * stride_of(x.strides, t.layout, -2)
-        return np.arange(problem.batch, dtype=np.int64) * x.strides[LAYOUTS[t.layout][0]]
-
-    of = {name: offsets(getattr(t, name), t.first_q) for name in ("q", "out", "d_out", "dq")}
-    of |= {name: offsets(getattr(t, name), t.first_k) for name in ("k", "v", "dk", "dv")}
-    lse = (
-        np.array(t.first_q, np.int64) * number if t.first_q is not None else np.arange(problem.batch) * t.lse.strides[0]
-    )
+    at = {f"{name}_at": lies.offsets(name) for name in ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")}
+    if lies.first_q is not None:
+        lse = np.array(lies.first_q, np.int64) * number
+    else:
+        lse = np.arange(problem.batch) * (problem.q_heads * _lse_rows(lies) * number)
     starts = np.array(problem.q_starts, np.int64)
     columns = GradientItem(
         steps=np.array(_steps_of(problem), np.int64),
@@ -264,8 +309,8 @@ def _items(problem: Problem, t: Tensors) -> np.ndarray:
         k_len=np.array(problem.k_lengths, np.int64),
         start=starts - problem.k_start,
         lse_at=lse,
-        **{f"{name}_at": x for name, x in of.items()},
-        **{f"s{x}_at": of[f"d{x}"] // size * number for x in "qkv"},
+        **at,
+        **{f"s{x}_at": at[f"d{x}_at"] // size * number for x in "qkv"},
         index=np.arange(problem.batch) if problem.items is None else np.array(problem.items, np.int64),
     )
     return np.ascontiguousarray(np.stack(columns, axis=1))

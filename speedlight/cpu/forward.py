@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..problem import SPAN, TILE
+from .dropping import drop_tile
 from .layout import BLOCK, ENDS, LANES, PLACES
 from .lookups import lines
 from .lower import aim, expression_tile, squares
@@ -45,6 +46,7 @@ class _Parts:
         self.score = score_tile(m, s, [lines(x, TILE) for x in self.squares])
         self.aim = aim(m, s, s.program) if self.squares else None
         self.softmax, self.merge = softmax_tile(m, s), merge_states(m, s)
+        self.drop = drop_tile(m, s) if s.dropout else None
         self.value, self.predicated = value_tile(m, s), predicated_tile(m, s)
         self.expression = expression_tile(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
@@ -173,7 +175,7 @@ class _Task(Work):
             with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
                 self.sink(panel.lanes("head"), state)
             out, lse = panel.lanes("out"), panel.lanes("lse")
-            k.call(self.parts.store, state, out, lse, count, a.value_dim, a.out_column)
+            k.call(self.parts.store, state, out, lse, count, a.value_dim, a.out_column, *self.divisor())
 
     def sink(self, heads: Value, state: Value) -> None:
         """Merges what a sink is; its state lies where a tile's partial sums were."""
@@ -283,6 +285,9 @@ class _Task(Work):
                 k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *where)
         arguments = (check, state, limits, start, full, high, self.scale())
         full = units_of(s, k.call(parts.softmax, self.scratch, *arguments, *scales[1:]))
+        if parts.drop is not None:
+            lanes = panel.lanes("position")
+            k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
         steps = units_of(s, high)
         accumulator = k.at(state, 2 * s.row_bytes)
         arguments = (self.scratch, values, tile.v_row, full, steps, a.value_dim, check, self.part("partial"))

@@ -425,14 +425,12 @@ def merge_row(module: Module, s: Shape) -> Any:
 
 def store_row(module: Module, s: Shape, log: Any) -> Any:
     """Output and log-sum-exp of one row."""
-    k = module.function(
-        "store_row",
-        {"state": PTR, "out": PTR, "lse": PTR, "value_dim": I64, "slots": I64, "column": I64, "with_lse": I64},
-    )
+    params = {"state": PTR, "out": PTR, "lse": PTR, "value_dim": I64, "slots": I64, "column": I64, "with_lse": I64}
+    k = module.function("store_row", params | ({"divisor": s.number} if s.dropout else {}))
     p, n = k.p, s.lanes
     m, total = (k.load(s.number, p["state"], i * s.number_bytes) for i in (0, 1))
     empty = is_empty(m, total)
-    by, none = k.splat(total, n), k.splat(empty, n)
+    by, none = k.splat(total * p["divisor"] if s.dropout else total, n), k.splat(empty, n)
     lanes = k.buffer(s.number, n)
     with k.range(0, p["slots"]) as slot:
         column = k.min(slot * n, p["value_dim"] - n)

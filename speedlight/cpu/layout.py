@@ -96,12 +96,14 @@ COUNTS = Record("full", "mixed", "panel_keys")
 
 # What every kernel's arguments begin with: a region reads no more. `ticket` has a cache line of its own
 HEAD = ("ticket", "worker", "left", "pad3", "pad4", "pad5", "pad6", "pad7", "limit", "scratch", "scratch_stride")
-_CALL = ("q", "k", "v", "out", "lse", "counts", "items", "partials", "arrived", "wrong")  # new for each call
+# new for each call
+_CALL = ("q", "k", "v", "out", "lse", "counts", "items", "partials", "arrived", "wrong", "seed")
 _COMMON = (
     *HEAD, *_CALL, "item_count",
     "q_head", "q_row", "q_column", "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
     "out_head", "out_row", "out_column", "lse_head", "lse_row",
     "head_dim", "value_dim", "group", "causal", "c", "scale", "flip", "k_start", "numbers", "tables", "sinks",
+    "drop_below", "divisor",
     "page_size", "page_fixed", "page_ring", "k_page", "v_page",
 )  # fmt: skip
 TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))
@@ -197,6 +199,7 @@ class BackwardSizes(NamedTuple):
     staged_queries: int  # bytes of a panel's rows of q, and of d_out, where they are copied
     staged_gradients: int
     elements: int  # of a unit; weights are kept once more where they are more than one
+    keeps_raw: bool
     head_dim: int
 
     @property
@@ -218,7 +221,8 @@ QUERY_ENDS = Record("low", "high", "first", "end", *(f"pad{i}" for i in range(4,
 BACKWARD_SCRATCH: Mapping[str, Callable[[BackwardSizes], int]] = {
     "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of S, then of P
     "flows": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
-    "check": lambda z: 2 * z.row,  # sums of S, and of dP
+    "raw": lambda z: z.keeps_raw * z.tile_rows * z.row,  # S, where an expression changes it
+    "check": lambda z: 5 * z.row,  # as an expression leaves it: largest score, sum, smallest; sums of S, and of dP
     "dk": lambda z: z.tile_rows * z.columns * z.number,  # [TILE, columns] of this block of queries
     "dv": lambda z: z.tile_rows * z.value_columns * z.number,
     "keys": lambda z: z.staged_keys,  # [TILE, units]

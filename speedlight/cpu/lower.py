@@ -207,6 +207,31 @@ class Lowering:
             out.append(stream)
         return out
 
+    def each_key(
+        self,
+        streams: list[Stream],
+        env: dict[str, Value],
+        position: Value,
+        ends: tuple[Value, Value],
+        key: Callable[[Value, Value], None],
+    ) -> None:
+        """key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
+
+        `position`: of key 0.
+        """
+        k, lanes, (begin, end) = self.k, self.s.lanes, ends
+        if not streams:
+            with k.range(begin, end) as j:
+                key(j, j)
+            return
+        with k.range(begin, end, lanes) as group:
+            here = env | {"j": self.integer(position + group)}
+            last = k.min(group + lanes, end)
+            for stream in streams:
+                index = self.wide(self.value(stream.node.args[-1], here, dict(self.values)))
+                stream.fill(index, group, last - group)
+            k.unrolled(group, last, lambda j: key(j, j - group))
+
 
 def squares(program: Program) -> list[Node]:
     """The streams of which every query has a row of its own, read forwards."""
@@ -294,20 +319,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
             for variable, combine in ((top, k.max), (total, lambda a, b: a + b), (least, k.min)):
                 variable.set(combine(x, variable.get()))
 
-        if streams:
-            with k.range(begin, p["n_keys"], s.lanes) as group:
-                here = env | {"j": lowering.integer(p["first"] + group)}
-                end = k.min(group + s.lanes, p["n_keys"])
-                for stream in streams:
-                    stream.fill(
-                        lowering.wide(lowering.value(stream.node.args[-1], here, dict(lowering.values))),
-                        group,
-                        end - group,
-                    )
-                k.unrolled(group, end, lambda j: key(j, j - group))
-        else:
-            with k.range(begin, p["n_keys"]) as j:
-                key(j, j)
+        lowering.each_key(streams, env, p["first"], (begin, p["n_keys"]), key)
         if program.score is not None:
             for n, variable in enumerate((top, total, least)):
                 k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)

@@ -115,6 +115,21 @@ class Paged(NamedTuple):
         return {"k_at": index * pages.k_item, "v_at": index * pages.v_item, "pages": lists}
 
 
+class Operands(NamedTuple):
+    """The arrays of a backward pass, read and written."""
+
+    q: Array
+    k: Array
+    v: Array
+    out: Array
+    lse: Array
+    d_out: Array
+    d_lse: Array | None
+    dq: Array
+    dk: Array
+    dv: Array
+
+
 def stride_of(strides: tuple[int, ...], layout: str, axis: int) -> int:
     """Stride of heads (-3), length (-2) or dim (-1)."""
     return strides[LAYOUTS[layout][axis]]

@@ -14,9 +14,10 @@ import numpy as np
 from ..arrays import STORAGE_BYTES, pages
 from ..errors import ArgumentError
 from ..expressions.program import Program
-from ..expressions.tree import out_of_range
+from ..expressions.tree import Node, out_of_range
 from ..machine import PRODUCTS, Isa, current_isa, fetching, number_bytes
 from ..modes import standard
+from ..philox import drop_below
 from ..planning import Plan, Run, count
 from ..problem import LAYOUTS, Problem
 from . import roof
@@ -55,11 +56,12 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
     not.
     """
     how = schedule(problem, isa, threads, strides)
-    return how, _shape(problem, how, _program(problem))
+    return how, _shape(problem, how, program_of(problem))
 
 
 def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = False) -> Shape:
-    return Shape(how.kind, how.isa, how.storage, how.vectors, program, cached, problem.quantised, fetching(how.isa))
+    fetched, dropout = fetching(how.isa), problem.dropout > 0
+    return Shape(how.kind, how.isa, how.storage, how.vectors, program, cached, problem.quantised, fetched, dropout)
 
 
 class Call:
@@ -73,7 +75,7 @@ class Call:
     ) -> None:
         """`cached`: keys and values lie as in a cache."""
         self.problem, self.how, self.items = problem, how, items
-        self.program, self.sinks = _program(problem), _sinks(problem)
+        self.program, self.sinks = program_of(problem), _sinks(problem)
         self.lookups = [] if self.program is None else self.program.lookups
         self.slots = None if self.program is None else self.program.host_words()
         if self.slots is not None:
@@ -123,10 +125,11 @@ class Call:
         return kernel
 
     def run(
-        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0
-    ) -> None:
-        """Fills out (and lse, unless 0) at these addresses; with a table of items and threads of the caller's, if
-        given.
+        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0,
+        seed: int | None = None,
+    ) -> None:  # fmt: skip
+        """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
+        if given.
         """
         if not self.tickets:
             return
@@ -143,13 +146,12 @@ class Call:
             words[CALL] = (
                 q, k, v, out, lse, counts, items or self.items_at, at + self.partials_at,
                 ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
+                self.problem.seed if seed is None else seed,
             )  # fmt: skip
             run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
         finally:
             give_scratch(scratch)
-        for n, (node, dimension) in enumerate(self.lookups):
-            if wrong[2 * n]:
-                raise out_of_range(node.value, dimension, wrong[2 * n + 1])
+        raise_wrong(self.lookups, wrong)
 
 
 _K_LEN, _START, _PAGES, _ITEM_WORDS = ITEM.k_len, ITEM.start, ITEM.pages, len(ITEM)
@@ -181,9 +183,16 @@ def _guessed_seconds(problem: Problem, how: Schedule) -> float:
     return pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0) / _GUESS
 
 
-def _program(problem: Problem) -> Program | None:
+def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
+    """The first of the indices that kernels have noted as out of range."""
+    for n, (node, dimension) in enumerate(lookups):
+        if wrong[2 * n]:
+            raise out_of_range(node.value, dimension, wrong[2 * n + 1])
+
+
+def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
     """The mask and score as a kernel wants them, with tables on the CPU."""
-    program = Program.of(problem.mask, problem.score, problem.box())
+    program = Program.of(problem.mask, problem.score, problem.box(), backward=backward)
     for table in () if program is None else program.tables:
         if table.tensor is not None:
             raise ArgumentError(
@@ -237,7 +246,9 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         "c": bits_of(abs(c), number),
         "scale": bits_of(problem.scale, number),
         "k_start": problem.k_start,
-        "flip": _signs(number, PRODUCTS[product_of(problem, how.isa)]) if c < 0 else 0,
+        "flip": signs_of(number, PRODUCTS[product_of(problem, how.isa)]) if c < 0 else 0,
+        "drop_below": drop_below(problem.dropout),
+        "divisor": bits_of(problem.dropout_divisor, number),
     }
     words |= steps("q", rows.q.strides, rows.layout) | steps("out", rows.out_strides, rows.layout)
     return words | keys.words() | dict(how.words)
@@ -253,7 +264,7 @@ def bits_of(x: float, number: int) -> int:
     return struct.unpack("<q", struct.pack("<d", x))[0] if number == 8 else struct.unpack("<i", struct.pack("<f", x))[0]
 
 
-def _signs(number: int, elements: int) -> int:
+def signs_of(number: int, elements: int) -> int:
     """The sign bits of a unit of `number` bytes, as an int64."""
     bits = 8 * number // elements
     signs = sum(1 << (bits * (i + 1) - 1) for i in range(elements))

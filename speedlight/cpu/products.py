@@ -9,6 +9,8 @@ Hidden keys weigh -0, which no visible key can: their values are not touched (0 
 
 from __future__ import annotations
 
+from llvmlite import ir
+
 from . import conversions
 from .functions import like
 from .shape import Shape
@@ -143,6 +145,38 @@ def add_weights(k: Function, s: Shape, unit: Value, total: Value) -> Value:
         case "pairs":
             return multiply_add(k, s, k.const(_ONES, s.ivector), unit, total)
     return total + unit
+
+
+def dropped(k: Function, s: Shape, unit: Value, keep: list[Value]) -> Value:
+    """A vector of units of weights, without those of the elements that are not kept, lane by lane.
+
+    They become +0, or NaN by a scale that is; -0 stays.
+    """
+    match s.product:
+        case "pairs":
+            every = k.const(-1, s.ivector)
+            low, high = (
+                k.select(x, every, k.const(bits, s.ivector))
+                for x, bits in zip(keep, (-0x8000, 0x8000FFFF - (1 << 32)), strict=True)
+            )
+            return unit & low & high
+    return k.select(keep[0], unit, unit * 0.0)
+
+
+def weight_alone(s: Shape) -> ir.Type:
+    """A key's weight in a row of units side by side."""
+    match s.product:
+        case "pairs":
+            return I16
+    return s.number
+
+
+def dropped_alone(k: Function, s: Shape, weights: Value, keep: Value) -> Value:
+    """The same of a vector of keys' weights in a row."""
+    match s.product:
+        case "pairs":
+            return weights & k.select(keep, k.const(-1, weights.type), k.const(-0x8000, weights.type))
+    return k.select(keep, weights, weights * 0.0)
 
 
 def visible(k: Function, s: Shape, weight: Value) -> Value:

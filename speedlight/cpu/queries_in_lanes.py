@@ -380,18 +380,18 @@ def merge_states(module: Module, s: Shape) -> Any:
 
 def store_panel(module: Module, s: Shape, log: Any) -> Any:
     """Outputs and log-sum-exps of the first `count` lanes, to the rows named by tables of pointers."""
-    k = module.function(
-        "store_panel", {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64}
-    )
+    params = {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64}
+    k = module.function("store_panel", params | ({"divisor": s.number} if s.dropout else {}))
     p = k.p
     acc = k.at(p["state"], 2 * s.row_bytes)
     for v in range(s.vectors):
         at = s.lane_offset(v)
         m, running_sum = k.load(s.vector, p["state"], at), k.load(s.vector, p["state"], s.row_bytes + at)
         empty = is_empty(m, running_sum)
+        by = running_sum * k.splat(p["divisor"], s.lanes) if s.dropout else running_sum
         with k.range(0, p["width"]) as c:
             x = k.load(s.vector, acc, c * s.row_bytes + at)
-            k.store(divided(k, s, x, running_sum, empty), acc, c * s.row_bytes + at)
+            k.store(divided(k, s, x, by, empty), acc, c * s.row_bytes + at)
         _store_rows(k, s, v, acc)
     with k.when(k.load(I64, p["lse_table"]).differs(0)), k.range(0, p["count"]) as lane:
         m, running_sum = (k.load(s.number, p["state"], i * s.row_bytes + lane * s.number_bytes) for i in (0, 1))

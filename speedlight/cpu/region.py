@@ -49,7 +49,13 @@ class Work:
 
     def scale(self) -> Value:
         """What a score is multiplied by to become the exponent of a weight."""
-        word = self.a.c
+        return self._number(self.a.c)
+
+    def divisor(self) -> list[Value]:
+        """What dropout divides a row's output by; nothing without it."""
+        return [self._number(self.a.divisor)] if self.s.dropout else []
+
+    def _number(self, word: Value) -> Value:
         return word.bits(F64) if self.s.wide else self.k.trunc(word, I32).bits(F32)
 
     def limit(self, position: Value) -> Value:
@@ -123,7 +129,7 @@ class Work:
         word = packed.get()
         return word & 255, (word >> 8) & 255, word >> 16
 
-    def _find_item(self) -> Item:
+    def _find_item(self) -> Any:
         """The last batch item whose first ticket is not above ours, by bisection."""
         k, items = self.k, self.k.pointer(self.a.items)
         low, high = k.variable(k.i64(0)), k.variable(self.a.item_count)

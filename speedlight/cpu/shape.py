@@ -29,11 +29,12 @@ class Shape:
     )
     quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
     fetching: Fetching = FETCHING  # of the decode kernel
+    dropout: bool = False  # weights are dropped
 
     @property
     def stem(self) -> str:
         """The readable part of the kernel's name."""
-        name = f"{self.kind}_{self.storage}_{self.isa.name}"
+        name = f"{self.kind}{'_dropout' * self.dropout}_{self.storage}_{self.isa.name}"
         return f"{name}_{self.rows}x{self.vectors}" if self.vectors else name
 
     @property

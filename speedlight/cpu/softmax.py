@@ -117,9 +117,9 @@ def merge_of(k: Function, s: Shape, first: tuple[Value, Value], second: tuple[Va
 # --- the end of a row
 
 
-def divided(k: Function, s: Shape, accumulator: Value, running_sum: Value, empty: Value) -> Value:
+def divided(k: Function, s: Shape, accumulator: Value, by: Value, empty: Value) -> Value:
     """The output of a row: 0 where nothing was seen."""
-    return k.select(empty, k.const(0.0, s.vector), accumulator / running_sum)
+    return k.select(empty, k.const(0.0, s.vector), accumulator / by)
 
 
 def natural_log(module: Module) -> Any:

@@ -56,7 +56,7 @@ class Step:
         self.value_dim = storage.shape.value_dim
         self.lse_dtype = np.float64 if storage.shape.dtype == "float64" else np.float32
 
-    def run(self, layer: int, q: np.ndarray, lengths: list[int], return_lse: bool) -> Any:
+    def run(self, layer: int, q: np.ndarray, lengths: list[int], return_lse: bool, seed: int) -> Any:
         """What attend() returns."""
         items = self.prepared.items_for(lengths)
         out = np.empty((*q.shape[:-1], self.value_dim), q.dtype)
@@ -69,6 +69,7 @@ class Step:
             0 if lse is None else arrays.address_of(lse),
             items=ctypes.addressof(items),
             threads=threads,
+            seed=seed,
         )
         return out if lse is None else (out, lse)
 
@@ -354,7 +355,10 @@ class PoolStorage:
             lists = [arrays.address_of(batch.tables[i]) for i in which]
             step, any_lengths = self._step(q, part, lists, options, results.out.strides)
             items = step.items_for(lengths, lists) if any_lengths else None
-            step.run(*addresses, items=ctypes.addressof(items) if items is not None else 0)
+            if items is None:
+                step.run(*addresses)
+            else:
+                step.run(*addresses, items=ctypes.addressof(items), seed=options.seed_word())
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
         """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer

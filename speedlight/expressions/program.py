@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .bounds import Exact, Walk, integers, visible
+from .derivative import flows
 from .tables import Table
 from .tracing import Expression
 from .tree import Node, lazily, merged, order, structure
@@ -28,33 +29,49 @@ class Program:
     key: str  # their structure
     mask: Node | None = field(compare=False, repr=False, default=None)
     score: Node | None = field(compare=False, repr=False, default=None)
+    flow: Node | None = field(compare=False, repr=False, default=None)  # what flows back to s, of a backward pass
     narrow: bool = False  # every integer fits 32 bits, which vectors do twice as fast
     unbounded: tuple[int, ...] = ()  # integers, by their indices in `walked`, whose intervals must not be followed
     box: dict[str, tuple[int, int]] | None = field(compare=False, repr=False, default=None)  # positions of the problem
 
     @classmethod
-    def of(cls, mask: Expression | None, score: Expression | None, box: dict[str, tuple[int, int]]) -> Program | None:
+    def of(
+        cls,
+        mask: Expression | None,
+        score: Expression | None,
+        box: dict[str, tuple[int, int]],
+        *,
+        backward: bool = False,
+    ) -> Program | None:
         """The program of a problem's mask and score, whose positions lie in `box`; None without either.
 
-        Raises ExpressionError where an integer may leave int64.
+        Raises ExpressionError where an integer may leave int64; `backward`: and where the score has no derivative.
         """
         parts = [x for x in (mask, score) if x is not None]
         if not parts:
             return None
-        # merged, or two programs of one structure might have lookups of another count
-        both = merged([x.root for x in parts]) if len(parts) == 2 else [parts[0].tree]
-        trees = {x.role: tree for x, tree in zip(parts, both, strict=True)}
-        key = structure(trees) if len(parts) == 2 else parts[0].key
-        roots, known = {role: tree[-1] for role, tree in trees.items()}, integers(trees.items(), box)
-        return cls(key, roots.get("mask"), roots.get("score"), known.narrow, known.others, box)
+        if backward and score is not None:
+            flow = flows(score.root, ()).s
+            roots = {x.role: x.root for x in parts} | {
+                "flow": Node("number", "float", value=0.0) if flow is None else flow
+            }
+            trees = dict(zip(roots, merged(list(roots.values())), strict=True))
+            key = structure(trees)
+        else:
+            # merged, or two programs of one structure might have lookups of another count
+            both = merged([x.root for x in parts]) if len(parts) == 2 else [parts[0].tree]
+            trees = {x.role: tree for x, tree in zip(parts, both, strict=True)}
+            key = structure(trees) if len(parts) == 2 else parts[0].key
+        ends, known = {role: tree[-1] for role, tree in trees.items()}, integers(trees.items(), box)
+        return cls(key, ends.get("mask"), ends.get("score"), ends.get("flow"), known.narrow, known.others, box)
 
     @property
     def roots(self) -> list[Node]:
-        return [root for root in (self.mask, self.score) if root is not None]
+        return [root for root in (self.mask, self.score, self.flow) if root is not None]
 
     @lazily
     def walked(self) -> list[Node]:
-        """The mask's nodes, then the score's; one that both have comes twice."""
+        """The mask's nodes, then the score's, then those of what flows back; one that two have comes twice."""
         return [node for root in self.roots for node in order(root)]
 
     @lazily

@@ -199,6 +199,8 @@ class KVCache:
         sink_logits: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
     ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
@@ -209,8 +211,8 @@ class KVCache:
             k: (batch, kv_heads, n_new, head_dim). None appends nothing: every query then sees every stored token.
             v: (batch, kv_heads, n_new, value_dim).
             new_lengths: tokens of each sequence, where they are fewer than n_new; rows past them are 0.
-            scale, mask, score, sink_logits, return_lse, out: as for speedlight.attention; positions count from the
-                first token of a sequence. A mask is joined to causality by &.
+            scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for speedlight.attention; positions
+                count from the first token of a sequence. A mask is joined to causality by &.
 
         Returns:
             (batch, q_heads, n_new, value_dim), of q's kind; with return_lse also (batch, q_heads, n_new).
@@ -225,9 +227,9 @@ class KVCache:
         """
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
-            more = {"new_lengths": new_lengths, "return_lse": return_lse}
+            more = {"new_lengths": new_lengths, "return_lse": return_lse, "dropout": dropout, "seed": seed}
             return outside(KVCache.attend, self, layer, q, k, v, **options, **more)
-        options = Options(k is not None, None, mask, score, sink_logits, None, 0, scale)
+        options = Options(k is not None, None, mask, score, sink_logits, None, 0, scale, dropout=dropout, seed=seed)
         if k is not None and new_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
             result = self._repeated(layer, q, k, v, options, return_lse)
             if result is not None:
@@ -279,7 +281,7 @@ class KVCache:
                 return None  # somebody appended since
             storage.put(layer, lengths, [n] * self.batch, k, v)
             after = totals, self._ring.reached(written, totals)
-            result = step.run(layer, q, totals, return_lse)
+            result = step.run(layer, q, totals, return_lse, options.seed_word())
             self._held[layer] = after
             return result
         finally:

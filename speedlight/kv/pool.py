@@ -263,6 +263,8 @@ class PagePool:
         sink_logits: Any = None,
         return_lse: bool = False,
         out: Any = None,
+        dropout: float = 0.0,
+        seed: int | None = None,
     ) -> Any:
         """Appends new tokens to several sequences, then lets their queries attend, each to all tokens of its sequence
         up to its own.
@@ -274,8 +276,8 @@ class PagePool:
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
             new_lengths: new tokens of each sequence. Default: all to a single sequence, else one each.
-            scale, mask, score, sink_logits, return_lse, out: as for KVCache.attend; a mask's b is the place in
-                `sequences`.
+            scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for KVCache.attend; a mask's b, and
+                dropout's batch item, is the place in `sequences`.
 
         Returns:
             (total new, q_heads, value_dim), of q's kind; with return_lse also (q_heads, total new).
@@ -289,10 +291,12 @@ class PagePool:
         """
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
-            more = {"new_lengths": new_lengths, "return_lse": return_lse}
+            more = {"new_lengths": new_lengths, "return_lse": return_lse, "dropout": dropout, "seed": seed}
             return outside(PagePool.attend, self, layer, sequences, q, k, v, **options, **more)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        options = Options(k is not None, None, mask, score, sink_logits, None, 0, scale, "lhd")
+        options = Options(
+            k is not None, None, mask, score, sink_logits, None, 0, scale, "lhd", dropout=dropout, seed=seed
+        )
         query = query_of(self._storage, q, options, return_lse, out)
         shape = query.q.shape
         if len(shape) != 3:

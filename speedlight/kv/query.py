@@ -58,7 +58,7 @@ def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any
         if step is not None:
             if k is not None:
                 storage.put(layer, first.before, first.new, k, v)
-            return step.run(layer, query.given, first.after, query.return_lse)
+            return step.run(layer, query.given, first.after, query.return_lse, query.options.seed_word())
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1])
     calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):

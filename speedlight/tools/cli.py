@@ -69,6 +69,8 @@ def attend(
     score: Annotated[
         str | None, typer.Option(help="What becomes of a score s: 'softcap(30)', or '30 * tanh(s / 30) - abs(i - j)'.")
     ] = None,
+    dropout: Annotated[float, typer.Option(help="How likely a weight is dropped after the softmax.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Of --dropout: says which weights are dropped.")] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Compare every element with float64; exit 1 if one is outside its bound.")
     ] = False,
@@ -90,7 +92,7 @@ def attend(
     options: dict[str, Any] = {"causal": "top-left" if top_left else causal, "scale": scale, "layout": layout}
     if layout == "lhd":
         options |= {n: found[n] for n in ("cu_seqlens_q", "cu_seqlens_k") if n in found}
-    options |= read_formulas(mask, score)
+    options |= read_formulas(mask, score) | {"dropout": dropout, "seed": seed}
     plan = sl.plan(*arrays, **options)
     out, lse, seconds = _attend(arrays, options, plan, quiet=as_json)
     if output is not None:
@@ -236,11 +238,13 @@ app.command()(show)
 def _attend(
     arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan, quiet: bool
 ) -> tuple[np.ndarray, np.ndarray, float]:
-    """The call; head by head under a progress bar if it takes over a second. The bits are the same."""
+    """The call; head by head under a progress bar if it takes over a second. The bits are the same, without dropout,
+    which knows heads by their numbers.
+    """
     q, k, v = arrays
     group, kv_heads = plan.problem.group, plan.problem.kv_heads
     out, lse, seconds = q, q, 0.0
-    if (plan.seconds_at_least or 0) < 0.5 or kv_heads < 2:
+    if (plan.seconds_at_least or 0) < 0.5 or kv_heads < 2 or plan.problem.dropout:
         for _ in range(2):  # the first call also loads or compiles the kernel; the second is the one to time
             start = time.perf_counter()
             out, lse = sl.attention(q, k, v, return_lse=True, **options)

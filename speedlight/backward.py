@@ -1,0 +1,104 @@
+"""attention_backward(): the gradients of attention()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import arrays, calls
+from . import engine as engines
+from .compiling import leaves_graph
+from .cpu.operands import Operands
+from .errors import UnsupportedError
+from .gradients import Given, asked
+from .machine import current_isa
+from .problem import Options, new_options
+from .resolve import from_arrays
+from .results import empty_like, like_input
+
+_prepared: calls.Memo[Any] = calls.Memo(128, 64 << 20)
+_NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
+
+
+@leaves_graph
+def attention_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    d_out: Any,
+    d_lse: Any = None,
+    *,
+    grads: Any = (),
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Any = None,
+    score: Any = None,
+    sink_logits: Any = None,
+    q_start: Any = None,
+    k_start: int = 0,
+    scale: float | None = None,
+    layout: str = "bhld",
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    q_lengths: Any = None,
+    k_lengths: Any = None,
+) -> Any:
+    """What flows back to q, k and v of attention(), in memory that does not grow with the square of the length.
+
+    The weights are computed again, as exp(score - lse) with the lse that is given: with the out and lse of a whole
+    sequence this works on a part of its keys, too, and the dq of all parts add up.
+
+    Args:
+        q, k, v: as attention() had them, on the CPU.
+        out: what attention() returned for them, shaped as q with value_dim last.
+        lse: its log-sum-exps (return_lse=True), (batch, q_heads, q_len) or packed (q_heads, total_length).
+        d_out: what flows into out: shaped as out, of its dtype.
+        d_lse: what flows into lse, if anything does: shaped as lse, of its dtype.
+        grads: further gradients that are wanted: tables that the score looks up (sl.table), and "sink_logits".
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+        q_lengths, k_lengths: as attention() had them.
+
+    Returns:
+        (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
+        the order of `grads`, each shaped as its table, or (q_heads,), in float32, or float64 for float64.
+        Keys that no query sees, and queries that see nothing, get 0. The same bits for any number of threads.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came; for a score without a derivative, the operation
+        that has none.
+
+    Source: Dao et al., FlashAttention (2022), algorithm 4; the arithmetic is described in docs/numerics.md.
+
+    >>> import numpy as np, speedlight as sl
+    >>> q = k = v = np.ones((1, 2, 3, 4), dtype=np.float32)
+    >>> out, lse = sl.attention(q, k, v, return_lse=True)
+    >>> dq, dk, dv = sl.attention_backward(q, k, v, out, lse, np.ones_like(out))
+    >>> dv.shape, round(float(dv[0, 0, 0, 0]), 6)
+    ((1, 2, 3, 4), 1.0)
+    """
+    options = new_options(Options, (
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+        q_lengths, k_lengths, "ieee",
+    ))  # fmt: skip
+    threads, isa = engines.threads_now(), current_isa()
+    tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
+    given = [arrays.describe(x, name, gpu=True) for x, name in zip(tensors, _NAMES, strict=False)]
+    if given[0].device != "cpu":
+        raise UnsupportedError(
+            f"q: expected an array on the CPU, where gradients are computed; got one on {given[0].device}. Use .cpu()."
+        )
+    key = calls.key_of(tensors, options, (threads, isa.name)) if type(grads) is tuple and not grads else None
+    call = None if key is None else _prepared.get(key)
+    (dq, a), (dk, b), (dv, c) = [empty_like(x, x.shape, x.dtype) for x in given[:3]]
+    *six, seventh = given if d_lse is not None else (*given, None)
+    where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
+    if call is None:
+        stated = from_arrays(given[0], given[1], given[2], options)
+        request = asked(stated.problem, layout, Given(where.q, where.out, where.lse, where.d_out, where.d_lse), grads)
+        call = engines.gradients().prepare(request, layout, stated, where, threads, isa)
+        if key is not None:
+            _prepared.put(key, call, call.size)
+    more = call.run(where)
+    results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
+    return (*results, more) if grads else results
