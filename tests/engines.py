@@ -46,6 +46,7 @@ class Engine(NamedTuple):
     lse_error: float = 1e-6  # relative and absolute, of special values
     # in it small problems have many blocks; `as_many`: few rows are computed as many are, not decoded
     blocks: Callable[..., contextlib.AbstractContextManager[None]] = cpu_blocks
+    one_arithmetic: bool = True  # the same bits whether rows are decoded or many are computed at once
     slow: bool = False  # so that of many alike a few must do
 
     def check(self, q: Any, k: Any, v: Any, *, zeros_allowed: bool = False, **options: Any) -> None:

@@ -225,7 +225,10 @@ def test_patterns(engine, rng, name, dtype, queries):
 @pytest.mark.each("dtype", "q_lengths")
 @pytest.mark.parametrize("q_lengths", [[3, 70, 40], [40, 1, 0], [1, 2, 1]], ids=str)
 def test_packed_is_padded_is_alone(engine, rng, dtype, q_lengths):
-    """The same bits for a sequence packed, padded, or by itself, with heads before or after positions."""
+    """The same bits for a sequence packed, padded, or by itself, with heads before or after positions.
+
+    Where decoding has bits of its own, a padded batch, which is not decoded, is inside the bound.
+    """
     k_lengths = [33, 300, 40]
     each = [qkv(rng, dtype, 1, 4, 2, a, b, 20, 24) for a, b in zip(q_lengths, k_lengths, strict=True)]
     with engine.blocks():
@@ -251,6 +254,10 @@ def packed_and_padded(engine, each, alone, q_lengths, k_lengths):
         out, lse = engine.attention(*(x.transpose(axes) for x in room), layout=layout, **padded)
         out = out.transpose(axes)
         for i, n in enumerate(q_lengths):
-            assert out[i, :, :n].tobytes() == alone[i][0][0].tobytes()
-            assert lse[i, :, :n].tobytes() == alone[i][1][0].tobytes()
+            if engine.one_arithmetic:
+                assert out[i, :, :n].tobytes() == alone[i][0][0].tobytes()
+                assert lse[i, :, :n].tobytes() == alone[i][1][0].tobytes()
+            else:
+                want, bound = sl.reference.attention(*each[i], causal=True), engine.error_bound(*each[i], causal=True)
+                assert_within(out[i : i + 1, :, :n], want, bound.out, zeros_allowed=True)
             assert not plain(out[i, :, n:]).any() and np.isneginf(plain(lse[i, :, n:])).all()

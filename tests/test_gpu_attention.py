@@ -52,6 +52,7 @@ GPU = Engine(
     long=300,
     lse_error=2e-6,
     blocks=blocks,
+    one_arithmetic=False,
     slow=not torch.cuda.is_available(),
 )
 
