@@ -12,6 +12,7 @@ from speedlight.expressions.program import Program
 from speedlight.machine import isa_named
 
 
+@pytest.mark.each("storage", "cached")
 @pytest.mark.parametrize("storage", ["f32", "f64", "f16", "bf16"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_kernels_compile_for_arm(storage, cached):
