@@ -33,7 +33,7 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.arrays import describe, pages
 from speedlight.expressions.program import Program
-from speedlight.gpu import forward, merging, schedule
+from speedlight.gpu import forward, merging, schedule, uploads
 from speedlight.gpu.keys import arrays_of
 from speedlight.gpu.prepare import prepare
 from speedlight.gpu.tiles import Row, Tile
@@ -528,6 +528,15 @@ def test_the_weights_that_keep_mask_tells(start, k_start):
             for b, h in np.ndindex(2, 4):
                 keep = sl.reference.keep_mask(0.4, seed, b, h, range(start, start + q_len), j)
                 assert ((out[b, h] != 0) == keep).all()
+
+
+def test_another_seed_uploads_nothing(rng):
+    q, k, v = qkv(rng, "float32", 1, 1, 1, 2, 20, 16, 16)
+    for probability in (0.3, 0.4):
+        first = attention(q, k, v, dropout=probability, seed=1)
+        kept = len(uploads._uploads)
+        assert not same([attention(q, k, v, dropout=probability, seed=2**63)], [first])
+        assert len(uploads._uploads) == kept
 
 
 @pytest.mark.parametrize("q_len", [40, 2])
