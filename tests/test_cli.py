@@ -75,6 +75,19 @@ def test_files_come_back(rng, tmp_path, dtype, suffix):
     assert read_arrays([tmp_path / f"out{suffix}"])["out"].tobytes() == sl.attention(q, k, v).tobytes()
 
 
+def test_dropout_of_a_file(tmp_path):
+    done = speedlight(
+        "attend", EXAMPLE, "--dropout", "0.2", "--seed", "7", "--check", "--json", "-o", tmp_path / "o.npz"
+    )
+    assert done.returncode == 0, done.stderr
+    report, arrays = json.loads(done.stdout), read_arrays([EXAMPLE])
+    assert report["check"]["passed"] and "dropout 0.2" in report["plan"]["problem"]
+    want = sl.attention(*(arrays[n] for n in "qkv"), dropout=0.2, seed=7)
+    assert read_arrays([tmp_path / "o.npz"])["out"].tobytes() == want.tobytes()
+    done = speedlight("attend", EXAMPLE, "--dropout", "0.2")
+    assert done.returncode == 2 and "seed: expected an int beside dropout=" in done.stderr
+
+
 def test_three_npy_files(rng, tmp_path):
     for name, x in zip("qkv", qkv(rng, "float64", 1, 1, 1, 5, 6, 4, 4), strict=True):
         np.save(tmp_path / f"{name}.npy", x)

@@ -31,7 +31,7 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.arrays import describe, pages
 from speedlight.expressions.program import Program
-from speedlight.gpu import forward, merging, schedule
+from speedlight.gpu import forward, merging, schedule, uploads
 from speedlight.gpu.keys import arrays_of
 from speedlight.gpu.prepare import prepare
 from speedlight.gpu.tiles import Row, Tile
@@ -324,6 +324,64 @@ def test_special_values_of_merge(case):
 
 def launch_run(q, k, v):
     return sl.attention(q, k, v, return_lse=True, engine="cuda")
+
+
+# --- dropout
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout(rng, dtype):
+    """Blocks of many rows, and few rows over keys that are split."""
+    with small_blocks():
+        for q_len, k_len, options in ((40, 70, {"causal": True}), (2, 300, {"sink_logits": [0.0, 1.0]})):
+            q, k, v = qkv(rng, dtype, 2, 2, 1, q_len, k_len, 24, 20)
+            for p, seed in ((0.3, 2**64 - 3), (1.0, 5)):
+                out, _ = check(q, k, v, dropout=p, seed=seed, zeros_allowed=True, **options)
+                assert p < 1 or not out.any()
+            assert same([attention(q, k, v, dropout=0, **options)], [attention(q, k, v, **options)])
+
+
+@pytest.mark.parametrize(("start", "k_start"), [(-5, 0), (2**32 - 60, 2**32 - 1024)])
+def test_the_weights_that_keep_mask_tells(start, k_start):
+    """The value of key j is 1 in column j alone: what is 0 was dropped."""
+    seed, j = 2**63 + 7, range(k_start, k_start + 90)
+    with small_blocks():
+        for q_len in (40, 2):
+            q, k = (np.zeros((2, n, m, 16), np.float32) for n, m in ((4, q_len), (2, 90)))
+            v = np.ascontiguousarray(np.broadcast_to(np.eye(90, dtype=np.float32), (2, 2, 90, 90)))
+            out = attention(q, k, v, dropout=0.4, seed=seed, q_start=start, k_start=k_start).cpu().numpy()
+            for b, h in np.ndindex(2, 4):
+                keep = sl.reference.keep_mask(0.4, seed, b, h, range(start, start + q_len), j)
+                assert ((out[b, h] != 0) == keep).all()
+
+
+def test_another_seed_uploads_nothing(rng):
+    q, k, v = qkv(rng, "float32", 1, 1, 1, 2, 20, 16, 16)
+    for probability in (0.3, 0.4):
+        first = attention(q, k, v, dropout=probability, seed=1)
+        kept = len(uploads._uploads)
+        assert not same([attention(q, k, v, dropout=probability, seed=2**63)], [first])
+        assert len(uploads._uploads) == kept
+
+
+@pytest.mark.parametrize("q_len", [40, 2])
+def test_dropped_values_that_are_not_finite(rng, q_len):
+    """0 times NaN or infinity is NaN where the key is visible, and nothing where it is hidden."""
+    q, k, v = qkv(rng, "float32", 1, 2, 1, q_len, 70, 16, 16)
+    v[0, 0, 60, 3], v[0, 0, 65, 5] = np.nan, np.inf
+    dropout = {"dropout": 0.9, "seed": 1}
+    hiding, clean = (
+        dropout | {"mask": sl.expression(lambda b, h, i, j: (j != 60) & (j != 65))},
+        np.where(np.isfinite(v), v, 0),
+    )
+    with small_blocks():
+        hidden = attention(q, k, v, **hiding)
+        out = attention(q, k, v, causal=True, **dropout).cpu().numpy()
+    bounds = sl.reference.error_bound(q, k, clean, tile=16, **hiding)
+    assert_within(hidden.cpu(), sl.reference.attention(q, k, clean, **hiding), bounds.out)
+    want = sl.reference.attention(q, k, v, causal=True, **dropout)
+    assert (np.isnan(out) == np.isnan(want)).all() and np.isnan(want).any()
+    assert (np.isinf(out) == np.isinf(want)).all()
 
 
 # --- errors
