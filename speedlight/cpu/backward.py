@@ -17,8 +17,8 @@ from .backward_tiles import UNITS, into_keys, into_queries
 from .layout import GANG, GRADIENT_ITEM_BYTES, GradientItem
 from .pairs import PairParts, PairWork, Panel, Tile
 from .products import units_of
-from .rows import add_partial, clear, load_panel, store_panel
 from .region import entry, region
+from .rows import add_partial, clear, load_panel, store_panel
 from .shape import Shape
 from .vector import I64, PTR, Module, Value
 

@@ -20,11 +20,7 @@ from typing import Any
 from llvmlite import ir
 
 from ..problem import FAR_LSE, TILE
-from . import conversions
 from .products import (
-    load_unit,
-    load_units,
-    load_values,
     multiply_add,
     packed,
     rounded,
@@ -32,11 +28,10 @@ from .products import (
     unit_of,
     units_of,
     visible_step,
-    whole_units,
 )
 from .shape import Shape
 from .softmax import exp4, lowest_exponent
-from .vector import I16, I32, I64, PTR, Function, Module, Value, Variable, vec
+from .vector import I32, I64, PTR, Function, Module, Value, Variable, vec
 
 LOG4_E = 0.7213475204444817
 Step = Callable[[Value], None]

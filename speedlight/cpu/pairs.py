@@ -16,8 +16,8 @@ from .flows import changes_flow, flow_tile, needs_raw
 from .layout import QUERY_ENDS, QUERY_LANES
 from .lower import aim, expression_tile, squares
 from .products import units_of
-from .rows import copied, multiplied, stage_across, stage_rows
 from .region import Box, Work
+from .rows import copied, multiplied, stage_across, stage_rows
 from .shape import Shape
 from .staging import pack_queries
 from .vector import I1, I32, I64, Function, Module, Value

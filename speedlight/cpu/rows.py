@@ -10,6 +10,7 @@ from .products import load_unit, load_units, load_values, unit_of, units_of, who
 from .shape import Shape
 from .vector import I16, I32, I64, PTR, Function, Module, Value, vec
 
+
 def stage_rows(module: Module, s: Shape) -> Any:
     """target[i, padded]: units of rows [first, end) of any stride and narrower type; zeros past `length` elements."""
     names = ("target_row", "row", "column", "first", "end", "length", "padded")
