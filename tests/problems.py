@@ -10,6 +10,7 @@ import numpy as np
 from forms import VARIANTS, Form, variant
 
 import speedlight as sl
+from speedlight import reference
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 # head_dim, value_dim: one, odd, below, at and above the register tile and the vector, the sizes models use
@@ -39,6 +40,15 @@ def qkv(
     q = (rng.standard_normal((batch, q_heads, q_len, d)) * size).astype(kind)
     k = (rng.standard_normal((batch, kv_heads, k_len, d)) * size).astype(kind)
     return q, k, rng.standard_normal((batch, kv_heads, k_len, dv)).astype(kind)
+
+
+def flow_of(rng: np.random.Generator, arrays: Any, **options: Any) -> tuple[np.ndarray, ...]:
+    """What attention() returns, and what may flow into it: out, lse, d_out, d_lse. Exact but for their dtypes."""
+    out, lse = reference.attention(*arrays, return_lse=True, **options)
+    kind = arrays[0].dtype
+    logs = np.float64 if kind == np.float64 else np.float32
+    d_out, d_lse = rng.standard_normal(out.shape), rng.standard_normal(lse.shape)
+    return out.astype(kind), lse.astype(logs), d_out.astype(kind), d_lse.astype(logs)
 
 
 def random_problem(

@@ -110,6 +110,7 @@ class Weights:
         params |= dict.fromkeys(UNITS, PTR) if self.makes_units else {}
         self.k = k = module.function("weights", params, I64)
         self.s, p = s, k.p
+        self.far = FAR_LSE["float64" if s.wide else "float32"]
         self.scale = None if s.program and s.program.score else k.splat(p["scale"], s.lanes)
         self.lse, self.delta = (
             [k.load(s.vector, p["stats"], i * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
@@ -127,7 +128,7 @@ class Weights:
         for v in range(s.vectors):
             score, raw, flow = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 3, 4))
             normal = normal & k.all(k.abs(raw if self.scale else score) < float("inf"))
-            normal = normal & k.all(k.abs(self.lse[v]) < float("inf"))
+            normal = normal & k.all(k.abs(self.lse[v]) < self.far)
             products = products & k.all(k.abs(raw) < float("inf")) & k.all(k.abs(flow) < float("inf"))
         start = k.select(normal, p["full"] & -2, k.i64(0))
         with k.range(0, start, 2) as j:
@@ -173,17 +174,16 @@ class Weights:
     def _weights(self, scores: list[Value], lses: list[Value], careful: bool) -> list[Value]:
         """P. The difference is taken before it is scaled: near lse there is then nothing to lose."""
         k, s = self.k, self.s
-        most, zero = k.const(512.0 if s.wide else 64.0, s.vector), k.const(0.0, s.vector)  # 4 to that power is inf
-        far = k.const(FAR_LSE["float64" if s.wide else "float32"], s.vector)  # there exponents are at most 0
-        mosts = [k.select(k.abs(lse) >= far, zero, most) for lse in lses]
+        most, zero = (k.const(x, s.vector) for x in (512.0 if s.wide else 64.0, 0.0))  # 4 to that power is inf
         if self.scale is None:
             xs = [x - lse for x, lse in zip(scores, lses, strict=True)]
         else:
             xs = [k.fma(x, self.scale, -lse) for x, lse in zip(scores, lses, strict=True)]
         xs = [x * LOG4_E for x in xs]
-        ps = exp4(k, s, [k.select(x > y, y, x) for x, y in zip(xs, mosts, strict=True)], any_x=careful)
         if careful:
-            return ps
+            mosts = [k.select(k.abs(lse) >= self.far, zero, most) for lse in lses]
+            return exp4(k, s, [k.select(x > y, y, x) for x, y in zip(xs, mosts, strict=True)], any_x=True)
+        ps = exp4(k, s, [k.select(x > most, most, x) for x in xs], any_x=False)
         low = lowest_exponent(s)
         return [k.select(x >= low, y, zero) for x, y in zip(xs, ps, strict=True)]
 
