@@ -18,8 +18,9 @@ from ..expressions.tree import Node, out_of_range
 from ..machine import PRODUCTS, Isa, current_isa, fetching, number_bytes
 from ..modes import standard
 from ..philox import drop_below
-from ..planning import Plan, Run, count
+from ..planning import Plan, Run, plan_of
 from ..problem import LAYOUTS, Problem
+from ..work import all_pairs
 from . import roof
 from .compile import kernel_of, symbol_of
 from .layout import CALL, ITEM, SCRATCH, Item, Record, arguments_of
@@ -48,7 +49,7 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes)
     peak = roof.peak_flops(how.isa, problem.storage, how.threads)
-    return count(problem, run, peak, roof.bandwidth(how.threads), exact=exact)
+    return plan_of(problem, run, peak, roof.bandwidth(how.threads), exact=exact)
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:
@@ -179,8 +180,7 @@ def _guessed_seconds(problem: Problem, how: Schedule) -> float:
         size = 1 if problem.quantised else STORAGE_BYTES[problem.storage]
         read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * size
         return read / _READ_GUESS
-    pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
-    return pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0) / _GUESS
+    return all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0) / _GUESS
 
 
 def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:

@@ -19,7 +19,7 @@ from ..expressions.program import Program
 from ..machine import interpreting
 from ..modes import standard
 from ..problem import Problem
-from ..tiles import Many
+from ..work import Many
 from . import lower
 from .forward import TILES
 from .sequence import ITEM
