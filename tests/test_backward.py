@@ -249,6 +249,24 @@ def test_what_is_hidden_never_matters(rng, dtype, name):
             assert special == INF or not hits[0].any() or np.isnan(got[0][0, 0][hits[0]].astype(np.float32)).any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scores_of_minus_infinity_hide(rng, dtype):
+    """By an expression, or since q or k is infinite, in tiles of which all else is visible to all rows."""
+    arrays = qkv(rng, dtype, 1, 1, 1, 192, 140, 5, 4)
+    score = sl.expression(lambda s, b, h, i, j: sl.where((i + j) % 7 == 3, -np.inf, s))
+    plain: dict[str, Any] = {"q_start": 0}
+    hiding = plain | {"score": score}
+    flow = flow_of(rng, arrays, **plain), flow_of(rng, arrays, **hiding)
+    want = sl.attention_backward(*arrays, *flow[1], **hiding)
+    for n, special in itertools.product(range(3), (NAN, INF, -INF)):
+        broken = [x.copy() for x in arrays]
+        broken[n][0, 0, 50, 2] = special
+        for options, numbers in zip((plain, hiding), flow, strict=True):
+            assert_gradients(broken, numbers, **options)
+        got, others = sl.attention_backward(*broken, *flow[1], **hiding)[0], (np.arange(192) + 50) % 7 == 3
+        assert n == 0 or got[:, :, others].tobytes() == want[0][:, :, others].tobytes()
+
+
 def test_what_lies_past_the_lengths_is_not_read(rng):
     """Nor is what strides leave out."""
     options = {"q_lengths": [3, 0, 60], "k_lengths": [70, 5, 0], "causal": True}
