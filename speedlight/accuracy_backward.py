@@ -97,7 +97,7 @@ def _weight_errors(head: Any, given: Returned, pairs: Pairs, a: Arithmetic) -> n
     if head.problem.score is not None:
         _, off = rounding_error(head.problem.score.root, head.env | {"s": pairs.products}, off, a.u)
     off = np.where(pairs.seen, off + 3 * a.u * np.abs(exponent), 0.0)
-    moved = np.exp(exponent + off) * -np.expm1(-off)
+    moved = np.where(exponent == -np.inf, 0.0, np.exp(exponent + off) * -np.expm1(-off))
     moved = np.where(is_far(head, given.lse)[:, None], np.minimum(moved, 1.0), moved)
     return moved + (1.1e-4 if a.dot else 4 * a.u) * pairs.p + a.normal
 
@@ -125,7 +125,8 @@ def _through_score(head: Any, pairs: Pairs, ds_off: np.ndarray, a: Arithmetic) -
         return np.zeros(ds_off.shape)
     env = head.env | {"s": pairs.products, FLOW: np.ones(ds_off.shape)}
     slope, slope_off = rounding_error(back, env, product_errors(head, a, pairs.products), a.u)
-    return np.abs(slope) * ds_off + slope_off * (np.abs(pairs.ds) + ds_off) + 2 * a.tiny
+    off = np.abs(slope) * ds_off + slope_off * (np.abs(pairs.ds) + ds_off)
+    return np.where((slope == 0) & (slope_off == 0), 0.0, off) + 2 * a.tiny
 
 
 def _sum_bound(

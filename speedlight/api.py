@@ -119,7 +119,7 @@ def attention(
     key = calls.key_of(tensors, options, (threads, isa.name))
     if key is not None and type(return_lse) is bool:
         repeated = _prepared.get(key)
-        results = None if repeated is None else repeated.again(tensors, return_lse, options.seed_word())
+        results = None if repeated is None else repeated.again(tensors, return_lse, seed if dropout else 0)
         if results is not None:
             return results
     check_flag("return_lse", return_lse)

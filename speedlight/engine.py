@@ -40,9 +40,9 @@ def of(device: str) -> Any:
 
 def gradients() -> Any:
     """What computes them: `prepare` makes a backward call."""
-    from .cpu import differentiate
+    from .cpu import gradients
 
-    return differentiate
+    return gradients
 
 
 def gpu() -> Any:

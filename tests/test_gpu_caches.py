@@ -30,6 +30,7 @@ from speedlight.windows import SPARE
 
 KINDS = ("float32", "float16", "bfloat16", "int8")
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
+DROPOUT = {"dropout": 0.4, "seed": 2**63 + 1}
 OWN = ("storage.py", "kv/")  # files whose functions are interrupted
 CLOSE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2, "int8": 3e-6}
 
@@ -43,7 +44,10 @@ def tokens(rng, dtype, *shapes):
     return [rng.standard_normal(s).astype(kind) for s in shapes]
 
 
-@pytest.mark.parametrize(("dtype", "options"), [*((x, {}) for x in KINDS), *zip(KINDS[1:], OPTIONS[1:], strict=True)])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [*((x, {}) for x in KINDS), *zip(KINDS[1:], OPTIONS[1:], strict=True), ("int8", DROPOUT)],
+)
 def test_a_cache_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "capacity": 400, "dtype": dtype}
     here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
@@ -394,7 +398,10 @@ def test_arguments_of_any_type(rng):
 # --- pages
 
 
-@pytest.mark.parametrize(("dtype", "options"), [*((x, {}) for x in KINDS), *zip(KINDS[1:3], OPTIONS[1:3], strict=True)])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [*((x, {}) for x in KINDS), *zip(KINDS[1:3], OPTIONS[1:3], strict=True), ("float32", DROPOUT)],
+)
 def test_a_pool_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "dtype": dtype}
     here, there = sl.PagePool(**sizes), sl.PagePool(**sizes, device="cuda")

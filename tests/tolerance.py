@@ -60,3 +60,17 @@ def assert_accurate(q: Any, k: Any, v: Any, *, zeros_allowed: bool = False, **op
     assert_within(out, want, bounds.out, "out", zeros_allowed=zeros_allowed)
     assert_within(lse, want_lse, bounds.lse, "lse", zeros_allowed=True)
     return out, lse
+
+
+def assert_gradients(arrays: Any, flow: Any, *, zeros_allowed: bool = False, **options: Any) -> tuple[Any, Any, Any]:
+    """speedlight.attention_backward against the oracle: kinds, dtypes, shapes, special values, the bound for every
+    element. `flow`: out, lse, d_out and d_lse.
+    """
+    got = sl.attention_backward(*arrays, *flow, **options)
+    want = reference.backward(*arrays, *flow, **options)
+    dot = current_isa().product("bf16") == "pairs" and "bfloat16" in str(arrays[0].dtype)
+    bounds = reference.backward_bound(*arrays, *flow, dot=dot, **options)
+    for name, x, g, w, bound in zip(bounds._fields, arrays, got, want, bounds, strict=True):
+        assert type(g) is type(x) and g.dtype == x.dtype, f"{name}: {type(g)} of {g.dtype}"
+        assert_within(g, w, bound, name, zeros_allowed=zeros_allowed)
+    return got

@@ -100,7 +100,9 @@ def kernel_of(shape: AnyShape) -> Kernel:
 def _structure(shape: Any) -> Any:
     """What makes the kernel, and nothing else: equal to `shape`, without the arrays and numbers of its expressions."""
     program = getattr(shape, "program", None)
-    return shape if program is None else replace(shape, program=replace(program, mask=None, score=None, flow=None))
+    if program is None:
+        return shape
+    return replace(shape, program=replace(program, mask=None, score=None, flow=None, entries=()))
 
 
 def _make_room() -> None:
@@ -122,6 +124,7 @@ def emit(shape: AnyShape) -> str:
     from .forward import forward_module
     from .merging import MergeShape, merge_module
     from .shape import Shape
+    from .table_gradients import tables_module
 
     symbol = symbol_of(shape)
     match shape:
@@ -131,6 +134,8 @@ def emit(shape: AnyShape) -> str:
             return str(forward_module(shape, symbol))
         case Shape(kind="backward"):
             return str(backward_module(shape, symbol))
+        case Shape(kind="tables"):
+            return str(tables_module(shape, symbol))
         case _:
             return str(decode_module(shape, symbol))
 

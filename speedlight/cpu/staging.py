@@ -28,13 +28,12 @@ def pack_queries(module: Module, s: Shape) -> Any:
     """q_panel[units, panel] from the rows named by a table of pointers."""
     k = module.function("pack_queries", {"table": PTR, "q_panel": PTR} | _QUERY)
     p, (flip, end) = k.p, _flip_and_end(k, s)
-    for v in range(s.vectors):
-        table = k.at(p["table"], v * s.lanes * 8)
-        with k.range(0, end, s.lanes) as t:
-            rows = [load_units(k, s, k.load(PTR, table, lane * 8), t) for lane in range(s.lanes)]
-            for i, x in enumerate(k.transpose(rows)):
-                flipped = x.bits(s.ivector) ^ k.splat(flip, s.lanes)
-                k.store(flipped, p["q_panel"], (t + i) * s.row_bytes + s.lane_offset(v))
+    with k.range(0, s.vectors) as v, k.range(0, end, s.lanes) as t:
+        table = k.at(p["table"], v * (s.lanes * 8))
+        rows = [load_units(k, s, k.load(PTR, table, lane * 8), t) for lane in range(s.lanes)]
+        for i, x in enumerate(k.transpose(rows)):
+            flipped = x.bits(s.ivector) ^ k.splat(flip, s.lanes)
+            k.store(flipped, p["q_panel"], (t + i) * s.row_bytes + v * s.vector_bytes)
     with k.range(0, s.panel) as lane:
         row = k.load(PTR, p["table"], lane * 8)
         with k.range(end, p["units"]) as t:

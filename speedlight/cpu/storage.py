@@ -62,9 +62,9 @@ class Step:
         out = np.empty((*q.shape[:-1], self.value_dim), q.dtype)
         lse = np.empty(q.shape[:-1], self.lse_dtype) if return_lse else None
         threads = 1 if sum(lengths) * self.token_bytes * max(1, q.shape[2] // 8) < _INLINE_BYTES else 0
-        (k_at, v_at), q_at, out_at = self.addresses[layer], arrays.address_of(q), arrays.address_of(out)
-        lse_at = 0 if lse is None else arrays.address_of(lse)
-        self.prepared.run(q_at, k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed)
+        (k_at, v_at), lse_at = self.addresses[layer], 0 if lse is None else arrays.address_of(lse)
+        q_at, out_at, items_at = arrays.address_of(q), arrays.address_of(out), ctypes.addressof(items)
+        self.prepared.run(q_at, k_at, v_at, out_at, lse_at, items_at, threads, seed)
         return out if lse is None else (out, lse)
 
 

@@ -150,6 +150,7 @@ class Case:
     int8: bool = False
     value_dim: int | None = None
     precision: str = "ieee"
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         kind = self.dtype if self.precision == "ieee" else self.precision
@@ -176,6 +177,7 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
         yield f"{base} window", replace(base, mask=window)
         yield f"{base} documents", replace(base, mask=ids, causal=True)
         yield f"{base} softcap", replace(base, score=softcap(30.0), causal=True)
+        yield f"{base} dropout", replace(base, dropout=0.1, causal=True)
         yield f"{base} pages", replace(base, paged=True, causal=True)
         yield f"{base} int8", replace(base, int8=True, paged=True, causal=True)
         yield f"bfloat16 d96 {base.phase} value_dim 80", replace(base, d=96, value_dim=80)
@@ -210,7 +212,9 @@ def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     keys = _keys(case, d, value_dim)
     like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
     stored = Stored("int8" if case.int8 else case.dtype, 8, d, value_dim, (4096,))
-    problem = from_stored(like, stored, Options(case.causal, mask=case.mask, score=case.score))
+    problem = from_stored(
+        like, stored, Options(case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)
+    )
     lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
     how = schedule(problem, keys, capability, case.precision)
     return Part(problem, "bhld", how, uploads_of(problem, "cpu", None)).launches(q, keys, out, lse, None)

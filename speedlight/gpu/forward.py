@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .dropping import Dropout, keeps
 from .primitives import (
     LN2,
     as_bits,
@@ -61,6 +62,7 @@ class Tensors(NamedTuple):
     k_scales: Tensor
     v_scales: Tensor
     p_sinks: Any
+    divisor: Any  # of results, by dropout
     p_partial: Any
     p_stats: Any
 
@@ -80,6 +82,7 @@ class Program(NamedTuple):
     c_item: Any
     c_head: Any
     chunks: Any
+    dropout: Dropout
 
 
 class Queries(NamedTuple):
@@ -118,7 +121,7 @@ class State(NamedTuple):
 # sizes that change from step to step: without this, multiples of 16 would compile another kernel
 _SIZES = [
     "q_len", "k_len", "q_start", "out_rows", "row_blocks", "splits", "table_pages", "page_count", "chunks", "blocks",
-    "factor", "scale",
+    "factor", "scale", "seed_low", "seed_high", "drop_below", "drop_all", "divisor",
 ]  # fmt: skip
 
 
@@ -134,6 +137,7 @@ def attend(
     items, lengths, q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits,
     pages, page_size, table_row, table_pages, page_count, status, ring_first, ring,
     ints, floats, wrong, classes, c_item, c_head, chunks, factor, scale,
+    seed_low, seed_high, drop_below, drop_all, divisor,
     flags, blocks,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -155,12 +159,14 @@ def attend(
         Tensor(k_scales, s_item, s_head, s_row, 1),
         Tensor(v_scales, s_item, s_head, s_row, 1),
         sinks,
+        divisor,
         partial,
         stats,
     )
     batch = Batch(items, lengths, q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits)
     memory = Pages(pages, page_size, table_row, table_pages, page_count, status, ring_first, ring)
-    program = Program(factor, scale, ints, floats, wrong, classes, c_item, c_head, chunks)
+    dropout = Dropout(seed_low, seed_high, drop_below, drop_all)
+    program = Program(factor, scale, ints, floats, wrong, classes, c_item, c_head, chunks, dropout)
     if NONFINITE == RECOMPUTE:
         # a few programs scan the flags, and usually exit
         o_flags = tl.arange(0, 4096)
@@ -327,19 +333,25 @@ def one_tile(
     v_scale = None
     if c.CODED:
         v_scale = tl.load(source.p_v_scales + o_s, mask=m_n, other=0.0)
+    keep = None
+    if program.dropout.seed_low is not None:
+        first = source.k_start + n
+        keep = keeps(source.block.item.name, rows.head, keys.position, first, program.dropout, c.BN)
     if VALUES == CODES:
-        acc = state.acc + code_sums(x, state.running_max, program.factor, b_v, v_scale)
+        acc = state.acc + code_sums(x, state.running_max, program.factor, b_v, v_scale, keep)
         return State(state.running_max, acc, state.running_sum)
     else:
-        return add_tile(state, x, program.factor, b_q.dtype, b_v, v_scale, VALUES, c.PRECISION)
+        return add_tile(state, x, program.factor, b_q.dtype, b_v, v_scale, keep, VALUES, c.PRECISION)
 
 
 @triton.jit
 def add_tile(
-    state: State, x, factor, dtype: tl.constexpr, b_v, v_scale, VALUES: tl.constexpr, PRECISION: tl.constexpr
+    state: State, x, factor, dtype: tl.constexpr, b_v, v_scale, keep, VALUES: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """The online softmax: scores x [BM, BN], and values [BN, BLOCK_DV] in their own type, with scales if codes."""
     p, running_max, running_sum, alpha = online_softmax(x, factor, state.running_max, state.running_sum)
+    if keep is not None:
+        p = tl.where(keep, p, 0.0)
     if v_scale is not None:
         p = p * (finite(v_scale) if VALUES == FINITE else v_scale)[None, :]
     operand = b_v.to(dtype)
@@ -355,11 +367,13 @@ def add_tile(
 
 
 @triton.jit
-def code_sums(x, running_max, factor, b_v, v_scale):
+def code_sums(x, running_max, factor, b_v, v_scale, keep):
     """Sums of the non-finite values that each row sees, [BM, BLOCK_DV]; 0 elsewhere."""
     by, base = exponents(running_max, factor)
     # a weight that is 0 makes NaN of an infinity: codes in units of NaN's
     weight = tl.where(tl.math.exp2(x * by[:, None] - base[:, None]) == 0.0, 2097152.0, 1.0)
+    if keep is not None:
+        weight = tl.where(keep, weight, 2097152.0)
     weight = tl.where(x == float("-inf"), 0.0, weight)
     values = b_v.to(tl.float32)
     if v_scale is not None:
@@ -400,7 +414,7 @@ def finish_block(state: State, factor, block: Block, rows: Rows, tensors: Tensor
     else:
         if tensors.p_sinks is not None:
             acc, running_max, running_sum = with_sinks(acc, running_max, running_sum, rows, tensors.p_sinks)
-        result = finish_rows(acc, running_sum)
+        result = finish_rows(acc, running_sum, tensors.divisor)
         out, lse = tensors.out, tensors.lse
         o_token = item.o_q + rows.token
         p_out = out.p + item.i_item * out.item + o_token[:, None] * out.row + rows.head[:, None] * out.head

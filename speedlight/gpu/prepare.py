@@ -12,6 +12,7 @@ from ..expressions.tree import out_of_range
 from ..modes import standard
 from ..problem import Problem
 from .counting import plan
+from .dropping import words_of
 from .forward import attend
 from .keys import Keys, arrays_of, axes, paged_keys, paged_tables
 from .launch import Launch, capturing, named_strides, start, synchronize
@@ -72,6 +73,7 @@ class Part:
             | _key_arguments(keys)
             | self._constants(keys)
             | self._program()
+            | words_of(p)
             | classes._asdict()
         )
         first, again = arguments | {"NONFINITE": int(FLAG)}, arguments | {"NONFINITE": int(RECOMPUTE)}
@@ -99,6 +101,7 @@ class Part:
             "partial": partial, "stats": stats,
             **named_strides("o", axes(out, self.layout)), **named_strides("l", strides),
             "q_len": p.q_lengths[0], "k_len": p.k_lengths[0], "out_rows": p.rows,
+            "divisor": p.dropout_divisor if p.dropout else None,
             "kv_heads": p.kv_heads, "group": p.group, "splits": how.splits,
             "PACK": how.pack, "DV": p.value_dim, "BLOCK_DV": max(16, power_above(p.value_dim)),
         }  # fmt: skip

@@ -267,9 +267,14 @@ def with_sinks(acc, running_max, running_sum, rows: Rows, p_sinks):
 
 
 @triton.jit
-def finish_rows(acc, running_sum):
-    """acc / running_sum, rounded once, of a row [DV] or of rows [BM, DV]; a row that sees nothing is 0."""
+def finish_rows(acc, running_sum, divisor):
+    """acc / running_sum, rounded once, of a row [DV] or of rows [BM, DV]; a row that sees nothing is 0.
+
+    divisor: what dropout divides by as well, or None.
+    """
     total = tl.where(running_sum == 0.0, 1.0, running_sum)
+    if divisor is not None:
+        total = total * divisor
     if len(acc.shape) == 2:
         total = total[:, None]
     return tl.math.div_rn(acc, tl.broadcast_to(total, acc.shape))

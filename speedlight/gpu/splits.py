@@ -34,11 +34,11 @@ def first_state(i_item, kv_head, batch: Batch):
     return (i_item * batch.kv_heads + kv_head) * batch.splits
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "out_rows", "splits", "padded_rows"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "out_rows", "splits", "padded_rows", "divisor"])
 def combine(
     partial, stats, out, lse, sinks, items, lengths,
     o_item, o_head, o_row, o_column, l_item, l_head, l_row,
-    q_len, k_len, out_rows, kv_heads, group, padded_rows, splits,
+    q_len, k_len, out_rows, kv_heads, group, padded_rows, splits, divisor,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """One row of one kv head: its splits' states, merged in ascending order."""
@@ -59,7 +59,7 @@ def combine(
         if sinks is not None:
             running_sum += tl.where(token < item.q_len, tl.math.exp2((sink - base) * LOG2E), 0.0)
         o_dv = tl.arange(0, BLOCK_DV)
-        result = finish_rows(acc, running_sum)
+        result = finish_rows(acc, running_sum, divisor)
         p_out = out + i_item * o_item + (item.o_q + token) * o_row + head * o_head + o_dv * o_column
         tl.store(p_out, result.to(out.dtype.element_ty), mask=o_dv < DV)
         if lse is not None:

@@ -13,7 +13,7 @@ from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_coun
 from ..compiling import in_graph, outside
 from ..errors import ArgumentError, CacheBusy, CacheFull, FileError, UnsupportedError
 from ..forks import renew_after_fork
-from ..problem import Options
+from ..problem import Options, new_options
 from ..tokens import Piece, TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
@@ -76,8 +76,7 @@ class KVCache:
         self.dtype, self._ring = cache_dtype(dtype), ring_of(self.window, self.keep_first)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
-        # A call takes effect by one store: a layer's pair is replaced, its lists never change. A ring needs the
-        # second list: slots that a longer sequence has overwritten stay lost after truncate().
+        # A call takes effect by one store: a layer's pair is replaced, its lists never change; the second serves a ring.
         self._held: list[_Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers being written to
         self._every = set(range(self.layers))
@@ -229,7 +228,8 @@ class KVCache:
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
             more = {"new_lengths": new_lengths, "return_lse": return_lse, "dropout": dropout, "seed": seed}
             return outside(KVCache.attend, self, layer, q, k, v, **options, **more)
-        options = Options(k is not None, None, mask, score, sink_logits, None, 0, scale, dropout=dropout, seed=seed)
+        given = (k is not None, None, mask, score, sink_logits, None, 0, scale, "bhld", None, None, None, None, "ieee")
+        options = new_options(Options, (*given, dropout, seed))
         if k is not None and new_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
             result = self._repeated(layer, q, k, v, options, return_lse)
             if result is not None:
