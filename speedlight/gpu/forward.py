@@ -118,6 +118,14 @@ class State(NamedTuple):
     running_sum: Any
 
 
+class Values(NamedTuple):
+    """Of a tile: [BN, BLOCK_DV] in their own type; scales [BN] of codes; [BM, BN], which weights dropout keeps."""
+
+    b_v: Any
+    scale: Any
+    keep: Any
+
+
 # sizes that change from step to step: without this, multiples of 16 would compile another kernel
 _SIZES = [
     "q_len", "k_len", "q_start", "out_rows", "row_blocks", "splits", "table_pages", "page_count", "chunks", "blocks",
@@ -337,26 +345,27 @@ def one_tile(
     if program.dropout.seed_low is not None:
         first = source.k_start + n
         keep = keeps(source.block.item.name, rows.head, keys.position, first, program.dropout, c.BN)
+    values = Values(b_v, v_scale, keep)
     if VALUES == CODES:
-        acc = state.acc + code_sums(x, state.running_max, program.factor, b_v, v_scale, keep)
+        acc = state.acc + code_sums(x, state.running_max, program.factor, values)
         return State(state.running_max, acc, state.running_sum)
     else:
-        return add_tile(state, x, program.factor, b_q.dtype, b_v, v_scale, keep, VALUES, c.PRECISION)
+        return add_tile(state, x, program.factor, b_q.dtype, values, VALUES, c.PRECISION)
 
 
 @triton.jit
 def add_tile(
-    state: State, x, factor, dtype: tl.constexpr, b_v, v_scale, keep, VALUES: tl.constexpr, PRECISION: tl.constexpr
+    state: State, x, factor, dtype: tl.constexpr, values: Values, VALUES: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """The online softmax: scores x [BM, BN], and values [BN, BLOCK_DV] in their own type, with scales if codes."""
+    """The online softmax: the state with scores x [BM, BN] and values added."""
     p, running_max, running_sum, alpha = online_softmax(x, factor, state.running_max, state.running_sum)
-    if keep is not None:
-        p = tl.where(keep, p, 0.0)
-    if v_scale is not None:
-        p = p * (finite(v_scale) if VALUES == FINITE else v_scale)[None, :]
-    operand = b_v.to(dtype)
-    if v_scale is not None and dtype == tl.float16:
-        operand = b_v.to(tl.bfloat16)  # codes are exact in it, and a scale may be any float32
+    if values.keep is not None:
+        p = tl.where(values.keep, p, 0.0)
+    if values.scale is not None:
+        p = p * (finite(values.scale) if VALUES == FINITE else values.scale)[None, :]
+    operand = values.b_v.to(dtype)
+    if values.scale is not None and dtype == tl.float16:
+        operand = values.b_v.to(tl.bfloat16)  # codes are exact in it, and a scale may be any float32
     if VALUES == FINITE:
         operand = finite(operand.to(tl.float32)).to(operand.dtype)
     if dtype == tl.float32:  # a short chain of sums in the tile, then one over tiles
@@ -367,18 +376,18 @@ def add_tile(
 
 
 @triton.jit
-def code_sums(x, running_max, factor, b_v, v_scale, keep):
+def code_sums(x, running_max, factor, values: Values):
     """Sums of the non-finite values that each row sees, [BM, BLOCK_DV]; 0 elsewhere."""
     by, base = exponents(running_max, factor)
     # a weight that is 0 makes NaN of an infinity: codes in units of NaN's
     weight = tl.where(tl.math.exp2(x * by[:, None] - base[:, None]) == 0.0, 2097152.0, 1.0)
-    if keep is not None:
-        weight = tl.where(keep, weight, 2097152.0)
+    if values.keep is not None:
+        weight = tl.where(values.keep, weight, 2097152.0)
     weight = tl.where(x == float("-inf"), 0.0, weight)
-    values = b_v.to(tl.float32)
-    if v_scale is not None:
-        values = values * v_scale[:, None]
-    return nonfinite_sum(dot(weight.to(tl.bfloat16), nonfinite_code(values).to(tl.bfloat16), "ieee"))
+    b_v = values.b_v.to(tl.float32)
+    if values.scale is not None:
+        b_v = b_v * values.scale[:, None]
+    return nonfinite_sum(dot(weight.to(tl.bfloat16), nonfinite_code(b_v).to(tl.bfloat16), "ieee"))
 
 
 @triton.jit
