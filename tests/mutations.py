@@ -177,7 +177,7 @@ MUTATIONS = (
         "cpu/backward_tiles.py",
         "x = visible_step(k, s, columns[v], weight, x, seen)",
         "x = multiply_add(k, s, weight, columns[v], x)",
-        f"{BACKWARD} -k 'hidden_never_matters and float32'",
+        f"{BACKWARD} -k 'hidden_never_matters and causal-float32'",
     ),
     Mutation(
         "sums of dk and dv begin with what memory held",

@@ -80,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "negative scale": {"scale": -0.7, "causal": True},
     "no scale": {"scale": 0.0},
     "small scale": {"scale": 1e-30},
+    "dropout": {"dropout": 0.3, "seed": (1 << 63) + 5, "causal": True},
     "sinks": {"sink_logits": [0.3, -INF, 2.0, 40.0], "causal": True},
 }
 
