@@ -80,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "negative scale": {"scale": -0.7, "causal": True},
     "no scale": {"scale": 0.0},
     "small scale": {"scale": 1e-30},
+    "dropout": {"dropout": 0.3, "seed": (1 << 63) + 5, "causal": True},
     "sinks": {"sink_logits": [0.3, -INF, 2.0, 40.0], "causal": True},
 }
 
@@ -267,6 +268,17 @@ def test_scores_of_minus_infinity_hide(rng, dtype):
         assert n == 0 or got[:, :, others].tobytes() == want[0][:, :, others].tobytes()
 
 
+def test_slopes_of_hidden_pairs(rng):
+    """Infinite, and beside them finite numbers alone."""
+    arrays = qkv(rng, "float32", 1, 2, 1, 192, 140, 5, 4)
+    options: dict[str, Any] = {
+        "mask": sl.expression(lambda b, h, i, j: (i - j) % 50 != 0),
+        "score": sl.expression(lambda s, b, h, i, j: s / sl.cast((i - j) % 50, float)),
+        "q_start": 0,
+    }
+    assert_gradients(arrays, flow_of(rng, arrays, **options), **options)
+
+
 def test_what_lies_past_the_lengths_is_not_read(rng):
     """Nor is what strides leave out."""
     options = {"q_lengths": [3, 0, 60], "k_lengths": [70, 5, 0], "causal": True}
@@ -361,6 +373,19 @@ def test_rows_of_queries_can_be_cut_anywhere(rng, dtype):
         some = [x[:, :, low:high] for x in (arrays[0], *flow)]
         got = sl.attention_backward(some[0], *arrays[1:], *some[1:], causal=True, q_start=1700 + low)[0]
         assert got.tobytes() == want[:, :, low:high].tobytes(), (low, high)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_lie_at_absolute_positions(rng, dtype):
+    """Rows of which nothing flows back add zeros to dk and dv: without them the same bits, where a call begins."""
+    arrays, flow, _ = several(rng, dtype)
+    for x in flow[2:]:
+        x[:, :, :150] = 0
+    want = sl.attention_backward(*arrays, *flow, q_start=1700)
+    for cut in (1, 77, 150):
+        some = [x[:, :, cut:] for x in (arrays[0], *flow)]
+        got = sl.attention_backward(some[0], *arrays[1:], *some[1:], q_start=1700 + cut)
+        same(got, (want[0][:, :, cut:], *want[1:]), f"from row {cut}")
 
 
 def lies(x: np.ndarray) -> dict[str, np.ndarray]:

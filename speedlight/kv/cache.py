@@ -76,7 +76,7 @@ class KVCache:
         self.dtype, self._ring = cache_dtype(dtype), ring_of(self.window, self.keep_first)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
-        # A call takes effect by one store of a layer's pair, whose lists never change. The second serves a ring.
+        # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
         self._held: list[_Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
         self._claims: set[int] = set()  # layers being written to
         self._every = set(range(self.layers))
