@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from .arrays import Array
 from .cpu.operands import Strides
 from .errors import ArgumentError, UnsupportedError, shown
-from .expressions.program import Program
 from .machine import interpreting
 from .problem import Problem
 
@@ -41,9 +40,9 @@ def of(device: str) -> Any:
 
 def gradients() -> Any:
     """What computes them: `prepare` makes a backward call."""
-    from .cpu import differentiate
+    from .cpu import gradients
 
-    return differentiate
+    return gradients
 
 
 def gpu() -> Any:
@@ -77,16 +76,10 @@ def plan(problem: Problem, device: Any, strides: Strides, precision: str, exact:
         case None | str("cpu"):
             return of("cpu").plan(problem, strides, threads_now(), exact=exact)
         case _:
-            place = resident().device_of(device)
+            gpu_device = resident().device_of(device)
             from .gpu import counting
 
-            return counting.plan(problem, place, precision, exact=exact)
-
-
-def may_fail(problem: Problem) -> bool:
-    """Whether a lookup may turn out, while kernels run, to be out of range."""
-    program = Program.of(problem.mask, problem.score, problem.box())
-    return program is not None and program.may_fail
+            return counting.plan(problem, gpu_device, precision, exact=exact)
 
 
 @functools.lru_cache(maxsize=1)

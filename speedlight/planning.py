@@ -1,18 +1,13 @@
-"""Plans: tiles, FLOPs, bytes, workspace, and the time this machine cannot beat. Pure functions."""
+"""Plans: the figures of a call before it runs, and how they print. Pure functions."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from .arrays import STORAGE_BYTES
 from .expressions.tree import lazily
-from .machine import number_bytes
 from .problem import TILE, Problem
-from .tiles import Rows, counted_pairs, integers_of, pairs, tally
+from .work import all_panel_keys, count, least_bytes, materialised_bytes
 
 
 class Run(NamedTuple):
@@ -122,7 +117,7 @@ class Plan:
         return rows
 
 
-def count(
+def plan_of(
     problem: Problem,
     run: Run,
     peak: float | None = None,
@@ -130,18 +125,10 @@ def count(
     *,
     exact: bool = False,
 ) -> Plan:
-    """The plan's figures, exactly: what the kernel counts when it runs is the same."""
-    if problem.mask is None and problem.score is None:
-        totals = np.zeros(6, dtype=object)
-        for key, times in _distinct(problem).items():
-            totals += np.array(_count_item(*key, problem.causal, problem.group, run.panel), dtype=object) * times
-        visible, full, mixed, skipped, panel_keys, mixed_keys = (int(x) * problem.kv_heads for x in totals)
-    else:
-        visible, full, mixed, skipped, panel_keys, mixed_keys = _count_expressions(problem, run.panel, exact)
+    """The plan of a call on the CPU, exactly: what the kernel counts when it runs is the same."""
+    work = count(problem, run.panel, exact=exact)
+    read, written = least_bytes(problem)
     per_pair = 2 * (problem.head_dim + problem.value_dim)
-    size = STORAGE_BYTES[problem.storage]
-    q_rows, k_rows = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
-    square = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
     return Plan(
         problem=problem,
         engine="cpu",
@@ -149,83 +136,23 @@ def count(
         kernel=run.kernel,
         threads=run.threads,
         panel=run.panel,
-        visible_pairs=visible,
-        flops=None if visible is None else visible * per_pair,
-        tile_flops=panel_keys * run.panel * per_pair,
-        tiles_full=full,
-        tiles_mixed=mixed,
-        tiles_skipped=skipped,
-        panel_keys=panel_keys,
-        full_flops=(panel_keys - mixed_keys) * run.panel * per_pair,
-        mixed_flops=mixed_keys * run.panel * per_pair,
-        skipped_flops=(_all_keys(problem, run.panel) - panel_keys) * run.panel * per_pair,
-        bytes_read=(q_rows * problem.head_dim + k_rows * (problem.head_dim + problem.value_dim)) * size,
-        bytes_written=q_rows * problem.value_dim * size + q_rows * number_bytes(problem.storage),
+        visible_pairs=work.visible_pairs,
+        flops=None if work.visible_pairs is None else work.visible_pairs * per_pair,
+        tile_flops=work.panel_keys * run.panel * per_pair,
+        tiles_full=work.full,
+        tiles_mixed=work.mixed,
+        tiles_skipped=work.skipped,
+        panel_keys=work.panel_keys,
+        full_flops=(work.panel_keys - work.mixed_keys) * run.panel * per_pair,
+        mixed_flops=work.mixed_keys * run.panel * per_pair,
+        skipped_flops=(all_panel_keys(problem, run.panel) - work.panel_keys) * run.panel * per_pair,
+        bytes_read=read,
+        bytes_written=written,
         workspace_bytes=run.workspace_bytes,
-        materialised_bytes=2 * square * size,
+        materialised_bytes=materialised_bytes(problem),
         peak_flops=peak,
         bandwidth=bandwidth,
     )
-
-
-def _distinct(problem: Problem) -> dict[tuple[int, int, int], int]:
-    """(q_len, k_len, first limit) of the items, and how often each comes."""
-    found: dict[tuple[int, int, int], int] = {}
-    for q_len, k_len, start in zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True):
-        key = (q_len, k_len, start - problem.k_start)
-        found[key] = found.get(key, 0) + 1
-    return found
-
-
-def _count_expressions(problem: Problem, panel: int, exact: bool) -> tuple[Any, ...]:
-    """As _count_item, of all heads; items and heads that the expressions cannot tell apart are counted once."""
-    uses = frozenset().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
-    items: dict[Any, list[int]] = {}
-    for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
-        items.setdefault((key, item if "b" in uses else 0), []).append(item)
-    heads, each = (range(problem.kv_heads), 1) if "h" in uses else (range(min(1, problem.kv_heads)), problem.kv_heads)
-    visible: int | None = 0
-    sums, known = [0] * 5, integers_of(problem)
-    for alike in items.values():
-        for head in heads:
-            rows, times = Rows(problem, alike[0], head, panel, known), len(alike) * each
-            found = tally(rows)
-            tiles = -(-rows.keys // TILE) * rows.panels
-            for n, x in enumerate(
-                (found.full, found.mixed, tiles - found.full - found.mixed, found.keys, found.mixed_keys)
-            ):
-                sums[n] += x * times
-            shown = pairs(rows)
-            shown = counted_pairs(rows) if shown is None and exact else shown
-            visible = None if visible is None or shown is None else visible + shown * times
-    return visible, *sums
-
-
-def _all_keys(problem: Problem, panel: int) -> int:
-    """Panel-keys if nothing were skipped."""
-    lengths = zip(problem.q_lengths, problem.k_lengths, strict=True)
-    return sum(-(-q * problem.group // panel) * k for q, k in lengths) * problem.kv_heads
-
-
-@lru_cache(maxsize=256)
-def _count_item(q_len: int, k_len: int, start: int, causal: bool, group: int, panel: int) -> tuple[int, ...]:
-    """Of one kv head: visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
-    rows = q_len * group
-    first = np.arange(0, rows, panel, dtype=np.int64)
-    last = np.minimum(first + panel, rows) - 1
-    if causal:
-        low, high = (np.clip(start + r // group + 1, 0, k_len) for r in (first, last))
-        limits = np.clip(start + np.arange(q_len, dtype=np.int64) + 1, 0, k_len)
-        pairs = int(limits.sum()) * group
-    else:
-        low = high = np.full(len(first), k_len, dtype=np.int64)
-        pairs = rows * k_len
-    run = -(-high // TILE)
-    full = np.where(low < high, low // TILE, run)
-    keys = int(high.sum())
-    mixed_keys = int((high - np.where(low < high, full * TILE, high)).sum())
-    tiles = -(-k_len // TILE) * len(first)
-    return pairs, int(full.sum()), int((run - full).sum()), tiles - int(run.sum()), keys, mixed_keys
 
 
 def _range(lengths: tuple[int, ...]) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from . import arrays
 from .accuracy import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
 from .accuracy_backward import GradientBounds, key_bounds, query_bound, terms_of
-from .checks import check_index, dropout_of, integer, seed_of
+from .checks import MOST, check_index, dropout_of, integer, seed_of
 from .errors import ArgumentError
 from .expressions.tree import evaluate
 from .gradients import SINKS, Asked, Given, asked
@@ -226,7 +226,7 @@ def keep_mask(dropout: float, seed: int, b: int, h: int, i: Any, j: Any) -> np.n
     [[False, True, True, True], [True, True, False, True]]
     """
     item, head = (check_index(name, x, MOST_POSITIONS) for name, x in (("b", b), ("h", h)))
-    rows, keys = (_positions(name, x, least) for name, x, least in (("i", i, -MOST_POSITIONS), ("j", j, 0)))
+    rows, keys = (_positions(name, x, least) for name, x, least in (("i", i, -MOST), ("j", j, 0)))
     return kept(dropout_of(dropout), seed_of(seed), item, head, rows, keys)
 
 

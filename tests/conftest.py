@@ -1,17 +1,24 @@
-"""Shared by all tests: a cache of their own, and vector units to run on."""
+"""Shared by all tests: a cache of their own, vector units to run on, and what a short run leaves out."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from collections.abc import Iterator
+
+# The reference multiplies small matrices: NumPy's threads would spin, nine times as long as one of them computes.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
 
 os.environ.setdefault("SPEEDLIGHT_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"speedlight-tests-{os.getuid()}"))
 
-from speedlight.machine import host_isas
+from engines import CPU, Engine
+from problems import DIMS, DTYPES, LENGTHS
+
+from speedlight.machine import Blocking, host_isas
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
 
@@ -23,26 +30,85 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
+@pytest.fixture
+def engine(isa: str) -> Engine:
+    """What tests/test_attention.py is about; other modules have another, and other sizes."""
+    return CPU
+
+
+@pytest.fixture(params=DTYPES)
+def dtype(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(params=DIMS, ids=str)
+def dims(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param
+
+
+@pytest.fixture(params=LENGTHS, ids=lambda x: f"{x[0]}-{x[1]}")
+def lengths(request: pytest.FixtureRequest) -> tuple[int, int]:
+    return request.param
+
+
+@pytest.fixture(params=[75])
+def queries(request: pytest.FixtureRequest) -> int:
+    """How many there are where masks are tested."""
+    return request.param
+
+
+@pytest.fixture
+def one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run has panels of one vector where their width is not what is tested: a third of the kernels."""
+    if not FULL:
+        from speedlight.cpu import schedule
+
+        monkeypatch.setattr(schedule, "blocking", lambda *_, **__: Blocking((1.0, 1e-9, 1e-9), 8, 800_000_000))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A short run leaves a unit out that differs from the best one in the product of bfloat16 alone, but for that."""
-    units = host_isas()
-    if (
-        FULL
-        or len(units) < 2
-        or (units[0].vector_bytes, units[0].registers) != (units[1].vector_bytes, units[1].registers)
-    ):
+    """A short run has the tests of every unit, dtype and option, not of each combination: kernels take long to make."""
+    if FULL:
         return
+    functions: dict[str, list[pytest.Item]] = {}
+    for x in items:
+        functions.setdefault(x.nodeid.partition("[")[0], []).append(x)
+    kept = {id(x) for name, tests in functions.items() for x in short(name, tests)}
+    config.hook.pytest_deselected(items=[x for x in items if id(x) not in kept])
+    items[:] = [x for x in items if id(x) in kept]
 
-    def twin(item: pytest.Item) -> bool:
-        given = getattr(item, "callspec", None)
-        return (
-            given is not None and given.params.get("isa") == units[1].name and given.params.get("dtype") != "bfloat16"
-        )
 
-    left_out = [x for x in items if twin(x)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [x for x in items if not twin(x)]
+def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:
+    """Of one function's tests, those of a short run. `@pytest.mark.each("dtype", "options")`: every value of these, not
+    every combination, on the best vector unit; a quarter of those, other ones for every function, on each other unit.
+    """
+    tests = [x for x in tests if not is_twin(x)]
+    mark = tests[0].get_closest_marker("each") if tests else None
+    if mark is None:
+        return tests
+    values: dict[str, dict[int, int]] = {axis: {} for axis in mark.args}  # and which of them it is
+    places = [
+        tuple(known.setdefault(id(x.callspec.params[axis]), len(known)) for axis, known in values.items())
+        for x in tests
+    ]
+    sizes = [len(known) for known in values.values()]
+    rows = {tuple(n % size for size in sizes) for n in range(max(sizes))}
+    units: dict[str | None, list[pytest.Item]] = {}
+    for x, place in zip(tests, places, strict=True):
+        if place in rows:
+            units.setdefault(x.callspec.params.get("isa"), []).append(x)
+    best, *others = units.values()
+    turn = zlib.crc32(name.encode())
+    return best + [x for some in others for x in some[turn % min(4, len(some)) :: 4]]
+
+
+def is_twin(test: pytest.Item) -> bool:
+    """On a unit that differs from the best one in the product of bfloat16 alone, and not with bfloat16."""
+    units = host_isas()[:2]
+    if len({(x.vector_bytes, x.registers) for x in units}) != 1 or len(units) < 2:
+        return False
+    of = test.callspec.params if hasattr(test, "callspec") else {}
+    return of.get("isa") == units[1].name and of.get("dtype") != "bfloat16"
 
 
 @pytest.fixture

@@ -54,8 +54,9 @@ class Mutation:
         return text.replace(self.old, self.new)
 
 
-FORWARD, MASKS, CACHES = "tests/test_forward.py", "tests/test_masks.py", "tests/test_caches.py"
-POOLS, GPU, GPU_CACHES = "tests/test_pages.py", "tests/test_gpu.py", "tests/test_gpu_caches.py"
+ATTENTION, FORWARD, MASKS = "tests/test_attention.py", "tests/test_forward.py", "tests/test_masks.py"
+CACHES, POOLS = "tests/test_caches.py", "tests/test_pages.py"
+GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
 BACKWARD, RUNS = "tests/test_backward.py", "tests/test_backward_runs.py"
 MUTATIONS = (
     # --- kernels
@@ -64,7 +65,7 @@ MUTATIONS = (
         "cpu/vector.py",
         "        with self.range(middle, high) as t:\n",
         "        with self.range(high, high) as t:\n",
-        f"{FORWARD} -k every_dim",
+        f"{ATTENTION} -k every_dim",
     ),
     Mutation(
         "keys past the end of the tile are read",
@@ -78,7 +79,7 @@ MUTATIONS = (
         "cpu/queries_in_lanes.py",
         "(alpha,) = exp4(k, s, [old[v] - self.base[v]], any_x=True)",
         "(alpha,) = exp4(k, s, [old[v] - old[v]], any_x=True)",
-        f"{FORWARD} -k 'every_length and 255'",
+        f"{ATTENTION} -k 'every_length and 255'",
     ),
     Mutation(
         "a tile of which a lane sees nothing changes the sign of its zeros",
@@ -92,21 +93,21 @@ MUTATIONS = (
         "cpu/products.py",
         "return k.select(seen, k.fma(value, weight, total), total)",
         "return k.fma(value, weight, total)",
-        f"{FORWARD} -k 'special_values and float32'",
+        f"{ATTENTION} -k 'special_values and float32'",
     ),
     Mutation(
         "merging takes one state's maximum for the other's",
         "cpu/softmax.py",
         "factors = exp4(k, s, [m1 - base, m2 - base], any_x=True)",
         "factors = exp4(k, s, [m2 - base, m1 - base], any_x=True)",
-        f"{FORWARD} -k 'every_length and 1025'",
+        f"{ATTENTION} -k 'every_length and 1025'",
     ),
     Mutation(
         "a pair of which a lane sees one half is taken whole",
         "cpu/products.py",
         "return k.select(odd, full - 1, full)",
         "return k.select(odd, full, full)",
-        f"{FORWARD} -k 'special_values and bfloat16'",
+        f"{ATTENTION} -k 'special_values and bfloat16'",
     ),
     Mutation(
         "decoding touches values of scores of -inf",
@@ -160,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks of queries begin where a call does",
-        "cpu/backward.py",
+        "cpu/pairs.py",
         "self.row = (item.block + self.step // a.group) * QUERY_BLOCK - (item.start + a.k_start)",
         "self.row = (self.step // a.group) * QUERY_BLOCK",
         f"{BACKWARD} -k absolute_positions",
@@ -168,8 +169,8 @@ MUTATIONS = (
     Mutation(
         "a task waits for one of the two before it",
         "cpu/backward.py",
-        "return above & (k.fetch_add(before, 0, 0) >= wanted)",
-        "return above | (k.fetch_add(before, 0, 0) >= wanted)",
+        "return super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)",
+        "return super().has_come(turn) | (k.fetch_add(before, 0, 0) >= wanted)",
         f"{RUNS} -k their_turn",
     ),
     Mutation(
@@ -181,7 +182,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sums of dk and dv begin with what memory held",
-        "cpu/backward_tiles.py",
+        "cpu/rows.py",
         'fresh, end = p["fresh"].differs(0), p["end"].differs(0)',
         'fresh, end = p["fresh"].differs(1), p["end"].differs(0)',
         f"{BACKWARD} -k 'every_option and float32'",
@@ -220,7 +221,7 @@ MUTATIONS = (
         "cpu/region.py",
         "leave_if(high.get() - low.get() <= 1)",
         "leave_if(high.get() - low.get() <= 2)",
-        f"{FORWARD} -k 'same_bits_however or packed'",
+        f"{FORWARD} {ATTENTION} -k 'same_bits_however or packed'",
     ),
     # --- bounds and tiles
     Mutation(
@@ -228,7 +229,7 @@ MUTATIONS = (
         "cpu/visibility.py",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 2)",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 1)",
-        f"{MASKS} -k 'patterns or random_expressions'",
+        f"{ATTENTION} {MASKS} -k 'patterns or random_expressions'",
     ),
     Mutation(
         "i != j is taken for i < j",
@@ -278,7 +279,7 @@ MUTATIONS = (
         "cpu/lookups.py",
         "last = splat_like(k, length_of(k, at, d) - 1, x)",
         "last = splat_like(k, length_of(k, at, d) - 2, x)",
-        f"{MASKS} -k 'patterns and alibi'",
+        f"{ATTENTION} -k 'patterns and alibi'",
     ),
     Mutation(
         "two expressions of other numbers are the same",
@@ -293,7 +294,7 @@ MUTATIONS = (
         "cpu/prepare.py",
         "else problem.scale * LOG4_E",
         "else LOG4_E",
-        f"{FORWARD} -k 'special_values and float64'",
+        f"{ATTENTION} -k 'special_values and float64'",
     ),
     Mutation(
         "a repeated call is known without its scale",
@@ -314,7 +315,7 @@ MUTATIONS = (
         "resolve.py",
         "starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))",
         "starts = (max(k_lengths, default=0) - max(q_lengths, default=0),) * len(q_lengths)",
-        f"{FORWARD} -k 'packed_is_padded and float32'",
+        f"{ATTENTION} -k 'packed_is_padded and float32'",
     ),
     Mutation(
         "a page after the last is taken",
@@ -401,14 +402,14 @@ MUTATIONS = (
         "gpu/primitives.py",
         "running_sum * alpha + tl.sum(p, 1)",
         "running_sum + tl.sum(p, 1)",
-        f"{GPU} -k 'special_values or every_length'",
+        f"{GPU_ATTENTION} -k 'special_values or every_length'",
     ),
     Mutation(
         "GPU: the last split of the keys is left out",
         "gpu/splits.py",
         "count = tl.minimum((item.k_len + size - 1) // size, splits)",
         "count = tl.minimum(item.k_len // size, splits)",
-        f"{GPU} {GPU_CACHES} -k 'every_length or uneven_lengths'",
+        f"{GPU_ATTENTION} {GPU_CACHES} -k 'every_length or uneven_lengths'",
     ),
     Mutation(
         "GPU: the sign of // and % is that of the processor",

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 from forms import VARIANTS, Form, variant
 
+import speedlight as sl
 from speedlight import reference
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
@@ -50,11 +51,15 @@ def flow_of(rng: np.random.Generator, arrays: Any, **options: Any) -> tuple[np.n
     return out.astype(kind), lse.astype(logs), d_out.astype(kind), d_lse.astype(logs)
 
 
-def random_problem(rng: np.random.Generator) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], dict[str, Any]]:
-    """One of R01's random problems."""
-    dtype = str(rng.choice(DTYPES))
+def random_problem(
+    rng: np.random.Generator, dtypes: tuple[str, ...] = DTYPES, long: int = 1300
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], dict[str, Any]]:
+    """One of R01's random problems; of up to twice `long` keys, and few rows over many: the reference takes longest."""
+    dtype = str(rng.choice(dtypes))
     d, dv = (int(rng.choice([1, 2, 3, 7, 8, 16, 17, 32, 33, 64, 80, 96, 128, 130])) for _ in range(2))
-    q_len, k_len = int(rng.integers(0, 200)), int(rng.choice([0, 1, 2, 3, 127, 128, 129, 255, 300, 1023, 1025, 2048]))
+    k_lengths = [n for n in (0, 1, 2, 3, 33, 127, 128, 129, 255, 300, 1023, 1025, 2048) if n <= 2 * long]
+    k_len = int(rng.choice(k_lengths))
+    q_len = int(rng.integers(0, min(200, long // 3, 1 + 60_000 // (k_len + 1))))
     kv_heads, group, batch = int(rng.integers(1, 3)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
     size = min(float(rng.choice([0.1, 1, 3, 8])), 3.0 if dtype == "float16" else 8.0)
     q, k, v = qkv(rng, dtype, batch, kv_heads * group, kv_heads, q_len, k_len, d, dv, size)
@@ -65,7 +70,29 @@ def random_problem(rng: np.random.Generator) -> tuple[tuple[np.ndarray, np.ndarr
         options["q_start"] = int(rng.integers(-50, k_len + 50))
     if rng.random() < 0.2:
         options["scale"] = float(rng.choice([-1, 0, 0.01, 2.5]))
+    if rng.random() < 0.2:
+        options["sink_logits"] = rng.standard_normal(kv_heads * group).tolist()
     return (q, k, v), options
+
+
+# --- masks and scores, for 4 heads and up to 500 positions
+
+SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
+IDS = np.repeat(np.arange(5), [3, 130, 61, 206, 100])
+PATTERNS = {
+    "causal": {"mask": sl.causal()},
+    "window": {"mask": sl.window(40, 0)},
+    "window and causal": {"mask": sl.window(130, 9), "causal": True},
+    "prefix": {"mask": sl.causal() & (sl.window(20, 0) | sl.prefix(4))},
+    "documents": {"mask": sl.documents(IDS)},
+    "documents and causal": {"mask": sl.documents(IDS), "causal": True},
+    "dilated": {"mask": sl.dilated(3)},
+    "nothing": {"mask": sl.prefix(0)},
+    "alibi": {"score": sl.alibi(SLOPES), "causal": True},
+    "softcap": {"score": sl.softcap(2.0)},
+    "relative": {"score": sl.relative_bias(np.linspace(-1, 1, 4 * 1001).reshape(4, 1001))},
+    "all": {"score": [sl.softcap(2.0), sl.alibi(SLOPES)], "mask": sl.window(100, 0) | sl.prefix(2)},
+}
 
 
 # --- every option at once

@@ -12,14 +12,15 @@ from speedlight.expressions.program import Program
 from speedlight.machine import isa_named
 
 
+@pytest.mark.each("storage", "cached")
 @pytest.mark.parametrize("storage", ["f32", "f64", "f16", "bf16"])
 @pytest.mark.parametrize("cached", [False, True])
 def test_kernels_compile_for_arm(storage, cached):
     mask, score = sl.window(30, 0) | sl.dilated(3), sl.softcap(2.0)
     program = Program("both", mask.root, score.root)
     for shape in (
-        Shape("decode", isa_named("neon"), storage, 0, None, cached),
-        Shape("forward", isa_named("neon"), storage, 2, program, cached),
+        Shape("decode", isa_named("neon"), storage, 0, None, cached, dropout=not cached),
+        Shape("forward", isa_named("neon"), storage, 2, program, cached, dropout=cached),
     ):
         assert compiles(shape)
 

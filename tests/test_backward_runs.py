@@ -296,7 +296,6 @@ def test_a_repeated_call_sees_what_changed(rng):
     everything = [*arrays, *flow_of(rng, arrays)]
     seen = {}
     lists = ([0, 10], [40, 33])
-    options: Any
     for options in ({}, {"causal": True}, {"causal": "top-left"}, {"scale": 0.1}, {"scale": -0.1}, {"window": (9, 2)},
                     {"q_start": 3, "causal": True}, {"q_start": lists[0], "causal": True}, {"q_lengths": lists[1]},
                     {"k_lengths": lists[1]}, {"mask": np.arange(50) < 20}, {"score": sl.softcap(2.0)},

@@ -13,6 +13,7 @@ SINKS = np.array([0.5, -3.0, 20.0, -np.inf])
 LENGTHS = {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}
 
 
+@pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "options",
@@ -47,6 +48,7 @@ def test_a_sink_of_minus_infinity_is_none(isa, rng):
     assert all(a.tobytes() == b.tobytes() for a, b in zip(want, got, strict=True))
 
 
+@pytest.mark.each("dtype", "q_len")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [3, 60])
 def test_a_sink_of_minus_infinity_alone_is_nothing(isa, rng, dtype, q_len):
@@ -64,6 +66,7 @@ def test_sinks_do_not_depend_on_the_schedule(isa, rng):
         assert want[1:, :, at : at + 1].tobytes() == one.tobytes()
 
 
+@pytest.mark.each("dtype", "layout", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"mask": sl.window(40, 3)}, {"causal": "top-left"}])

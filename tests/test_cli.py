@@ -14,6 +14,7 @@ from problems import qkv
 import speedlight as sl
 from speedlight.errors import FileError
 from speedlight.files import read_arrays, write_arrays
+from speedlight.tools import cli
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "minilm-layer3.safetensors"
 
@@ -22,6 +23,20 @@ def speedlight(*words: object) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "speedlight.tools.cli", *map(str, words)], capture_output=True, text=True, timeout=120
     )
+
+
+@pytest.fixture
+def here(monkeypatch, capsys):
+    """The same in this process: a new one takes half a second."""
+
+    def run(*words: object) -> subprocess.CompletedProcess:
+        monkeypatch.setattr(sys, "argv", ["speedlight", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        out, error = capsys.readouterr()
+        return subprocess.CompletedProcess(words, end.value.code or 0, out, error)
+
+    return run
 
 
 def test_the_example(tmp_path):
@@ -60,6 +75,19 @@ def test_files_come_back(rng, tmp_path, dtype, suffix):
     assert read_arrays([tmp_path / f"out{suffix}"])["out"].tobytes() == sl.attention(q, k, v).tobytes()
 
 
+def test_dropout_of_a_file(tmp_path):
+    done = speedlight(
+        "attend", EXAMPLE, "--dropout", "0.2", "--seed", "7", "--check", "--json", "-o", tmp_path / "o.npz"
+    )
+    assert done.returncode == 0, done.stderr
+    report, arrays = json.loads(done.stdout), read_arrays([EXAMPLE])
+    assert report["check"]["passed"] and "dropout 0.2" in report["plan"]["problem"]
+    want = sl.attention(*(arrays[n] for n in "qkv"), dropout=0.2, seed=7)
+    assert read_arrays([tmp_path / "o.npz"])["out"].tobytes() == want.tobytes()
+    done = speedlight("attend", EXAMPLE, "--dropout", "0.2")
+    assert done.returncode == 2 and "seed: expected an int beside dropout=" in done.stderr
+
+
 def test_three_npy_files(rng, tmp_path):
     for name, x in zip("qkv", qkv(rng, "float64", 1, 1, 1, 5, 6, 4, 4), strict=True):
         np.save(tmp_path / f"{name}.npy", x)
@@ -96,8 +124,8 @@ def test_three_npy_files(rng, tmp_path):
         (["view", "--mask", "causal()", "-o", "m.png", "--length", "-3"], "q_len: expected a size"),
     ],
 )
-def test_errors_are_one_line(words, says):
-    done = speedlight(*words)
+def test_errors_are_one_line(here, words, says):
+    done = here(*words)
     assert done.returncode == 2 and says in done.stderr and done.stderr.count("\n") == 1 and not done.stdout
 
 
@@ -189,16 +217,14 @@ def test_info_and_clear(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("isa", ["avx512bf16", "avx2", "neon"])
-def test_show(isa, tmp_path):
-    report = json.loads(
-        speedlight("show", "--isa", isa, "--dtype", "bfloat16", "--mask", "window(100, 0)", "--json").stdout
-    )
+def test_show(here, isa, tmp_path):
+    report = json.loads(here("show", "--isa", isa, "--dtype", "bfloat16", "--mask", "window(100, 0)", "--json").stdout)
     assert report["vector_unit"] == isa and isa in report["kernel"] and "score_tile" in report["functions"]
     assert 8 <= report["registers"] <= 32 and report["instructions"] == sum(
         f["instructions"] for f in report["functions"].values()
     )
-    assert speedlight("show", "--isa", isa, "--length", 1, "--keys", 500, "--ir").stdout.startswith("; ModuleID")
-    done = speedlight("show", "--isa", isa, "--asm", "-o", tmp_path / "k.s")
+    assert here("show", "--isa", isa, "--length", 1, "--keys", 500, "--ir").stdout.startswith("; ModuleID")
+    done = here("show", "--isa", isa, "--asm", "-o", tmp_path / "k.s")
     assert done.returncode == 0 and "forward_f32" in (tmp_path / "k.s").read_text()
 
 
@@ -293,7 +319,7 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["bench", "--base", "no-such-commit"], "--base: expected a commit"),
     ],
 )
-def test_bad_words_of_the_other_commands(words, says):
-    done = speedlight(*words)
+def test_bad_words_of_the_other_commands(here, words, says):
+    done = here(*words)
     assert done.returncode == 2 and says in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert done.stdout == ""

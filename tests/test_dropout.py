@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 from conftest import FULL
-from problems import DTYPES, numpy_dtype, qkv
+from problems import DTYPES, numpy_dtype, qkv, random_problem
 from tolerance import assert_accurate
 
 import speedlight as sl
@@ -18,6 +18,7 @@ from speedlight.cpu.compile import _load, compile_ir
 from speedlight.cpu.shape import Shape
 from speedlight.cpu.vector import I64, PTR, Module, vec
 from speedlight.machine import host_isas
+from speedlight.problem import Options
 
 # --- the random numbers
 
@@ -161,6 +162,14 @@ def test_every_element_is_within_its_bound(isa, rng, dtype, q_len, k_len, d, dv,
         plain, all_of_it = sl.attention(q, k, v, return_lse=True, **options)
         assert lse.tobytes() == all_of_it.tobytes()  # of every weight
         assert k_len < 30 or out.tobytes() != plain.tobytes()
+
+
+def test_random_problems():
+    for number in range(2000 if FULL else 40):
+        rng = np.random.default_rng([77, number])
+        arrays, options = random_problem(rng)
+        p, seed = float(rng.choice([0.01, 0.3, 0.5, 0.97])), int(rng.integers(2**63))
+        assert_accurate(*arrays, dropout=p, seed=seed, zeros_allowed=True, **options)
 
 
 def test_the_bound_is_near():
@@ -346,6 +355,20 @@ def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
 
 
 # --- seeds
+
+
+def test_keys_know_probabilities_and_no_seeds():
+    """Of options; None where something is to be said of them."""
+
+    def key(dropout, seed=None):
+        return Options(dropout=dropout, seed=seed).key()
+
+    assert key(0.0) == key(0) == key(-0.0, "any") == Options().key()
+    assert key(0.1, 0) == key(0.1, 2**64 - 1) and key(1, 0) == key(1.0, 7)
+    assert len({key(p, 0) for p in (0.0, 0.1, 0.25, 1.0)}) == 4
+    for wrong in ((0.1, None), (0.1, 2**64), (0.1, True), (0.1, np.uint64(3)), (2.0, 0), (-0.5, 0), (True, 0)):
+        assert key(*wrong) is None
+    assert key(float("nan"), 0) is key(np.float64(0.1), 0) is key(None) is None
 
 
 @pytest.mark.parametrize("q_len", [60, 1])

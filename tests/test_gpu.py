@@ -1,5 +1,5 @@
-"""The GPU engine (R27): accuracy (R01), special values (R03), hidden data (R04), every mask; in Triton's interpreter,
-or on a GPU.
+"""The GPU engine (R27): what is its own beside what tests/test_attention.py tells of every engine; in Triton's
+interpreter, or on a GPU.
 
 Blocks are made small where what is tested is how they join.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 
 import numpy as np
 import pytest
@@ -23,8 +22,7 @@ from conftest import FULL
 from expressions import LENGTH, masks, scores, wide_integers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import far_scores, numpy_dtype, qkv, without_far_scores
-from test_forward import CASES, NAN
+from problems import PATTERNS, qkv
 from test_merge import CASES as MERGED
 from test_operations import ROWS, assert_every_operation, by_rows
 from tolerance import assert_within, plain
@@ -33,7 +31,7 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.arrays import describe, pages
 from speedlight.expressions.program import Program
-from speedlight.gpu import forward, merging, schedule
+from speedlight.gpu import forward, merging, schedule, uploads
 from speedlight.gpu.keys import arrays_of
 from speedlight.gpu.prepare import prepare
 from speedlight.gpu.tiles import Row, Tile
@@ -92,47 +90,6 @@ def same(a, b):
 # --- accuracy
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("d", "dv"), [(1, 1), (2, 3), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8), (192, 128), (512, 512)]
-)
-def test_every_dim(rng, dtype, d, dv):
-    check(*qkv(rng, dtype, 1, 2, 1, 40, 70, d, dv), causal=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("q_len", "k_len"), [(0, 5), (5, 0), (1, 1), (3, 127), (33, 64), (70, 129), (16, 600), (1, 1030)]
-)
-def test_every_length(rng, dtype, q_len, k_len):
-    with small_blocks(Tile(32, 32, 4, 1)):
-        for causal in (False, True, "top-left"):
-            check(*qkv(rng, dtype, 2, 4, 2, q_len, k_len, 24, 20), causal=causal, zeros_allowed=True)
-
-
-@pytest.mark.parametrize("seed", range(40 if FULL else 4))
-def test_random_problems(seed):
-    rng = np.random.default_rng(2000 + seed)
-    for _ in range(25):
-        dtype = str(rng.choice(DTYPES))
-        d, dv = (int(rng.choice([1, 3, 8, 16, 17, 33, 64, 80])) for _ in range(2))
-        q_len, k_len = int(rng.integers(0, 90)), int(rng.choice([0, 1, 2, 31, 32, 33, 100, 257]))
-        kv_heads, group, batch = int(rng.integers(1, 3)), int(rng.integers(1, 4)), int(rng.integers(1, 3))
-        size = min(float(rng.choice([0.1, 1, 3, 8])), 3.0 if dtype == "float16" else 8.0)
-        q, k, v = qkv(rng, dtype, batch, kv_heads * group, kv_heads, q_len, k_len, d, dv, size)
-        options = {"causal": [False, True, "top-left"][rng.integers(3)]}
-        if rng.random() < 0.3 and options["causal"] != "top-left":
-            options["q_start"] = int(rng.integers(-50, k_len + 50))
-        if rng.random() < 0.2:
-            options["scale"] = float(rng.choice([-1, 0, 0.01, 2.5]))
-        if rng.random() < 0.2:
-            options["sink_logits"] = rng.standard_normal(kv_heads * group).tolist()
-        with small_blocks(
-            Tile(int(rng.choice([16, 32])), int(rng.choice([16, 32, 64])), 4, 1, bool(rng.random() < 0.5))
-        ):
-            check(q, k, v, zeros_allowed=True, **options)
-
-
 def test_a_tile_may_be_given(rng):
     arrays = q, k, v = qkv(rng, "float32", 1, 2, 1, 40, 70, 16, 16)
     given = [describe(tensor(x), name, gpu=True) for x, name in zip(arrays, "qkv", strict=True)]
@@ -154,91 +111,6 @@ def test_float32_products_by_tensor_cores(rng, precision):
     assert_within(out.cpu(), sl.reference.attention(q, k, v, causal=True), bound.out)
 
 
-# --- special values and hidden data
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("short", [schedule.SHORT_ROWS, 0], ids=["decode", "prefill"])
-@pytest.mark.parametrize("case", CASES, ids=[c[0] for c in CASES])
-def test_special_values(dtype, short, case):
-    _, q, k, v, options, out, lse = case
-    width = max(len(v[0]) if v else 1, 1)
-    kind = numpy_dtype(dtype)
-    q, k, v = (np.array(x, dtype=np.float64).reshape(1, 1, -1, w).astype(kind) for x, w in ((q, 1), (k, 1), (v, width)))
-    q = np.repeat(q, 2, axis=1)
-    with small_blocks(short=short):
-        got, got_lse = attention(q, k, v, return_lse=True, **options)
-    want = np.broadcast_to(np.array(out)[None, None], got.shape)
-    np.testing.assert_allclose(plain(got.cpu()), want, rtol=4 * sl.reference.ROUNDOFF[dtype], atol=0)
-    if lse is not None:
-        np.testing.assert_allclose(
-            plain(got_lse.cpu()), np.broadcast_to(np.array(lse)[None, None], got_lse.shape), rtol=2e-6, atol=2e-6
-        )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("q_len", [1, 70])
-def test_any_finite_score(rng, dtype, q_len):
-    q, k, v = arrays = qkv(rng, dtype, 1, 2, 1, q_len, 300, 16, 16)
-    for far, every in itertools.product(far_scores(dtype)[::2], (1, 3)):
-        score = lambda s, b, h, i, j, far=far, every=every: s + sl.where(j % every == 0, far, 0)  # noqa: E731
-        out, lse = attention(*arrays, score=score, return_lse=True)
-        near = without_far_scores(*arrays, far, every)
-        assert_within(out.cpu(), sl.reference.attention(*near), sl.reference.error_bound(*near, tile=16).out)
-        want = sl.reference.attention(*arrays, score=score, return_lse=True)[1]
-        assert_within(lse.cpu(), want, sl.reference.error_bound(*arrays, score=score, tile=16).lse, "lse")
-    most = float(np.finfo(np.float32).max)
-    out, lse = attention(q, k, v, sink_logits=[most, -most], return_lse=True)
-    assert not plain(out.cpu())[:, 0].any() and np.isfinite(plain(lse.cpu())).all()
-    assert same([out[:, 1:]], [attention(q, k, v)[:, 1:]])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("rows", [1, 40], ids=["decode", "prefill"])
-@pytest.mark.parametrize("size", [1.84e19, 3e5])
-def test_huge_logits_stay_finite(dtype, rows, size):
-    """As on the CPU: the largest score, and those that equal it, take all."""
-    kind = numpy_dtype(dtype)
-    for factor in (0.3, 0.77, 1.0):
-        q = np.full((1, 2, rows, 1), size * factor).astype(kind)
-        k = (np.array([1.0, -1.0, 0.5, -0.97, 1.0]) * size).reshape(1, 1, 5, 1).astype(kind)
-        v = np.array([7.0, 1, 2, 3, 5]).reshape(1, 1, 5, 1).astype(kind)
-        for scale in (1.0, 0.37, -1.0):
-            out = plain(attention(q, k, v, scale=scale).cpu())
-            assert (out == (6.0 if scale > 0 else 1.0)).all(), (factor, scale, out)
-
-
-HIDING = {
-    "causal": {"causal": True},
-    "window": {"window": (9, 0)},
-    "mask": {"mask": lambda b, h, i, j: (i * 7 + j * 3) % 5 != 0},
-    "score": {"score": lambda s, b, h, i, j: sl.where((i + j) % 3 == 0, -np.inf, s)},
-    "lengths": {"k_lengths": [20, 33]},
-}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("q_len", [3, 70])
-@pytest.mark.parametrize("name", HIDING)
-def test_hidden_data_never_matter(rng, name, dtype, q_len):
-    """A key that one row does not see, though others do, may be anything to it."""
-    q, k, v = qkv(rng, dtype, 2, 1, 1, q_len, 70, 16, 16)
-    options = HIDING[name]
-    weights = np.broadcast_to(sl.reference.weights(q, k, **options), (2, 1, q_len, 70))
-    which = next(n for n in range(69, 0, -1) if not (weights[..., n] > 0).all())
-    seen = weights[..., which] > 0
-    hidden = torch.from_numpy(~seen)
-    with small_blocks(Tile(32, 16, 4, 1)):
-        before = attention(q, k, v, **options).cpu()
-        for fill in (NAN, np.inf, 3e4):
-            k2, v2 = k.copy(), v.copy()
-            k2[:, :, which], v2[:, :, which] = fill, fill
-            after = attention(q, k2, v2, **options).cpu()
-            assert same([before[hidden]], [after[hidden]]), fill
-            if fill != 3e4 and seen.any():
-                assert not torch.isfinite(after[~hidden].float()).any(), fill
-
-
 # --- masks and scores
 
 
@@ -256,25 +128,6 @@ def test_random_expressions(mask, score, causal, dtype, seed):
     q, k, v = qkv(rng, dtype, 2, 4, 2, q_len, k_len, 8, 8)
     with small_blocks(Tile(64, 32, 4, 1)), np.errstate(all="ignore"):
         check(q, k, v, mask=mask, score=score, causal=causal, q_start=int(rng.integers(0, 99)), zeros_allowed=True)
-
-
-PATTERNS = {
-    "causal": {"mask": sl.causal()},
-    "window": {"mask": sl.window(20, 0)},
-    "prefix": {"mask": sl.causal() | sl.prefix(17)},
-    "documents": {"mask": sl.documents(np.arange(200) // 23) & sl.causal()},
-    "dilated": {"mask": sl.dilated(7) | sl.window(3, 3)},
-    "alibi": {"score": sl.alibi([0.1, 0.2, 0.3, 0.4]), "causal": True},
-    "softcap": {"score": sl.softcap(2.0), "window": (30, 5)},
-    "relative bias": {"score": sl.relative_bias(np.random.default_rng(0).standard_normal((4, 801)).astype(np.float32))},
-}
-
-
-@pytest.mark.parametrize("q_len", [1, 70])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_patterns(rng, name, q_len):
-    with small_blocks():
-        check(*qkv(rng, "bfloat16", 2, 4, 2, q_len, 130, 16, 16), **PATTERNS[name])
 
 
 @pytest.mark.parametrize("q_len", [2, 70])
@@ -407,38 +260,10 @@ def test_layouts_and_strides(rng, layout):
         views = [x.swapaxes(1, 2) for x in views]
     got = sl.attention(*views, causal=True, layout=layout, engine="cuda").cpu()
     assert same([got.swapaxes(1, 2) if layout == "blhd" else got], [want])
-    out = torch.full((2, 4, 40, 33), NAN, device=DEVICE)[..., 5:25]
+    out = torch.full((2, 4, 40, 33), np.nan, device=DEVICE)[..., 5:25]
     assert sl.attention(tensor(q), tensor(k), tensor(v), causal=True, out=out, engine="cuda") is out and same(
         [out], [want]
     )
-
-
-@pytest.mark.parametrize("q_lengths", [[1, 2, 1], [40, 1, 0], [3, 70, 40]])
-def test_packed_is_padded_is_alone(rng, q_lengths):
-    """The same bits for a sequence packed, padded, or by itself."""
-    k_lengths, heads = [33, 300, 40], 4
-    each = [qkv(rng, "bfloat16", 1, heads, 2, a, b, 16, 16) for a, b in zip(q_lengths, k_lengths, strict=True)]
-    with small_blocks(Tile(32, 32, 4, 1)):
-        alone = [attention(*x, causal=True, return_lse=True) for x in each]
-        q, k, v = (np.concatenate([x[i][0].swapaxes(0, 1) for x in each]) for i in range(3))
-        cu_q, cu_k = (np.cumsum([0, *x]) for x in (q_lengths, k_lengths))
-        out, lse = attention(q, k, v, causal=True, layout="lhd", cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True)
-        for (a, b), (one, one_lse) in zip(itertools.pairwise(cu_q), alone, strict=True):
-            assert same([out[a:b].swapaxes(0, 1)[None], lse[None, :, a:b]], [one, one_lse])
-        room = [np.full((3, n, m, 16), 7).astype(numpy_dtype("bfloat16")) for n, m in ((heads, 75), (2, 310), (2, 310))]
-        for i, x in enumerate(each):
-            for whole, part in zip(room, x, strict=True):
-                whole[i, :, : part.shape[2]] = part[0]
-        out, lse = attention(*room, causal=True, q_lengths=q_lengths, k_lengths=k_lengths, return_lse=True)
-        for i, n in enumerate(q_lengths):
-            assert not out[i, :, n:].any() and torch.isneginf(lse[i, :, n:]).all()
-            want = sl.reference.attention(*each[i], causal=True)
-            assert_within(
-                out[i : i + 1, :, :n].cpu(),
-                want,
-                sl.reference.error_bound(*each[i], causal=True, tile=32).out,
-                zeros_allowed=True,
-            )
 
 
 @pytest.mark.parametrize("q_len", [1, 3, 40])
@@ -452,7 +277,7 @@ def test_bits_do_not_depend_on_the_batch(rng, q_len):
 
 def test_memory_outside_out_is_left_alone(rng):
     q, k, v = qkv(rng, "float32", 1, 2, 1, 37, 50, 17, 19)
-    room = torch.full((1, 2, 60, 40), NAN, device=DEVICE)
+    room = torch.full((1, 2, 60, 40), np.nan, device=DEVICE)
     attention(q, k, v, causal=True, out=room[:, :, 11:48, 7:26])
     inside = torch.zeros_like(room, dtype=torch.bool)
     inside[:, :, 11:48, 7:26] = True
@@ -499,6 +324,64 @@ def test_special_values_of_merge(case):
 
 def launch_run(q, k, v):
     return sl.attention(q, k, v, return_lse=True, engine="cuda")
+
+
+# --- dropout
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout(rng, dtype):
+    """Blocks of many rows, and few rows over keys that are split."""
+    with small_blocks():
+        for q_len, k_len, options in ((40, 70, {"causal": True}), (2, 300, {"sink_logits": [0.0, 1.0]})):
+            q, k, v = qkv(rng, dtype, 2, 2, 1, q_len, k_len, 24, 20)
+            for p, seed in ((0.3, 2**64 - 3), (1.0, 5)):
+                out, _ = check(q, k, v, dropout=p, seed=seed, zeros_allowed=True, **options)
+                assert p < 1 or not out.any()
+            assert same([attention(q, k, v, dropout=0, **options)], [attention(q, k, v, **options)])
+
+
+@pytest.mark.parametrize(("start", "k_start"), [(-5, 0), (2**32 - 60, 2**32 - 1024)])
+def test_the_weights_that_keep_mask_tells(start, k_start):
+    """The value of key j is 1 in column j alone: what is 0 was dropped."""
+    seed, j = 2**63 + 7, range(k_start, k_start + 90)
+    with small_blocks():
+        for q_len in (40, 2):
+            q, k = (np.zeros((2, n, m, 16), np.float32) for n, m in ((4, q_len), (2, 90)))
+            v = np.ascontiguousarray(np.broadcast_to(np.eye(90, dtype=np.float32), (2, 2, 90, 90)))
+            out = attention(q, k, v, dropout=0.4, seed=seed, q_start=start, k_start=k_start).cpu().numpy()
+            for b, h in np.ndindex(2, 4):
+                keep = sl.reference.keep_mask(0.4, seed, b, h, range(start, start + q_len), j)
+                assert ((out[b, h] != 0) == keep).all()
+
+
+def test_another_seed_uploads_nothing(rng):
+    q, k, v = qkv(rng, "float32", 1, 1, 1, 2, 20, 16, 16)
+    for probability in (0.3, 0.4):
+        first = attention(q, k, v, dropout=probability, seed=1)
+        kept = len(uploads._uploads)
+        assert not same([attention(q, k, v, dropout=probability, seed=2**63)], [first])
+        assert len(uploads._uploads) == kept
+
+
+@pytest.mark.parametrize("q_len", [40, 2])
+def test_dropped_values_that_are_not_finite(rng, q_len):
+    """0 times NaN or infinity is NaN where the key is visible, and nothing where it is hidden."""
+    q, k, v = qkv(rng, "float32", 1, 2, 1, q_len, 70, 16, 16)
+    v[0, 0, 60, 3], v[0, 0, 65, 5] = np.nan, np.inf
+    dropout = {"dropout": 0.9, "seed": 1}
+    hiding, clean = (
+        dropout | {"mask": sl.expression(lambda b, h, i, j: (j != 60) & (j != 65))},
+        np.where(np.isfinite(v), v, 0),
+    )
+    with small_blocks():
+        hidden = attention(q, k, v, **hiding)
+        out = attention(q, k, v, causal=True, **dropout).cpu().numpy()
+    bounds = sl.reference.error_bound(q, k, clean, tile=16, **hiding)
+    assert_within(hidden.cpu(), sl.reference.attention(q, k, clean, **hiding), bounds.out)
+    want = sl.reference.attention(q, k, v, causal=True, **dropout)
+    assert (np.isnan(out) == np.isnan(want)).all() and np.isnan(want).any()
+    assert (np.isinf(out) == np.isinf(want)).all()
 
 
 # --- errors

@@ -25,10 +25,12 @@ from speedlight.cpu import storage as cpu_storage
 from speedlight.files import read_arrays, read_metadata
 from speedlight.gpu import launch
 from speedlight.gpu import storage as gpu_storage
+from speedlight.gpu.rows import Destination, Tokens
 from speedlight.windows import SPARE
 
 KINDS = ("float32", "float16", "bfloat16", "int8")
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
+DROPOUT = {"dropout": 0.4, "seed": 2**63 + 1}
 OWN = ("storage.py", "kv/")  # files whose functions are interrupted
 CLOSE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2, "int8": 3e-6}
 
@@ -42,7 +44,10 @@ def tokens(rng, dtype, *shapes):
     return [rng.standard_normal(s).astype(kind) for s in shapes]
 
 
-@pytest.mark.parametrize(("dtype", "options"), [*((x, {}) for x in KINDS), *zip(KINDS[1:], OPTIONS[1:], strict=True)])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [*((x, {}) for x in KINDS), *zip(KINDS[1:], OPTIONS[1:], strict=True), ("int8", DROPOUT)],
+)
 def test_a_cache_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "capacity": 400, "dtype": dtype}
     here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
@@ -241,12 +246,10 @@ def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     assert same([before], [cache.keys(0)]) and cache.length(0) == 7
     # what a graph's replay does: the host's lengths are not asked
     cache._held = [([0], [0])]
-    there = cache._storage
-    there.captured, strides = True, (k.stride(), v.stride())
-    step = there.rows[0].put(
-        k, v, strides, there.device_lengths[0], 4, there.status, arrived=there.arrived[0], capacity=10
-    )
-    launch.start(step)
+    storage = cache._storage
+    storage.captured = True
+    to = Destination(storage.device_lengths[0], 10, storage.arrived[0])
+    launch.start(storage.rows[0].put(Tokens(k, v, k.stride(), v.stride(), 4), to, storage.status))
     with pytest.raises(sl.CacheFull, match=r"found no room: 3 of 10"):
         cache.length(0)
     assert cache.length(0) == 7 and same([before], [cache.keys(0)])
@@ -395,7 +398,10 @@ def test_arguments_of_any_type(rng):
 # --- pages
 
 
-@pytest.mark.parametrize(("dtype", "options"), [*((x, {}) for x in KINDS), *zip(KINDS[1:3], OPTIONS[1:3], strict=True)])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [*((x, {}) for x in KINDS), *zip(KINDS[1:3], OPTIONS[1:3], strict=True), ("float32", DROPOUT)],
+)
 def test_a_pool_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "dtype": dtype}
     here, there = sl.PagePool(**sizes), sl.PagePool(**sizes, device="cuda")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import speedlight as sl
 from speedlight.expressions.bounds import Exact, integers, visible
 from speedlight.expressions.tree import evaluate
-from speedlight.tiles import Many
+from speedlight.work import Many
 
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
 EDGES = [0, 1, -1, 2, -2, 3, -7, 63, 64, 70, 255, -255, 46341, (1 << 31) - 1, 1 << 31, -(1 << 31), -(1 << 31) - 1,
@@ -169,8 +169,10 @@ def test_vectors_of_32_bits(isa):
     for j_too in (False, True):
         mask = narrow_case(j_too)
         assert integers([("mask", mask.nodes)], {"b": (0, 0), "h": (0, 0), "i": (0, n - 1), "j": (0, n - 1)}).narrow
-        assert seen(n, n, mask=mask, q_start=0).all()
-        assert seen(1, n, mask=mask, q_start=4).all()
+        if FULL or not j_too:  # lanes are queries
+            assert seen(n, n, mask=mask, q_start=0).all()
+        if FULL or j_too:  # lanes are keys
+            assert seen(1, n, mask=mask, q_start=4).all()
 
 
 @pytest.mark.parametrize("shift", [lambda x, n: x, lambda x, n: x << n])  # 32 bits, 64 bits
@@ -290,7 +292,7 @@ def test_bounds_are_sound_for_any_integers(x, y, compare, seed):
             assert not every or elements.all(), f"{mask} called full over {box}"
 
 
-@settings(max_examples=400 if FULL else 12, deadline=None)
+@settings(max_examples=400 if FULL else 8, deadline=None)
 @given(
     wide_integers(3),
     wide_integers(2),

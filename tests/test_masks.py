@@ -9,7 +9,7 @@ from conftest import FULL
 from expressions import LENGTH, masks, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import DTYPES, qkv
+from problems import DTYPES, PATTERNS, qkv
 from tolerance import assert_accurate
 
 import speedlight as sl
@@ -17,33 +17,11 @@ from speedlight.expressions.program import Program
 from speedlight.expressions.tree import evaluate
 
 NAN = np.nan
-SLOPES = np.array([0.5, 0.25, 0.125, 0.0625], np.float32)
-IDS = np.repeat(np.arange(5), [3, 130, 61, 206, 100])
-PATTERNS = {
-    "causal": {"mask": sl.causal()},
-    "window": {"mask": sl.window(40, 0)},
-    "window and causal": {"mask": sl.window(130, 9), "causal": True},
-    "prefix": {"mask": sl.causal() & (sl.window(20, 0) | sl.prefix(4))},
-    "documents": {"mask": sl.documents(IDS)},
-    "documents and causal": {"mask": sl.documents(IDS), "causal": True},
-    "dilated": {"mask": sl.dilated(3)},
-    "nothing": {"mask": sl.prefix(0)},
-    "alibi": {"score": sl.alibi(SLOPES), "causal": True},
-    "softcap": {"score": sl.softcap(2.0)},
-    "relative": {"score": sl.relative_bias(np.linspace(-1, 1, 4 * 1001).reshape(4, 1001))},
-    "all": {"score": [sl.softcap(2.0), sl.alibi(SLOPES)], "mask": sl.window(100, 0) | sl.prefix(2)},
-}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", PATTERNS)
-def test_patterns(isa, rng, name, dtype):
-    q, k, v = qkv(rng, dtype, 2, 4, 2, 75, 430, 17, 20)
-    assert_accurate(q, k, v, **PATTERNS[name], zeros_allowed=name == "nothing")
-
-
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
-def test_dense_arrays(isa, rng, dtype):
+def test_dense_arrays(isa, one_width, rng, dtype):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 50, 300, 16, 16)
     visible = rng.random((2, 1, 50, 300)) < 0.5
     visible[0, 0, 3] = False
@@ -55,7 +33,7 @@ def test_dense_arrays(isa, rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"] if FULL else ["float64"])
-def test_dense_arrays_of_any_strides_and_types(isa, rng, dtype):
+def test_dense_arrays_of_any_strides_and_types(isa, one_width, rng, dtype):
     q, k, v = qkv(rng, dtype, 1, 4, 2, 53, 333, 16, 16)
     visible, bias = rng.random((53, 666)) < 0.7, rng.standard_normal((4, 53, 333))
     for mask in (visible[:, :333], visible[:, ::2], visible[::-1, ::-1][:, :333], np.asfortranarray(visible[:, 5:338])):
@@ -114,7 +92,7 @@ def test_hidden_parts_of_dense_arrays_are_skipped(isa, rng):
     assert np.isnan(after).all()
 
 
-@settings(max_examples=2000 if FULL else 16, deadline=None)
+@settings(max_examples=2000 if FULL else 12, deadline=None)
 @given(masks(), scores(), st.booleans(), st.sampled_from(["float32", "float64", "bfloat16"]), st.integers(0, 1 << 30))
 def test_random_expressions(mask, score, causal, dtype, seed):
     rng = np.random.default_rng(seed)
@@ -123,7 +101,7 @@ def test_random_expressions(mask, score, causal, dtype, seed):
     assert_accurate(q, k, v, mask=mask, score=score, causal=causal, q_start=start, zeros_allowed=True)
 
 
-@settings(max_examples=200 if FULL else 5, deadline=None)
+@settings(max_examples=200 if FULL else 4, deadline=None)
 @given(masks(), scores(), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 1 << 30))
 def test_random_expressions_give_the_same_bits_in_any_schedule(mask, score, dtype, seed):
     """One row alone, one thread, one item; and whatever stands in keys that nobody sees."""
@@ -151,16 +129,17 @@ def test_random_expressions_give_the_same_bits_in_any_schedule(mask, score, dtyp
     assert want.tobytes() == sl.attention(q, k, v, q_start=start, **options).tobytes()
 
 
-def test_the_same_bits_as_causal(isa, rng):
-    for dtype in DTYPES:
-        q, k, v = qkv(rng, dtype, 1, 4, 2, 200, 1300, 16, 16)
-        want = sl.attention(q, k, v, causal=True, return_lse=True)
-        got = sl.attention(q, k, v, mask=lambda b, h, i, j: i >= j, return_lse=True)
-        assert want[0].tobytes() == got[0].tobytes() and want[1].tobytes() == got[1].tobytes()
+@pytest.mark.each("dtype")
+def test_the_same_bits_as_causal(isa, rng, dtype):
+    q, k, v = qkv(rng, dtype, 1, 4, 2, 200, 1300, 16, 16)
+    want = sl.attention(q, k, v, causal=True, return_lse=True)
+    got = sl.attention(q, k, v, mask=lambda b, h, i, j: i >= j, return_lse=True)
+    assert want[0].tobytes() == got[0].tobytes() and want[1].tobytes() == got[1].tobytes()
 
 
+@pytest.mark.each("name")
 @pytest.mark.parametrize("name", PATTERNS)
-def test_bits_do_not_depend_on_the_schedule(isa, rng, name):
+def test_bits_do_not_depend_on_the_schedule(isa, one_width, rng, name):
     """Chunks of queries, threads, the batch: a row's bits stay, whichever tiles its neighbours make mixed."""
     q, k, v = qkv(rng, "float32", 2, 4, 2, 120, 480, 16, 16)
     options = PATTERNS[name]

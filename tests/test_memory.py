@@ -76,13 +76,17 @@ def test_guard_pages(isa, guarded, dtype):
         assert (outside == 0xFF).all()
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_guard_pages_of_tables(isa, guarded, dtype):
-    """Dense arrays and tables between guards: rows that are read many keys at once end where they end."""
+def test_guard_pages_of_tables(isa, one_width, guarded, dtype):
+    """Dense arrays and tables between guards: rows that are read many keys at once end where they end. A short run has
+    arrays that broadcast for one dtype each.
+    """
     rng = np.random.default_rng(8)
     kind = numpy_dtype(dtype)
-    for _ in range(1000 if FULL else 12):
-        q_len, k_len, heads = int(rng.integers(1, 100)), int(rng.integers(1, 258)), int(rng.integers(1, 3))
+    for _ in range(1000 if FULL else 24):
+        least = 1 if FULL else 2  # an axis of one broadcasts: another kernel
+        q_len, k_len, heads = (int(rng.integers(least, most)) for most in (100, 258, 3))
         side = str(rng.choice(["over", "under"]))
         stored = (
             rng.choice(["float32", "float16", "float64"])
@@ -91,8 +95,9 @@ def test_guard_pages_of_tables(isa, guarded, dtype):
         )
         for g in guarded:
             g.unlock()
-        mask = guarded[0].array((1, heads if rng.integers(2) else 1, q_len, k_len), np.dtype(bool), side)
-        bias = guarded[1].array((q_len if rng.integers(2) else 1, k_len), np.dtype(stored), side)
+        one = rng.integers(2, size=2) if FULL else {2: (1, 0), 4: (0, 0), 8: (0, 1)}[kind.itemsize]
+        mask = guarded[0].array((1, 1 if one[0] else heads, q_len, k_len), np.dtype(bool), side)
+        bias = guarded[1].array((1 if one[1] else q_len, k_len), np.dtype(stored), side)
         ids = guarded[2].array((max(q_len, k_len),), np.dtype(np.int64), side)
         mask[...], bias[...] = rng.random(mask.shape) < rng.choice([0.02, 0.5, 0.98]), rng.standard_normal(bias.shape)
         ids[...] = np.sort(rng.integers(0, 5, ids.shape))
@@ -117,9 +122,10 @@ def ending_memory(guarded):
     return pages
 
 
+@pytest.mark.each("dtype", "window")
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
 @pytest.mark.parametrize("window", [False, True])
-def test_guard_pages_of_caches(isa, guarded, dtype, window, monkeypatch):
+def test_guard_pages_of_caches(isa, one_width, guarded, dtype, window, monkeypatch):
     """A cache that ends where memory ends, at every length."""
     rng = np.random.default_rng(9)
     kind = numpy_dtype("float32" if dtype == "int8" else dtype)
@@ -137,8 +143,9 @@ def test_guard_pages_of_caches(isa, guarded, dtype, window, monkeypatch):
             assert np.isfinite(cache.attend(0, q, k, v).astype(np.float32)).all()
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
-def test_guard_pages_of_pools(isa, guarded, dtype, monkeypatch):
+def test_guard_pages_of_pools(isa, one_width, guarded, dtype, monkeypatch):
     """The last page of a pool ends where memory ends, and is anywhere in a sequence."""
     rng = np.random.default_rng(10)
     kind = numpy_dtype("float32" if dtype == "int8" else dtype)
@@ -155,6 +162,7 @@ def test_guard_pages_of_pools(isa, guarded, dtype, monkeypatch):
             assert np.isfinite(pool.attend(0, sequences, q, k, v, new_lengths=counts).astype(np.float32)).all()
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_guard_pages_of_raw_pages(isa, guarded, dtype):
     """Arrays of pages between guards; pages of any size, in any order, sealed."""

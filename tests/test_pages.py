@@ -55,10 +55,11 @@ def check_accounts(pool, sequences):
     assert [pool._others[page] for page in range(pool.pages)] == [max(held[page] - 1, 0) for page in range(pool.pages)]
 
 
+@pytest.mark.each("dtype", "page_size", "options")
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("page_size", [16, 48])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_pool_has_the_bits_of_a_cache(isa, rng, dtype, page_size, options):
+def test_a_pool_has_the_bits_of_a_cache(isa, one_width, rng, dtype, page_size, options):
     """Chunks of any lengths of several sequences in one call, over pages in any order."""
     d, dv = [(16, 17), (33, 40)][page_size == 48]
     pool = made(dtype, d, dv, pages=150, page_size=page_size)
@@ -509,9 +510,10 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
 # --- raw pages
 
 
+@pytest.mark.each("dtype", "page_size")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 33, 256])
-def test_raw_pages_have_the_bits_of_contiguous_keys(isa, rng, dtype, page_size):
+def test_raw_pages_have_the_bits_of_contiguous_keys(isa, one_width, rng, dtype, page_size):
     lengths, count = [300, 0, 1025], 1400 // page_size + 6
     kind = numpy_dtype(dtype)
     order = rng.permutation(count)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from conftest import FULL
 from problems import qkv
-from test_forward import (  # noqa: F401 - collected here as well, with the fixture below
+from test_attention import (  # noqa: F401 - collected here as well, with the fixture `isa` below
     test_every_dim,
     test_every_length,
-    test_packed_is_padded,
+    test_packed_is_padded_is_alone,
 )
 
 import speedlight as sl
@@ -24,17 +24,21 @@ from speedlight.cpu.compile import emit
 from speedlight.cpu.shape import Shape
 
 if FULL:
-    from test_forward import (  # noqa: F401
+    from test_attention import (  # noqa: F401
         test_any_finite_score,
-        test_fused_qkv_and_out,
         test_hidden_data_never_matter,
         test_huge_logits_stay_finite,
-        test_layouts_and_strides,
-        test_random_problems_on_every_unit,
-        test_same_bits_however_it_is_cut,
+        test_patterns,
+        test_random_problems,
         test_special_values,
+    )
+    from test_forward import (  # noqa: F401
+        test_fused_qkv_and_out,
+        test_layouts_and_strides,
+        test_same_bits_however_it_is_cut,
         test_subnormals_survive,
         test_tied_maxima_are_not_biased,
+        test_what_lies_beside_is_never_read,
     )
 
 BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
@@ -76,7 +80,7 @@ def test_its_bits_are_those_of_the_unit_it_is_made_from(isa, rng, dtype, rows, m
     assert cache.attend(0, q).tobytes() == sl.attention(q, k, v).tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"] if FULL else ["bfloat16", "int8"])
 def test_what_is_fetched_ahead_changes_no_bit(rng, dtype, monkeypatch):
     q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 1, 4, 1, 1, 700, 64, 64)
     results = set()

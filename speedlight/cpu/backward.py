@@ -10,65 +10,29 @@ diagonals, so whatever is waited for has a smaller one and somebody works on it.
 
 from __future__ import annotations
 
-import sys
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..problem import QUERY_BLOCK, TILE
-from .backward_tiles import (
-    UNITS,
-    Weights,
-    add_partial,
-    clear,
-    copied,
-    dot_of_panels,
-    into_keys,
-    into_queries,
-    load_panel,
-    make_units,
-    multiplied,
-    product,
-    stage_across,
-    stage_rows,
-    store_panel,
-)
-from .dropping import drop_factors
-from .flows import changes_flow, flow_tile
-from .layout import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, QUERY_LANES, GradientItem
-from .lower import aim, expression_tile, squares
+from ..problem import TILE
+from .backward_tiles import UNITS, into_keys, into_queries
+from .layout import GANG, GRADIENT_ITEM_BYTES, GradientItem
+from .pairs import PairParts, PairWork, Panel, Tile
 from .products import units_of
-from .region import Box, Work, entry, region
+from .region import entry, region
+from .rows import add_partial, clear, load_panel, store_panel
 from .shape import Shape
-from .staging import pack_queries
-from .vector import I1, I32, I64, PTR, Function, Module, Value
-from .visibility import extent, visibility
-
-_SPINS = 64  # looks before a waiting thread lets others run
+from .vector import I64, PTR, Module, Value
 
 
-class _Parts:
+class _Parts(PairParts):
     """The functions of one backward module."""
 
     def __init__(self, s: Shape) -> None:
-        self.shape = s
-        self.module = m = Module(f"backward_{s.storage}")
-        self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
-        self.extent = extent(m, self.visibility) if self.visibility else None
-        self.pack, self.stage, self.clear = pack_queries(m, s), stage_rows(m, s), clear(m, s)
-        self.copy = copied(m, s)
-        self.stage_across = stage_across(m, s) if s.elements > 1 else self.stage
-        self.product, self.delta = product(m, s), dot_of_panels(m, s)
-        self.squares = squares(s.program) if s.program else []
-        self.aim = aim(m, s, s.program) if self.squares else None
-        self.expression = expression_tile(m, s, s.program) if s.program else None
-        self.flow = flow_tile(m, s, s.program) if s.program and changes_flow(s.program) else None
-        self.factors, self.multiplied = (drop_factors(m, s), multiplied(m, s)) if s.dropout else (None, None)
-        last = self.flow is None and not s.dropout
-        self.weights = Weights(m, s, last=last).function()
-        self.units = make_units(m, s) if s.elements > 1 and not last else None
+        super().__init__(s, "backward")
+        m = self.module
+        self.clear, self.add = clear(m, s), add_partial(m, s)
         self.into_queries = [into_queries(m, s, predicated=x) for x in (False, True)]
         self.into_keys = {n: into_keys(m, s, rows, n) for rows, n in s.tiles.gradients}
         self.into_keys_predicated = into_keys(m, s, 2, 1, predicated=True)
-        self.add = add_partial(m, s)
         self.load_panel = load_panel(m, s)
         self.store_sums = store_panel(m, s, "f64" if s.wide else "f32")
         self.store_rows = store_panel(m, s, s.storage) if s.number_bytes != s.storage_bytes else self.store_sums
@@ -83,49 +47,19 @@ def backward_module(s: Shape, symbol: str) -> Module:
     return parts.module
 
 
-class _Panel:
-    """A panel's memory, by name."""
+class _Sums(NamedTuple):
+    """Sums over queries for each of so many keys: weights [count, panel] times rows [panel, columns]."""
 
-    def __init__(self, task: _Task, i: Value) -> None:
-        self.k, self.task, self.i = task.k, task, i
-        self.at = task.k.at(task.scratch, task.a.at_panels + i * task.a.panel_bytes)
-
-    def end(self, name: str) -> Value:
-        """One of QUERY_ENDS."""
-        return self.k.load(I64, self.at, QUERY_ENDS.offset(name))
-
-    def part(self, name: str) -> Value:
-        return self.task.part(name, self.at)
-
-    def lanes(self, name: str) -> Value:
-        """[panel] of one of QUERY_LANES."""
-        return self.k.at(self.part("lanes"), QUERY_LANES.offset(name) * self.task.s.panel)
-
-
-class _Tile(NamedTuple):
-    """Some keys, with where they and their values lie."""
-
-    start: Value
-    length: Value
+    at: Value
+    row_bytes: Value
+    rows: Value
+    row: Value  # from one to the next
+    weights: Value
     keys: Value
-    k_row: Value
-    values: Value
-    v_row: Value
 
 
-class _Task(Work):
+class _Task(PairWork):
     """One block of queries of one head, and one range of keys."""
-
-    def __init__(self, k: Function, parts: _Parts) -> None:
-        super().__init__(k, parts.shape, parts.visibility, parts.extent)
-        self.parts = parts
-        self.fetch = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))  # rows of tables
-        a, item = self.a, self.item
-        self.q_head = self.head * a.group + self.step % a.group
-        self.heads = (self.q_head, self.q_head)
-        # of the block's first lane, which may come before the first query
-        self.row = (item.block + self.step // a.group) * QUERY_BLOCK - (item.start + a.k_start)
-        self.keys, self.values = self.keys_of("k", self.head), self.keys_of("v", self.head)
 
     def _find_item(self) -> GradientItem:
         """Which gang, kv head, step and range the ticket is for."""
@@ -151,96 +85,41 @@ class _Task(Work):
     def run(self) -> None:
         k, item = self.k, self.item
         with k.when((self.step >= 0) & (self.step < item.steps) & (self.range < item.ranges)):
-            self.wait()
+            self.wait(self.step)
             self.work()
             k.fetch_add(self.progress, 0, 1)
 
-    def wait(self) -> None:
-        """Until the step before is done in this range, and this step in the range before."""
+    def has_come(self, turn: Value) -> Value:
+        """The step before is done in this range, and this step in the range before."""
         k = self.k
-        with k.forever() as leave_if:
-            leave_if(self._turn_has_come())
-            spins = k.variable(k.i64(0))
-            with k.forever() as enough:
-                enough(self._turn_has_come() | (spins.get() >= _SPINS))
-                spins.set(spins.get() + 1)
-                if self.s.isa.arch == "x86_64":
-                    k.pause()
-            if sys.platform != "win32":
-                k.intrinsic("sched_yield", I32)
-
-    def _turn_has_come(self) -> Value:
-        k = self.k
-        above = k.fetch_add(self.progress, 0, 0) >= self.step
         before = k.select(self.range > 0, k.at(self.progress, -8), self.progress)
-        wanted = k.select(self.range > 0, self.step + 1, k.i64(0))
-        return above & (k.fetch_add(before, 0, 0) >= wanted)
+        wanted = k.select(self.range > 0, turn + 1, k.i64(0))
+        return super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)
 
     def work(self) -> None:
         k, a = self.k, self.a
         first = self.range * a.range_keys
         last = k.min(first + a.range_keys, self.item.k_len)
-        most = k.variable(k.i64(0))  # how many keys any query of the block sees
+        most = self.pack_all()
         with k.range(0, a.panels) as i:
-            panel = _Panel(self, i)
-            self.pack(panel)
-            most.set(k.max(most.get(), panel.end("high")))
+            self.begin(Panel(self, i))
         with k.range(first, last, TILE) as start:
-            count = k.min(last - start, k.i64(TILE))
-            self.tile(start, count, most.get())
+            self.tile(start, k.min(last - start, k.i64(TILE)), most)
         with k.range(0, a.panels) as i:
-            self.finish(_Panel(self, i))
+            self.finish(Panel(self, i))
 
     # --- panels
 
-    def pack(self, panel: _Panel) -> None:
-        """Finds a panel's rows and transposes its queries and their gradients."""
-        k, s, a, item = self.k, self.s, self.a, self.item
-        row = self.row + panel.i * s.panel
-        first = k.max(k.min(-row, k.i64(s.panel)), k.i64(0))
-        end = k.max(k.min(item.q_len - row, k.i64(s.panel)), first)
-        low, high = k.variable(item.k_len), k.variable(k.i64(0))
-        with k.range(0, s.panel) as lane:
-            position = k.max(k.min(row + lane, item.q_len - 1), k.i64(0))
-            words = {name: self.row_of(name, self.q_head, position) for name in ("q", "d_out", "out")}
-            lse_at = item.lse_at + self.q_head * a.lse_head + position * a.lse_row
-            lse = k.load(s.number, k.pointer(a.lse), lse_at)
-            words |= {"position": position + item.start + a.k_start, "head": self.q_head}
-            seen = (lane >= first) & (lane < end) & lse.differs(float("-inf"))
-            words["limit"] = k.select(seen, self.limit(position), k.i64(0))
-            low.set(k.min(low.get(), words["limit"]))
-            high.set(k.max(high.get(), words["limit"]))
-            for name, word in words.items():
-                k.store(word, panel.lanes(name), lane * 8)
-            k.store(lse, panel.part("stats"), lane * s.number_bytes)
-            d_lse = k.variable(k.const(0.0, s.number))
-            with k.when(a.d_lse.differs(0)):
-                d_lse.set(k.load(s.number, k.pointer(a.d_lse), lse_at))
-            k.store(d_lse.get(), panel.part("stats"), s.row_bytes + lane * s.number_bytes)
-        for name, word in (("low", low.get()), ("high", high.get()), ("first", first), ("end", end)):
-            k.store(word, panel.at, QUERY_ENDS.offset(name))
-        self._pack_rows(panel, row, first, end)
-
-    def _pack_rows(self, panel: _Panel, row: Value, first: Value, end: Value) -> None:
+    def begin(self, panel: Panel) -> None:
+        """Rows of Q and dO are copied where they must be, and dQ is what earlier ranges have left."""
         k, s, a, parts = self.k, self.s, self.a, self.parts
-        units, value_units = units_of(s, a.head_dim), units_of(s, a.value_dim)
-        none = k.i64(0)
-        queries, gradients, dq = (panel.part(x) for x in ("queries", "gradients", "dq"))
+        row, first, end, dq = self.row + panel.i * s.panel, panel.end("first"), panel.end("end"), panel.part("dq")
         with k.when(first < end):
-            # the output first, where gradients will lie only after delta is known
-            k.call(parts.pack, panel.lanes("out"), queries, a.value_dim, value_units, a.out_column, none)
-            k.call(parts.pack, panel.lanes("d_out"), gradients, a.value_dim, value_units, a.d_out_column, none)
-            delta = k.at(panel.part("stats"), s.row_bytes)
-            k.call(parts.delta, delta, queries, gradients, value_units)
-            k.call(parts.pack, panel.lanes("q"), queries, a.head_dim, units, a.q_column, a.flip)
             for name, length, columns in (("q", a.head_dim, a.columns), ("d_out", a.value_dim, a.value_columns)):
                 with k.when(getattr(a, f"{name}_staged").differs(0)):
                     source = k.pointer(self.row_of(name, self.q_head, row))
-                    steps = (getattr(a, f"{name}_row"), getattr(a, f"{name}_column"))
-                    to = panel.part(f"{name}_rows")
-                    k.call(
-                        parts.stage_across, to, source, columns * s.number_bytes, *steps, first, end, length, columns
-                    )
+                    steps = (columns * s.number_bytes, getattr(a, f"{name}_row"), getattr(a, f"{name}_column"))
+                    k.call(parts.stage_across, panel.part(f"{name}_rows"), source, *steps, first, end, length, columns)
             with k.either(self.range.equals(0)) as (fresh, more):
                 with fresh:
                     k.call(parts.clear, dq, a.head_dim * s.vectors)
@@ -248,7 +127,7 @@ class _Task(Work):
                     source = k.pointer(self.row_of("sq", self.q_head, row))
                     k.call(parts.load_panel, dq, source, a.sq_row, first, end, a.head_dim)
 
-    def finish(self, panel: _Panel) -> None:
+    def finish(self, panel: Panel) -> None:
         """dQ goes to its sums, or to the caller."""
         k, s, a, parts = self.k, self.s, self.a, self.parts
         row, first, end = self.row + panel.i * s.panel, panel.end("first"), panel.end("end")
@@ -260,143 +139,52 @@ class _Task(Work):
                 target, one = k.pointer(self.row_of("sq", self.q_head, row)), k.const(1.0, s.number)
                 k.call(parts.store_sums, panel.part("dq"), target, a.sq_row, first, end, a.head_dim, one)
 
-    def factor(self) -> Value:
-        """The scale of scores."""
-        return self._number(self.a.scale)
-
     # --- tiles
-
-    def box(self, first: Value, end: Value) -> Box:
-        """The queries of panels [first, end)."""
-        k, lanes = self.k, [_Panel(self, x).lanes("position") for x in (first, end - 1)]
-        return Box(self.heads, (k.load(I64, lanes[0]), k.load(I64, lanes[1], (self.s.panel - 1) * 8)))
 
     def tile(self, start: Value, count: Value, most: Value) -> None:
         """One tile of keys for all panels that see any of it; its share of dK and dV."""
-        k, a = self.k, self.a
+        k, s, a = self.k, self.s, self.a
         fresh, end = self.step.equals(0), (self.step + 1).equals(self.item.steps)
-        seen = k.variable(k.i64(0))
-        with k.when(start < most):
-            seen.set(self.seen_of(self.box(k.i64(0), a.panels), start, start + count))
-        with k.when((seen.get() > 0) | fresh | end):
+        seen = self.sees(start, count, most)
+        with k.when(seen | fresh | end):
             for name, columns in (("dk", a.columns), ("dv", a.value_columns)):
-                k.call(self.parts.clear, self.part(name), count * columns // self.s.lanes)
-            with k.when(seen.get() > 0):
-                tile = self.staged(start, count)
-                with k.range(0, a.panels) as i:
-                    self.panel_of_tile(_Panel(self, i), tile)
+                k.call(self.parts.clear, self.part(name), count * columns // s.lanes)
+            with k.when(seen):
+                if s.elements > 1:
+                    steps = (a.head_dim * s.number_bytes, a.k_row, a.k_column, k.i64(0), count, a.head_dim, a.head_dim)
+                    k.call(self.parts.stage_across, self.part("key_units"), k.at(self.keys, start * a.k_row), *steps)
+                self.all_panels(self.staged(start, count))
             self.add(start, count, k.zext(fresh, I64), k.zext(end, I64))
 
-    def staged(self, start: Value, count: Value) -> _Tile:
-        """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
-        k, s, a = self.k, self.s, self.a
-        lie = []
-        for name, length in (("k", a.head_dim), ("v", a.value_dim)):
-            source = self.keys if name == "k" else self.values
-            row, column = getattr(a, f"{name}_row"), getattr(a, f"{name}_column")
-            source = k.at(source, start * row)
-            target = self.part("keys" if name == "k" else "values")
-            is_staged = getattr(a, f"{name}_staged").differs(0)
-            units = units_of(s, length)
-            with k.when(is_staged):
-                k.call(
-                    self.parts.stage,
-                    target,
-                    source,
-                    units * s.number_bytes,
-                    row,
-                    column,
-                    k.i64(0),
-                    count,
-                    length,
-                    units,
-                )
-            lie += [k.select(is_staged, target, source), k.select(is_staged, units * s.number_bytes, row)]
-            if name == "k" and s.elements > 1:
-                steps = (length * s.number_bytes, row, column, k.i64(0), count, length, length)
-                k.call(self.parts.stage_across, self.part("key_units"), source, *steps)
-        return _Tile(start, count, *lie)
-
-    def panel_of_tile(self, panel: _Panel, tile: _Tile) -> None:
-        k = self.k
-        high = k.min(panel.end("high") - tile.start, tile.length)
-        with k.when(high > 0):
-            if self.visibility is None:
-                self.panel_tile(panel, tile, k.i64(0), high, high)
-            else:
-                first, end, clear = self.extent_of(self.box(panel.i, panel.i + 1), tile.start, high)
-                with k.when(first < end):
-                    self.panel_tile(panel, tile, first, end, clear)
-
-    def panel_tile(self, panel: _Panel, tile: _Tile, first: Value, end: Value, clear: Value) -> None:
-        """Keys [first, end) of a tile for one panel. The mask hides nothing below `clear`; `causal` still may."""
+    def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        full = k.max(k.min(panel.end("low") - tile.start, clear), first)
-        self.count(full - first, end - first)
-        start, full, count = tile.start + first, full - first, end - first
-        keys, values = k.at(tile.keys, first * tile.k_row), k.at(tile.values, first * tile.v_row)
-        units, value_units = units_of(s, a.head_dim), units_of(s, a.value_dim)
-        scores, flows, check = (self.part(x) for x in ("scores", "flows", "check"))
-        sums = [k.at(check, i * s.row_bytes) for i in (3, 4)]
-        k.call(parts.product, scores, panel.part("queries"), keys, tile.k_row, count, units, sums[0])
-        k.call(parts.product, flows, panel.part("gradients"), values, tile.v_row, count, value_units, sums[1])
-        where = (start + a.k_start, start, count, self.item.index, clear - first)
-        careful = self.weights(panel, where, full)
+        careful, count = self.weigh(panel, tile, first, end, clear), end - first
+        scores, flows = self.part("scores"), self.part("flows")
         p_units, ds_units, flow_units = [self.part(x) for x in UNITS] if s.elements > 1 else (scores, flows, flows)
-        key_row = tile.k_row
+        keys, key_row = k.at(tile.keys, first * tile.k_row), tile.k_row
         if s.elements > 1:
             key_row = a.head_dim * s.number_bytes
             keys = k.at(self.part("key_units"), units_of(s, first) * key_row)
         dq = (panel.part("dq"), flow_units, keys, key_row, units_of(s, count), a.head_dim, scores)
-        with k.either(careful) as (some, every):
-            for which, branch in enumerate((every, some)):
-                with branch:
-                    k.call(parts.into_queries[which], *dq)
-        for name, weights, columns in (
-            ("d_out", p_units, a.value_columns),
-            ("q", ds_units, a.columns),
+        with k.either(careful) as (predicated, plain):
+            with predicated:
+                k.call(parts.into_queries[1], *dq)
+            with plain:
+                k.call(parts.into_queries[0], *dq)
+        for name, into, weights, columns in (
+            ("d_out", "dv", p_units, a.value_columns),
+            ("q", "dk", ds_units, a.columns),
         ):
             rows, row = self.rows_of(panel, name)
             acc_row = columns * s.number_bytes
-            acc = k.at(self.part("dv" if name == "d_out" else "dk"), first * acc_row)
-            arguments = (weights, panel.end("first"), panel.end("end"), row, count)
-            with k.either(careful) as (some, every):
-                with some, k.range(0, columns, s.lanes) as c:
-                    self.columns_of(parts.into_keys_predicated, acc, acc_row, rows, c, arguments, scores)
-                with every:
-                    self.all_columns(acc, acc_row, rows, columns // s.lanes, arguments, scores)
+            sums = _Sums(k.at(self.part(into), first * acc_row), acc_row, rows, row, weights, count)
+            with k.either(careful) as (predicated, plain):
+                with predicated, k.range(0, columns, s.lanes) as c:
+                    self.columns_of(panel, parts.into_keys_predicated, sums, c)
+                with plain:
+                    self.all_columns(panel, sums, columns // s.lanes)
 
-    def weights(self, panel: _Panel, where: tuple[Value, ...], full: Value) -> Value:
-        """P and dS, through the expression and back; whether products must look at every pair."""
-        k, s, parts = self.k, self.s, self.parts
-        scores, flows, raw, check = (self.part(x) for x in ("scores", "flows", "raw", "check"))
-        position, start, count, index, clear = where
-        units = [self.part(x) for x in UNITS] if s.elements > 1 else []
-        lanes, limits = panel.lanes("position"), panel.lanes("limit")
-        if parts.aim is not None:
-            k.call(parts.aim, k.p["a"], self.fetch, lanes, position, index)
-        if parts.flow is not None:
-            k.call(parts.copy, raw, scores, count * s.vectors)
-        if parts.expression is not None:
-            with k.when(k.const(1, I1) if s.program.score is not None else clear < count):
-                k.call(parts.expression, k.p["a"], scores, check, lanes, limits, *where, self.fetch)
-        factors = (self.part("factors"), count * s.vectors)
-        if parts.factors is not None:
-            numbers = (position, count, index, self.a.seed, self.a.drop_below, self._number(self.a.drop_factor))
-            k.call(parts.factors, factors[0], lanes, *numbers)
-            k.call(parts.multiplied, flows, *factors)
-        makes_units = units if parts.units is None else []
-        stats, ends = panel.part("stats"), (start, full, count, self.scale())
-        careful = k.call(parts.weights, scores, flows, stats, limits, check, *ends, *makes_units).differs(0)
-        if parts.flow is not None:
-            k.call(parts.flow, k.p["a"], raw, scores, flows, lanes, self.fetch, position, count, index)
-        if parts.multiplied is not None:
-            k.call(parts.multiplied, scores, *factors)
-        if parts.units is not None:
-            k.call(parts.units, scores, flows, count, *units)
-        return careful
-
-    def rows_of(self, panel: _Panel, name: str) -> tuple[Value, Value]:
+    def rows_of(self, panel: Panel, name: str) -> tuple[Value, Value]:
         """The rows of q or d_out of a panel, and their distance: where they lie, or copied."""
         k, s, a = self.k, self.s, self.a
         is_staged = getattr(a, f"{name}_staged").differs(0)
@@ -407,9 +195,7 @@ class _Task(Work):
             k.select(is_staged, columns * s.number_bytes, getattr(a, f"{name}_row")),
         )
 
-    def all_columns(
-        self, acc: Value, acc_row: Value, rows: Value, vectors: Value, arguments: tuple[Value, ...], marks: Value
-    ) -> None:
+    def all_columns(self, panel: Panel, sums: _Sums, vectors: Value) -> None:
         """The widest register tile over all columns that it fits, then those of two vectors, or one."""
         k, s, functions = self.k, self.s, self.parts.into_keys
         widest = max(functions)
@@ -418,22 +204,14 @@ class _Task(Work):
         whole, pairs = vectors - rest, rest & -2
         for n, first, end in ((widest, k.i64(0), whole), (2, whole, whole + pairs), (1, whole + pairs, vectors)):
             with k.range(first, end, n) as v:
-                self.columns_of(functions[n], acc, acc_row, rows, v * s.lanes, arguments, marks)
+                self.columns_of(panel, functions[n], sums, v * s.lanes)
 
-    def columns_of(
-        self,
-        function: object,
-        acc: Value,
-        acc_row: Value,
-        rows: Value,
-        c: Value,
-        arguments: tuple[Value, ...],
-        marks: Value,
-    ) -> None:
-        k, s = self.k, self.s
-        weights, first, end, row, count = arguments
-        at = c * s.number_bytes
-        k.call(function, k.at(acc, at), weights, k.at(rows, at), acc_row, first, end, row, count, marks)
+    def columns_of(self, panel: Panel, function: Any, sums: _Sums, column: Value) -> None:
+        """Those that one register tile takes, from `column` on."""
+        k, at, x = self.k, column * self.s.number_bytes, sums
+        ends = (panel.end("first"), panel.end("end"))
+        marks = self.part("scores")
+        k.call(function, k.at(x.at, at), x.weights, k.at(x.rows, at), x.row_bytes, *ends, x.row, x.keys, marks)
 
     def add(self, start: Value, count: Value, fresh: Value, end: Value) -> None:
         """The tile's partial sums join those of the blocks before."""

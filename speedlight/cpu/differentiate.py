@@ -1,27 +1,24 @@
-"""From a problem, its arrays and those of its gradients to a call of the backward kernel, which runs it."""
+"""Passes back through attention: how a problem runs, the arguments and tables of its kernel, and the call."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ..arrays import STORAGE_BYTES, address_of
 from ..expressions.program import Program
-from ..gradients import Asked
 from ..machine import PRODUCTS, Isa, number_bytes, register_tiles
-from ..modes import standard
 from ..philox import drop_below
 from ..problem import LAYOUTS, QUERY_BLOCK, TILE, Problem
-from ..resolve import Stated
 from .compile import kernel_of
-from .flows import changes_flow
+from .flows import needs_raw
 from .layout import (
     BACKWARD,
     BACKWARD_PANEL,
     BACKWARD_SCRATCH,
+    BLOCK_OF,
     CALL,
     GANG,
     GRADIENTS,
@@ -31,11 +28,12 @@ from .layout import (
     placed,
 )
 from .operands import Operands, steps, stride_of
-from .prepare import bits_of, give_scratch, program_of, raise_wrong, signs_of, take_scratch, template_of
+from .prepare import bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
 from .schedule import product_of
-from .shape import Shape
+from .shape import Kind, Shape
 from .workers import run_tickets
 
+_VECTORS = 3  # of queries, in a panel
 _RANGE = 1024  # keys of a task
 _TASKS = 3  # at once, for each thread
 _SLACK = 24  # rows that register tiles write past a tile
@@ -66,18 +64,23 @@ class Lies(NamedTuple):
         return np.arange(x.shape[axis], dtype=np.int64) * x.strides[axis]
 
 
-@dataclass(frozen=True, slots=True)
-class BackwardSchedule:
-    """How the CPU engine runs a backward pass."""
+class Tickets(NamedTuple):
+    """What the tickets of a pass stand for."""
+
+    number: int
+    table: np.ndarray  # which the kernel reads
+    progress: int  # words
+    words: dict[str, int]
+
+
+class BackwardSchedule(NamedTuple):
+    """How the CPU engine runs a pass back through attention."""
 
     isa: Isa
     storage: str
     vectors: int
-    range_keys: int
     threads: int
-    tickets: int
-    gangs: np.ndarray
-    progress: int  # words
+    tickets: Tickets
     words: dict[str, int]
     scratch_bytes: int
 
@@ -85,25 +88,44 @@ class BackwardSchedule:
     def scratch_stride(self) -> int:
         return self.scratch_bytes + _APART
 
+    @property
+    def workspace_bytes(self) -> int:
+        """Of all workers."""
+        return self.scratch_bytes * self.threads
+
 
 def schedule_backward(
-    problem: Problem, isa: Isa, threads: int, lies: Lies, program: Program | None
+    problem: Problem, isa: Isa, lies: Lies, program: Program | None, tickets: Tickets, threads: int
 ) -> BackwardSchedule:
-    vectors = 3
-    lanes = isa.lanes(problem.storage)
-    panel, number = lanes * vectors, number_bytes(problem.storage)
-    elements = PRODUCTS[product_of(problem, isa)]
+    """A panel of three vectors of queries; QUERY_BLOCK is so many panels on every vector unit."""
+    sizes, staged = _sizes(problem, isa, lies, program)
+    scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
+    offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
+    panels = QUERY_BLOCK // sizes.panel
+    words = tickets.words | {
+        "range_keys": _RANGE, "panels": panels, "panel_bytes": panel_bytes, "columns": sizes.columns,
+        "value_columns": sizes.value_columns, "kv_heads": problem.kv_heads,
+    }  # fmt: skip
+    words |= {f"{name}_staged": int(x) for name, x in staged.items()}
+    words |= {f"at_{name}": at for name, at in (scratch | offsets).items()}
+    used = _up(fixed + panels * panel_bytes, 4096)
+    return BackwardSchedule(isa, problem.storage, _VECTORS, max(1, min(threads, tickets.number)), tickets, words, used)
+
+
+def _sizes(problem: Problem, isa: Isa, lies: Lies, program: Program | None) -> tuple[BackwardSizes, dict[str, bool]]:
+    """What scratch depends on, and which rows are copied."""
+    lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
+    panel, elements = lanes * _VECTORS, PRODUCTS[product_of(problem, isa)]
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
     staged = _staged(problem, lies, lanes, elements)
     columns, value_columns = _up(problem.head_dim, lanes), _up(problem.value_dim, lanes)
-    rows = register_tiles(isa).keys[vectors - 1]
     sizes = BackwardSizes(
         number=number,
         panel=panel,
         tile_rows=TILE + _SLACK,
         units=units,
         value_units=value_units,
-        width=_up(problem.head_dim, rows),
+        width=_up(problem.head_dim, register_tiles(isa).keys[_VECTORS - 1]),
         columns=columns,
         value_columns=value_columns,
         staged_keys=staged["k"] * TILE * units * number,
@@ -112,24 +134,10 @@ def schedule_backward(
         staged_gradients=staged["d_out"] * panel * value_columns * number,
         elements=elements,
         head_dim=problem.head_dim,
-        keeps_raw=changes_flow(program),
+        keeps_raw=needs_raw(program),
         drops=problem.dropout > 0,
     )
-    scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
-    offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
-    panels = QUERY_BLOCK // panel
-    gangs, progress, tickets = _gangs(problem, _RANGE, threads)
-    words = {
-        "range_keys": _RANGE, "panels": panels, "panel_bytes": panel_bytes, "columns": columns,
-        "value_columns": value_columns, "kv_heads": problem.kv_heads,
-    }  # fmt: skip
-    words |= {f"{name}_staged": int(x) for name, x in staged.items()}
-    words |= {f"at_{name}": at for name, at in (scratch | offsets).items()}
-    used = _up(fixed + panels * panel_bytes, 4096)
-    tasks = tickets
-    return BackwardSchedule(
-        isa, problem.storage, vectors, _RANGE, max(1, min(threads, tasks)), tickets, gangs, progress, words, used
-    )
+    return sizes, staged
 
 
 def _staged(problem: Problem, lies: Lies, lanes: int, elements: int) -> dict[str, bool]:
@@ -152,73 +160,82 @@ def _steps_of(problem: Problem) -> list[int]:
     ]
 
 
-def _gangs(problem: Problem, range_keys: int, threads: int) -> tuple[np.ndarray, int, int]:
-    """The table of gangs, words of progress, and tickets.
+def tickets_of(problem: Problem, threads: int) -> Tickets:
+    """Of blocks of queries against ranges of keys, gang after gang.
 
     A gang is as small as keeps all threads busy: what it reads again and again then stays in the cache they share.
     """
     steps = _steps_of(problem)
-    ranges = [max(1, -(-n // range_keys)) for n in problem.k_lengths]
+    ranges = [max(1, -(-n // _RANGE)) for n in problem.k_lengths]
     columns = problem.batch * problem.kv_heads
     apart = max([min(a, b) for a, b in zip(steps, ranges, strict=True)], default=0)  # tasks of a head at once
     together = -(-_TASKS * threads // max(1, apart)) if threads > 1 else 1
-    rows, tickets, progress = [], 0, 0
+    rows, count, progress = [], 0, 0
     for first in range(0, columns, together):
-        count = min(together, columns - first)
-        items = range(first // problem.kv_heads, (first + count - 1) // problem.kv_heads + 1)
+        heads = min(together, columns - first)
+        items = range(first // problem.kv_heads, (first + heads - 1) // problem.kv_heads + 1)
         most = max(ranges[i] for i in items)
         depth = max((steps[i] + ranges[i] - 1 if steps[i] else 0) for i in items)
-        if not depth:
-            continue
-        rows.append((tickets, first, count, most, progress))
-        tickets += depth * count * most
-        progress += count * most
-    return np.array(rows, np.int64).reshape(-1, len(GANG.names)), progress, tickets
+        if depth:
+            rows.append((count, first, heads, most, progress))
+            count += depth * heads * most
+            progress += heads * most
+    gangs = np.array(rows, np.int64).reshape(-1, len(GANG.names))
+    return Tickets(count, gangs, progress, {"gangs": gangs.ctypes.data, "gang_count": len(gangs)})
+
+
+def tickets_of_tables(problem: Problem, most_shares: int) -> Tickets:
+    """Of blocks of queries, in shares whose number depends on the problem alone."""
+    blocks = [
+        (item, head // problem.group, block * problem.group + head % problem.group)
+        for item, steps in enumerate(_steps_of(problem))
+        for head in range(problem.q_heads if steps else 0)
+        for block in range(steps // problem.group)
+    ]
+    table = np.array(blocks, np.int64).reshape(-1, len(BLOCK_OF.names))
+    shares = max(1, min(most_shares, len(blocks)))
+    words = {"blocks": table.ctypes.data, "block_count": len(blocks), "share_count": shares}
+    return Tickets(-(-len(blocks) // shares) * shares, table, shares, words)
 
 
 class BackwardCall:
-    """A backward pass with layouts and strides fixed: only addresses are missing. Never changed once it is used."""
+    """A pass back through attention with layouts and strides fixed: only addresses are missing.
 
-    def __init__(self, request: Asked, lies: Lies, threads: int, isa: Isa) -> None:
-        self.request, self.problem = request, request.problem
-        problem = request.problem
-        self.program = program_of(problem, backward=True)
-        self.how = how = schedule_backward(problem, isa, threads, lies, self.program)
-        self.shape = Shape("backward", how.isa, how.storage, how.vectors, self.program, dropout=problem.dropout > 0)
+    Never changed once it is used.
+    """
+
+    def __init__(
+        self, problem: Problem, kind: Kind, program: Program | None, lies: Lies, how: BackwardSchedule
+    ) -> None:
+        self.problem, self.program, self.how = problem, program, how
+        self.shape = Shape(kind, how.isa, how.storage, how.vectors, program, dropout=problem.dropout > 0)
         self.items = _items(problem, lies)
-        words = how.words | _words(problem, lies, self.shape.elements) | {
-            "scratch_stride": how.scratch_stride, "gangs": how.gangs.ctypes.data, "gang_count": len(how.gangs),
-            "item_count": len(self.items),
-        }  # fmt: skip
-        self.slots = None if self.program is None else self.program.host_words()
+        words = how.words | _words(problem, lies, self.shape.elements) | {"scratch_stride": how.scratch_stride}
+        self.slots = None if program is None else program.host_words()
         if self.slots is not None:
             words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
-        self.lookups = [] if self.program is None else self.program.lookups
+        self.lookups = [] if program is None else program.lookups
         self.template = template_of(BACKWARD, words)
         self.words_type = ctypes.c_int64 * len(BACKWARD.names)
-        pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
-        flops = pairs * (6 * problem.head_dim + 4 * problem.value_dim) * (0.5 if problem.causal else 1.0)
-        self.seconds = flops / (_GUESS * how.isa.lanes(how.storage) * self.shape.elements)
+        self.seconds = _guessed_seconds(problem, how, self.shape.elements)
         self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
-        self.untouched = _untouched(problem, lies)
 
     @property
     def size(self) -> int:
         """Bytes that it keeps alive, the tables of its mask and score included."""
-        own = self.items.nbytes + self.how.gangs.nbytes + len(self.template)
+        own = self.items.nbytes + self.how.tickets.table.nbytes + len(self.template)
         own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
         return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
 
-    def run(self, x: Operands, seed: int | None = None) -> None:
-        """Fills dq, dk and dv; with a seed of the caller's, if given."""
-        for name in self.untouched:
-            getattr(x, name).numpy()[...] = 0
-        if not self.how.tickets:
+    def run(self, x: Operands, sums: list[np.ndarray], seed: int | None, shares: np.ndarray | None = None) -> None:
+        """`sums`: where dq, dk and dv are summed; `shares`: where gradients of tables are; a seed of the caller's, if
+        given.
+        """
+        if not self.how.tickets.number:
             return
         words = self.words_type.from_buffer_copy(self.template)
         lse, d_lse = (None if a is None else np.ascontiguousarray(a.numpy()) for a in (x.lse, x.d_lse))
-        sums = self._sums(x)
-        progress = (ctypes.c_int64 * (self.how.progress + 1))()
+        progress = (ctypes.c_int64 * self.how.tickets.progress)()
         wrong = (ctypes.c_int64 * (2 * len(self.lookups) + 1))()
         scratch = take_scratch(self.how.scratch_stride * self.threads)
         try:
@@ -228,42 +245,24 @@ class BackwardCall:
                 0, ctypes.addressof(wrong), self.problem.seed if seed is None else seed,
             )  # fmt: skip
             words[GRADIENTS] = (
-                x.d_out.address, _address(d_lse), x.dq.address, x.dk.address,
-                x.dv.address, *map(_address, sums), ctypes.addressof(progress),
+                x.d_out.address, _address(d_lse), x.dq.address, x.dk.address, x.dv.address, *map(_address, sums),
+                ctypes.addressof(progress), _address(shares),
             )  # fmt: skip
-            run_tickets(kernel_of(self.shape), words, self.how.tickets, self.threads, self.seconds)
+            run_tickets(kernel_of(self.shape), words, self.how.tickets.number, self.threads, self.seconds)
         finally:
             give_scratch(scratch)
         raise_wrong(self.lookups, wrong)
 
-    def _sums(self, x: Operands) -> list[np.ndarray]:
-        """Where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
-        if self.problem.storage in ("f32", "f64"):
-            return [a.numpy() for a in (x.dq, x.dk, x.dv)]
-        return [np.empty(a.shape, np.float32) for a in (x.dq, x.dk, x.dv)]
 
-
-@standard
-def prepare(request: Asked, layout: str, stated: Stated, arrays: Operands, threads: int, isa: Isa) -> BackwardCall:
-    """Everything that addresses don't change."""
-    lies = Lies(layout, arrays, stated.cu_q and stated.cu_q[:-1], stated.cu_k and stated.cu_k[:-1])
-    return BackwardCall(request, lies, threads, isa)
+def _guessed_seconds(problem: Problem, how: BackwardSchedule, elements: int) -> float:
+    """Of one thread."""
+    pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
+    flops = pairs * (6 * problem.head_dim + 4 * problem.value_dim) * (0.5 if problem.causal else 1.0)
+    return flops / (_GUESS * how.isa.lanes(how.storage) * elements)
 
 
 def _address(x: np.ndarray | None) -> int:
     return 0 if x is None else address_of(x)
-
-
-def _untouched(problem: Problem, lies: Lies) -> list[str]:
-    """Which gradients have rows that no task writes: of queries without keys to come to, of keys without queries."""
-    q_rows, k_rows = (sum(x) for x in (problem.q_lengths, problem.k_lengths))
-    axes = LAYOUTS[lies.layout]
-    most_q, most_k = (
-        x.shape[axes[-2]] * (x.shape[axes[0]] if lies.layout != "lhd" else 1) for x in (lies.arrays.q, lies.arrays.k)
-    )
-    names = ["dq"] if q_rows < most_q else []
-    no_queries = any(not a and b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True))
-    return names + (["dk", "dv"] if k_rows < most_k or no_queries else [])
 
 
 def _words(problem: Problem, lies: Lies, elements: int) -> dict[str, int]:

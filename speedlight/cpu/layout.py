@@ -89,6 +89,9 @@ GRADIENT_ITEM_BYTES = 8 * len(GradientItem._fields)
 # words of progress before theirs
 GANG = Record("first", "column", "columns", "ranges", "progress")
 
+BLOCK_OF = Record("item", "head", "step")  # a block of queries, of the pass that makes gradients of tables
+SHARE_OF = Record("at", "bytes")  # of a table: its entries' sums, share after share, and the bytes of one
+
 # what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
 COUNTS = Record("full", "mixed", "panel_keys")
 
@@ -264,13 +267,14 @@ DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{nam
 
 BACKWARD = Record(
     *_COMMON, "drop_factor", "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",
-    "gangs", "gang_count", "kv_heads", "range_keys", "panels", "panel_bytes",
+    "shares", "gangs", "gang_count", "blocks", "block_count", "share_count", "kv_heads", "range_keys", "panels",
+    "panel_bytes",
     "d_out_head", "d_out_row", "d_out_column",
     *(f"{name}_{part}" for name in ("dq", "dk", "dv", "sq", "sk", "sv") for part in ("head", "row")),
     "columns", "value_columns", "q_staged", "d_out_staged", "k_staged", "v_staged",
     *(f"at_{name}" for name in (*BACKWARD_SCRATCH, *BACKWARD_PANEL)),
 )  # fmt: skip
-GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("progress") + 1)  # new for each call, as CALL
+GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("shares") + 1)  # new for each call, as CALL
 
 
 def arguments_of(kind: str) -> Record:
@@ -280,7 +284,7 @@ def arguments_of(kind: str) -> Record:
             return FORWARD
         case "decode":
             return DECODE
-        case "backward":
+        case "backward" | "tables":
             return BACKWARD
     raise AssertionError(kind)
 

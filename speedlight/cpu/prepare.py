@@ -18,8 +18,9 @@ from ..expressions.tree import Node, out_of_range
 from ..machine import PRODUCTS, Isa, current_isa, fetching, number_bytes
 from ..modes import standard
 from ..philox import drop_below
-from ..planning import Plan, Run, count
+from ..planning import Plan, Run, plan_of
 from ..problem import LAYOUTS, Problem
+from ..work import all_pairs
 from . import roof
 from .compile import kernel_of, symbol_of
 from .layout import CALL, ITEM, SCRATCH, Item, Record, arguments_of
@@ -48,7 +49,7 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes)
     peak = roof.peak_flops(how.isa, problem.storage, how.threads)
-    return count(problem, run, peak, roof.bandwidth(how.threads), exact=exact)
+    return plan_of(problem, run, peak, roof.bandwidth(how.threads), exact=exact)
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:
@@ -125,12 +126,9 @@ class Call:
         return kernel
 
     def run(
-        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0,
-        seed: int | None = None,
-    ) -> None:  # fmt: skip
-        """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
-        if given.
-        """
+        self, addresses: tuple[int, ...], counts: int = 0, items: int = 0, threads: int = 0, seed: int | None = None
+    ) -> None:
+        """Fills out and lse. addresses: of q, k, v, out, and lse or 0. items, threads, seed: by default its own."""
         if not self.tickets:
             return
         wrong = arrived = ()
@@ -144,7 +142,7 @@ class Call:
                 wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
             words[SCRATCH] = at
             words[CALL] = (
-                q, k, v, out, lse, counts, items or self.items_at, at + self.partials_at,
+                *addresses, counts, items or self.items_at, at + self.partials_at,
                 ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
                 self.problem.seed if seed is None else seed,
             )  # fmt: skip
@@ -179,8 +177,7 @@ def _guessed_seconds(problem: Problem, how: Schedule) -> float:
         size = 1 if problem.quantised else STORAGE_BYTES[problem.storage]
         read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * size
         return read / _READ_GUESS
-    pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
-    return pairs * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0) / _GUESS
+    return all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0) / _GUESS
 
 
 def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
@@ -192,7 +189,9 @@ def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
 
 def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
     """The mask and score as a kernel wants them, with tables on the CPU."""
-    program = Program.of(problem.mask, problem.score, problem.box(), backward=backward)
+    program = problem.program
+    if backward:
+        program = Program.of(problem.mask, problem.score, problem.box(), backward=True)
     for table in () if program is None else program.tables:
         if table.tensor is not None:
             raise ArgumentError(

@@ -384,9 +384,9 @@ def store_panel(module: Module, s: Shape, log: Any) -> Any:
     k = module.function("store_panel", params | ({"divisor": s.number} if s.dropout else {}))
     p = k.p
     acc = k.at(p["state"], 2 * s.row_bytes)
-    for v in range(s.vectors):
-        at = s.lane_offset(v)
-        m, running_sum = k.load(s.vector, p["state"], at), k.load(s.vector, p["state"], s.row_bytes + at)
+    with k.range(0, s.vectors) as v:
+        at = v * s.vector_bytes
+        m, running_sum = k.load(s.vector, p["state"], at), k.load(s.vector, p["state"], at + s.row_bytes)
         empty = is_empty(m, running_sum)
         by = running_sum * k.splat(p["divisor"], s.lanes) if s.dropout else running_sum
         with k.range(0, p["width"]) as c:
@@ -399,9 +399,9 @@ def store_panel(module: Module, s: Shape, log: Any) -> Any:
     return k.finish()
 
 
-def _store_rows(k: Function, s: Shape, v: int, acc: Value) -> None:
+def _store_rows(k: Function, s: Shape, v: Value, acc: Value) -> None:
     """One vector of queries' outputs, [width, lanes] of `acc`: transposed where all lanes are rows of unit stride."""
-    p, at, first = k.p, s.lane_offset(v), v * s.lanes
+    p, at, first = k.p, v * s.vector_bytes, v * s.lanes
     unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)
     end = k.select(unit, p["width"] // s.lanes * s.lanes, k.i64(0))
     with k.range(0, end, s.lanes) as c:
@@ -409,7 +409,7 @@ def _store_rows(k: Function, s: Shape, v: int, acc: Value) -> None:
         for lane, x in enumerate(rows):
             x = conversions.narrowed(k, s.storage, x)
             k.store(x, k.load(PTR, p["table"], (first + lane) * 8), c * s.storage_bytes)
-    with k.range(first, k.min(p["count"], k.i64(first + s.lanes))) as lane:
+    with k.range(first, k.min(p["count"], first + s.lanes)) as lane:
         row = k.load(PTR, p["table"], lane * 8)
         with k.range(end, p["width"]) as c:
             x = k.load(s.number, acc, c * s.row_bytes + lane * s.number_bytes)

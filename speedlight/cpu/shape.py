@@ -12,14 +12,14 @@ from ..machine import FETCHING, PRODUCTS, Fetching, Isa, RegisterTiles, number_b
 from .layout import BLOCK
 from .vector import F32, F64, I32, I64, vec
 
-Kind = Literal["forward", "decode", "backward"]
+Kind = Literal["forward", "decode", "backward", "tables"]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a set of micro-kernels is specialised for."""
 
-    kind: Kind  # forward: a lane is a query; decode: a lane is a key; backward: gradients
+    kind: Kind  # forward: a lane is a query; decode: a lane is a key; backward, tables: gradients
     isa: Isa
     storage: str  # type in memory: f32, f64, f16, bf16
     vectors: int = 0  # query vectors of a panel; none in the decode kernel

@@ -8,6 +8,8 @@ is written is what is computed.
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +38,21 @@ BF16 = _BFloat()
 _SUFFIX = {F16: "f16", F32: "f32", F64: "f64", I32: "i32", I64: "i64"}
 
 
+@functools.cache
 def vec(element: ir.Type, count: int) -> ir.VectorType:
     return ir.VectorType(element, count)
+
+
+# Kept, with their text: most of a module's text is constants, and most of those are alike.
+@functools.lru_cache(maxsize=2048, typed=True)
+def _constant(t: ir.Type, value: float, sign: float) -> ir.Constant:
+    """`value`, in every lane; `sign` tells zeros apart."""
+    return ir.Constant(t, [value] * t.count if isinstance(t, ir.VectorType) else value)
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(element: ir.Type, *values: int) -> ir.Constant:
+    return ir.Constant(vec(element, len(values)), list(values))
 
 
 def element_of(t: ir.Type) -> ir.Type:
@@ -208,14 +223,14 @@ class Function:
     # --- constants and calls
 
     def const(self, value: float, t: ir.Type) -> Value:
-        return Value(self, ir.Constant(t, [value] * t.count if isinstance(t, ir.VectorType) else value))
+        return Value(self, _constant(t, value, math.copysign(1.0, value)))
 
     def i64(self, value: int) -> Value:
         return self.const(value, I64)
 
     def iota(self, lanes: int) -> Value:
         """0, 1, 2, …"""
-        return Value(self, ir.Constant(vec(I64, lanes), list(range(lanes))))
+        return Value(self, _numbers(I64, *range(lanes)))
 
     def call(self, f: Any, *args: Value) -> Value:
         return Value(self, self.b.call(f, [a.x for a in args]))
@@ -250,14 +265,14 @@ class Function:
         t = vec(a.type, lanes)
         undefined = ir.Constant(t, ir.Undefined)
         one = self.b.insert_element(undefined, a.x, I32(0))
-        return Value(self, self.b.shuffle_vector(one, undefined, ir.Constant(vec(I32, lanes), [0] * lanes)))
+        return Value(self, self.b.shuffle_vector(one, undefined, _numbers(I32, *[0] * lanes)))
 
     def first(self, a: Value) -> Value:
         """The first lane of a vector."""
         return Value(self, self.b.extract_element(a.x, I32(0)))
 
     def shuffle(self, a: Value, b: Value, index: Sequence[int]) -> Value:
-        return Value(self, self.b.shuffle_vector(a.x, b.x, ir.Constant(vec(I32, len(index)), list(index))))
+        return Value(self, self.b.shuffle_vector(a.x, b.x, _numbers(I32, *index)))
 
     def all(self, condition: Value) -> Value:
         n = condition.x.type.count

@@ -30,6 +30,8 @@ class Program:
     mask: Node | None = field(compare=False, repr=False, default=None)
     score: Node | None = field(compare=False, repr=False, default=None)
     flow: Node | None = field(compare=False, repr=False, default=None)  # what flows back to s, of a backward pass
+    # lookups, and what flows back to the entries that they read
+    entries: tuple[tuple[Node, Node], ...] = field(compare=False, repr=False, default=())
     narrow: bool = False  # every integer fits 32 bits, which vectors do twice as fast
     unbounded: tuple[int, ...] = ()  # integers, by their indices in `walked`, whose intervals must not be followed
     box: dict[str, tuple[int, int]] | None = field(compare=False, repr=False, default=None)  # positions of the problem
@@ -63,11 +65,26 @@ class Program:
             trees = {x.role: tree for x, tree in zip(parts, both, strict=True)}
             key = structure(trees) if len(parts) == 2 else parts[0].key
         ends, known = {role: tree[-1] for role, tree in trees.items()}, integers(trees.items(), box)
-        return cls(key, ends.get("mask"), ends.get("score"), ends.get("flow"), known.narrow, known.others, box)
+        return cls(key, ends.get("mask"), ends.get("score"), ends.get("flow"), (), known.narrow, known.others, box)
+
+    @classmethod
+    def of_entries(
+        cls, mask: Expression | None, score: Expression, box: dict[str, tuple[int, int]], tables: tuple[Table, ...]
+    ) -> Program:
+        """The program of a score, with what flows back to the entries of these tables."""
+        flow = flows(score.root, tables)
+        roots = {"score": score.root} if mask is None else {"mask": mask.root, "score": score.root}
+        for n, (lookup, into) in enumerate(flow.entries):
+            roots |= {f"at{n}": lookup, f"into{n}": into}
+        trees = dict(zip(roots, merged(list(roots.values())), strict=True))
+        ends, known = {role: tree[-1] for role, tree in trees.items()}, integers(trees.items(), box)
+        entries = tuple((ends[f"at{n}"], ends[f"into{n}"]) for n in range(len(flow.entries)))
+        return cls(structure(trees), ends.get("mask"), ends["score"], None, entries, known.narrow, known.others, box)
 
     @property
     def roots(self) -> list[Node]:
-        return [root for root in (self.mask, self.score, self.flow) if root is not None]
+        ends = (self.mask, self.score, self.flow, *(x for pair in self.entries for x in pair))
+        return [root for root in ends if root is not None]
 
     @lazily
     def walked(self) -> list[Node]:
@@ -156,10 +173,10 @@ class Program:
     @property
     def opaque(self) -> bool:
         """Whether tiles depend on tables that a GPU's kernel cannot bound: of several dimensions, or of floats."""
-        if not self.may_hide or any(t.tensor is not None or t.array.flags.writeable for t in self.tables):
+        if not self.may_hide or any([t.tensor is not None or t.array.flags.writeable for t in self.tables]):
             return False
         lookups = [node for node in self.nodes if node.op == "table"]
-        return any(node.is_float or any(a.uses & {"i", "j"} for a in node.args[:-1]) for node in lookups)
+        return any([node.is_float or any([a.uses & {"i", "j"} for a in node.args[:-1]]) for node in lookups])
 
 
 def may_hide(mask: Node | None, score: Node | None) -> bool:

@@ -1,4 +1,4 @@
-"""Compiles the kernels of the tile table for GPUs that are not here, and looks at what came out.
+"""Ahead of time: compiles the kernels of the tile table for GPUs that this machine lacks, and inspects the result.
 
 No driver is needed: Triton's own ptxas and disassembler are used. `python -m speedlight.gpu.ahead` prints a line per
 kernel and ends with 1 if one of them spills, asks for more shared memory than the device has, or leaves the tensor
@@ -50,7 +50,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a kernel came to."""
+    """Figures of a compiled kernel."""
 
     name: str
     registers: int
@@ -150,6 +150,7 @@ class Case:
     int8: bool = False
     value_dim: int | None = None
     precision: str = "ieee"
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         kind = self.dtype if self.precision == "ieee" else self.precision
@@ -176,6 +177,7 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
         yield f"{base} window", replace(base, mask=window)
         yield f"{base} documents", replace(base, mask=ids, causal=True)
         yield f"{base} softcap", replace(base, score=softcap(30.0), causal=True)
+        yield f"{base} dropout", replace(base, dropout=0.1, causal=True)
         yield f"{base} pages", replace(base, paged=True, causal=True)
         yield f"{base} int8", replace(base, int8=True, paged=True, causal=True)
         yield f"bfloat16 d96 {base.phase} value_dim 80", replace(base, d=96, value_dim=80)
@@ -184,27 +186,18 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
 def appends() -> Iterator[tuple[str, Launch]]:
     """Storing a step's tokens, in arrays and in pages, as they are and as int8."""
     from ..tokens import TokenShape
-    from .rows import Rows
+    from .rows import Destination, Rows, Tokens
 
     for dtype, paged in itertools.product(("bfloat16", "int8"), (False, True)):
         device = torch.device("cpu")
         rows = Rows(TokenShape(1, 8, 128, 128, dtype), 4, 32, device, tokens_first=paged)
         x = torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
         words = torch.zeros(2, dtype=torch.int32)
-        more: dict[str, Any] = (
-            {
-                "pages": torch.zeros((2, 4), dtype=torch.int32),
-                "page_size": 16,
-                "first": words.long(),
-                "counts": words.long(),
-            }
-            if paged
-            else {"arrived": words}
-        )
-        yield (
-            f"{dtype} append{' paged' * paged}",
-            rows.put(x, x, (x.stride(), x.stride()), words, 1, words, capacity=32, **more),
-        )
+        new, to = Tokens(x, x, x.stride(), x.stride(), 1), Destination(words, 32, words)
+        if paged:
+            new = new._replace(counts=words.long(), first=words.long())
+            to = Destination(words, 32, pages=torch.zeros((2, 4), dtype=torch.int32), page_size=16)
+        yield f"{dtype} append{' paged' * paged}", rows.put(new, to, words)
 
 
 def build(capability: tuple[int, int], case: Case) -> list[Launch]:
@@ -219,7 +212,9 @@ def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     keys = _keys(case, d, value_dim)
     like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
     stored = Stored("int8" if case.int8 else case.dtype, 8, d, value_dim, (4096,))
-    problem = from_stored(like, stored, Options(case.causal, mask=case.mask, score=case.score))
+    problem = from_stored(
+        like, stored, Options(case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)
+    )
     lse = torch.empty((1, 32, q_len), dtype=torch.float32, device="meta")
     how = schedule(problem, keys, capability, case.precision)
     return Part(problem, "bhld", how, uploads_of(problem, "cpu", None)).launches(q, keys, out, lse, None)
@@ -258,7 +253,7 @@ def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) 
 
 
 def wanted(name: str, only: list[str]) -> bool:
-    return not only or any(x in name for x in only)
+    return not only or any([x in name for x in only])
 
 
 def main(arguments: list[str]) -> int:

@@ -1,6 +1,4 @@
-"""What a call would do on a GPU, counted on the host: the tiles that the kernel's bounds find, bytes, workspace, the
-least time.
-"""
+"""Plans of calls on a GPU, counted on the host: tiles as the kernel classifies them, bytes, workspace, least time."""
 
 from __future__ import annotations
 
@@ -10,24 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import planning
-from ..arrays import STORAGE_BYTES
 from ..expressions.program import may_hide, visibility
 from ..machine import interpreting
+from ..planning import Plan
 from ..problem import TILE, Problem
-from ..tiles import Many, integers_of
+from ..work import Many, count, integers_of, least_bytes, materialised_bytes
 from .keys import Keys
 from .schedule import capability, check, schedule
 
-_TOGETHER = 1 << 20  # tiles looked at in one go
+_TILES = 1 << 20  # classified at once
 
 
-def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exact: bool = False) -> planning.Plan:
+def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exact: bool = False) -> Plan:
     """The plan of a problem whose keys and values lie in arrays."""
     check(problem, str(device), precision)
     nowhere = torch.empty(0)
     how = schedule(problem, Keys(nowhere, nowhere, (0,) * 4, (0,) * 4), capability(str(device)), precision)
-    base = planning.count(problem, planning.Run("", "", 1, TILE, 0), exact=exact)  # figures that no tile changes
+    visible = count(problem, TILE, exact=exact).visible_pairs  # no tile changes it
+    read, written = least_bytes(problem)
     full, mixed, skipped, pairs = _tiles(problem, how.rows, how.tile.keys, how.pack)
     per_pair = 2 * (problem.head_dim + problem.value_dim)
     cell = how.rows * how.tile.keys * per_pair
@@ -37,16 +35,15 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
     peak, bandwidth = _roofs(str(device), problem.dtype, how.precision)
     number = "sm_{}{}".format(*how.capability)
     warps, stages = how.tile.warps, how.tile.stages
-    square = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
-    return planning.Plan(
+    return Plan(
         problem=problem,
         engine="cuda",
         isa=number if interpreting() else f"{number} {torch.cuda.get_device_name(device)}",
         kernel=f"attend_{problem.storage}_{how.rows}x{how.tile.keys}_w{warps}s{stages}",
         threads=blocks * splits,
         panel=how.rows,
-        visible_pairs=base.visible_pairs,
-        flops=base.flops,
+        visible_pairs=visible,
+        flops=None if visible is None else visible * per_pair,
         tile_flops=pairs * per_pair,
         tiles_full=full,
         tiles_mixed=mixed,
@@ -55,10 +52,10 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
         full_flops=full * cell,
         mixed_flops=pairs * per_pair - full * cell,
         skipped_flops=skipped * cell,
-        bytes_read=base.bytes_read,
-        bytes_written=base.bytes_written,
+        bytes_read=read,
+        bytes_written=written,
         workspace_bytes=states + 4 * blocks * splits,
-        materialised_bytes=2 * square * STORAGE_BYTES[problem.storage],
+        materialised_bytes=materialised_bytes(problem),
         peak_flops=peak,
         bandwidth=bandwidth,
         tile_keys=how.tile.keys,
@@ -92,11 +89,11 @@ def _of_head(
     clear, end = limits[0] // keys, -(-limits[1] // keys)  # in tiles
     clear = np.minimum(clear, end)
     if not hiding:
-        full, some = int(clear.sum()), int(end.sum())
-        return full, some - full, blocks * tiles - some, some * rows * keys
+        full, computed = int(clear.sum()), int(end.sum())
+        return full, computed - full, blocks * tiles - computed, computed * rows * keys
     name = item if p.items is None else p.items[item]
-    full = some = 0
-    step = max(1, _TOGETHER // tiles)
+    full = computed = 0
+    step = max(1, _TILES // tiles)
     j = p.k_start + np.arange(tiles)[None, :] * keys
     for at in range(0, blocks, step):
         here = slice(at, at + step)
@@ -106,11 +103,11 @@ def _of_head(
             "i": (first[here, None], last[here, None]),
         }
         ops = Many(box | {"j": (j, np.minimum(j + keys, p.k_start + k_len) - 1)}, followed)
-        shown, every = visibility(*p.roots, ops)
+        partly, wholly = visibility(*p.roots, ops)
         inside = np.arange(tiles)[None, :] < end[here, None]
-        some += int((inside & shown).sum())
-        full += int((inside & shown & every & (np.arange(tiles)[None, :] < clear[here, None])).sum())
-    return full, some - full, blocks * tiles - some, some * rows * keys
+        computed += int((inside & partly).sum())
+        full += int((inside & partly & wholly & (np.arange(tiles)[None, :] < clear[here, None])).sum())
+    return full, computed - full, blocks * tiles - computed, computed * rows * keys
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""Splits: where few rows read many keys, several programs share a row's keys. Their partial states, and the merge."""
+"""Splits (flash decoding): several programs share the keys of few rows. Their partial states, and the merge."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import triton.language as tl
 from .primitives import LOG2E, finite_max, log_sum_exp
 from .sequence import ARRAYS, Batch, finish_rows, locate_item, split_size
 
-GROUP = tl.constexpr(16)  # splits that are merged at once: the order of the sum depends on nothing else
+GROUP = tl.constexpr(16)  # splits that are merged at once; the order of sums depends on nothing else
 
 
 class States(NamedTuple):
-    """Partial states of one row: `splits` of them, the first of which is the `first` of its kv head.
+    """Partial states of one row: `splits` of them, from index `first` on.
 
     p_acc: an accumulator [DV] each. p_stats: two numbers each: the maximum, which is a logit, and the sum.
     """
@@ -34,11 +34,11 @@ def first_state(i_item, kv_head, batch: Batch):
     return (i_item * batch.kv_heads + kv_head) * batch.splits
 
 
-@triton.jit(do_not_specialize=["q_len", "k_len", "out_rows", "splits", "padded_rows"])
+@triton.jit(do_not_specialize=["q_len", "k_len", "out_rows", "splits", "padded_rows", "divisor"])
 def combine(
     partial, stats, out, lse, sinks, items, lengths,
     o_item, o_head, o_row, o_column, l_item, l_head, l_row,
-    q_len, k_len, out_rows, kv_heads, group, padded_rows, splits,
+    q_len, k_len, out_rows, kv_heads, group, padded_rows, splits, divisor,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """One row of one kv head: its splits' states, merged in ascending order."""
@@ -59,7 +59,7 @@ def combine(
         if sinks is not None:
             running_sum += tl.where(token < item.q_len, tl.math.exp2((sink - base) * LOG2E), 0.0)
         o_dv = tl.arange(0, BLOCK_DV)
-        result = finish_rows(acc, running_sum)
+        result = finish_rows(acc, running_sum, divisor)
         p_out = out + i_item * o_item + (item.o_q + token) * o_row + head * o_head + o_dv * o_column
         tl.store(p_out, result.to(out.dtype.element_ty), mask=o_dv < DV)
         if lse is not None:
@@ -69,7 +69,7 @@ def combine(
 
 @triton.jit
 def greatest(states: States):
-    """The maximum over a row's splits; -inf where none has seen a key."""
+    """The maximum over a row's splits; -inf if all their keys are hidden."""
     o_g = tl.arange(0, GROUP)
     top = tl.full([GROUP], float("-inf"), tl.float32)
     for i in tl.range(0, states.splits, GROUP):

@@ -10,7 +10,7 @@ import numpy as np
 from .. import reference
 from ..errors import ArgumentError, FileError
 from ..planning import Plan
-from ..tiles import Rows, grid, integers_of
+from ..work import Rows, all_pairs, grid, integers_of
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = {"skipped": "#f2f2f2", "mixed": "#e69f00", "full": "#0072b2"}  # told apart by every eye, and in grey
@@ -67,12 +67,9 @@ def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
     axes.set_ylabel("query position")
     whole = plan.tile_flops + plan.skipped_flops
     computed = plan.tile_flops / whole if whole else 0.0
-    square = sum(a * b for a, b in zip(p.q_lengths, p.k_lengths, strict=True)) * p.q_heads
-    visible = (
-        ""
-        if plan.visible_pairs is None or not square
-        else f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
-    )
+    square, visible = all_pairs(p), ""
+    if plan.visible_pairs is not None and square:
+        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
     axes.set_title(f"{text}\n{visible}{computed:.1%} of the work is done, {1 - computed:.1%} is skipped", fontsize=11)
     shown = f"a cell: {queries / p.group:g} queries x {keys} keys"
     names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}

@@ -1,24 +1,27 @@
-"""Which tiles a mask shows: the walk of bounds.py over many boxes at once, as the kernels see them panel by panel.
+"""The work of a problem: which tiles a mask shows, panel by panel; how many pairs, keys and bytes that comes to.
 
 A panel is a run of query rows; a tile is TILE keys; a tile that is neither hidden nor visible as a whole is trimmed to
-parts of PART keys. Squares of panels and tiles are halved until they are hidden or visible, or single, so that work and
-memory follow the edges of a mask and not the square.
+parts of PART keys. Squares of panels and tiles are halved until they are hidden or visible, or single, so that time and
+memory follow the edges of a mask and not the square: the walk of bounds.py, over many boxes at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from .arrays import STORAGE_BYTES
 from .expressions.bounds import Exact, HalfPlane, Integers, integers, terms
 from .expressions.program import hiding_condition, visibility
 from .expressions.tree import Node, evaluate
+from .machine import number_bytes
 from .problem import PART, SPAN, TILE, Problem
 
-_TOGETHER = 8192  # boxes looked at in one go: their arrays stay in the cache
+_BOXES = 8192  # classified at once: their arrays stay in the cache
 
 
 class Many(Exact):
@@ -44,10 +47,10 @@ class Many(Exact):
         return np.floor_divide(a, np.where(b == 0, 1, b)) * (b != 0)
 
     def table(self, node: Node, index: list[tuple[Any, Any]]) -> tuple[Any, Any, Any]:
-        """Each box of the table that is asked for, looked at once."""
-        found = self._each(index, lambda box: super(Many, self).table(node, box) or (0, 0, False))
-        low, high = (x != 0 if node.kind == "bool" else x for x in (found[..., 0], found[..., 1]))
-        return low, high, found[..., 2] != 0
+        """Least and greatest entry, and whether the box is inside; equal boxes are looked up once."""
+        entries = self._each(index, lambda box: super(Many, self).table(node, box) or (0, 0, False))
+        low, high = (x != 0 if node.kind == "bool" else x for x in (entries[..., 0], entries[..., 1]))
+        return low, high, entries[..., 2] != 0
 
     def all_equal(self, node: Node, index: list[tuple[Any, Any]], number: Node) -> Any:
         return self._each(index, lambda box: super(Many, self).all_equal(node, box, number))
@@ -99,7 +102,7 @@ class Rows:
 
 
 def integers_of(p: Problem) -> Integers:
-    """What is known of the mask's and the score's integers."""
+    """Which integers of the mask and the score the bounds follow, and their range."""
     return integers([(x.role, x.nodes) for x in (p.mask, p.score) if x is not None], p.box())
 
 
@@ -108,15 +111,14 @@ def classes(rows: Rows, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
     p = rows.problem
     h = rows.head * p.group
     ops = Many({"b": (rows.item, rows.item), "h": (h, h + p.group - 1), "i": i, "j": j}, rows.integers.followed)
-    some, every = visibility(*p.roots, ops)
-    return np.broadcast_to(some * (1 + (some & every)), np.broadcast_shapes(*(np.shape(x) for x in (*i, *j)))).astype(
-        np.int8
-    )
+    partly, wholly = visibility(*p.roots, ops)
+    shape = np.broadcast_shapes(*(np.shape(x) for x in (*i, *j)))
+    return np.broadcast_to(partly * (1 + (partly & wholly)), shape).astype(np.int8)
 
 
 @dataclass(slots=True)
 class Tally:
-    """What a kernel counts, and which tiles it finds mixed."""
+    """What a kernel counts: tiles and keys by class."""
 
     full: int = 0
     mixed: int = 0
@@ -134,16 +136,16 @@ def tally(rows: Rows) -> Tally:
 
 
 def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Walks the square of panels and tiles; adds up; yields the tiles of which only counting tells what is visible."""
+    """Walks the square of panels and tiles, adds to `total`, yields panels and tiles that only counting resolves."""
     if not rows.panels or not rows.keys:
         return
     splits = hiding_condition(rows.problem.roots[1]) is None  # a part of a visible box is visible
     stack = [np.array([[0, rows.panels, 0, -(-rows.keys // TILE)]], _type(rows)).T]
     while stack:
         boxes = stack.pop()
-        if boxes.shape[1] > _TOGETHER:
-            stack.append(boxes[:, _TOGETHER:])
-            boxes = boxes[:, :_TOGETHER]
+        if boxes.shape[1] > _BOXES:
+            stack.append(boxes[:, _BOXES:])
+            boxes = boxes[:, :_BOXES]
         p0, p1, t0, t1 = boxes
         low, high = rows.first(p0), rows.last(p1 - 1)
         end = np.minimum(t1 * TILE, rows.limit(high))
@@ -187,8 +189,8 @@ def _add_full(rows: Rows, total: Tally, p0: np.ndarray, p1: np.ndarray, t0: np.n
 
 
 def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Single tiles that the mask or `causal` cuts, trimmed to parts as the kernel's `extent` does; returns which stay
-    mixed.
+    """Adds single tiles that the mask or `causal` cuts, trimmed to parts as the kernel's `extent` does; returns which
+    are still mixed.
     """
     start = rows.problem.k_start + t * TILE
     low, last = rows.first(p), rows.last(p)
@@ -201,9 +203,9 @@ def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.
         j = start[cut, None] + parts, start[cut, None] + np.maximum(ends, parts + 1) - 1
         kinds = np.where(ends > parts, classes(rows, (low[cut, None], last[cut, None]), j), 0)
         count, seen = len(parts), kinds > 0
-        some = seen.any(axis=1)
-        from_ = np.where(some, seen.argmax(axis=1), 0)
-        to = np.where(some, count - seen[:, ::-1].argmax(axis=1), 0)
+        visible = seen.any(axis=1)
+        from_ = np.where(visible, seen.argmax(axis=1), 0)
+        to = np.where(visible, count - seen[:, ::-1].argmax(axis=1), 0)
         broken = (kinds < 2) & (np.arange(count) >= from_[:, None])
         stop = np.where(broken.any(axis=1), broken.argmax(axis=1), count)
         first[cut], end[cut] = from_ * PART, np.minimum(to * PART, high[cut])
@@ -241,16 +243,16 @@ def pairs(rows: Rows) -> int | None:
     p = rows.problem
     if _hiding(p) is not None:
         return None
-    found = [()] if p.mask is None else terms(p.mask.root, True, lambda node: id(node) in rows.integers.followed)
-    if found is None:
+    unions = [()] if p.mask is None else terms(p.mask.root, True, lambda node: id(node) in rows.integers.followed)
+    if unions is None:
         return None
-    walked = [[_plane(rows, atom) for atom in term] for term in found]
-    if any(x is None for term in walked for x in term):
+    planes = [[_plane(rows, atom) for atom in term] for term in unions]
+    if any([x is None for term in planes for x in term]):
         return None
     total, step = 0, 1 << 13
     for begin in range(0, p.q_lengths[rows.item], step):
         i = p.q_starts[rows.item] + np.arange(begin, min(begin + step, p.q_lengths[rows.item]))
-        total += int(_union(rows, i, walked).sum())
+        total += int(_union(rows, i, planes).sum())
     return total * p.group
 
 
@@ -266,12 +268,12 @@ def _plane(rows: Rows, atom: Any) -> tuple[int, int, int] | None:
     return atom.i_sign, atom.j_sign, constant
 
 
-def _union(rows: Rows, i: np.ndarray, found: list[list[Any]]) -> np.ndarray:
+def _union(rows: Rows, i: np.ndarray, planes: list[list[Any]]) -> np.ndarray:
     """How many keys of each row lie in any of the terms' intervals."""
     start = rows.problem.k_start
     most = start + rows.limit(i) - 1
     lows, highs = [], []
-    for term in found:
+    for term in planes:
         low, high = np.full(i.shape, start), most.copy()
         for i_sign, j_sign, c in term:
             if j_sign:
@@ -282,7 +284,7 @@ def _union(rows: Rows, i: np.ndarray, found: list[list[Any]]) -> np.ndarray:
                 high = np.where(i_sign * i + c <= 0, high, start - 1)
         lows.append(low)
         highs.append(high)
-    if len(found) == 1:
+    if len(planes) == 1:
         return np.maximum(highs[0] - lows[0] + 1, 0)
     low, high = np.array(lows), np.array(highs)
     order = np.argsort(low, axis=0)
@@ -295,7 +297,7 @@ def _union(rows: Rows, i: np.ndarray, found: list[list[Any]]) -> np.ndarray:
 
 
 def counted_pairs(rows: Rows) -> int:
-    """Visible pairs, element by element in the tiles that are mixed. The time grows with those."""
+    """Visible pairs, element by element in mixed tiles: the time grows with those."""
     p = rows.problem
     total, count = Tally(), 0
     hidden = _hiding(p)
@@ -322,3 +324,104 @@ def _hiding(p: Problem) -> Node | None:
     if score is None or condition is None or "s" in condition.uses or score.args[1].value != -np.inf:
         return None
     return condition
+
+
+# --- the whole problem
+
+
+class Work(NamedTuple):
+    """Of all heads of all items, on panels of so many rows."""
+
+    visible_pairs: int | None  # None where only counting tells
+    full: int  # tiles
+    mixed: int
+    skipped: int
+    panel_keys: int  # keys of the tiles that are computed, over all panels
+    mixed_keys: int  # … of those that are computed under the mask
+
+
+def count(problem: Problem, panel: int, *, exact: bool = False) -> Work:
+    """`exact`: pairs are counted one by one where no closed form tells."""
+    if problem.mask is not None or problem.score is not None:
+        return _count_expressions(problem, panel, exact)
+    totals = np.zeros(len(Work._fields), dtype=object)
+    for lengths, times in _distinct(problem).items():
+        totals += np.array(_count_item(*lengths, problem.causal, problem.group, panel), dtype=object) * times
+    return Work(*(int(x) * problem.kv_heads for x in totals))
+
+
+def all_panel_keys(problem: Problem, panel: int) -> int:
+    """Panel-keys if nothing were skipped."""
+    lengths = zip(problem.q_lengths, problem.k_lengths, strict=True)
+    return sum(-(-q * problem.group // panel) * k for q, k in lengths) * problem.kv_heads
+
+
+def all_pairs(problem: Problem) -> int:
+    """Pairs of query row and key if nothing were hidden."""
+    return sum(q * k for q, k in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
+
+
+def least_bytes(problem: Problem) -> tuple[int, int]:
+    """(read, written): every input once, every output once."""
+    size = STORAGE_BYTES[problem.storage]
+    q_rows, k_rows = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
+    read = (q_rows * problem.head_dim + k_rows * (problem.head_dim + problem.value_dim)) * size
+    return read, q_rows * problem.value_dim * size + q_rows * number_bytes(problem.storage)
+
+
+def materialised_bytes(problem: Problem) -> int:
+    """Of scores and weights in memory."""
+    return 2 * all_pairs(problem) * STORAGE_BYTES[problem.storage]
+
+
+def _distinct(problem: Problem) -> dict[tuple[int, int, int], int]:
+    """(q_len, k_len, first limit) of the items, and how often each comes."""
+    counts: dict[tuple[int, int, int], int] = {}
+    for q_len, k_len, start in zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True):
+        key = (q_len, k_len, start - problem.k_start)
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def _count_expressions(problem: Problem, panel: int, exact: bool) -> Work:
+    """Items and heads that the expressions cannot tell apart are counted once."""
+    uses = frozenset().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
+    items: dict[Any, list[int]] = {}
+    for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
+        items.setdefault((key, item if "b" in uses else 0), []).append(item)
+    heads, each = (range(problem.kv_heads), 1) if "h" in uses else (range(min(1, problem.kv_heads)), problem.kv_heads)
+    visible: int | None = 0
+    sums, numbers = [0] * 5, integers_of(problem)
+    for equal in items.values():
+        for head in heads:
+            rows, times = Rows(problem, equal[0], head, panel, numbers), len(equal) * each
+            each_tally = tally(rows)
+            tiles = -(-rows.keys // TILE) * rows.panels
+            full, mixed = each_tally.full, each_tally.mixed
+            for n, x in enumerate((full, mixed, tiles - full - mixed, each_tally.keys, each_tally.mixed_keys)):
+                sums[n] += x * times
+            shown = pairs(rows)
+            shown = counted_pairs(rows) if shown is None and exact else shown
+            visible = None if visible is None or shown is None else visible + shown * times
+    return Work(visible, *sums)
+
+
+@lru_cache(maxsize=256)
+def _count_item(q_len: int, k_len: int, start: int, causal: bool, group: int, panel: int) -> tuple[int, ...]:
+    """Of one kv head: visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
+    rows = q_len * group
+    first = np.arange(0, rows, panel, dtype=np.int64)
+    last = np.minimum(first + panel, rows) - 1
+    if causal:
+        low, high = (np.clip(start + r // group + 1, 0, k_len) for r in (first, last))
+        limits = np.clip(start + np.arange(q_len, dtype=np.int64) + 1, 0, k_len)
+        pairs = int(limits.sum()) * group
+    else:
+        low = high = np.full(len(first), k_len, dtype=np.int64)
+        pairs = rows * k_len
+    run = -(-high // TILE)
+    full = np.where(low < high, low // TILE, run)
+    keys = int(high.sum())
+    mixed_keys = int((high - np.where(low < high, full * TILE, high)).sum())
+    tiles = -(-k_len // TILE) * len(first)
+    return pairs, int(full.sum()), int((run - full).sum()), tiles - int(run.sum()), keys, mixed_keys

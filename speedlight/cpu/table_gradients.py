@@ -1,0 +1,76 @@
+"""The kernel that makes gradients of tables: what flows to every entry that a score looks up.
+
+Blocks of queries, ascending by (item, head, position), are cut into shares, whose number depends on the problem alone.
+A share has sums of its own, which its blocks join in order: one is a task, and waits for the one before.
+"""
+
+from __future__ import annotations
+
+from ..problem import TILE
+from .flows import entries_tile
+from .layout import BLOCK_OF, GRADIENT_ITEM_BYTES, SHARE_OF, GradientItem
+from .pairs import PairParts, PairWork, Panel, Tile
+from .region import entry, region
+from .shape import Shape
+from .vector import I64, PTR, Function, Module, Value
+
+
+class _Parts(PairParts):
+    """The functions of one such module."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__(s, "tables")
+        self.entries = entries_tile(self.module, s, s.program)
+
+
+def tables_module(s: Shape, symbol: str) -> Module:
+    """The whole kernel for one shape; `symbol` is the region's public name."""
+    parts = _Parts(s)
+    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
+    _Task(k, parts).run()
+    entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
+    return parts.module
+
+
+class _Task(PairWork):
+    """One block of queries of one head, and all its keys."""
+
+    def __init__(self, k: Function, parts: _Parts) -> None:
+        super().__init__(k, parts)
+        self.sums = k.buffer(I64, max(1, len(self.s.program.entries)))  # of each lookup, those of this share
+
+    def _find_item(self) -> GradientItem:
+        """Ticket t is for block t // shares of share t % shares."""
+        k, a = self.k, self.a
+        self.share, self.turn = k.p["number"] % a.share_count, k.p["number"] // a.share_count
+        self.block = self.share * a.block_count // a.share_count + self.turn
+        self.end = (self.share + 1) * a.block_count // a.share_count
+        self.progress = k.at(k.pointer(a.progress), self.share * 8)
+        at = k.at(k.pointer(a.blocks), k.min(self.block, a.block_count - 1) * BLOCK_OF.bytes)
+        item, self.head, self.step = (k.load(I64, at, BLOCK_OF.offset(x)) for x in BLOCK_OF.names)
+        self.range = k.i64(0)
+        at = k.at(k.pointer(a.items), item * GRADIENT_ITEM_BYTES)
+        return GradientItem._make(k.load(I64, at, 8 * word) for word in range(len(GradientItem._fields)))
+
+    def run(self) -> None:
+        k = self.k
+        with k.when(self.block < self.end):
+            self.wait(self.turn)
+            for n, (node, _) in enumerate(self.s.program.entries):
+                at = k.at(k.pointer(self.a.shares), self.s.program.tables[node.value] * SHARE_OF.bytes)
+                of, size = (k.load(I64, at, SHARE_OF.offset(x)) for x in SHARE_OF.names)
+                k.store(of + self.share * size, self.sums, n * 8)
+            most = self.pack_all()
+            with k.range(0, self.item.k_len, TILE) as start:
+                count = k.min(self.item.k_len - start, k.i64(TILE))
+                with k.when(self.sees(start, count, most)):
+                    self.all_panels(self.staged(start, count))
+            k.fetch_add(self.progress, 0, 1)
+
+    def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
+        k, a = self.k, self.a
+        self.weigh(panel, tile, first, end, clear)
+        where = (tile.start + first + a.k_start, end - first, self.item.index)
+        parts = (self.part(x) for x in ("raw", "scores", "flows"))
+        lanes = panel.lanes("position")
+        k.call(self.parts.entries, k.p["a"], *parts, lanes, self.fetch, self.sums, *where)
