@@ -12,6 +12,7 @@ import os
 import sys
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import FULL
@@ -53,7 +54,9 @@ class Gradients(Call):
         bounds = reference.backward_bound(*arrays, *given, dot=dot, **options)
         for name, g, w, bound in zip(bounds._fields, got, want, bounds, strict=True):
             unclear = np.isnan(plain(g)) & np.isinf(w)  # a weight that float32 has as 0, times an infinity
-            assert_within(g, np.where(unclear, np.nan, w), bound, name, zeros_allowed=True)
+            w = np.where(unclear, np.nan, w)
+            beyond = np.isinf(plain(g)) & (np.abs(w) > float(ml_dtypes.finfo(g.dtype).max))  # float16's largest
+            assert_within(g, np.where(beyond, np.copysign(np.inf, w), w), bound, name, zeros_allowed=True)
         raise Checked
 
     def flow(self, arrays: list[np.ndarray], options: dict[str, Any]) -> list[Any]:
@@ -80,7 +83,7 @@ def drawn(rng: np.random.Generator, form: Form) -> Combined:
     while True:
         p = draw_combined(rng, form)
         pairs = sum(x.q.shape[1] * x.k.shape[1] for x in p.parts) * p.parts[0].q.shape[0]
-        tiny = max(np.abs(x.q).max(initial=0) for x in p.parts) < 1e-30
+        tiny = not any((np.abs(x.q) >= 1e-30).any() for x in p.parts)
         if pairs <= MOST and not (tiny and form.name in KINKS):
             return p
 

@@ -287,6 +287,41 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(many, monkeypatch):
         same(sl.attention_backward(*given), want, f"after place {n}")
 
 
+# --- what is kept between calls (R31)
+
+
+def test_a_repeated_call_sees_what_changed(rng):
+    """Numbers in place, and every option."""
+    arrays = qkv(rng, "float32", 2, 2, 1, 40, 50, 9, 8)
+    everything = [*arrays, *flow_of(rng, arrays)]
+    seen = {}
+    lists = ([0, 10], [40, 33])
+    for options in ({}, {"causal": True}, {"causal": "top-left"}, {"scale": 0.1}, {"scale": -0.1}, {"window": (9, 2)},
+                    {"q_start": 3, "causal": True}, {"q_start": lists[0], "causal": True}, {"q_lengths": lists[1]},
+                    {"k_lengths": lists[1]}, {"mask": np.arange(50) < 20}, {"score": sl.softcap(2.0)},
+                    {"score": sl.softcap(3.0)}, {"sink_logits": [1.0, 2.0]}):  # fmt: skip
+        got = sl.attention_backward(*everything, **options)
+        for _ in range(2):
+            same(sl.attention_backward(*everything, **options), got)
+            backward._prepared.clear()
+            same(sl.attention_backward(*everything, **options), got)
+            sl.attention_backward(*everything)
+        seen[repr(options)] = b"".join(x.tobytes() for x in got)
+    assert len(set(seen.values())) == len(seen) - 1  # sinks change out and lse alone
+    lists[0][0] = 25
+    got = sl.attention_backward(*everything, q_start=lists[0], causal=True)
+    assert b"".join(x.tobytes() for x in got) != seen[repr({"q_start": [0, 10], "causal": True})]
+    for x in everything:
+        before = sl.attention_backward(*everything)
+        x *= np.float32(1.5)
+        got = sl.attention_backward(*everything)
+        backward._prepared.clear()
+        same(sl.attention_backward(*everything), got)
+        assert any(a.tobytes() != b.tobytes() for a, b in zip(got, before, strict=True))
+    without = sl.attention_backward(*everything[:6])
+    assert without[0].tobytes() != sl.attention_backward(*everything)[0].tobytes()
+
+
 # --- memory
 
 
