@@ -64,17 +64,32 @@ class Many(Exact):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The query rows of one kv head of one item, as panels."""
+    """The query rows of one kv head of one item, as panels: the heads of its group side by side.
+
+    `alone`: those of one query head, as the backward kernel has them: panels begin at multiples of their rows, and
+    lanes without a query see nothing.
+    """
 
     problem: Problem
     item: int
-    head: int  # of k and v
+    head: int  # of k and v; alone: of q
     panel: int  # rows
     integers: Integers  # of the problem
+    alone: bool = False
+
+    @property
+    def heads(self) -> int:
+        """Query heads whose rows lie side by side."""
+        return 1 if self.alone else self.problem.group
+
+    @property
+    def lead(self) -> int:
+        """Lanes before the first row."""
+        return lead_of(self.problem.q_starts[self.item], self.panel, self.alone)
 
     @property
     def count(self) -> int:
-        return self.problem.q_lengths[self.item] * self.problem.group
+        return self.problem.q_lengths[self.item] * self.heads
 
     @property
     def keys(self) -> int:
@@ -82,23 +97,41 @@ class Rows:
 
     @property
     def panels(self) -> int:
-        return -(-self.count // self.panel)
+        return -(-(self.lead + self.count) // self.panel) if self.count else 0
+
+    def begin(self, panel: Any) -> Any:
+        """Number of a panel's first row."""
+        return np.maximum(panel * self.panel - self.lead, 0)
+
+    def end(self, panel: Any) -> Any:
+        """One past the number of its last."""
+        return np.minimum(panel * self.panel + self.panel - self.lead, self.count)
 
     def first(self, panel: Any) -> Any:
         """Absolute position of a panel's first row."""
-        return self.problem.q_starts[self.item] + panel * self.panel // self.problem.group
+        return self.problem.q_starts[self.item] + self.begin(panel) // self.heads
 
     def last(self, panel: Any) -> Any:
-        return (
-            self.problem.q_starts[self.item]
-            + (np.minimum(panel * self.panel + self.panel, self.count) - 1) // self.problem.group
-        )
+        return self.problem.q_starts[self.item] + (self.end(panel) - 1) // self.heads
 
     def limit(self, position: Any) -> Any:
         """How many keys `causal` leaves a row at this position."""
         if not self.problem.causal:
             return np.full_like(position, self.keys)
         return np.clip(position - self.problem.k_start + 1, 0, self.keys)
+
+    def shared(self, first: Any, last: Any) -> Any:
+        """How many keys `causal` leaves every lane of panels [first, last]."""
+        limit = self.limit(self.first(first))
+        if not self.alone:
+            return limit
+        whole = (first * self.panel >= self.lead) & ((last + 1) * self.panel - self.lead <= self.count)
+        return np.where(whole, limit, 0)
+
+
+def lead_of(start: int, panel: int, alone: bool) -> int:
+    """Lanes of an item's first panel before its first query, which is at `start`."""
+    return start % panel if alone else 0
 
 
 def integers_of(p: Problem) -> Integers:
@@ -109,8 +142,8 @@ def integers_of(p: Problem) -> Integers:
 def classes(rows: Rows, i: tuple[Any, Any], j: tuple[Any, Any]) -> Any:
     """0, 1 or 2 of each box of positions: nothing, something, or everything is visible. Ends are inclusive."""
     p = rows.problem
-    h = rows.head * p.group
-    ops = Many({"b": (rows.item, rows.item), "h": (h, h + p.group - 1), "i": i, "j": j}, rows.integers.followed)
+    h = rows.head * rows.heads
+    ops = Many({"b": (rows.item, rows.item), "h": (h, h + rows.heads - 1), "i": i, "j": j}, rows.integers.followed)
     partly, wholly = visibility(*p.roots, ops)
     shape = np.broadcast_shapes(*(np.shape(x) for x in (*i, *j)))
     return np.broadcast_to(partly * (1 + (partly & wholly)), shape).astype(np.int8)
@@ -128,7 +161,7 @@ class Tally:
 
 
 def tally(rows: Rows) -> Tally:
-    """Counts of one kv head of one item."""
+    """Counts of one head of one item."""
     total = Tally()
     for _ in _mixed(rows, total):
         pass
@@ -153,7 +186,7 @@ def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         kind = classes(rows, (low, high), (start + t0 * TILE, start + np.maximum(end, t0 * TILE + 1) - 1))
         kind = np.where(end > t0 * TILE, kind, 0)
         single = (p1 - p0 == 1) & (t1 - t0 == 1)
-        whole = (kind == 2) & (rows.limit(low) >= np.minimum(t1 * TILE, rows.keys)) & (single | splits)
+        whole = (kind == 2) & (rows.shared(p0, p1 - 1) >= np.minimum(t1 * TILE, rows.keys)) & (single | splits)
         _add_full(rows, total, *boxes[:, whole])
         if not splits and whole.any():
             yield p0[whole], t0[whole]
@@ -185,7 +218,7 @@ def _add_full(rows: Rows, total: Tally, p0: np.ndarray, p1: np.ndarray, t0: np.n
     keys = (np.minimum(t1 * TILE, rows.keys) - t0 * TILE).astype(np.int64)
     total.full += int(((p1 - p0).astype(np.int64) * (t1 - t0)).sum())
     total.keys += int(((p1 - p0) * keys).sum())
-    total.full_pairs += int(((np.minimum(p1 * rows.panel, rows.count) - p0 * rows.panel) * keys).sum())
+    total.full_pairs += int(((rows.end(p1 - 1) - rows.begin(p0)) * keys).sum())
 
 
 def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.ndarray) -> np.ndarray:
@@ -193,7 +226,7 @@ def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.
     are still mixed.
     """
     start = rows.problem.k_start + t * TILE
-    low, last = rows.first(p), rows.last(p)
+    low, last, shared = rows.first(p), rows.last(p), rows.shared(p, p)
     high = np.minimum(TILE, rows.limit(last) - t * TILE)
     first, end, clear = np.zeros_like(p), high, high.copy()
     cut = np.flatnonzero(kind == 1)
@@ -210,15 +243,14 @@ def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.
         stop = np.where(broken.any(axis=1), broken.argmax(axis=1), count)
         first[cut], end[cut] = from_ * PART, np.minimum(to * PART, high[cut])
         clear[cut] = np.minimum(stop * PART, end[cut])
-    full = np.maximum(np.minimum(rows.limit(low) - t * TILE, clear), first)
+    full = np.maximum(np.minimum(shared - t * TILE, clear), first)
     keys = end - first
     mixed = full < end
     total.full += int(((keys > 0) & ~mixed).sum())
     total.mixed += int(mixed.sum())
     total.keys += int(keys.sum())
     total.mixed_keys += int((end - full).sum())
-    lanes = np.minimum((p + 1) * rows.panel, rows.count) - p * rows.panel
-    total.full_pairs += int((lanes * keys)[~mixed].sum())
+    total.full_pairs += int(((rows.end(p) - rows.begin(p)) * keys)[~mixed].sum())
     return mixed
 
 
@@ -230,11 +262,12 @@ def grid(rows: Rows, most: int = 600) -> tuple[np.ndarray, int, int]:
     step_p, step_t = max(1, -(-rows.panels // most)), max(1, -(-rows.keys // (TILE * most)))
     p = np.arange(0, rows.panels, step_p)[:, None]
     t = np.arange(0, -(-rows.keys // TILE), step_t)[None, :]
-    low, high = rows.first(p), rows.last(np.minimum(p + step_p, rows.panels) - 1)
+    last = np.minimum(p + step_p, rows.panels) - 1
+    low, high = rows.first(p), rows.last(last)
     first, end = t * TILE, np.minimum(np.minimum((t + step_t) * TILE, rows.keys), rows.limit(high))
     start = rows.problem.k_start
     kinds = classes(rows, (low, high), (start + first, start + np.maximum(end, first + 1) - 1))
-    cut = rows.limit(low) < np.minimum((t + step_t) * TILE, rows.keys)
+    cut = rows.shared(p, last) < np.minimum((t + step_t) * TILE, rows.keys)
     return np.where(end <= first, 0, np.where(cut, np.minimum(kinds, 1), kinds)), step_p * rows.panel, step_t * TILE
 
 
@@ -253,7 +286,7 @@ def pairs(rows: Rows) -> int | None:
     for begin in range(0, p.q_lengths[rows.item], step):
         i = p.q_starts[rows.item] + np.arange(begin, min(begin + step, p.q_lengths[rows.item]))
         total += int(_union(rows, i, planes).sum())
-    return total * p.group
+    return total * rows.heads
 
 
 def _plane(rows: Rows, atom: Any) -> tuple[int, int, int] | None:
@@ -303,10 +336,10 @@ def counted_pairs(rows: Rows) -> int:
     hidden = _hiding(p)
     for panels, keys in _mixed(rows, total):
         for panel, tile in zip(panels.tolist(), keys.tolist(), strict=True):
-            r = np.arange(panel * rows.panel, min((panel + 1) * rows.panel, rows.count))
-            i = (p.q_starts[rows.item] + r // p.group)[:, None]
+            r = np.arange(rows.begin(panel), rows.end(panel))
+            i = (p.q_starts[rows.item] + r // rows.heads)[:, None]
             j = p.k_start + np.arange(tile * TILE, min((tile + 1) * TILE, rows.keys))[None, :]
-            env = {"b": np.int64(rows.item), "h": (rows.head * p.group + r % p.group)[:, None], "i": i, "j": j}
+            env = {"b": np.int64(rows.item), "h": (rows.head * rows.heads + r % rows.heads)[:, None], "i": i, "j": j}
             seen = (j <= i) if p.causal else np.ones((len(i), j.shape[1]), bool)
             number = np.float64 if p.dtype == "float64" else np.float32
             if p.mask is not None:
@@ -340,20 +373,26 @@ class Work(NamedTuple):
     mixed_keys: int  # … of those that are computed under the mask
 
 
-def count(problem: Problem, panel: int, *, exact: bool = False) -> Work:
-    """`exact`: pairs are counted one by one where no closed form tells."""
+def count(problem: Problem, panel: int, *, exact: bool = False, backward: bool = False) -> Work:
+    """`exact`: pairs are counted one by one where no closed form tells. `backward`: of a pass back, Rows `alone`."""
     if problem.mask is not None or problem.score is not None:
-        return _count_expressions(problem, panel, exact)
-    totals = np.zeros(len(Work._fields), dtype=object)
-    for lengths, times in _distinct(problem).items():
-        totals += np.array(_count_item(*lengths, problem.causal, problem.group, panel), dtype=object) * times
-    return Work(*(int(x) * problem.kv_heads for x in totals))
+        return _count_expressions(problem, panel, exact, backward)
+    totals, (columns, heads) = np.zeros(len(Work._fields), dtype=object), _columns(problem, backward)
+    for lengths, times in _distinct(problem, panel, backward).items():
+        totals += np.array(_count_item(lengths, problem.causal, heads, panel, backward), dtype=object) * times
+    return Work(*(int(x) * columns for x in totals))
 
 
-def all_panel_keys(problem: Problem, panel: int) -> int:
+def all_panel_keys(problem: Problem, panel: int, *, backward: bool = False) -> int:
     """Panel-keys if nothing were skipped."""
-    lengths = zip(problem.q_lengths, problem.k_lengths, strict=True)
-    return sum(-(-q * problem.group // panel) * k for q, k in lengths) * problem.kv_heads
+    columns, heads = _columns(problem, backward)
+    items = zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)
+    return sum(-(-(lead_of(at, panel, backward) + q * heads) // panel) * k for q, k, at in items if q) * columns
+
+
+def _columns(problem: Problem, backward: bool) -> tuple[int, int]:
+    """How many there are of an item's Rows, and of how many query heads each."""
+    return (problem.q_heads, 1) if backward else (problem.kv_heads, problem.group)
 
 
 def all_pairs(problem: Problem) -> int:
@@ -369,32 +408,50 @@ def least_bytes(problem: Problem) -> tuple[int, int]:
     return read, q_rows * problem.value_dim * size + q_rows * number_bytes(problem.storage)
 
 
+def least_backward_bytes(problem: Problem) -> tuple[int, int]:
+    """The same of a pass back: q, k, v, out, what flows into it and lse are read, what flows to q, k and v written."""
+    size = STORAGE_BYTES[problem.storage]
+    read, out = least_bytes(problem)
+    q_rows = sum(problem.q_lengths) * problem.q_heads
+    return read + out + q_rows * problem.value_dim * size, read
+
+
 def materialised_bytes(problem: Problem) -> int:
     """Of scores and weights in memory."""
     return 2 * all_pairs(problem) * STORAGE_BYTES[problem.storage]
 
 
-def _distinct(problem: Problem) -> dict[tuple[int, int, int], int]:
-    """(q_len, k_len, first limit) of the items, and how often each comes."""
-    counts: dict[tuple[int, int, int], int] = {}
+class _Lengths(NamedTuple):
+    """What the work of an item depends on, where nothing but `causal` hides keys."""
+
+    q_len: int
+    k_len: int
+    start: int  # of the queries, less that of the keys
+    lead: int  # lanes before the first query
+
+
+def _distinct(problem: Problem, panel: int, backward: bool) -> dict[_Lengths, int]:
+    """Those of the items, and how often each comes."""
+    counts: dict[_Lengths, int] = {}
     for q_len, k_len, start in zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True):
-        key = (q_len, k_len, start - problem.k_start)
+        key = _Lengths(q_len, k_len, start - problem.k_start, lead_of(start, panel, backward))
         counts[key] = counts.get(key, 0) + 1
     return counts
 
 
-def _count_expressions(problem: Problem, panel: int, exact: bool) -> Work:
+def _count_expressions(problem: Problem, panel: int, exact: bool, backward: bool) -> Work:
     """Items and heads that the expressions cannot tell apart are counted once."""
     uses = frozenset().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
     items: dict[Any, list[int]] = {}
     for item, key in enumerate(zip(problem.q_lengths, problem.k_lengths, problem.q_starts, strict=True)):
         items.setdefault((key, item if "b" in uses else 0), []).append(item)
-    heads, each = (range(problem.kv_heads), 1) if "h" in uses else (range(min(1, problem.kv_heads)), problem.kv_heads)
+    columns = _columns(problem, backward)[0]
+    heads, each = (range(columns), 1) if "h" in uses else (range(min(1, columns)), columns)
     visible: int | None = 0
     sums, numbers = [0] * 5, integers_of(problem)
     for equal in items.values():
         for head in heads:
-            rows, times = Rows(problem, equal[0], head, panel, numbers), len(equal) * each
+            rows, times = Rows(problem, equal[0], head, panel, numbers, backward), len(equal) * each
             each_tally = tally(rows)
             tiles = -(-rows.keys // TILE) * rows.panels
             full, mixed = each_tally.full, each_tally.mixed
@@ -407,18 +464,21 @@ def _count_expressions(problem: Problem, panel: int, exact: bool) -> Work:
 
 
 @lru_cache(maxsize=256)
-def _count_item(q_len: int, k_len: int, start: int, causal: bool, group: int, panel: int) -> tuple[int, ...]:
-    """Of one kv head: visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
-    rows = q_len * group
-    first = np.arange(0, rows, panel, dtype=np.int64)
+def _count_item(lengths: _Lengths, causal: bool, heads: int, panel: int, alone: bool) -> tuple[int, ...]:
+    """Of one of its Rows: visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
+    q_len, k_len, start, lead = lengths
+    rows = q_len * heads
+    first = np.arange(-lead if rows else 0, rows, panel, dtype=np.int64)
     last = np.minimum(first + panel, rows) - 1
     if causal:
-        low, high = (np.clip(start + r // group + 1, 0, k_len) for r in (first, last))
+        low, high = (np.clip(start + np.maximum(r, 0) // heads + 1, 0, k_len) for r in (first, last))
         limits = np.clip(start + np.arange(q_len, dtype=np.int64) + 1, 0, k_len)
-        pairs = int(limits.sum()) * group
+        pairs = int(limits.sum()) * heads
     else:
         low = high = np.full(len(first), k_len, dtype=np.int64)
         pairs = rows * k_len
+    if alone:  # lanes without a query see nothing
+        low = np.where((first >= 0) & (last - first == panel - 1), low, 0)
     run = -(-high // TILE)
     full = np.where(low < high, low // TILE, run)
     keys = int(high.sum())
