@@ -131,7 +131,10 @@ def plan_of(
     *,
     exact: bool = False,
 ) -> Plan:
-    """The plan of a call on the CPU, exactly: what the kernel counts when it runs is the same."""
+    """The plan of a call on the CPU, exactly: what the kernel counts when it runs is the same.
+
+    But the backward kernel leaves out rows whose lse is -inf, also where only their scores say so.
+    """
     work = count(problem, run.panel, exact=exact, backward=run.backward)
     all_keys = all_panel_keys(problem, run.panel, backward=run.backward)
     read, written = (least_backward_bytes if run.backward else least_bytes)(problem)
