@@ -133,7 +133,8 @@ def plan_of(
 ) -> Plan:
     """The plan of a call on the CPU, exactly: what the kernel counts when it runs is the same.
 
-    But the backward kernel leaves out rows whose lse is -inf, also where only their scores say so.
+    But the backward kernel leaves out rows whose lse is -inf, also where only their scores say so: tiles of panels that
+    have such a row are mixed then, if any.
     """
     work = count(problem, run.panel, exact=exact, backward=run.backward)
     all_keys = all_panel_keys(problem, run.panel, backward=run.backward)
