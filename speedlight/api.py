@@ -124,31 +124,35 @@ def attention(
         if results is not None:
             return results
     check_flag("return_lse", return_lse)
-    a, b, c = (arrays.describe(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    a, b, c = _described(q, k, v)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     results = _results(a, problem, options, return_lse, out, (a, b, c))
     rows = Rows(layout, a, results.out.strides, cu_q and cu_q[:-1])
     prepared = engines.of("cpu").prepare(problem, rows, Dense(layout, b, c, cu_k and cu_k[:-1]), threads, isa)
-    prepared.run(a.address, b.address, c.address, results.out.address, results.lse_address)
+    prepared.run((a.address, b.address, c.address, results.out.address, results.lse_address))
     if key is not None:
         repeatable = calls.Repeatable(prepared.run, problem.value_dim, layout, [a, b, c, results.out])
         _prepared.put(key, repeatable, prepared.size)
     return results.returned()
 
 
+def _described(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[arrays.Array]:
+    return [arrays.describe(x, name, gpu=gpu) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+
+
 def _results(
     q: arrays.Array, problem: Problem, options: Options, return_lse: bool, out: Any, inputs: tuple[arrays.Array, ...]
 ) -> Results:
-    """Where a call writes. A lookup that may be out of range is known while kernels run: then `out` is staged."""
+    """Where a call writes. Only kernels learn that a lookup is out of range: where one may be, `out` is staged."""
     lse_shape = tuple(q.shape[x] for x in LAYOUTS[options.layout][:-1]) if return_lse else None
-    staged = out is not None and engines.may_fail(problem)
+    staged = out is not None and problem.program is not None and problem.program.may_fail
     return Results(q, (*q.shape[:-1], problem.value_dim), lse_shape, out, inputs, staged)
 
 
 def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> Any:
     """attention() on arrays of a GPU: enqueued on PyTorch's current stream, not waited for."""
     check_flag("return_lse", return_lse)
-    a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    a, b, c = _described(q, k, v, gpu=True)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     engine = engines.gpu()
     engine.check(problem, a.device, options.precision)
@@ -236,7 +240,7 @@ def attention_paged(
     first = None if offsets is None else offsets[:-1]
     rows = Rows(layout, a, results.out.strides, first)
     prepared = engines.of("cpu").prepare(problem, rows, Paged(pages, each), engines.threads_now(), current_isa())
-    prepared.run(a.address, k.address, v.address, results.out.address, results.lse_address)
+    prepared.run((a.address, k.address, v.address, results.out.address, results.lse_address))
     return results.returned()
 
 
@@ -358,7 +362,7 @@ def plan(
         for name, x in zip(Sizes._fields, sizes, strict=True):
             if x is not None:
                 raise ArgumentError(f"{name}: expected either arrays or sizes; got both. Leave the sizes out.")
-        a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+        a, b, c = _described(q, k, v, gpu=True)
         device = a.device if device is None and a.device != "cpu" else device
         problem = from_arrays(a, b, c, options).problem
         strides = Dense(layout, b, c).strides(problem.dtype)

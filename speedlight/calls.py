@@ -1,8 +1,8 @@
-"""Prepared calls, kept for when they come again: one bounded memo, and what a repeated call still looks at.
+"""A bounded memo of prepared calls, and what is still checked when a call is repeated.
 
 What was prepared depends on: shapes, strides, dtypes and kind of q, k, v and of a given out; every option, by exact
 type and bits, but for the seed; mask and score, by what they compute; threads and vector unit. Addresses, memory and
-overlap are looked at each time; the seed is a word of each call.
+overlap are checked each time; the seed is an argument of each call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Entry(Generic[T]):
 
 
 class Memo(Generic[T]):
-    """At most so many entries, of at most so many bytes in all; those that were used last stay.
+    """At most `entries` entries of at most `most_bytes` bytes in all; the least recently used are dropped.
 
     get() takes no lock: it may run while a signal has stopped put() in the middle.
     """
@@ -58,7 +58,7 @@ class Memo(Generic[T]):
         return entry.value
 
     def put(self, key: Any, value: T, size: int) -> None:
-        """Keeps a value of so many bytes; others leave for it, least recently used first. Larger than all: not kept."""
+        """Stores a value of so many bytes, and drops the least recently used; one beyond most_bytes is not stored."""
         with self._lock:
             if size > self.most_bytes:
                 return
@@ -77,14 +77,14 @@ class Memo(Generic[T]):
 
 
 def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]) -> Any:
-    """What a repeated call is known by; None where arrays are neither NumPy's nor PyTorch's, or an option may change.
+    """The memo key of a call; None if arrays are neither NumPy's nor PyTorch's, or an option is mutable.
 
     `machine`: threads and vector unit.
     """
-    known = options.key()
-    if known is None:
+    of_options = options.key()
+    if of_options is None:
         return None
-    key: list[Any] = [known, machine]
+    key: list[Any] = [of_options, machine]
     if type(tensors[0]) is np.ndarray:
         for x in tensors:
             if type(x) is not np.ndarray:
@@ -92,7 +92,7 @@ def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...])
             key += (x.shape, x.strides, x.dtype)
         return tuple(key)
     torch: Any = sys.modules.get("torch")
-    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # there may be tangents
+    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # inside torch.func: tensors may carry tangents
         return None
     for x in tensors:
         if type(x) is not torch.Tensor or x.requires_grad or x.is_nested or not x.is_cpu:
@@ -104,9 +104,9 @@ def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...])
 
 
 class Repeatable:
-    """A prepared call, how far its arrays reach, and whether results are staged: a lookup may be out of range.
+    """A prepared call. `staged`: results go to new memory first, since a lookup may turn out to be out of range.
 
-    reach: of q, k, v and out the first byte and one past the last, from the address.
+    reach: of q, k, v and out the first byte and one past the last, relative to the address.
     """
 
     __slots__ = ("layout", "reach", "run", "staged", "value_dim")
@@ -120,8 +120,8 @@ class Repeatable:
         ]
 
     def again(self, tensors: tuple[Any, ...], return_lse: bool, seed: int | None) -> Any:
-        """The same call for arrays at other addresses, with another seed; None where one lacks memory or `out` is not
-        apart.
+        """The same call for arrays at other addresses, with another seed; None if an array lacks memory, or `out` is
+        not apart from the inputs.
         """
         addresses = self._addresses(tensors)
         if addresses is None:
@@ -134,7 +134,7 @@ class Repeatable:
         lse, lse_at = None, 0
         if return_lse:
             lse, lse_at = fresh(q, tuple(q.shape[a] for a in LAYOUTS[self.layout][:-1]), logarithms=True)
-        self.run(addresses[0], addresses[1], addresses[2], at, lse_at, seed=seed)
+        self.run((*addresses[:3], at, lse_at), seed=seed)
         if out is not None and new is not out:
             deliver(replace(arrays.describe(new, "out"), final=arrays.describe(out, "out")))
             new = out
@@ -142,9 +142,9 @@ class Repeatable:
 
     def _addresses(self, tensors: tuple[Any, ...]) -> list[int] | None:
         if type(tensors[0]) is np.ndarray:
-            found = [arrays.address_of(x) for x in tensors]
+            addresses = [arrays.address_of(x) for x in tensors]
         else:
-            found = []
+            addresses = []
             for x, (_, high) in zip(tensors, self.reach, strict=False):
                 try:
                     address = x.data_ptr()
@@ -152,13 +152,14 @@ class Repeatable:
                     return None
                 if high and (not address or x.untyped_storage().nbytes() < high + x.storage_offset() * x.itemsize):
                     return None
-                found.append(address)
+                addresses.append(address)
         if len(tensors) == 4:
             out = tensors[3]
             if type(out) is np.ndarray and not out.flags.writeable:
                 return None
-            ends = [(at + low, at + high) for at, (low, high) in zip(found, self.reach, strict=True)]
+            ends = [(at + low, at + high) for at, (low, high) in zip(addresses, self.reach, strict=True)]
             first, last = ends[3]
-            if not all(high <= first or last <= low for low, high in ends[:3]):
-                return None
-        return found
+            for low, high in ends[:3]:
+                if first < high and low < last:
+                    return None
+        return addresses

@@ -262,7 +262,7 @@ def each_count(new_lengths: Any, sequences: int) -> list[int]:
     """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
     what = f"{sequences} ints, one per sequence"
     values = listed(new_lengths, "new_lengths", what)
-    if any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values):
+    if any([isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values]):
         raise ArgumentTypeError(f"new_lengths: expected {what}; got {shown(new_lengths)}.")
     if len(values) != sequences:
         raise ArgumentError(f"new_lengths: expected {what}; got {len(values)}.")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from .arrays import Array
 from .cpu.operands import Strides
 from .errors import ArgumentError, UnsupportedError, shown
-from .expressions.program import Program
 from .machine import interpreting
 from .problem import Problem
 
@@ -85,16 +84,10 @@ def plan(
                     f"backward: expected False, or the CPU, where gradients are computed; got True for {device}. "
                     "Use .cpu(), or device='cpu'."
                 )
-            place = resident().device_of(device)
+            gpu_device = resident().device_of(device)
             from .gpu import counting
 
-            return counting.plan(problem, place, precision, exact=exact)
-
-
-def may_fail(problem: Problem) -> bool:
-    """Whether a lookup may turn out, while kernels run, to be out of range."""
-    program = Program.of(problem.mask, problem.score, problem.box())
-    return program is not None and program.may_fail
+            return counting.plan(problem, gpu_device, precision, exact=exact)
 
 
 @functools.lru_cache(maxsize=1)

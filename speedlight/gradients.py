@@ -72,7 +72,7 @@ def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
     for at, x in enumerate(grads):
         if not (isinstance(x, Table) or (isinstance(x, str) and x == SINKS)):
             raise ArgumentTypeError(f"grads: expected {what}; got {shown(x)} at [{at}].")
-        if any(x is y or (isinstance(x, str) and x == y) for y in grads[:at]):
+        if True in [x is y or (isinstance(x, str) and x == y) for y in grads[:at]]:
             raise ArgumentError(f"grads: expected each once; got {x!r} at [{at}] again.")
         if isinstance(x, Table):
             _check_table(x, at, problem)

@@ -126,7 +126,7 @@ def _rows(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[
     for d, size in enumerate(shape):
         if size == 1:
             continue
-        if sizes and all(own[-1] == x[d] * size for own, x in zip(steps, strides, strict=True)):
+        if sizes and all([own[-1] == x[d] * size for own, x in zip(steps, strides, strict=True)]):
             sizes[-1] *= size
             for own in steps:
                 own.pop()
@@ -173,7 +173,7 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
         "rows": rows,
         "ticket_rows": ticket_rows,
         "value_dim": width,
-        "strided": int(width > 1 and any(x.strides[-1] != arrays.DTYPES[x.dtype][1] for x in outs)),
+        "strided": int(width > 1 and any([x.strides[-1] != arrays.DTYPES[x.dtype][1] for x in outs])),
         "out": out.address,
         "out_kind": _KINDS[out.dtype],
         "lse": lse.address,

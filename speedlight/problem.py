@@ -11,8 +11,9 @@ import numpy as np
 
 from .arrays import DTYPES, listed
 from .errors import Error
+from .expressions.program import Program
 from .expressions.tracing import Expression, is_immutable
-from .expressions.tree import Node
+from .expressions.tree import Node, lazily
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 QUERY_BLOCK = 192  # positions whose share of dK and dV is summed before it is added
@@ -126,7 +127,7 @@ class Sizes(NamedTuple):
     value_dim: Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Problem:
     """softmax(scale · QKᵀ)V for a batch of items, each with lengths and a first position of its own."""
 
@@ -172,6 +173,11 @@ class Problem:
     def roots(self) -> tuple[Node | None, Node | None]:
         """Of the mask's tree and of the score's."""
         return None if self.mask is None else self.mask.root, None if self.score is None else self.score.root
+
+    @lazily
+    def program(self) -> Program | None:
+        """What engines lower; None without mask and score. Raises ExpressionError where an integer may leave int64."""
+        return Program.of(self.mask, self.score, self.box())
 
     def box(self) -> dict[str, tuple[int, int]]:
         """Every position, head and item: first and last."""

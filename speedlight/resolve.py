@@ -194,7 +194,7 @@ def _check_alignment(q_lens: tuple[int, ...], k_lens: tuple[int, ...], options: 
     placed = options.causal is True or options.window is not None
     for item, (rows, keys) in enumerate(zip(q_lens, k_lens, strict=True)):
         if 0 < rows != keys > 0:
-            if placed or any("i" in x.root.uses for x in _functions_of(options.mask, options.score)):
+            if placed or any(["i" in x.root.uses for x in _functions_of(options.mask, options.score)]):
                 raise ArgumentError(
                     f"{name}: expected {other}= or q_start= beside it: without them the last of item {item}'s {rows} "
                     f"queries is at the last of its {keys} keys. Give {other}= the same lengths, or q_start=0, which "
@@ -308,7 +308,7 @@ def _starts(q_start: Any, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
             raise ArgumentError(
                 f"q_start: expected one int, or {len(q_lengths)} (one per batch item); got {len(starts)}."
             )
-    if any(abs(x) > checks.MOST for x in starts):
+    if any([abs(x) > checks.MOST for x in starts]):
         raise ArgumentError(f"q_start: expected positions below 2^46; got {max(starts, key=abs)}.")
     return starts
 
@@ -406,7 +406,7 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
-    if any(a not in (1, b) for a, b in zip(shape, whole, strict=True)):
+    if any([a not in (1, b) for a, b in zip(shape, whole, strict=True)]):
         raise ArgumentError(
             f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got "
             f"{table.array.shape}."

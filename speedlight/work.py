@@ -280,7 +280,7 @@ def pairs(rows: Rows) -> int | None:
     if unions is None:
         return None
     planes = [[_plane(rows, atom) for atom in term] for term in unions]
-    if any(x is None for term in planes for x in term):
+    if any([x is None for term in planes for x in term]):
         return None
     total, step = 0, 1 << 13
     for begin in range(0, p.q_lengths[rows.item], step):

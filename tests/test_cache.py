@@ -209,7 +209,7 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(directory):
     code = f"from pathlib import Path; from speedlight.cpu import compile; compile._read(Path({str(file)!r}))"
     read = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert "is not a file" in read.stderr
-    assert compiling.kept_kernels() == {}
+    assert compiling.cached_kernels() == {}
     with pytest.warns(RuntimeWarning, match="is not a file"):
         assert not compiling._make(DECODE).from_cache
     assert compiling._make(DECODE).from_cache  # written in its place
@@ -230,7 +230,7 @@ def test_only_our_own_files_are_cleared(directory):
     others[3].mkdir()
     link = directory / f"link_{digest}.o"
     link.symlink_to(ours)
-    assert sorted(compiling.kept_kernels()) == sorted([ours, old])
+    assert sorted(compiling.cached_kernels()) == sorted([ours, old])
     assert compiling.clear_kernels() == 2
     assert sorted(directory.iterdir()) == sorted([*others, link])
 

@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,28 @@ def imported(source: str, own: str, is_package: bool) -> set[str]:
 )
 def test_every_way_to_import_is_seen(source, own, expected):
     assert expected in imported(source, own, False)
+
+
+def test_no_generator_ends_early_in_a_call():
+    """any(), all() and next() close a generator that they leave early, and CPython prints, not raises, what a signal
+    handler raises meanwhile: a KeyboardInterrupt would be lost. They take lists in what runs in a call.
+    """
+    ended = set()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = path.relative_to(PACKAGE).as_posix()
+        if not name.startswith(("tools/", "reference")):
+            ended |= {(name, function) for function in early_ends(ast.parse(path.read_text()))}
+    assert not ended
+
+
+def early_ends(tree: ast.AST, function: str = "") -> Iterator[str]:
+    """Functions that give any(), all() or next() a generator expression."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args and function:
+            is_early = node.func.id in ("any", "all", "next") and isinstance(node.args[0], ast.GeneratorExp)
+            yield from [function] * is_early
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        yield from early_ends(node, getattr(node, "name", function or "lambda") if is_function else function)
 
 
 def test_no_module_hides_a_public_name():

@@ -25,6 +25,7 @@ from speedlight.cpu import storage as cpu_storage
 from speedlight.files import read_arrays, read_metadata
 from speedlight.gpu import launch
 from speedlight.gpu import storage as gpu_storage
+from speedlight.gpu.rows import Destination, Tokens
 from speedlight.windows import SPARE
 
 KINDS = ("float32", "float16", "bfloat16", "int8")
@@ -245,12 +246,10 @@ def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     assert same([before], [cache.keys(0)]) and cache.length(0) == 7
     # what a graph's replay does: the host's lengths are not asked
     cache._held = [([0], [0])]
-    there = cache._storage
-    there.captured, strides = True, (k.stride(), v.stride())
-    step = there.rows[0].put(
-        k, v, strides, there.device_lengths[0], 4, there.status, arrived=there.arrived[0], capacity=10
-    )
-    launch.start(step)
+    storage = cache._storage
+    storage.captured = True
+    to = Destination(storage.device_lengths[0], 10, storage.arrived[0])
+    launch.start(storage.rows[0].put(Tokens(k, v, k.stride(), v.stride(), 4), to, storage.status))
     with pytest.raises(sl.CacheFull, match=r"found no room: 3 of 10"):
         cache.length(0)
     assert cache.length(0) == 7 and same([before], [cache.keys(0)])

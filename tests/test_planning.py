@@ -34,7 +34,7 @@ def counted(q, k, v, options):
     out, counts = np.empty_like(q), np.zeros(3, np.int64)
     rows, keys = Rows("bhld", described[0], out.strides), Dense("bhld", *described[1:])
     prepared = prepare(problem, rows, keys, sl.get_threads(), current_isa())
-    prepared.run(*(x.address for x in described), out.ctypes.data, 0, counts.ctypes.data)
+    prepared.run((*(x.address for x in described), out.ctypes.data, 0), counts=counts.ctypes.data)
     assert plan.kernel == prepared.kernel.symbol
     return counts.tolist(), plan, problem
 

@@ -139,7 +139,7 @@ class Weights:
         if s.elements > 1:
             with k.when(whole < p["n_keys"]):
                 self._step(whole, 1, careful=True)
-        plain = products | (p["full"] >= p["n_keys"])
+        plain = products | (normal & (p["full"] >= p["n_keys"]))  # a score of -inf hides, too
         return k.finish(k.zext(plain ^ 1, I64))
 
     def _limit(self, v: int) -> Value:

@@ -1,8 +1,8 @@
-"""How keys and values lie in a cache: blocks of 16 tokens, in the order in which the kernels read them.
+"""The memory layout of keys and values in a cache: blocks of 16 tokens, in the order in which the kernels read them.
 
 A `Store` is the memory of one layer's keys or values, (…, block, bytes of a block), and *planes*: views of it with
-tokens first, (…, block, token, element), to which whole tokens are written. `Store.split` makes of tokens what each
-plane takes.
+tokens first, (…, block, token, element), to which whole tokens are written. `Store.split` turns tokens into one array
+for each plane.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .layout import BLOCK
 
 
 class Store:
-    """Keys or values as they are given: a block of keys is [element][16 keys], a block of values is 16 rows."""
+    """Keys or values in their own dtype: a block of keys is [element][16 keys], a block of values is 16 rows."""
 
     def __init__(self, dim: int, dtype: str, *, keys: bool) -> None:
         self.dim, self.dtype, self.is_keys = dim, dtype, keys
@@ -32,7 +32,7 @@ class Store:
         self.planes: list[np.ndarray] = []
 
     def use(self, whole: np.ndarray, first: int = 0) -> None:
-        """Takes its memory: of each block of `whole`, (…, block, bytes), those from `first` on."""
+        """Its memory: of each block of `whole`, (…, block, bytes), the bytes from `first` on."""
         self.whole, self.first = whole, first
         self.memory = whole[..., first : first + BLOCK * self.row]
         self.address = whole.ctypes.data + first
@@ -86,7 +86,7 @@ class Store:
                 plane[page, :, block, lane >> 1, lane & 1] = part
 
     def fill(self, parts: list[np.ndarray]) -> None:
-        """What parts() gave, from the first token on."""
+        """Stores what parts() returned, from the first token on."""
         for plane, part in zip(self.planes, parts, strict=True):
             _scatter(plane, self.memory.ndim - 1, 0, part)
 
@@ -95,7 +95,7 @@ class Store:
         return self.joined(self.parts(where, n))
 
     def parts(self, where: Any, n: int) -> list[np.ndarray]:
-        """The same plane by plane."""
+        """A copy of the first n tokens of memory[where], plane by plane."""
         count = -(-n // BLOCK)
         parts = []
         for plane in self.planes:
@@ -199,7 +199,7 @@ def reserved(shape: tuple[int, ...]) -> np.ndarray:
             "dtype."
         ) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError, AttributeError):  # a kernel without them: small pages do
+        with contextlib.suppress(OSError, AttributeError):  # an OS without huge pages: small ones do
             memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8, count).reshape(shape)
 

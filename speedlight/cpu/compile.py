@@ -4,7 +4,7 @@ A cached kernel is a plain object file, named by a hash of everything that went 
 target, llvmlite's version and the sources of the package. There is no index and no pickle. Nothing is read from a
 directory or file that others could have written; any failure of the cache warns once and the kernel is compiled.
 
-In memory a kernel is known by its structure: no array is kept for it, and what runs nowhere is unloaded in time.
+In memory the key of a kernel is its structure, so no array stays alive for it; those least recently used are unloaded.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _OURS = b"speedlight object "
 _MAGIC = _OURS + b"2\n"
 _HEADER = len(_MAGIC) + 64  # then sha256 of the file's name and the object, sha256 of the IR, the object
 _NAME = re.compile(r"[a-z0-9_]+_[0-9a-f]{12}_[0-9a-f]{64}\.o")
-MOST_LOADED = 256  # kernels; beyond them that which was used longest ago is unloaded, or as soon as it runs no more
+MOST_LOADED = 256  # kernels; then the least recently used is unloaded, once no thread runs it
 _lock = threading.RLock()
 _loaded: dict[Any, Kernel] = {}
 _turns = itertools.count()  # a clock of uses
 _warned = False
 
-# Nobody forks while a kernel is being compiled: LLVM's lock would stay taken in the child.
+# No fork while a kernel is being compiled: LLVM's lock would stay locked in the child.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 class Kernel:
-    """Machine code with its name, which lives as long as this object. The GIL is released while it runs.
+    """Machine code and its symbol; unloaded with this object. The GIL is released while it runs.
 
-    `entry(address of arguments)` does one thread's share of a region. `joined(address)` does so, too, and returns when
-    nobody is inside any more.
+    `entry(address of arguments)` does one thread's share of a region. `joined(address)` does the same, and returns when
+    no thread is inside any more.
     """
 
     __slots__ = ("__weakref__", "address", "entry", "from_cache", "joined", "last", "owner", "symbol")
@@ -65,7 +65,7 @@ class Kernel:
         self.entry, self.joined = call(self.address), call(_find(self.owner, f"{symbol}_joined"))
 
     def used(self) -> None:
-        """Tells that it is in use, so that others are unloaded first."""
+        """Marks it as recently used."""
         self.last = next(_turns)
 
 
@@ -106,7 +106,7 @@ def _structure(shape: Any) -> Any:
 
 
 def _make_room() -> None:
-    """For one more. Who runs a kernel holds it, and it lives until then."""
+    """For one more. A running call holds a reference, so its kernel is unloaded afterwards."""
     while len(_loaded) >= MOST_LOADED:
         del _loaded[min(_loaded, key=lambda key: _loaded[key].last)]
 
@@ -243,7 +243,7 @@ def _digest_of(structure: Any) -> str:
 
 
 def cache_directory() -> Path | None:
-    """Where object files are kept, or None where there is no cache (SPEEDLIGHT_CACHE=0, or no home)."""
+    """The directory of object files, or None without a cache (SPEEDLIGHT_CACHE=0, or no home directory)."""
     if os.environ.get("SPEEDLIGHT_CACHE", "") == "0":
         return None
     named = os.environ.get("SPEEDLIGHT_CACHE_DIR")
@@ -261,8 +261,8 @@ def cache_path(shape: AnyShape) -> Path | None:
     return directory and directory / f"{symbol_of(shape)}_{_digest(shape)}.o"
 
 
-def kept_kernels() -> dict[Path, int]:
-    """The object files that are kept, and their bytes. Whatever else lies in the directory is none of ours."""
+def cached_kernels() -> dict[Path, int]:
+    """The object files in the cache, and their bytes; other files in the directory are ignored."""
     directory = cache_directory()
     if directory is None:
         return {}
@@ -274,7 +274,7 @@ def kept_kernels() -> dict[Path, int]:
 
 
 def _is_ours(path: Path) -> bool:
-    """An object file that some version of speedlight has written: by its name and by how it begins."""
+    """Whether a version of speedlight has written it: by its name and its first bytes."""
     if not _NAME.fullmatch(path.name):
         return False
     try:
@@ -284,9 +284,9 @@ def _is_ours(path: Path) -> bool:
 
 
 def clear_kernels() -> int:
-    """Deletes them; returns how many there were."""
+    """Deletes the object files; returns how many."""
     gone = 0
-    for path in kept_kernels():
+    for path in cached_kernels():
         with contextlib.suppress(OSError):
             path.unlink()
             gone += 1
@@ -306,7 +306,7 @@ def _warn(what: str, error: object) -> None:
 
 
 def _trusted(info: os.stat_result) -> bool:
-    """Ours, and nobody else may write it."""
+    """Owned by this user, and writable by no other."""
     return not hasattr(os, "geteuid") or (info.st_uid == os.geteuid() and not info.st_mode & 0o022)
 
 
@@ -319,7 +319,7 @@ def _check_directory(directory: Path) -> None:
 
 
 def _content(path: Path, size: int = -1) -> bytes:
-    """What a regular file of our own holds. Anything else is not even opened: a pipe would wait, a device act."""
+    """Bytes of a regular file that only this user can write. Others are not even opened: a pipe would block."""
     _check_file(path, os.lstat(path))
     with open(path, "rb") as f:
         _check_file(path, os.fstat(f.fileno()))
@@ -334,7 +334,7 @@ def _check_file(path: Path, info: os.stat_result) -> None:
 
 
 def _read(path: Path) -> bytes | None:
-    """The object, if the cache has it whole and nobody else could have put it there."""
+    """The object code, if the file is complete and only this user could have written it."""
     try:
         _check_directory(path.parent)
         data = _content(path)
@@ -356,7 +356,7 @@ def _sum(path: Path, code: bytes) -> bytes:
 def _write(path: Path, code: bytes, text: str) -> None:
     """Under a temporary name first, then renamed: a reader sees all of it or none.
 
-    Nothing is left behind, whatever happens.
+    The temporary file is removed whatever happens.
     """
     temporary = path.parent / f".new-{os.getpid()}-{os.urandom(8).hex()}"
     try:
@@ -377,7 +377,7 @@ def _write(path: Path, code: bytes, text: str) -> None:
 
 
 def _make_directory(directory: Path) -> None:
-    """With those above it, for us alone all the way, whatever the umask. What is there already stays as it is."""
+    """With missing parents, accessible to this user alone whatever the umask. Existing directories stay as they are."""
     if not directory.exists():
         _make_directory(directory.parent)
         with contextlib.suppress(FileExistsError):

@@ -93,7 +93,7 @@ def as_number(k: Function, node: Node, x: Value, wanted: ir.Type) -> Value:
 def direction(node: Node) -> int:
     """+1 or -1 if the last index moves by one from key to key and no other does; else 0."""
     *leading, last = node.args
-    if "s" in node.uses or any("j" in a.uses for a in leading):
+    if "s" in node.uses or any(["j" in a.uses for a in leading]):
         return 0
     found = linear(last)
     return found[1] if found is not None and found[1] in (1, -1) else 0

@@ -60,7 +60,7 @@ class Lowering:
         return x if self.int is I64 else Value(self.k, self.k.b.sext(x.x, like(x, I64)))
 
     def _broadcast(self, args: list[Value]) -> list[Value]:
-        return [self.vector(x) for x in args] if any(isinstance(x.type, ir.VectorType) for x in args) else args
+        return [self.vector(x) for x in args] if any([isinstance(x.type, ir.VectorType) for x in args]) else args
 
     def emit(self, node: Node, env: dict[str, Value], values: dict[int, Value]) -> Value:
         k, op = self.k, node.op
@@ -236,7 +236,7 @@ class Lowering:
 def squares(program: Program) -> list[Node]:
     """The streams of which every query has a row of its own, read forwards."""
     nodes = {id(n): n for n in program.nodes if n.op == "table" and direction(n) == 1}
-    return [n for n in nodes.values() if any("i" in a.uses for a in n.args[:-1])]
+    return [n for n in nodes.values() if any(["i" in a.uses for a in n.args[:-1]])]
 
 
 def aim(module: Any, s: Shape, program: Program) -> Any:
@@ -294,7 +294,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
         streams = lowering.streams(
             program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane)
         )
-        risky = _any(k, lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
+        risky = _any(lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
         top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
 
         def key(j: Value, m: Value) -> None:
@@ -314,7 +314,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                 inside = k.splat(j, s.lanes) < seen
                 return inside if visible is None else inside & visible
 
-            _note_wrong(k, s, program, lowering, wrong, looked_at, risky, streams, m)
+            _note_wrong(lowering, wrong, looked_at, risky, streams, m)
             k.store(x, row, at)
             for variable, combine in ((top, k.max), (total, lambda a, b: a + b), (least, k.min)):
                 variable.set(combine(x, variable.get()))
@@ -343,7 +343,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
     for root in (program.score, program.mask):
         if root is not None:
             lowering.before_keys(root, env)
-    risky = _any(k, lowering, [condition for condition, _ in lowering.wrong.values()])
+    risky = _any(lowering, [condition for condition, _ in lowering.wrong.values()])
     with k.range(k.i64(0) if program.score is not None else p["clear"] & -n, p["count"], n) as j:
         lanes = k.splat(j, n) + k.iota(n)
         x = k.load(s.vector, p["scores"], j * s.number_bytes)
@@ -355,35 +355,33 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
         if program.mask is not None:
             visible = lowering.vector(lowering.value(program.mask, now, values)) | (lanes < k.splat(p["clear"], n))
             x, seen = k.select(visible, x, k.const(float("-inf"), s.vector)), seen & visible
-        _note_wrong(k, s, program, lowering, wrong, lambda: seen, risky, [], j)
+        _note_wrong(lowering, wrong, lambda: seen, risky, [], j)
         k.store(x, p["scores"], j * s.number_bytes)
     return k.finish()
 
 
-def _any(k: Function, lowering: Lowering, conditions: list[Value]) -> Value | None:
+def _any(lowering: Lowering, conditions: list[Value]) -> Value | None:
     """Whether any lane of any condition holds; None without conditions."""
     every: Value | None = None
     for condition in conditions:
         vector = lowering.vector(condition)
         every = vector if every is None else every | vector
-    return None if every is None else k.any(every)
+    return None if every is None else lowering.k.any(every)
 
 
 def _note_wrong(
-    k: Function,
-    s: Shape,
-    program: Program,
     lowering: Lowering,
     wrong: Value,
     seen: Callable[[], Value],
-    still: Value | None,
+    invariant: Value | None,
     streams: list[Stream],
     m: Value,
 ) -> None:
-    """Writes down indices that are out of range at a key that a lane sees.
+    """Writes down indices that are out of range at a key that a lane sees; m: the key's index in its streams.
 
-    `still`: some index that no key changes is.
+    `invariant`: whether any index that is the same for every key is out of range.
     """
+    k, program = lowering.k, lowering.program
     moving, fixed = [], []
     streamed = {id(x.node): x for x in streams}
     for n, (node, d) in enumerate(program.lookups):
@@ -392,21 +390,20 @@ def _note_wrong(
             with k.when(stream.risky.get()):
                 index = stream.index(m)
                 _, bad = clamped(k, stream.at, d, index)
-                _note(k, s, lowering, wrong, n, bad, index, seen())
+                _note(lowering, wrong, n, bad, index, seen())
         elif stream is not None or not node.uses & OF_KEYS:
             fixed.append((n, *lowering.wrong[id(node), d]))
         else:
             moving.append((n, *lowering.wrong[id(node), d]))
-    for any_bad, lookups in ((_any(k, lowering, [bad for _, bad, _ in moving]), moving), (still, fixed)):
+    for any_bad, lookups in ((_any(lowering, [bad for _, bad, _ in moving]), moving), (invariant, fixed)):
         if any_bad is not None and lookups:
             with k.when(any_bad):
                 for n, bad, index in lookups:
-                    _note(k, s, lowering, wrong, n, bad, index, seen())
+                    _note(lowering, wrong, n, bad, index, seen())
 
 
-def _note(
-    k: Function, s: Shape, lowering: Lowering, wrong: Value, n: int, bad: Value, index: Value, seen: Value
-) -> None:
+def _note(lowering: Lowering, wrong: Value, n: int, bad: Value, index: Value, seen: Value) -> None:
+    k, s = lowering.k, lowering.s
     bad = lowering.vector(bad) & seen
     with k.when(k.any(bad)):
         worst = k.select(bad, lowering.vector(index), k.const(-(1 << 63), vec(I64, s.lanes)))

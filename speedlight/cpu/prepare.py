@@ -126,12 +126,9 @@ class Call:
         return kernel
 
     def run(
-        self, q: int, k: int, v: int, out: int, lse: int, counts: int = 0, items: int = 0, threads: int = 0,
-        seed: int | None = None,
-    ) -> None:  # fmt: skip
-        """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
-        if given.
-        """
+        self, addresses: tuple[int, ...], counts: int = 0, items: int = 0, threads: int = 0, seed: int | None = None
+    ) -> None:
+        """Fills out and lse. addresses: of q, k, v, out, and lse or 0. items, threads, seed: by default its own."""
         if not self.tickets:
             return
         wrong = arrived = ()
@@ -145,7 +142,7 @@ class Call:
                 wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
             words[SCRATCH] = at
             words[CALL] = (
-                q, k, v, out, lse, counts, items or self.items_at, at + self.partials_at,
+                *addresses, counts, items or self.items_at, at + self.partials_at,
                 ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
                 self.problem.seed if seed is None else seed,
             )  # fmt: skip
@@ -192,7 +189,9 @@ def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
 
 def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
     """The mask and score as a kernel wants them, with tables on the CPU."""
-    program = Program.of(problem.mask, problem.score, problem.box(), backward=backward)
+    program = problem.program
+    if backward:
+        program = Program.of(problem.mask, problem.score, problem.box(), backward=True)
     for table in () if program is None else program.tables:
         if table.tensor is not None:
             raise ArgumentError(

@@ -15,15 +15,19 @@ from .vector import I16, I32, I64, PTR, Function, Module, Value, vec
 
 # --- queries
 
+_QUERY = {"head_dim": I64, "units": I64, "column": I64, "flip": I64}
+
+
+def _flip_and_end(k: Function, s: Shape) -> tuple[Value, Value]:
+    """The sign bits of a unit; and how many units vectors take: none unless elements are contiguous."""
+    flip = k.p["flip"] if s.wide else k.trunc(k.p["flip"], I32)
+    return flip, k.select(k.p["column"].equals(s.storage_bytes), whole_units(s, k.p["head_dim"]), k.i64(0))
+
 
 def pack_queries(module: Module, s: Shape) -> Any:
     """q_panel[units, panel] from the rows named by a table of pointers."""
-    k = module.function(
-        "pack_queries", {"table": PTR, "q_panel": PTR, "head_dim": I64, "units": I64, "column": I64, "flip": I64}
-    )
-    p = k.p
-    flip = p["flip"] if s.wide else k.trunc(p["flip"], I32)
-    end = k.select(p["column"].equals(s.storage_bytes), whole_units(s, p["head_dim"]), k.i64(0))
+    k = module.function("pack_queries", {"table": PTR, "q_panel": PTR} | _QUERY)
+    p, (flip, end) = k.p, _flip_and_end(k, s)
     with k.range(0, s.vectors) as v, k.range(0, end, s.lanes) as t:
         table = k.at(p["table"], v * (s.lanes * 8))
         rows = [load_units(k, s, k.load(PTR, table, lane * 8), t) for lane in range(s.lanes)]
@@ -40,12 +44,8 @@ def pack_queries(module: Module, s: Shape) -> Any:
 
 def pack_row(module: Module, s: Shape) -> Any:
     """queries[units] from one row of q."""
-    k = module.function(
-        "pack_row", {"queries": PTR, "row": PTR, "head_dim": I64, "units": I64, "column": I64, "flip": I64}
-    )
-    p = k.p
-    flip = p["flip"] if s.wide else k.trunc(p["flip"], I32)
-    end = k.select(p["column"].equals(s.storage_bytes), whole_units(s, p["head_dim"]), k.i64(0))
+    k = module.function("pack_row", {"queries": PTR, "row": PTR} | _QUERY)
+    p, (flip, end) = k.p, _flip_and_end(k, s)
     with k.range(0, end, s.lanes) as t:
         x = load_units(k, s, p["row"], t).bits(s.ivector) ^ k.splat(flip, s.lanes)
         k.store(x, p["queries"], t * s.number_bytes)

@@ -63,8 +63,8 @@ class Step:
         lse = np.empty(q.shape[:-1], self.lse_dtype) if return_lse else None
         threads = 1 if sum(lengths) * self.token_bytes * max(1, q.shape[2] // 8) < _INLINE_BYTES else 0
         (k_at, v_at), lse_at = self.addresses[layer], 0 if lse is None else arrays.address_of(lse)
-        q_at, out_at, items_at = arrays.address_of(q), arrays.address_of(out), ctypes.addressof(items)
-        self.prepared.run(q_at, k_at, v_at, out_at, lse_at, 0, items_at, threads, seed)
+        addresses = (arrays.address_of(q), k_at, v_at, arrays.address_of(out), lse_at)
+        self.prepared.run(addresses, 0, ctypes.addressof(items), threads, seed)
         return out if lse is None else (out, lse)
 
 
@@ -214,7 +214,7 @@ class CacheStorage:
             part = np.empty(lse.numpy()[rows].shape, lse.numpy().dtype)
         lse_address = 0 if lse is None else lse.address if part is None else arrays.address_of(part)
         q_address, out_address = (x.address + start * x.strides[2] for x in (q, results.out))
-        call.run(q_address, *self.addresses[layer], out_address, lse_address)
+        call.run((q_address, *self.addresses[layer], out_address, lse_address))
         if lse is not None and part is not None:
             lse.numpy()[rows] = part
 
@@ -350,9 +350,9 @@ class PoolStorage:
             step, any_lengths = self._step(q, part, lists, options, results.out.strides)
             items = step.items_for(lengths, lists) if any_lengths else None
             if items is None:
-                step.run(*addresses)
+                step.run(addresses)
             else:
-                step.run(*addresses, items=ctypes.addressof(items), seed=options.seed_word())
+                step.run(addresses, items=ctypes.addressof(items), seed=options.seed_word())
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
         """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer

@@ -1,7 +1,7 @@
 """Threads: where a region runs.
 
-On the OpenMP runtime already in the process if there is one (two runtimes that alternate cost 5 to 8 times), else on
-a few threads of our own; inline for little work. Kernels never raise and never call Python.
+On the OpenMP runtime that the process has loaded already, if any (two thread pools that alternate cost 5 to 8 times),
+else on a few threads of our own; inline for little work. Kernels never raise and never call Python.
 
 CPython handles signals, and changes threads, only after calls, at jumps back and at the start of functions. So a slot
 is claimed and given back by plain stores without a call between, and a wait that must not end early is one call into a
@@ -31,7 +31,7 @@ _REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals
 
 _threads: int | None = None
 _forked = False  # GNU OpenMP hangs in a forked child: there we use threads of our own
-_region: list[object] = [None]  # whose region runs: one at a time; other callers run inline
+_region: list[object] = [None]  # the owner's token: one region at a time; other callers run inline
 _helpers: list[_Helper] = []  # touched by the region's owner alone
 _warned = False
 
@@ -140,7 +140,7 @@ def run_region(kernel: Kernel, words: Any, threads: int) -> None:
             _run_on_helpers(kernel, words, threads - 1)
         else:
             parallel(kernel.address, ctypes.addressof(words), _startable(threads), 0)
-    except ctypes.ArgumentError as error:  # an address can be passed, so there was no memory for it
+    except ctypes.ArgumentError as error:  # addresses are valid arguments: it means that memory ran out
         raise MemoryError(str(error)) from None
     finally:
         if _region[0] is token:
@@ -148,25 +148,25 @@ def run_region(kernel: Kernel, words: Any, threads: int) -> None:
 
 
 def _run_on_helpers(kernel: Kernel, words: Any, count: int) -> None:
-    """Our own threads help; the caller alone could do all of it, so a helper that comes late finds nothing left."""
-    words = type(words).from_buffer_copy(words)  # who comes late reads them, whatever the caller does next with its own
+    """Runs a region with our own threads. The caller alone could finish it, so a late helper just finds no ticket."""
+    words = type(words).from_buffer_copy(words)  # late helpers read them after the caller has returned
     arguments = ctypes.addressof(words)
     try:
         for helper in _started(count):
             helper.regions.put((kernel, words))
     except BaseException:
-        words[LIMIT] = 0  # nobody draws another ticket
+        words[LIMIT] = 0  # no more tickets are drawn
         raise
     finally:
         try:
             kernel.joined(arguments)
-        except (MemoryError, ctypes.ArgumentError):  # there was no memory for the call itself, so once more
+        except (MemoryError, ctypes.ArgumentError):  # memory ran out before the call was made: once more
             kernel.joined(arguments)
             raise
 
 
 def _started(count: int) -> list[_Helper]:
-    """Helpers, as many of `count` as there can be."""
+    """Up to `count` running helpers; fewer if no more threads can be started."""
     while len(_helpers) < count:
         _helpers.append(_Helper())
     for helper in _helpers[:count]:
@@ -182,8 +182,8 @@ def _started(count: int) -> list[_Helper]:
 class _Helper:
     """A thread that waits for regions. ctypes releases the GIL while a kernel runs.
 
-    Whoever starts one may be interrupted before or after it has come up. So it is started until it is up, and is up but
-    once.
+    Starting one may be interrupted before or after its thread runs: so it is started again until `up` is locked, and
+    the lock lets a single thread serve.
     """
 
     __slots__ = ("regions", "up")
@@ -210,7 +210,7 @@ _calling = threading.local()  # .threads: how many OpenMP threads this calling t
 
 
 def _startable(threads: int) -> int:
-    """So many threads, or one: GNU OpenMP ends the process where it cannot start a thread, so that is tried before."""
+    """`threads`, or 1: GNU OpenMP ends the process if it cannot start a thread, so a trial comes first."""
     if threads > getattr(_calling, "threads", 1):
         if not _try_threads(threads - 1):
             return 1
@@ -219,7 +219,7 @@ def _startable(threads: int) -> int:
 
 
 def _try_threads(count: int) -> bool:
-    """Whether so many more threads can be there at once; when it returns True, they are gone."""
+    """Whether `count` more threads can run at the same time; they have ended when it returns True."""
     came: list[int] = []
     gate = threading.Lock()
 
@@ -235,7 +235,7 @@ def _try_threads(count: int) -> bool:
     except RuntimeError as error:
         _warn(error)
         return False
-    while len(came) < count or any(os.path.exists(f"/proc/self/task/{n}") for n in came):
+    while len(came) < count or any([os.path.exists(f"/proc/self/task/{n}") for n in came]):
         time.sleep(5e-5)
     return True
 
@@ -254,7 +254,7 @@ def _warn(error: object) -> None:
 
 
 def _after_fork() -> None:
-    """The child has none of the parent's threads, and no region runs there."""
+    """In the child: none of the parent's threads exist, and no region runs."""
     global _forked
     _forked = True
     _helpers.clear()

@@ -92,7 +92,7 @@ class Exact:
         array = node.value.array
         if node.value.tensor is not None:
             return None  # nobody waits for a GPU to tell
-        if any(a < 0 or b >= n for (a, b), n in zip(index, array.shape, strict=True)):
+        if any([a < 0 or b >= n for (a, b), n in zip(index, array.shape, strict=True)]):
             return None
         if math.prod(b - a + 1 for a, b in index) > SCAN:
             return array

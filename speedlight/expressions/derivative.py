@@ -44,8 +44,8 @@ def flows(score: Node, tables: Collection[Table] | None = None) -> Flows:
     numbers = {id(node) for node in nodes if node.op == "number"}  # a rule's own numbers are constants
     _, *trees = merged([score, *(arrived[id(node)].total.node for node in ends)], numbers)
     pairs = [(end, tree[-1]) for end, tree in zip(ends, trees, strict=True)]
-    to_s = next((tree for end, tree in pairs if end.op == "symbol"), None)
-    return Flows(score, to_s, tuple((end, tree) for end, tree in pairs if end.op == "table"))
+    to_s = [tree for end, tree in pairs if end.op == "symbol"]
+    return Flows(score, to_s[0] if to_s else None, tuple((end, tree) for end, tree in pairs if end.op == "table"))
 
 
 def _wanted(nodes: list[Node], tables: Collection[Table] | None) -> set[int]:
@@ -53,7 +53,7 @@ def _wanted(nodes: list[Node], tables: Collection[Table] | None) -> set[int]:
     wanted: set[int] = set()
     for node in nodes:
         begins = node.value == "s" if node.op == "symbol" else node.op == "table" and _asked(node.value, tables)
-        if node.is_float and (begins or (node.op in OPERATIONS and any(id(a) in wanted for a in node.args))):
+        if node.is_float and (begins or (node.op in OPERATIONS and any([id(a) in wanted for a in node.args]))):
             wanted.add(id(node))
     return wanted
 

@@ -132,7 +132,7 @@ class Table:
                     f"{self.array.shape})."
                 )
         if (
-            all(isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index)
+            all([isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index])
             and self.tensor is None
         ):
             return self.array[tuple(int(x) for x in index)].item()

@@ -107,7 +107,7 @@ class Expression:
 def is_immutable(x: Any) -> bool:
     """Safe as a memo key: None, or an Expression whose tables are its own; not an array, nor a function."""
     return x is None or (
-        type(x) is Expression and all(t.array.base is None and not t.array.flags.writeable for t in x.tables)
+        type(x) is Expression and all([t.array.base is None and not t.array.flags.writeable for t in x.tables])
     )
 
 
@@ -183,7 +183,7 @@ def _arity(function: Callable[..., Any]) -> int | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    if any([p.kind is p.VAR_POSITIONAL for p in parameters]):
         return None
     return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
 

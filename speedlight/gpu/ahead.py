@@ -1,4 +1,4 @@
-"""Compiles the kernels of the tile table for GPUs that are not here, and looks at what came out.
+"""Ahead of time: compiles the kernels of the tile table for GPUs that this machine lacks, and inspects the result.
 
 No driver is needed: Triton's own ptxas and disassembler are used. `python -m speedlight.gpu.ahead` prints a line per
 kernel and ends with 1 if one of them spills, asks for more shared memory than the device has, or leaves the tensor
@@ -50,7 +50,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a kernel came to."""
+    """Figures of a compiled kernel."""
 
     name: str
     registers: int
@@ -186,27 +186,18 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
 def appends() -> Iterator[tuple[str, Launch]]:
     """Storing a step's tokens, in arrays and in pages, as they are and as int8."""
     from ..tokens import TokenShape
-    from .rows import Rows
+    from .rows import Destination, Rows, Tokens
 
     for dtype, paged in itertools.product(("bfloat16", "int8"), (False, True)):
         device = torch.device("cpu")
         rows = Rows(TokenShape(1, 8, 128, 128, dtype), 4, 32, device, tokens_first=paged)
         x = torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
         words = torch.zeros(2, dtype=torch.int32)
-        more: dict[str, Any] = (
-            {
-                "pages": torch.zeros((2, 4), dtype=torch.int32),
-                "page_size": 16,
-                "first": words.long(),
-                "counts": words.long(),
-            }
-            if paged
-            else {"arrived": words}
-        )
-        yield (
-            f"{dtype} append{' paged' * paged}",
-            rows.put(x, x, (x.stride(), x.stride()), words, 1, words, capacity=32, **more),
-        )
+        new, to = Tokens(x, x, x.stride(), x.stride(), 1), Destination(words, 32, words)
+        if paged:
+            new = new._replace(counts=words.long(), first=words.long())
+            to = Destination(words, 32, pages=torch.zeros((2, 4), dtype=torch.int32), page_size=16)
+        yield f"{dtype} append{' paged' * paged}", rows.put(new, to, words)
 
 
 def build(capability: tuple[int, int], case: Case) -> list[Launch]:
@@ -262,7 +253,7 @@ def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) 
 
 
 def wanted(name: str, only: list[str]) -> bool:
-    return not only or any(x in name for x in only)
+    return not only or any([x in name for x in only])
 
 
 def main(arguments: list[str]) -> int:

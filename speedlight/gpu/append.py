@@ -1,5 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""Storing new tokens on the device, where caches and pools keep them; and how they become int8 codes."""
+"""The kernel that appends new tokens to caches and pools on the device, as they are or as int8 codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def store(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     HEADS: tl.constexpr, BLOCK_H: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
-    """New token n of an item, all heads, to where it belongs; the last program to finish with an item makes it longer.
+    """Stores new token n of an item, all heads, in its slot; the last program of an item advances its length.
 
     counts: new tokens of each item, where they differ. first: of packed tokens, each item's first (or None). A sequence
     that would pass its capacity stays as it is, and the status says so.
@@ -62,7 +62,7 @@ def store(
             tl.store(p_v, codes, mask=m_v)
             tl.store(v_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
     if arrived is not None:
-        # every warp of every program has read the length before the program arrives, so the last one may change it
+        # all warps of a program have read the length before it is counted, so the last program may change it
         tl.debug_barrier()
         if tl.atomic_add(arrived + i_item, 1) == programs - 1:
             tl.store(arrived + i_item, 0)
@@ -74,7 +74,7 @@ def store(
 
 @triton.jit
 def load_token(p, column, o_h, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A token's rows of all heads, [heads, BLOCK], and which elements there are."""
+    """A token's rows of all heads, [heads, BLOCK], and the mask of those elements that exist."""
     o_d = tl.arange(0, BLOCK).to(tl.int64)
     m = (o_h < HEADS)[:, None] & (o_d < WIDTH)[None, :]
     return tl.load(p + o_d[None, :] * column, mask=m, other=0.0), m

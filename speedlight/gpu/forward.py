@@ -1,5 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""The attention kernel: a block of query rows of one kv head over tiles of keys, wherever those lie.
+"""The attention kernel: a block of query rows of one kv head over tiles of keys, in arrays, pages or a ring.
 
 One kernel serves prefill and decode, arrays, packed sequences, caches and pages; constexpr arguments leave out what a
 call does not need. With SPLIT a program takes a run of keys, whose size depends on the sequence's length alone, and
@@ -48,8 +48,8 @@ from .sequence import (
 )
 from .splits import first_state
 
-TILES = tl.constexpr(32)  # that are classified at once
-# what is made of values: they are taken as they are, as 0 where not finite, or as codes of those that are not
+TILES = tl.constexpr(32)  # classified at once: one bit each
+# values for VALUES: used as they are, with 0 for the non-finite, or as codes of the non-finite
 ORDINARY, FINITE, CODES = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -68,9 +68,9 @@ class Tensors(NamedTuple):
 
 
 class Program(NamedTuple):
-    """Numbers of the mask and the score: `scale` makes a score of a product, `factor` what goes into the exponent.
+    """Numbers of the mask and the score: a score is `scale` times a product, an exponent `factor` times a score.
 
-    p_classes: of tiles, where the host has looked: two words for each of the `chunks` runs of tiles of a block.
+    p_classes: of tiles, where the host classifies them: two words for each of the `chunks` runs of tiles of a block.
     """
 
     factor: Any
@@ -86,15 +86,15 @@ class Program(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """The queries of a block, its rows, and what no key changes of their mask and score."""
+    """The queries of a block, its rows, and the loop-invariant values of their mask and score."""
 
     b_q: Any
     rows: Rows
-    known: Any
+    invariants: Any
 
 
 class Source(NamedTuple):
-    """The keys and values that a block reads: where they start (or their tensor descriptors), and which they are."""
+    """The keys and values that a block reads: pointers to their start (or tensor descriptors), and their range."""
 
     p_k: Any
     p_v: Any
@@ -104,7 +104,7 @@ class Source(NamedTuple):
     pages: Pages
     block: Block
     keys: Range
-    o_n: Any  # of the keys of a tile, and of elements of keys and values: made outside the loop
+    o_n: Any  # of the keys of a tile, and of elements of keys and values: hoisted out of the loop
     o_d: Any
     o_dv: Any
     k_start: Any
@@ -118,7 +118,7 @@ class State(NamedTuple):
     running_sum: Any
 
 
-# sizes that change from step to step: a kernel is not compiled anew for those that 16 divides
+# sizes that change from step to step: without this, multiples of 16 would compile another kernel
 _SIZES = [
     "q_len", "k_len", "q_start", "out_rows", "row_blocks", "splits", "table_pages", "page_count", "chunks", "blocks",
     "factor", "scale", "seed_low", "seed_high", "drop_below", "drop_all", "divisor",
@@ -142,13 +142,13 @@ def attend(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, PACK: tl.constexpr, CAUSAL: tl.constexpr, SIGN: tl.constexpr, PRECISION: tl.constexpr,
     HIDING: tl.constexpr, NONFINITE: tl.constexpr, SPLIT: tl.constexpr, USE_TMA: tl.constexpr, MEMORY: tl.constexpr,
-    known: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr,
+    invariants: tl.constexpr, apply: tl.constexpr, bounds: tl.constexpr,
 ):  # fmt: skip
     """Strides are in elements."""
     CODED: tl.constexpr = k_scales is not None
     c: tl.constexpr = Config(
         D, DV, BLOCK_D, BLOCK_DV, BM, BN, PACK, CAUSAL, SIGN, PRECISION, HIDING, NONFINITE, SPLIT, USE_TMA, MEMORY,
-        CODED, known, apply, bounds,
+        CODED, invariants, apply, bounds,
     )  # fmt: skip
     tensors = Tensors(
         Tensor(q, q_item, q_head, q_row, q_column),
@@ -201,11 +201,11 @@ def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Pro
             length = tl.maximum(item.k_len, 1).to(tl.int32)
             p_k = tl.make_tensor_descriptor(p_k, [length, c.D], [tensors.k.row, 1], [c.BN, c.BLOCK_D])
             p_v = tl.make_tensor_descriptor(p_v, [length, c.DV], [tensors.v.row, 1], [c.BN, c.BLOCK_DV])
-        known = (0,)
+        invariants = (0,)
         if c.apply is not None:
             head, position = rows.head[:, None], keys.position[:, None]
-            known = c.known(item.name, head, position, program.p_ints, program.p_floats)
-        queries = Queries(b_q, rows, known)
+            invariants = c.invariants(item.name, head, position, program.p_ints, program.p_floats)
+        queries = Queries(b_q, rows, invariants)
         source = Source(p_k, p_v, p_k_scales, p_v_scales, tensors, pages, block, keys, o_n, o_d, o_dv, batch.k_start)
 
         unseen = tl.full([c.BM], float("-inf"), tl.float32)
@@ -214,7 +214,7 @@ def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Pro
             flag_block(p_flags, pid, state.acc, c.BM)
         p_out = finish_block(state, program.factor, block, rows, tensors, batch, c)
         if c.NONFINITE == RECOMPUTE:
-            # values that are not finite and visible come out as what they are, written over what has been stored
+            # non-finite values that a row sees overwrite what was stored for it
             tl.debug_barrier()
             codes = over_tiles(state.running_max, queries, source, program, CODES, c).acc
             m_out = rows.m_row[:, None] & (tl.arange(0, c.BLOCK_DV) < c.DV)[None, :]
@@ -225,7 +225,7 @@ def attend_block(pid, tensors: Tensors, batch: Batch, pages: Pages, program: Pro
 
 @triton.jit
 def head_start(tensor: Tensor, block: Block, MEMORY: tl.constexpr):
-    """Where the block's item and kv head start in keys, values or scales; in pages, the kv head in page 0."""
+    """Pointer to the first row of the block's item and kv head; in pages, of the kv head in page 0."""
     o_item = block.item.i_item * tensor.item * (0 if MEMORY == PAGES else 1)
     return tensor.p + o_item + block.kv_head * tensor.head + block.item.o_k * tensor.row
 
@@ -267,7 +267,7 @@ def over_tiles(running_max, queries: Queries, source: Source, program: Program, 
 
 @triton.jit
 def classify(first, source: Source, program: Program, c: Config):
-    """Two sets of the TILES tiles from key `first` on: those that show a part of their keys, and all of them."""
+    """The TILES tiles from key `first` on as two sets of bits: (partly, wholly visible)."""
     block, keys = source.block, source.keys
     o_tiles = tl.arange(0, TILES)
     j = first + o_tiles * c.BN
@@ -275,18 +275,18 @@ def classify(first, source: Source, program: Program, c: Config):
     if program.p_classes is None:
         h_low = block.i_heads * c.PACK
         j_low, j_high = source.k_start + j, source.k_start + tl.minimum(j + c.BN, keys.end) - 1
-        some, every = c.bounds(
+        partly, wholly = c.bounds(
             block.item.name, h_low, h_low + c.PACK - 1, keys.low, keys.high, j_low, j_high,
             program.p_ints, program.p_floats, 128,
         )  # fmt: skip
-        whole = as_bits(m_tile & some & every & (j < keys.clear), o_tiles)
-        mixed = as_bits(m_tile & some, o_tiles) ^ whole
+        whole = as_bits(m_tile & partly & wholly & (j < keys.clear), o_tiles)
+        mixed = as_bits(m_tile & partly, o_tiles) ^ whole
     else:
         i_block = block.item.i_item * program.c_item + block.i_heads * program.c_head + block.i_rows
         p_class = program.p_classes + (i_block * program.chunks + first // (TILES * c.BN)) * 2
-        some, every = tl.load(p_class), tl.load(p_class + 1)
-        whole = some & every & as_bits(m_tile & (j < keys.clear), o_tiles)
-        mixed = (some & as_bits(m_tile, o_tiles)) ^ whole
+        partly, wholly = tl.load(p_class), tl.load(p_class + 1)
+        whole = partly & wholly & as_bits(m_tile & (j < keys.clear), o_tiles)
+        mixed = (partly & as_bits(m_tile, o_tiles)) ^ whole
     return mixed, whole
 
 
@@ -301,7 +301,7 @@ def one_tile(
     VALUES: tl.constexpr,
     c: Config,
 ):
-    """The state after keys n … n + BN - 1 too."""
+    """The state with keys n … n + BN - 1 added."""
     tensors, pages, keys, i_item = source.tensors, source.pages, source.keys, source.block.item.i_item
     rows, b_q, end = queries.rows, queries.b_q, keys.end
     PREDICATED: tl.constexpr = MASKED or c.MEMORY == PAGES
@@ -320,7 +320,7 @@ def one_tile(
     if c.apply is not None:
         x = c.apply(
             x, source.block.item.name, rows.head[:, None], keys.position[:, None], (source.k_start + o_n)[None, :],
-            o_n[None, :] < keys.limit[:, None], program.scale, queries.known,
+            o_n[None, :] < keys.limit[:, None], program.scale, queries.invariants,
             program.p_ints, program.p_floats, program.p_wrong, MASKED,
         )  # fmt: skip
     elif MASKED:
@@ -368,7 +368,7 @@ def add_tile(
 
 @triton.jit
 def code_sums(x, running_max, factor, b_v, v_scale, keep):
-    """What becomes of values that are not finite in rows that see them, [BM, BLOCK_DV]; 0 elsewhere."""
+    """Sums of the non-finite values that each row sees, [BM, BLOCK_DV]; 0 elsewhere."""
     by, base = exponents(running_max, factor)
     # a weight that is 0 makes NaN of an infinity: codes in units of NaN's
     weight = tl.where(tl.math.exp2(x * by[:, None] - base[:, None]) == 0.0, 2097152.0, 1.0)
@@ -383,7 +383,7 @@ def code_sums(x, running_max, factor, b_v, v_scale, keep):
 
 @triton.jit
 def flag_block(p_flags, pid, acc, BM: tl.constexpr):
-    """0 · NaN is NaN: values that are not finite may have reached rows from which they are hidden."""
+    """Flags a block with a non-finite result: 0 · NaN is NaN, so hidden values may have reached it."""
     m_bad = tl.where(tl.sum(acc * 0.0, 1) == 0.0, 0, 1)
     # a reduction to a scalar crashes Triton 3.6 for sm_100
     m_bad = tl.reshape(m_bad, [1, BM])
@@ -392,7 +392,7 @@ def flag_block(p_flags, pid, acc, BM: tl.constexpr):
 
 @triton.jit
 def finish_block(state: State, factor, block: Block, rows: Rows, tensors: Tensors, batch: Batch, c: Config):
-    """Stores results, or with SPLIT states; rows that no query stands behind are 0 and -inf. Returns where."""
+    """Stores results, or with SPLIT states; padding rows are 0 and -inf. Returns the pointers of results."""
     item = block.item
     # from here on the maximum is a logit
     running_max = state.running_max

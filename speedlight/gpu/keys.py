@@ -1,4 +1,4 @@
-"""Where keys and values lie on a device, as kernels are told: strides in elements, pages, codes and their scales."""
+"""Keys and values on a device, in arrays, pages or a ring: tensors, strides in elements, scales of int8 codes."""
 
 from __future__ import annotations
 
@@ -22,31 +22,32 @@ class Keys:
     v: torch.Tensor
     k_strides: tuple[int, ...]
     v_strides: tuple[int, ...]
-    pages: torch.Tensor | None = None  # (batch, most pages) page numbers, which kernels check
+    pages: torch.Tensor | None = None  # (batch, most pages) page numbers; kernels check them
     page_size: int = 1
     page_count: int = 0
     k_scales: torch.Tensor | None = None  # of int8 codes: (item or page, head, row)
     v_scales: torch.Tensor | None = None
-    lengths: torch.Tensor | None = None  # on the device, when the host does not know them
-    status: torch.Tensor | None = None  # takes note of page numbers and lengths that are out of range
+    lengths: torch.Tensor | None = None  # on the device, if the host has no copy
+    status: torch.Tensor | None = None  # word in which kernels flag page numbers and lengths out of range
     most: int = 0  # keys of the longest item, where lengths are on the device
-    ring_first: int = 0  # tokens that stay where they are, and how many the others go round
+    ring_first: int = 0  # tokens before the ring, and the ring's slots
     ring: int = 0
 
     def of(self, items: list[int]) -> Keys:
-        """Of some of the items."""
+        """The keys and values of these items."""
         pages, lengths = (None if x is None else x[items] for x in (self.pages, self.lengths))
         return replace(self, pages=pages, lengths=lengths)
 
     def fit_tma(self, longest: int) -> bool:
-        """Whether tensor descriptors can tell where they lie: rows of adjoining numbers, all on 16 bytes."""
+        """Whether tensor descriptors can address them: contiguous rows, aligned to 16 bytes."""
         if self.pages is not None or self.k_scales is not None or self.ring or longest >= 1 << 31:
             return False
         size = self.k.element_size()
-        return all(
-            x.data_ptr() % 16 == 0 and s[3] == 1 and s[2] > 0 and all(y * size % 16 == 0 for y in s[:3])
-            for x, s in ((self.k, self.k_strides), (self.v, self.v_strides))
-        )
+        for x, s in ((self.k, self.k_strides), (self.v, self.v_strides)):
+            aligned = [at % 16 == 0 for at in (x.data_ptr(), *(y * size for y in s[:3]))]
+            if not all(aligned) or s[3] != 1 or s[2] <= 0:
+                return False
+        return True
 
 
 def axes(x: torch.Tensor, layout: str) -> tuple[int, ...]:
@@ -79,9 +80,7 @@ def paged_keys(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: t
 def paged_tables(
     block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str
 ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
-    """The table and the lengths on the device, and lengths for the host: the most there can be, where it does not know
-    them.
-    """
+    """The table and the lengths on the device, and lengths for the host: upper bounds if only the device has them."""
     resident = [
         isinstance(x, torch.Tensor) and str(x.device) == device and (x.is_cuda or interpreting())
         for x in (block_table, k_lengths)

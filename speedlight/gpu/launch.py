@@ -1,4 +1,4 @@
-"""Kernels with their arguments, started on a device; and what kernels note there until somebody waits."""
+"""Kernels with their arguments, launched on a device; and the status words in which kernels report errors."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def _descriptor_memory(size: int, alignment: int, stream: Any) -> torch.Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-# --- what kernels note
+# --- errors that kernels report
 
 
 _status: dict[str, torch.Tensor] = {}  # of each device that was used
 
 
 def status_of(device: torch.device) -> torch.Tensor:
-    """A word in which kernels note page numbers and lengths that are out of range."""
+    """The word in which kernels flag page numbers and lengths that are out of range."""
     word = _status.get(str(device))
     if word is None:
         word = _status[str(device)] = torch.zeros(1, dtype=torch.int32, device=device)
@@ -78,12 +78,12 @@ def status_of(device: torch.device) -> torch.Tensor:
 
 
 def synchronize() -> None:
-    """Waits for every device that was used, and raises what kernels have noted there."""
+    """Waits for every device that was used, and raises what kernels have flagged there."""
     for device, word in _status.items():
-        noted = int(word.item())
-        if noted:
+        flagged = int(word.item())
+        if flagged:
             word.zero_()
-            what = "block_table: a page number" if noted == 2 else "k_lengths: a length"
+            what = "block_table: a page number" if flagged == 2 else "k_lengths: a length"
             raise ArgumentError(
                 f"{what} that was read on {device} was out of range; what was computed from it means nothing."
             )

@@ -1,6 +1,6 @@
 """From an expression's tree to Triton source: three small functions that the kernel calls.
 
-    known(b, h, i, ints, floats)                what no key changes: numbers, tables, values of rows
+    invariants(b, h, i, ints, floats)           what is the same for every key: numbers, tables, values of rows
     apply(x, b, h, i, j, inside, …)             the score, then -inf where hidden
     bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, …)      bounds.py's walk over many tiles at once
 
@@ -26,7 +26,7 @@ _POINTERS = {
 
 
 def key_of(program: Program) -> str:
-    """What the text depends on: the structure, which indices are looked at, which tables are read side by side."""
+    """What the text depends on: the structure, the indices that are checked, the tables of contiguous entries."""
     adjoin = [table.last_is_one for table in program.tables]
     return f"{program.key}\n{program.narrow} {program.unbounded} {adjoin} {program.checked}"
 
@@ -37,13 +37,11 @@ def table_at(program: Program, node: Node) -> int:
 
 
 class _Text:
-    """Lines of one function, and the names of what they compute. `before` holds what is computed once."""
+    """Lines of one function, and the names of what they compute. `before`: the text of loop-invariant values."""
 
     def __init__(self, program: Program, before: _Text | None = None) -> None:
         self.program, self.before, self.lines = program, before, list[str]()
-        self.names: dict[Any, str] = (
-            {} if before is None else before.names
-        )  # one function's names are known to the other
+        self.names: dict[Any, str] = {} if before is None else before.names  # both functions share them
         self.constants: dict[str, str] = {}
 
     def let(self, value: str) -> str:
@@ -122,7 +120,7 @@ class _Text:
         raise AssertionError(op)
 
     def look_up(self, node: Node, index: list[str]) -> str:
-        """The entry at the index, clamped to the table; whether it was out of bounds is remembered."""
+        """The entry at the index, clamped to the table; names[node, dimension] says whether it was out of bounds."""
         at, array = table_at(self.program, node), node.value
         offset = ""
         for d, x in enumerate(index):
@@ -234,8 +232,8 @@ class _Ranges:
         )
 
     def table(self, node: Node, index: list[tuple[_Range, _Range]]) -> tuple[_Range, _Range, _Range]:
-        """Least and greatest entry where the box is one short run of a row of the table, else of the whole table; and
-        if it is inside.
+        """Least and greatest entry, of the run if the box is a short one in one row, else of the whole table; and
+        whether the box is inside the table.
         """
         text, at = self.text, table_at(self.text.program, node)
         start, alone, inside = "0", "h_low == h_low", "h_low == h_low"
@@ -249,16 +247,16 @@ class _Ranges:
         low, high = (x.name for x in index[-1])
         pointer = text.let(f"tl.load(ints + {at}).to(tl.pointer_type({_POINTERS[node.value.dtype_name]}))")
         d = len(index) - 1
-        three = text.let(
-            f"ends({pointer}, {start}, {alone}, {inside}, {low}, {high}, "
-            f"tl.load(ints + {at + LENGTHS + d}), tl.load(ints + {at + STRIDES + d}), "
-            f"tl.load(ints + {at + ENDS}), tl.load(ints + {at + ENDS + 1}), WIDTH)"
+        row = text.let(
+            f"TableRow({pointer} + {start}, tl.load(ints + {at + STRIDES + d}), tl.load(ints + {at + LENGTHS + d}), "
+            f"tl.load(ints + {at + ENDS}), tl.load(ints + {at + ENDS + 1}), {alone}, {inside})"
         )
+        three = text.let(f"entry_range({row}, {low}, {high}, WIDTH)")
         least, most, inside = (_Range(text, text.let(f"{three}[{n}]")) for n in range(3))
         return (least > 0, most > 0, inside) if node.kind == "bool" else (least, most, inside)
 
     def all_equal(self, node: Node, index: Any, number: Node) -> _Range:
-        return self.truth(False)  # floats are looked at element by element
+        return self.truth(False)  # floats are classified element by element
 
 
 def source(program: Program) -> str:
@@ -288,20 +286,20 @@ def _apply(program: Program) -> str:
         text.lines.extend(_notes(program, text, program.score))
     names = [line.split(" = ")[0] for line in before.lines]
     words = set(re.findall(r"\w+", " ".join(text.lines)))
-    held = [name for name in names if name in words]
-    lines = ["@triton.jit", "def known(b, h, i, ints, floats):"]
+    used = [name for name in names if name in words]
+    lines = ["@triton.jit", "def invariants(b, h, i, ints, floats):"]
     lines.extend(f"    {line}" for line in before.lines)
-    lines.append(f"    return ({', '.join([*held, '0'])},)")
+    lines.append(f"    return ({', '.join([*used, '0'])},)")
     lines.append("\n\n@triton.jit")
-    lines.append("def apply(x, b, h, i, j, inside, scale, known, ints, floats, wrong, MASKED: tl.constexpr):")
-    lines.extend(f"    {name} = known[{n}]" for n, name in enumerate(held))
+    lines.append("def apply(x, b, h, i, j, inside, scale, invariants, ints, floats, wrong, MASKED: tl.constexpr):")
+    lines.extend(f"    {name} = invariants[{n}]" for n, name in enumerate(used))
     lines.extend(f"    {line}" for line in text.lines)
     lines.append("    return x\n")
     return "\n".join(lines)
 
 
 def _notes(program: Program, text: _Text, root: Node) -> list[str]:
-    """Writes down indices that are out of range at a key that is shown."""
+    """Lines that note an index that is out of range at a visible key."""
     lines = []
     reached = {id(n) for n in order(root)}
     for n, ((node, d), checked) in enumerate(zip(program.lookups, program.checked, strict=True)):
@@ -316,12 +314,12 @@ def _bounds(program: Program) -> str:
         return ""
     text = _Text(program)
     ops = _Ranges(text)
-    some, every = program.visibility(ops)
+    partly, wholly = program.visibility(ops)
     lines = [
         "@triton.jit",
         "def bounds(b, h_low, h_high, i_low, i_high, j_low, j_high, ints, floats, WIDTH: tl.constexpr):",
     ]
     lines.extend(f"    {line}" for line in text.lines)
     lines.append("    none = j_low != j_low  # of the right shape")
-    lines.append(f"    return {some.name} | none, {every.name} | none\n")
+    lines.append(f"    return {partly.name} | none, {wholly.name} | none\n")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What the engine is asked: `prepare(problem, …) -> Call`; its `run` fills out and lse on PyTorch's current stream."""
+"""The GPU engine: `prepare(problem, …) -> Call`, whose `run` fills out and lse on PyTorch's current stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Part:
     layout: str
     how: Schedule
     uploads: Uploads
-    items: list[int] | None = None  # which of the call's; None: all
+    items: list[int] | None = None  # their indices in the call; None: all
 
     def run(self, q: torch.Tensor, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None) -> None:
         keys = keys if self.items is None else keys.of(self.items)
@@ -60,7 +60,7 @@ class Part:
         p, how, device = self.problem, self.how, q.device
         tile, blocks = how.tile, how.row_blocks * how.splits * (p.q_heads // how.pack) * p.batch
         flags = torch.empty(blocks, dtype=torch.int32, device=device)
-        # tiles of splits are counted from each split's start, and lengths of the device are not known here
+        # a split's tiles start at the split, and the host may not know the device's lengths: then kernels classify
         classes = Classes()
         if not how.short and keys.lengths is None:
             classes = classes_of(p, self.uploads, Grid(how.rows, tile.keys, how.pack), device)
@@ -88,7 +88,7 @@ class Part:
         return made
 
     def _shared(self, keys: Keys, out: torch.Tensor, lse: torch.Tensor | None, device: torch.device) -> dict[str, Any]:
-        """What the attention kernel and `combine` are both told."""
+        """Arguments that the attention kernel and `combine` share."""
         p, how = self.problem, self.how
         partial = stats = None
         if how.short:
@@ -119,7 +119,7 @@ class Part:
     def _program(self) -> dict[str, Any]:
         """What scores are multiplied by, and the functions of the mask and the score."""
         factor, sign = _factor(self.problem)
-        functions = {n: self.uploads.functions.get(n) for n in ("known", "apply", "bounds")}
+        functions = {n: self.uploads.functions.get(n) for n in ("invariants", "apply", "bounds")}
         numbers = {"ints": self.uploads.words, "floats": self.uploads.floats}
         return {"factor": factor, "SIGN": sign, "scale": float(self.problem.scale)} | functions | numbers
 
@@ -199,7 +199,7 @@ def _of_items(p: Problem, items: list[int]) -> Problem:
 
 
 def _key_arguments(keys: Keys) -> dict[str, Any]:
-    """Where keys and values lie, by the attention kernel's names."""
+    """Keys and values as arguments of the attention kernel."""
     scales = (0, 0, 0) if keys.k_scales is None else keys.k_scales.stride()
     return {
         "k": keys.k, "v": keys.v, "k_scales": keys.k_scales, "v_scales": keys.v_scales,

@@ -1,11 +1,13 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""What all kernels are made of: small functions on blocks, in Triton. They know nothing of sequences, heads or masks.
+"""Device functions that all kernels share, on blocks; they depend on no sequence, head or mask.
 
-A block of scores is [BM rows, BN keys], in units whose exponential is 2^(x · factor). What expressions are made of is
-below: gpu/lower.py writes calls of it.
+A block of scores is [BM rows, BN keys], in units whose exponential is 2^(x · factor). gpu/lower.py writes calls of the
+functions of masks and scores below.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -43,7 +45,7 @@ def exponents(top, factor):
 
 @triton.jit
 def online_softmax(x, factor, running_max, running_sum):
-    """Weights, the new max and sum, and what earlier results are multiplied by. A score of -inf is hidden."""
+    """Weights, the new max and sum, and the factor that rescales earlier results. A score of -inf is hidden."""
     new_max = tl.maximum(running_max, tl.max(x, 1))
     by, base = exponents(new_max, factor)
     p = tl.math.exp2(x * by[:, None] - base[:, None])
@@ -53,7 +55,7 @@ def online_softmax(x, factor, running_max, running_sum):
 
 @triton.jit
 def log_sum_exp(running_max, running_sum):
-    """From the maximum as a logit. Where nothing was seen -inf, which rounding does not make of a finite score."""
+    """From the maximum as a logit. -inf for rows that see no key, and only for those: else it is clamped to ±MOST."""
     lse = running_max + tl.math.log2(tl.where(running_sum == 0.0, 1.0, running_sum)) * LN2
     lse = tl.where(lse > MOST, MOST, tl.where(lse < -MOST, -MOST, lse))
     return tl.where(running_sum == 0.0, float("-inf"), lse)
@@ -240,26 +242,41 @@ def note(p_wrong, bad, index, shown):
     tl.store(p_wrong + 1 + at, index.to(tl.int64) + at, mask=bad)
 
 
+class TableRow(NamedTuple):
+    """A row of a table: pointer and stride of its entries, and how many; the least and greatest of the whole table.
+
+    is_one: all of a box looks up this row. inside: none of its other indices is out of bounds.
+    """
+
+    p: Any
+    stride: Any
+    size: Any
+    least: Any
+    most: Any
+    is_one: Any
+    inside: Any
+
+
 @triton.jit
-def ends(p_table, row, alone, inside, low, high, size, stride, least, most, WIDTH: tl.constexpr):
+def entry_range(row: TableRow, low, high, WIDTH: tl.constexpr):
     """Least and greatest entry from `low` to `high` of a row of a table, for one such run or for many.
 
-    The whole table's ends where the run is longer than WIDTH, may leave the table, or is not of one row alone; and
-    whether it stays inside: if not, the keys must be looked at.
+    The whole table's where the run is longer than WIDTH, may leave the table, or the box spans several rows; and
+    whether every index is in bounds: if not, the keys must be classified one by one.
     """
-    inside = inside & (low >= 0) & (high < size)
-    short = inside & alone & (high - low < WIDTH)
+    inside = row.inside & (low >= 0) & (high < row.size)
+    short = inside & row.is_one & (high - low < WIDTH)
     if len((low + high).shape) == 0:
         o_run = tl.arange(0, WIDTH)
         m = (o_run <= high - low) & short
-        entries = tl.load(p_table + row + (low + o_run).to(tl.int64) * stride, mask=m, other=0).to(tl.int64)
+        entries = tl.load(row.p + (low + o_run).to(tl.int64) * row.stride, mask=m, other=0).to(tl.int64)
         a = tl.min(tl.where(m, entries, 1 << 60), 0)
         b = tl.max(tl.where(m, entries, -(1 << 60)), 0)
     else:
         first = low + 0 * high
         o_run = tl.arange(0, WIDTH)[None, :]
         m = (o_run <= (high - low)[:, None]) & short[:, None]
-        entries = tl.load(p_table + row + (first[:, None] + o_run).to(tl.int64) * stride, mask=m, other=0).to(tl.int64)
+        entries = tl.load(row.p + (first[:, None] + o_run).to(tl.int64) * row.stride, mask=m, other=0).to(tl.int64)
         a = tl.min(tl.where(m, entries, 1 << 60), 1)
         b = tl.max(tl.where(m, entries, -(1 << 60)), 1)
-    return tl.where(short, a, least), tl.where(short, b, most), inside
+    return tl.where(short, a, row.least), tl.where(short, b, row.most), inside

@@ -1,8 +1,8 @@
-"""How keys and values lie in a GPU's memory: token by token. Which GPU that is, and what comes from there."""
+"""The memory layout of keys and values on a GPU, token by token; devices by name; arguments that must lie there."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,25 +13,25 @@ from ..machine import interpreting
 from ..tokens import TokenShape
 from .append import store
 from .keys import Keys
-from .launch import Launch
+from .launch import Launch, named_strides
 from .schedule import power_above
 
 
 def device_of(device: Any) -> torch.device:
     """A GPU by name; in the interpreter, the CPU."""
     try:
-        found = torch.device(device)
+        named = torch.device(device)
     except Exception as error:  # PyTorch's, of several kinds
         raise ArgumentError(
             f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)} ({type(error).__name__})."
         ) from None
-    if found.type != "cuda":
+    if named.type != "cuda":
         raise ArgumentError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
     if interpreting():
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise UnsupportedError("device: expected a CUDA device; PyTorch sees none here.")
-    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
+    return torch.device("cuda", torch.cuda.current_device() if named.index is None else named.index)
 
 
 def cache_type(dtype: str) -> torch.dtype:
@@ -41,13 +41,13 @@ def cache_type(dtype: str) -> torch.dtype:
 
 
 def described(x: Any, name: str, device: torch.device) -> arrays.Array:
-    """An argument that must lie where the cache does."""
-    found = arrays.describe(x, name, gpu=True)
-    if torch.device(found.device) != device or (found.kind != "torch" and found.device == "cpu"):
+    """An argument, checked to lie on the cache's device."""
+    array = arrays.describe(x, name, gpu=True)
+    if torch.device(array.device) != device or (array.kind != "torch" and array.device == "cpu"):
         raise ArgumentError(
-            f"{name}: expected a tensor on {device}, as the cache is; got one on {found.device}. Move it first."
+            f"{name}: expected a tensor on {device}, as the cache is; got one on {array.device}. Move it first."
         )
-    return found
+    return array
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
@@ -63,6 +63,30 @@ def to_torch(x: np.ndarray) -> torch.Tensor:
     if x.dtype.name == "bfloat16":
         return torch.tensor(x.view(np.int16)).view(torch.bfloat16)
     return torch.tensor(x)
+
+
+class Tokens(NamedTuple):
+    """New tokens of several items: strides of k and v as (item, head, row, column)."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    most: int  # tokens of an item
+    counts: torch.Tensor | None = None  # tokens of each item, where they differ
+    first: torch.Tensor | None = None  # of packed tokens: the first of each item
+
+
+class Destination(NamedTuple):
+    """Where an item's new tokens go: past its length, in its own rows, in pages, or round a ring."""
+
+    lengths: torch.Tensor
+    capacity: int
+    arrived: torch.Tensor | None = None  # a counter of each item: with it, the kernel advances the lengths
+    pages: torch.Tensor | None = None
+    page_size: int = 1
+    ring_first: int = 0
+    ring: int = 0
 
 
 class Rows:
@@ -105,53 +129,31 @@ class Rows:
 
     def tokens(self, part: str, where: Any) -> torch.Tensor:
         """A copy of "keys" or "values"."""
-        which = ("keys", "values").index(part)
-        x, scale = (self.k, self.v)[which][where], self.scales[which]
+        index = ("keys", "values").index(part)
+        x, scale = (self.k, self.v)[index][where], self.scales[index]
         return x.clone() if scale is None else x.float() * scale[where][..., None]
 
-    def planes(self, which: int) -> list[torch.Tensor]:
+    def planes(self, index: int) -> list[torch.Tensor]:
         """Keys (0) or values (1) as files have them: [tokens], or [codes, scales]."""
-        scale = self.scales[which]
-        return [(self.k, self.v)[which], *([] if scale is None else [scale[..., None]])]
+        scale = self.scales[index]
+        return [(self.k, self.v)[index], *([] if scale is None else [scale[..., None]])]
 
-    def put(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        strides: tuple[tuple[int, ...], tuple[int, ...]],
-        lengths: torch.Tensor,
-        n_new: int,
-        status: torch.Tensor,
-        *,
-        counts: torch.Tensor | None = None,
-        first: torch.Tensor | None = None,
-        arrived: torch.Tensor | None = None,
-        pages: torch.Tensor | None = None,
-        page_size: int = 1,
-        capacity: int,
-        ring_first: int = 0,
-        ring: int = 0,
-    ) -> Launch:
-        """Stores new tokens past the lengths; with `arrived`, then makes those longer.
-
-        strides: (item, head, row, column) of k and v.
-        """
-        batch, heads = lengths.shape[0], self.k.shape[1]
+    def put(self, new: Tokens, to: Destination, status: torch.Tensor) -> Launch:
+        """Stores new tokens past the lengths of their items."""
+        k, v, pages, n_new = new.k, new.v, to.pages, new.most
+        batch, heads = to.lengths.shape[0], self.k.shape[1]
         d, dv = self.k.shape[3], self.v.shape[3]
         scales = self.scales[0].stride() if self.scales[0] is not None else (0, 0, 0)
         arguments: dict[str, Any] = {
             "k": k, "v": v, "keys": self.k, "values": self.v, "k_scales": self.scales[0], "v_scales": self.scales[1],
-            "counts": counts,
-            "lengths": lengths, "arrived": arrived, "pages": pages, "status": status, "first": first, "n_new": n_new,
-            "capacity": capacity,
-            "page_size": page_size, "table_row": 0 if pages is None else pages.stride(0), "programs": n_new, "D": d,
-            "DV": dv,
-            "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)), "HEADS": heads,
-            "BLOCK_H": power_above(heads),
-            "ring_first": ring_first, "ring": ring, "RING": ring > 0,
+            "lengths": to.lengths, "counts": new.counts, "first": new.first, "arrived": to.arrived, "status": status,
+            "pages": pages, "page_size": to.page_size, "table_row": 0 if pages is None else pages.stride(0),
+            "ring_first": to.ring_first, "ring": to.ring, "RING": to.ring > 0,
+            "n_new": n_new, "capacity": to.capacity, "programs": n_new,
+            "D": d, "DV": dv, "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)),
+            "HEADS": heads, "BLOCK_H": power_above(heads),
         }  # fmt: skip
-        for name, each in (("k", strides[0]), ("v", strides[1])):
-            arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row", "column"), each, strict=True)}
-        for name, each in (("K", self.k.stride()[:3]), ("V", self.v.stride()[:3]), ("S", scales)):
-            arguments |= {f"{name}_{n}": s for n, s in zip(("item", "head", "row"), each, strict=True)}
+        arguments |= named_strides("k", new.k_strides) | named_strides("v", new.v_strides)
+        arguments |= named_strides("K", self.k.stride()[:3]) | named_strides("V", self.v.stride()[:3])
+        arguments |= named_strides("S", scales)
         return Launch(store, (n_new, batch), arguments, 4, 1)

@@ -16,7 +16,7 @@ from ..problem import Problem
 from .keys import Keys
 from .tiles import COARSE_DIMS, HEAD_DIMS, Tile, table_row
 
-SHORT_ROWS = 64  # query rows of a kv head up to which its keys are read by several programs
+SHORT_ROWS = 64  # of a kv head: up to so many query rows, its keys are split among programs
 
 
 @functools.cache
@@ -57,13 +57,13 @@ class Schedule:
     rows: int
     row_blocks: int  # of an item and `pack` heads
     splits: int
-    causal: bool  # and not everything is seen anyway
+    causal: bool  # and it hides something
     hiding: bool  # tiles are classified
 
 
 def schedule(p: Problem, keys: Keys, have: tuple[int, int], precision: str, tile: Tile | None = None) -> Schedule:
-    """By the lengths of queries alone, never by batch or keys: a row's bits depend on them no more than on the
-    others. `tile`: instead of the table's.
+    """Tiles depend on the number of queries, never on batch or keys: so a row's bits do not depend on its neighbours.
+    `tile`: instead of the table's.
     """
     precision = precision if max(p.head_dim, p.value_dim) <= COARSE_DIMS else "ieee"
     most = most_rows(p)
@@ -109,6 +109,7 @@ def _sees_all(p: Problem, keys: Keys) -> bool:
     """Whether causality hides nothing: one query, at the last key."""
     if keys.lengths is not None:
         return max(p.q_lengths) <= 1
-    return all(
-        q == 0 or start - p.k_start + 1 >= k for q, k, start in zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True)
-    )
+    for q, k, start in zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True):
+        if q and start - p.k_start + 1 < k:
+            return False
+    return True

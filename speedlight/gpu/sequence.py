@@ -1,7 +1,7 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""Where a block of query rows stands: its item, head and split, the keys that it sees, and how its rows end.
+"""A block of query rows: its item, head and split, the keys that it sees, their addresses, and the end of its rows.
 
-Names in kernels: i_ index, o_ offset, p_ pointer, b_ block in registers, m_ mask; capitals are known when compiling.
+Names in kernels: i_ index, o_ offset, p_ pointer, b_ block in registers, m_ mask; capitals are compile-time constants.
 A row is a (token, head): with PACK > 1 the heads of a group share a block, row r is token r // PACK.
 """
 
@@ -14,9 +14,13 @@ import triton.language as tl
 
 from .primitives import LOG2E, finite_max
 
-# words of an item: q_len, k_len, position of its first query, its first row of q and of k, what masks call it
+# words of an item: q_len, k_len, position of its first query, its first row of q and of k, its index in masks
 ITEM = tl.constexpr(6)
-ARRAYS, PAGES, RING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # values for MEMORY: how keys and values lie
+ARRAYS, PAGES, RING = (
+    tl.constexpr(0),
+    tl.constexpr(1),
+    tl.constexpr(2),
+)  # values for MEMORY: of keys and values
 FLAG, RECOMPUTE = tl.constexpr(1), tl.constexpr(2)  # values for NONFINITE
 
 
@@ -42,7 +46,7 @@ class Config(NamedTuple):
     USE_TMA: Any
     MEMORY: Any
     CODED: Any  # keys and values are int8 codes
-    known: Any  # functions of the mask and the score, from gpu/lower.py, or None
+    invariants: Any  # functions of the mask and the score, from gpu/lower.py, or None
     apply: Any
     bounds: Any
 
@@ -58,7 +62,7 @@ class Tensor(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """What items share. p_items: ITEM words for each, where they differ; p_lengths: of keys, if only the device knows.
+    """What items share. p_items: ITEM words for each, where they differ; p_lengths: of keys, if they are on the device.
 
     out_rows: rows of the output, where those past q_len are to be zeros.
     """
@@ -77,14 +81,14 @@ class Batch(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Where tokens lie that are not one after the other: pages by their numbers, or a ring behind the first."""
+    """Addresses of tokens that are not contiguous: a table of page numbers, or a ring behind the first tokens."""
 
     p_table: Any
     page_size: Any
     table_row: Any  # stride
     table_pages: Any  # columns
     page_count: Any
-    p_status: Any  # takes note of numbers and lengths that are out of range
+    p_status: Any  # flags page numbers and lengths out of range
     ring_first: Any
     ring: Any
 
@@ -93,7 +97,7 @@ class Item(NamedTuple):
     """One sequence of the batch. Lengths in tokens; o_q, o_k: its first row in packed arrays."""
 
     i_item: Any
-    name: Any  # what masks call it
+    name: Any  # its index in masks
     q_len: Any
     k_len: Any
     q_start: Any
@@ -103,7 +107,7 @@ class Item(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Some rows of an item and of PACK heads, which share a kv head; and which split of its keys."""
+    """BM rows of an item and of PACK heads that share a kv head; and the split of its keys."""
 
     item: Item
     i_rows: Any
@@ -113,7 +117,7 @@ class Block(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a block. m_row: those that a query stands behind."""
+    """The rows of a block. m_row: those that are queries, not padding."""
 
     token: Any
     head: Any
@@ -121,7 +125,7 @@ class Rows(NamedTuple):
 
 
 class Range(NamedTuple):
-    """What the rows of a block may see, but for masks: keys first … end - 1. Below `clear`, tiles are wholly visible.
+    """Keys that causality lets the rows of a block see: first … end - 1. Below `clear`, tiles are wholly visible.
 
     position: of every row; low, high: of the first and the last. limit: keys that a row may see.
     """
@@ -143,7 +147,7 @@ def split_size(k_len):
 
 @triton.jit
 def locate_item(i_item, batch: Batch, pages: Pages, MEMORY: tl.constexpr):
-    """The item: from the batch, from its words where items differ, its keys' number from where the device counts."""
+    """The item: sizes from the batch, or from its words if items differ; k_len from the device if it counts keys."""
     q_len, k_len, q_start = i_item * 0 + batch.q_len, i_item * 0 + batch.k_len, i_item * 0 + batch.q_start
     o_q, o_k, name = i_item * 0, i_item * 0, i_item
     if batch.p_items is not None:
@@ -166,8 +170,8 @@ def locate_item(i_item, batch: Batch, pages: Pages, MEMORY: tl.constexpr):
 
 @triton.jit
 def locate_block(pid, batch: Batch, pages: Pages, c: Config):
-    """The block of a program. Those of one head follow each other, so that its keys stay in the cache; the last rows,
-    which see most with causal, come first.
+    """The block of a program. Blocks of one head are adjacent, so that its keys stay in the L2 cache; the last rows
+    come first, since with causal they take longest.
     """
     i_split = pid % batch.splits
     i_rows = batch.row_blocks - 1 - pid // batch.splits % batch.row_blocks
@@ -197,7 +201,7 @@ def locate_rows(block: Block, c: Config):
 
 @triton.jit
 def tile_range(block: Block, rows: Rows, batch: Batch, c: Config):
-    """As far as causality and the block's split say."""
+    """The keys of the block's split that causality does not hide."""
     item = block.item
     first, end, clear = item.i_item * 0, item.k_len, item.k_len
     if c.SPLIT:
@@ -219,7 +223,7 @@ def tile_range(block: Block, rows: Rows, batch: Batch, c: Config):
 
 @triton.jit
 def key_offsets(n, end, tensor: Tensor, i_item, pages: Pages, MEMORY: tl.constexpr):
-    """Where keys n lie, in elements from their head's start."""
+    """Offsets of keys n, in elements from their head's start."""
     if MEMORY == PAGES:
         in_range = n < end
         page = tl.load(pages.p_table + i_item * pages.table_row + n // pages.page_size, mask=in_range, other=0)
@@ -228,7 +232,7 @@ def key_offsets(n, end, tensor: Tensor, i_item, pages: Pages, MEMORY: tl.constex
         p_status = pages.p_status + tl.zeros_like(wrong.to(tl.int32))
         tl.store(p_status, tl.full(wrong.shape, 2, tl.int32), mask=wrong)
         return tl.where(wrong, 0, page) * tensor.item + (n % pages.page_size) * tensor.row
-    elif MEMORY == RING:  # the first stay where they are, the others come round
+    elif MEMORY == RING:  # the first tokens have fixed slots, the others wrap around
         return tl.where(n < pages.ring_first, n, pages.ring_first + (n - pages.ring_first) % pages.ring) * tensor.row
     else:
         return n * tensor.row
@@ -253,7 +257,7 @@ def load_rows(p, o_rows, o_d, column, m_row, WIDTH: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def with_sinks(acc, running_max, running_sum, rows: Rows, p_sinks):
-    """The state, after a sink of every head: a logit with no value."""
+    """The state with every head's sink added: a logit without a value."""
     sink = tl.load(p_sinks + rows.head)
     new_max = tl.maximum(running_max, sink)
     base = finite_max(new_max)

@@ -1,5 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""Splits: where few rows read many keys, several programs share a row's keys. Their partial states, and the merge."""
+"""Splits (flash decoding): several programs share the keys of few rows. Their partial states, and the merge."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import triton.language as tl
 from .primitives import LOG2E, finite_max, log_sum_exp
 from .sequence import ARRAYS, Batch, finish_rows, locate_item, split_size
 
-GROUP = tl.constexpr(16)  # splits that are merged at once: the order of the sum depends on nothing else
+GROUP = tl.constexpr(16)  # splits that are merged at once; the order of sums depends on nothing else
 
 
 class States(NamedTuple):
-    """Partial states of one row: `splits` of them, the first of which is the `first` of its kv head.
+    """Partial states of one row: `splits` of them, from index `first` on.
 
     p_acc: an accumulator [DV] each. p_stats: two numbers each: the maximum, which is a logit, and the sum.
     """
@@ -69,7 +69,7 @@ def combine(
 
 @triton.jit
 def greatest(states: States):
-    """The maximum over a row's splits; -inf where none has seen a key."""
+    """The maximum over a row's splits; -inf if all their keys are hidden."""
     o_g = tl.arange(0, GROUP)
     top = tl.full([GROUP], float("-inf"), tl.float32)
     for i in tl.range(0, states.splits, GROUP):

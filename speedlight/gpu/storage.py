@@ -24,7 +24,7 @@ from ..tokens import Batch, Piece, TokenShape
 from ..windows import PIECE, Ring
 from .launch import capturing, start
 from .prepare import run
-from .rows import Rows, described, device_of, to_numpy, to_torch
+from .rows import Destination, Rows, Tokens, described, device_of, to_numpy, to_torch
 from .schedule import check, power_above
 
 _ANY = 1 << 40  # tokens: the capacity of a pool's sequence, whose pages the host counts
@@ -32,7 +32,7 @@ _Undo = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # lengths; slots, an
 
 
 class Call(NamedTuple):
-    """A piece's problem, which is kept and used again, so that it speaks of a power of two of keys."""
+    """The problem of a piece, for a power of two of keys: what was uploaded for it serves many steps."""
 
     problem: Problem
     most: int  # keys of the longest sequence, or more
@@ -42,8 +42,8 @@ class Call(NamedTuple):
 class CacheStorage:
     """The tokens of a KVCache, token by token, and their lengths.
 
-    Kernels read the lengths on the device and make them longer; the host's, which kv/ has, check every eager call.
-    Under a CUDA graph only the device's move, so that a graph of one step can be replayed: from then on they are asked.
+    Kernels read the lengths on the device and advance them; the host's copy in kv/ checks every eager call. Replays of
+    a CUDA graph advance the device's alone: once a graph has captured a step, the host asks the device.
     """
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
@@ -85,15 +85,15 @@ class CacheStorage:
     # --- lengths
 
     def is_ahead(self) -> bool:
-        """Whether a device knows lengths that the host does not, and may be asked."""
+        """Whether the device's lengths may be ahead of the host's, and may be read."""
         return self.captured and not capturing()
 
     def lengths(self) -> list[list[int]] | None:
-        """Of each layer; waits for the device."""
+        """Of each layer, as the device has them; waits for it."""
         return self.device_lengths.tolist()
 
     def overflowed(self) -> bool:
-        """Whether a replayed step found no room, since this was asked last."""
+        """Whether a replayed step exceeded the capacity since the last call."""
         if not int(self.status.item()):
             return False
         self.status.zero_()
@@ -109,29 +109,19 @@ class CacheStorage:
     # --- tokens in and out
 
     def put(self, layer: int, lengths: list[int], counts: list[int], k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores the first tokens of k and v, so many of each sequence, and makes the device's lengths longer."""
+        """Stores the first counts[item] tokens of k and v, and advances the device's lengths."""
         n_new = k.shape[2]
         self.captured |= capturing()
+        to = Destination(self.device_lengths[layer], self.capacity, self.arrived[layer])
+        to = to._replace(ring_first=self.ring.fixed, ring=self.ring.size)
         step = PIECE if self.ring.size else max(n_new, 1)  # no two programs may write to one slot
         for at in range(0, max(n_new, 1), step):
             part_k, part_v = (x[:, :, at : at + step] for x in (k, v))
             part = [min(max(n - at, 0), part_k.shape[2]) for n in counts]
             uneven = part.count(part_k.shape[2]) < len(part)
             each = torch.tensor(part, dtype=torch.int32).to(self.device) if uneven else None
-            launch = self.rows[layer].put(
-                part_k,
-                part_v,
-                (part_k.stride(), part_v.stride()),
-                self.device_lengths[layer],
-                part_k.shape[2],
-                self.status,
-                counts=each,
-                arrived=self.arrived[layer],
-                capacity=self.capacity,
-                ring_first=self.ring.fixed,
-                ring=self.ring.size,
-            )
-            start(launch)
+            new = Tokens(part_k, part_v, part_k.stride(), part_v.stride(), part_k.shape[2], each)
+            start(self.rows[layer].put(new, to, self.status))
 
     def tokens(self, layer: int, part: str, n: int) -> torch.Tensor:
         """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
@@ -140,17 +130,17 @@ class CacheStorage:
     def parts(self, layer: int, counts: list[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Keys and values as files have them, of each sequence the slots in use: [tokens], or [codes, scales]."""
         both = []
-        for which in (0, 1):
-            both.append([to_numpy(x[:, :, : max(counts)]) for x in self.rows[layer].planes(which)])
+        for index in (0, 1):
+            both.append([to_numpy(x[:, :, : max(counts)]) for x in self.rows[layer].planes(index)])
             for x in both[-1]:
                 for item, n in enumerate(counts):
                     x[item, :, n:] = 0
         return both[0], both[1]
 
     def fill(self, layer: int, keys: list[np.ndarray], values: list[np.ndarray]) -> None:
-        """What parts() gave."""
-        for which, planes in enumerate((keys, values)):
-            for x, plane in zip(self.rows[layer].planes(which), planes, strict=True):
+        """Stores what parts() returned."""
+        for index, planes in enumerate((keys, values)):
+            for x, plane in zip(self.rows[layer].planes(index), planes, strict=True):
                 x[:, :, : plane.shape[2]] = to_torch(plane).to(self.device)
 
     def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
@@ -162,7 +152,7 @@ class CacheStorage:
     # --- what a failing call has written over
 
     def before(self, layer: int, lengths: list[int], slots: list[int]) -> _Undo | None:
-        """What put_back() needs: these slots will be written over. Of a CUDA graph only the device knows."""
+        """What put_back() needs, since these slots will be overwritten; None while a CUDA graph is captured."""
         if capturing():
             return None
         below = [x[:, :, slots] for x in self.rows[layer].parts] if slots else []
@@ -180,7 +170,7 @@ class CacheStorage:
     # --- attending
 
     def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
-        """A piece's call. The problem is checked, nothing is enqueued. Arrays as masks want the lengths themselves."""
+        """A piece's call: checked, nothing enqueued. Mutable masks and scores need the exact lengths."""
         n, captured = piece.rows.stop - piece.rows.start, capturing()
         most = self.capacity if captured else min(self.capacity, power_above(max(piece.after)))
         any_lengths = captured or (is_immutable(options.mask) and is_immutable(options.score))
@@ -195,7 +185,7 @@ class CacheStorage:
         return Call(problem, most, captured)
 
     def attend(self, layer: int, call: Call, q: Array, piece: Piece, results: Results) -> None:
-        """Runs what prepare() gave; the results are those of the whole chunk."""
+        """Runs what prepare() returned, into the piece's rows of the chunk's results."""
         self.captured |= call.captured
         ring = {"ring_first": self.ring.fixed, "ring": self.ring.size}
         keys = self.rows[layer].keys(lengths=self.device_lengths[layer], most=call.most, **ring)
@@ -204,10 +194,10 @@ class CacheStorage:
         run(call.problem, "bhld", q.tensor[rows], keys, out, None if lse is None else lse.tensor[rows])
 
     def checked_step(self, lengths: list[int], q: Any, k: Any, v: Any, options: Options) -> None:
-        """No step is known without its checks: the device takes longer than they do."""
+        """There is no fast path: the device takes longer than the checks."""
 
     def step(self, q: Any, k: Any, v: Any, lengths: list[int], options: Options) -> None:
-        """Likewise; what a problem needs on the device is remembered where it is prepared."""
+        """Likewise; uploads_of() memoises what a problem needs on the device."""
 
 
 class PoolStorage:
@@ -263,21 +253,10 @@ class PoolStorage:
         """New tokens, one sequence's after the other's."""
         first = list(itertools.accumulate(batch.counts, initial=0))[:-1]
         three = torch.tensor([batch.before, batch.counts, first], dtype=torch.int64).to(self.device)
-        strides = tuple((0, x.stride(1), x.stride(0), x.stride(2)) for x in (k, v))
-        launch = self.rows[layer].put(
-            k,
-            v,
-            strides,  # type: ignore[arg-type]
-            three[0],
-            max(batch.counts, default=0),
-            self.status,
-            counts=three[1],
-            first=three[2],
-            pages=self._uploaded(batch),
-            page_size=self.page_size,
-            capacity=_ANY,
-        )
-        start(launch)
+        k_strides, v_strides = ((0, x.stride(1), x.stride(0), x.stride(2)) for x in (k, v))
+        new = Tokens(k, v, k_strides, v_strides, max(batch.counts, default=0), three[1], three[2])
+        to = Destination(three[0], _ANY, pages=self._uploaded(batch), page_size=self.page_size)
+        start(self.rows[layer].put(new, to, self.status))
 
     def _uploaded(self, batch: Batch) -> torch.Tensor:
         """The pages of each sequence that hold its tokens, on the device."""

@@ -111,15 +111,14 @@ TABLE[7, 5] = {
     )
     for kind in ("16", "32")
 }
-COARSE_DIMS = (
-    128  # the most by tensor cores for float32: above, operands do not fit the registers, and IEEE products are taken
-)
+# float32 by tensor cores: above, operands do not fit the registers, and IEEE products are taken
+COARSE_DIMS = 128
 HEAD_DIMS = 512  # the most
 
 
 def table_row(capability: tuple[int, int], dtype: str, head_dim: int, precision: str = "ieee") -> Row:
     """The row for the larger of head dim and value dim; of the newest capability in the table that the device has."""
-    known = TABLE[max((c for c in TABLE if c <= capability), default=min(TABLE))]
-    kind = "16" if dtype != "float32" else "32" if precision == "ieee" or "tf32" not in known else "tf32"
-    rows = known[kind]
-    return next(r for r in rows if head_dim <= r.head_dim)
+    of_kinds = TABLE[max([c for c in TABLE if c <= capability], default=min(TABLE))]
+    kind = "16" if dtype != "float32" else "32" if precision == "ieee" or "tf32" not in of_kinds else "tf32"
+    rows = of_kinds[kind]
+    return rows[sum([row.head_dim < head_dim for row in rows])]  # in ascending head dim

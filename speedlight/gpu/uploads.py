@@ -1,5 +1,5 @@
-"""What a problem needs on a device, made once: the expressions' functions, numbers and tables, the items' words, sinks,
-classes of tiles.
+"""What a problem needs on a device, uploaded once: functions, numbers and tables of its mask and score, the items'
+words, sinks, classes of tiles.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Uploads:
     functions: dict[str, Any]
     words: torch.Tensor | None
     floats: torch.Tensor | None
-    tables: list[torch.Tensor]  # kept alive: the words hold their addresses
+    tables: list[torch.Tensor]  # references: the words hold their addresses
     sinks: torch.Tensor | None
     items: torch.Tensor | None
     may_fail: bool  # an index may be out of range
-    classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host has looked
+    classes: dict[Any, Any] = field(default_factory=dict)  # of tiles, where the host classifies them
 
 
 _functions: dict[str, dict[str, Any]] = {}  # by lower.key_of: a program itself holds tables
@@ -53,7 +53,7 @@ def functions_of(program: Program) -> dict[str, Any]:
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         space: dict[str, Any] = {"__name__": "speedlight.gpu.expression"}
         exec(compile(text, name, "exec"), space)
-        functions = _functions[key] = {n: space.get(n) for n in ("known", "apply", "bounds")}
+        functions = _functions[key] = {n: space.get(n) for n in ("invariants", "apply", "bounds")}
     return functions
 
 
@@ -73,14 +73,14 @@ def _table_on(table: Any, device: str) -> torch.Tensor:
         array = array.view(np.int8) if array.dtype == bool else array
         if array.dtype.kind == "u" and array.itemsize > 1:
             array = array.view(array.dtype.str.replace("u", "i"))  # the same bits; kernels read them as they are
-        shared = array.flags.writeable and all(s >= 0 and s % array.itemsize == 0 for s in array.strides)
+        shared = array.flags.writeable and all([s >= 0 and s % array.itemsize == 0 for s in array.strides])
         copy = torch.from_numpy(array if shared else array.copy()).to(device)
         if not array.flags.writeable:
             table.copies[device] = copy
     return copy
 
 
-# by problem, device and first rows: nothing in it is a caller's, nor changes
+# by problem, device and first rows; holds no array of a caller's, and nothing mutable
 _uploads: Memo[Uploads] = Memo(256, 1 << 30)
 
 
@@ -92,7 +92,7 @@ def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tup
     uploads = _uploads.get(key)
     if uploads is not None:
         return uploads
-    program = Program.of(problem.mask, problem.score, problem.box())
+    program = problem.program
     words = floats = sinks = None
     tables: list[torch.Tensor] = []
     if program is not None:
@@ -106,16 +106,15 @@ def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tup
     items = _item_words(problem, device, firsts)
     may_fail = program is not None and program.may_fail
     uploads = Uploads(program, functions, words, floats, tables, sinks, items, may_fail)
-    lent = program is not None and any(t.tensor is not None or t.array.flags.writeable for t in program.tables)
-    if not lent:  # arrays of a caller's are not kept alive
+    borrowed = [] if program is None else [t for t in program.tables if t.tensor is not None or t.array.flags.writeable]
+    if not borrowed:  # the memo holds no reference to an array of a caller's
         _uploads.put(key, uploads, sum(x.nbytes for x in (words, sinks, items, *tables) if x is not None))
     return uploads
 
 
 def _item_words(p: Problem, device: str, firsts: tuple[tuple[int, ...], tuple[int, ...]] | None) -> torch.Tensor | None:
-    """ITEM words for each item; None where all are told by the same numbers."""
-    same = all(len(set(x)) == 1 for x in (p.q_lengths, p.k_lengths, p.q_starts))
-    if firsts is None and p.items is None and same:
+    """ITEM words for each item; None where all items have the same."""
+    if firsts is None and p.items is None and len(set(zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True))) == 1:
         return None
     q_first, k_first = firsts if firsts is not None else ((0,) * p.batch, (0,) * p.batch)
     names = p.items if p.items is not None else range(p.batch)
@@ -138,7 +137,7 @@ class Grid(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """Two words for each run of TILES tiles of a block: which show something, and which show everything."""
+    """Two words for each run of TILES tiles of a block: bits of those partly visible, and of those wholly visible."""
 
     classes: torch.Tensor | None = None
     c_item: int = 0
@@ -147,7 +146,7 @@ class Classes(NamedTuple):
 
 
 def classes_of(p: Problem, uploads: Uploads, grid: Grid, device: torch.device) -> Classes:
-    """What the host says of the tiles of programs that kernels cannot bound, where there are few."""
+    """Classes by the host for programs that kernels cannot bound, up to _CELLS tiles; else none."""
     if uploads.program is None or not uploads.program.opaque:
         return Classes()
     key = grid, str(device)
@@ -176,7 +175,7 @@ def _classified(p: Problem, program: Program, grid: Grid, device: torch.device) 
 def _shown(
     p: Problem, program: Program, item: int, heads: tuple[int, int], grid: Grid, blocks: int, chunks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Whether something, and everything, is visible: [blocks, tiles] of an item and these heads, or what broadcasts."""
+    """Whether tiles are partly, and wholly, visible: what broadcasts to [blocks, tiles], of an item and these heads."""
     i, last_row = np.arange(blocks)[:, None], max(p.q_lengths[item] - 1, 0)
     low = p.q_starts[item] + np.minimum(i * grid.rows // grid.pack, last_row)
     high = p.q_starts[item] + np.minimum(((i + 1) * grid.rows - 1) // grid.pack, last_row)

@@ -20,7 +20,7 @@ from . import saved
 from .query import Query, attended, query_of, received
 from .storage import storage_of
 
-_Lengths = tuple[list[int], list[int]]  # of each sequence its tokens; and past the last that was ever there
+_Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
 
 
 class KVCache:
@@ -76,11 +76,11 @@ class KVCache:
         self.dtype, self._ring = cache_dtype(dtype), ring_of(self.window, self.keep_first)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
-        # A call takes effect by one store of a layer's pair. The lists never change; the second: what a ring forgot.
+        # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
         self._held: list[_Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]
-        self._claims: set[int] = set()  # layers that somebody writes to
+        self._claims: set[int] = set()  # layers being written to
         self._every = set(range(self.layers))
-        self._undo: dict[int, Any] = {}  # of layers that somebody writes to: what the storage puts back
+        self._undo: dict[int, Any] = {}  # of layers being written to: what the storage puts back on failure
         renew_after_fork(self)
 
     def __repr__(self) -> str:
@@ -88,11 +88,11 @@ class KVCache:
         if self.window is not None:
             sizes[-1:] = ["window", "keep_first"]
         given = ", ".join(f"{n}={getattr(self, n)}" for n in sizes)
-        # on a device they may not be known yet
+        # used_bytes would wait for the device
         last = f"{self.used_bytes:,} bytes used" if self.device == "cpu" else f"device='{self.device}'"
         return f"KVCache({given}, dtype={self.dtype!r}, {last})"
 
-    # --- what it holds
+    # --- contents
 
     @property
     def device(self) -> Any:
@@ -146,14 +146,14 @@ class KVCache:
         return out
 
     def synchronize(self) -> None:
-        """Waits for the device and takes its lengths over, which replays of CUDA graphs have changed.
+        """Waits for the device and takes over its lengths, which replayed CUDA graphs advance without the host.
 
         Raises:
             CacheFull: a replayed step did not fit. It stored nothing, and its output means nothing.
         """
-        known = self._storage.lengths()
-        if known is not None:
-            pairs = zip(known, self._held, strict=True)
+        on_device = self._storage.lengths()
+        if on_device is not None:
+            pairs = zip(on_device, self._held, strict=True)
             self._held = [(lengths, list(map(max, written, lengths))) for lengths, (_, written) in pairs]
         if self._storage.overflowed():
             free = self.capacity - max(max(lengths) for lengths, _ in self._held)
@@ -164,13 +164,13 @@ class KVCache:
             )
 
     def _now(self) -> list[_Lengths]:
-        """The lengths, wherever they are known."""
+        """The lengths; waits for the device if a replayed CUDA graph may have advanced them."""
         if self._storage.is_ahead():
             self.synchronize()
         return self._held
 
     def after_fork(self) -> None:
-        """In the child: nobody writes, and what another thread of the parent had begun has not been."""
+        """In the child: claims of the parent's threads are dropped, and their unfinished writes rolled back."""
         self._storage.after_fork(self._undo)
         self._claims, self._undo = set(), {}
 
@@ -204,7 +204,7 @@ class KVCache:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
         Args:
-            layer: which layer.
+            layer: index of the layer.
             q: (batch, q_heads, n_new, head_dim), of the cache's dtype: a NumPy array, a PyTorch tensor, …, where the
                 cache lies.
             k: (batch, kv_heads, n_new, head_dim). None appends nothing: every query then sees every stored token.
@@ -261,7 +261,7 @@ class KVCache:
         return attended(self._storage, layer, query, [Piece(slice(0, rows), lengths, lengths, None)], None, None)
 
     def _repeated(self, layer: int, q: Any, k: Any, v: Any, options: Options, return_lse: Any) -> Any:
-        """A step of a form that was checked before; None for any other call."""
+        """Fast path: a step whose shapes, dtypes and options were validated earlier; None for any other call."""
         storage, held = self._storage, self._held[layer]
         lengths, written = held
         step = storage.checked_step(lengths, q, k, v, options)
@@ -341,7 +341,7 @@ class KVCache:
         self._shorten(None)
 
     def _shorten(self, length: int | Sequence[int] | None) -> None:
-        """To so many tokens; None forgets all, whatever a device says there is."""
+        """To so many tokens; None forgets all, without asking a device for its lengths."""
         claims, mine, claimed, storage, before = self._claims, self._every, False, self._storage, None
         try:  # as in _grow
             if claims & mine:
@@ -369,7 +369,7 @@ class KVCache:
         return shorter_lengths(
             length,
             [lengths for lengths, _ in held],
-            lambda item, n: any(self._ring.lost(n, n, written[item]) for _, written in held),
+            lambda item, n: any([self._ring.lost(n, n, written[item]) for _, written in held]),
         )
 
     def copy(self) -> KVCache:
@@ -413,17 +413,17 @@ class KVCache:
         """
         storage_of(device)
         where = saved.checked_path(path)
-        found = saved.read(where)
+        content = saved.read(where)
         try:
-            cache = cls(**found.sizes, dtype=found.dtype, device=device)
+            cache = cls(**content.sizes, dtype=content.dtype, device=device)
         except UnsupportedError:  # of the device
             raise
         except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
-            raise FileError(f"{where}: a cache of {found.sizes} cannot be reserved ({error}).") from None
-        for layer, (keys, values) in enumerate(found.parts):
+            raise FileError(f"{where}: a cache of {content.sizes} cannot be reserved ({error}).") from None
+        for layer, (keys, values) in enumerate(content.parts):
             cache._storage.fill(layer, keys, values)
-        cache._storage.set_lengths([lengths for lengths, _ in found.held])
-        cache._held = found.held
+        cache._storage.set_lengths([lengths for lengths, _ in content.held])
+        cache._held = content.held
         return cache
 
     # --- arguments
@@ -435,7 +435,7 @@ class KVCache:
         return check_index("batch index", item, self.batch)
 
     def _new(self, k: Any, v: Any, new_lengths: Any) -> tuple[Any, Any, list[int]]:
-        """New keys and values, checked, and of each sequence how many."""
+        """New keys and values, checked, and the number of new tokens of each sequence."""
         k = received(self._storage, k, "k", (self.batch, self.kv_heads, "n_new", self.head_dim), 2)
         v = received(self._storage, v, "v", (self.batch, self.kv_heads, "n_new", self.value_dim), 2)
         n_new = k.shape[2]
@@ -446,5 +446,5 @@ class KVCache:
 
 
 def _busy(layer: int) -> CacheBusy:
-    """A second appender is told so instead of waiting."""
+    """Raised for a second writer, which does not wait."""
     return CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")

@@ -28,7 +28,7 @@ class _Held(NamedTuple):
     """What a sequence holds. Never changed: an append makes another.
 
     pages: in order.
-    table: the same as the storage has it, which an append may make longer in place.
+    table: the same in the storage's own form, which an append may extend in place.
     lengths: tokens of each layer.
     """
 
@@ -80,13 +80,13 @@ class PagePool:
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = map(int, sizes.values())
         self.dtype = cache_dtype(dtype)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
-        self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: it may not be had
-        self._held: dict[int, _Held] = {}  # by the numbers of their handles
-        self._claims: set[Any] = set()  # of sequences that somebody writes to
-        self._dropped: list[list[int]] = []  # pages that were let go, to be counted by whom it concerns next
+        self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: the reservation may fail
+        self._held: dict[int, _Held] = {}  # by the number of the handle
+        self._claims: set[Any] = set()  # numbers of sequences being written to
+        self._dropped: list[list[int]] = []  # released, and counted by whoever needs the free list next
         self._taking = threading.RLock()
         self._free = list(range(self.pages - 1, -1, -1))
-        self._others = [0] * self.pages  # how often a page is held besides once
+        self._others = [0] * self.pages  # references to each page beyond the first
         renew_after_fork(self)
 
     def __repr__(self) -> str:
@@ -117,7 +117,7 @@ class PagePool:
     # effect, in such runs.
 
     def _count_dropped(self) -> None:
-        """Pages that nobody holds any more are free."""
+        """Drops a reference of each released page; those without any are free."""
         dropped, free, others = self._dropped, self._free, self._others
         while dropped:
             pages = dropped[-1]
@@ -154,7 +154,7 @@ class PagePool:
         return taken
 
     def after_fork(self) -> None:
-        """In the child: nobody writes, and pages that another thread of the parent had taken are free."""
+        """In the child: claims of the parent's threads are dropped, and pages that they had taken are free."""
         if self._claims:
             held = Counter(page for x in self._held.values() for page in x.pages)
             self._others[:] = [max(held[page] - 1, 0) for page in range(self.pages)]
@@ -270,14 +270,14 @@ class PagePool:
         up to its own.
 
         Args:
-            layer: which layer.
+            layer: index of the layer.
             sequences: a list of this pool's sequences, each once.
             q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, …
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
             new_lengths: new tokens of each sequence. Default: all to a single sequence, else one each.
             scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for KVCache.attend; a mask's b, and
-                dropout's batch item, is the place in `sequences`.
+                dropout's batch item, is the index in `sequences`.
 
         Returns:
             (total new, q_heads, value_dim), of q's kind; with return_lse also (q_heads, total new).
@@ -315,7 +315,7 @@ class PagePool:
         """New tokens, and what a query then sees; all of it or nothing."""
         numbers = [getattr(x, "_number", None) for x in sequences]
         claims, mine, claimed, taken, result = self._claims, set(numbers), False, [], None
-        if len(mine) != len(numbers) and all(self._of(x) for x in sequences):
+        if len(mine) != len(numbers) and all([self._of(x) for x in sequences]):
             raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
         try:
             if claims & mine:
@@ -359,7 +359,7 @@ class PagePool:
         return results.returned()
 
     def _new(self, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
-        """New keys and values, checked: so many, or as many as there are keys."""
+        """New keys and values, checked: `total` tokens of each, by default as many as k has."""
         k = received(self._storage, k, "k", ("total new", self.kv_heads, self.head_dim), 0)
         v = received(self._storage, v, "v", ("total new", self.kv_heads, self.value_dim), 0)
         total = k.shape[0] if total is None else total
@@ -371,7 +371,7 @@ class PagePool:
     def _counts(self, new_lengths: Any, sequences: int, total: int) -> list[int]:
         alone = [total] if sequences == 1 else [1] * sequences
         given = alone if new_lengths is None else each_count(new_lengths, sequences)
-        if any(n < 0 for n in given) or sum(given) != total:
+        if any([n < 0 for n in given]) or sum(given) != total:
             raise ArgumentError(
                 f"new_lengths: expected {sequences} ints, one per sequence, that add up to the {total} tokens; got "
                 f"{shown(given)}."
@@ -381,12 +381,12 @@ class PagePool:
     def _longer(
         self, before: list[_Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
     ) -> tuple[list[_Held], list[int]]:
-        """Each sequence with so many fresh pages, in which none that is written to is shared; and the pages that gave
-        way.
+        """Copy on write: each sequence with its fresh pages, and with copies of the shared pages that it writes to; and
+        the pages that were replaced.
         """
         left, longer, replaced, storage = iter(taken), [], [], self._storage
-        for which, (held, n) in enumerate(zip(before, fresh, strict=True)):
-            moved = [at for owner, at in copies if owner == which] if copies else []
+        for index, (held, n) in enumerate(zip(before, fresh, strict=True)):
+            moved = [at for owner, at in copies if owner == index] if copies else []
             if not moved and not n:
                 longer.append(held)
                 continue
@@ -401,25 +401,26 @@ class PagePool:
         return longer, replaced
 
     def _to_copy(self, before: list[_Held], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
-        """Shared pages that would be written to, as (which sequence, which of its pages).
+        """Shared pages that would be written to, as (index of the sequence, index of its page).
 
-        The last of those who share one writes to it, if the others end before.
+        The last sequence that shares a page writes in place, unless one that leaves has tokens there: a failing call
+        must not change those.
         """
         left: Counter[int] = Counter()
-        away: dict[int, int] = {}  # of a page, the longest that has left it
+        away: dict[int, int] = {}  # of a page: tokens of the longest sequence that leaves it for a copy
         shared = []
-        for which, (held, start, total) in enumerate(zip(before, starts, totals, strict=True)):
+        for index, (held, start, total) in enumerate(zip(before, starts, totals, strict=True)):
             for at in range(start // self.page_size, min(len(held.pages), -(-total // self.page_size))):
                 page = held.pages[at]
                 if self._others[page] > left[page] or away.get(page, 0) > start:
                     left[page] += 1
                     away[page] = max(away.get(page, 0), start)
-                    shared.append((which, at))
+                    shared.append((index, at))
         return shared
 
 
 def _busy() -> CacheBusy:
-    """A second writer is told so instead of waiting."""
+    """Raised for a second writer, which does not wait."""
     return CacheBusy(
         "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
     )

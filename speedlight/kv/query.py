@@ -1,4 +1,4 @@
-"""A call of a cache or pool: what it is given, the storage's part in it, and what it gives back."""
+"""A call of a cache or pool: its arguments, its run on the storage, its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Query(NamedTuple):
 
 
 def query_of(storage: Any, q: Any, options: Options, return_lse: Any, out: Any) -> Query:
-    """The queries of a call, which lie where the storage is."""
+    """The queries of a call, checked to lie on the storage's device."""
     check_flag("return_lse", return_lse)
     return Query(q, storage.query(q), options, return_lse, out)
 
@@ -31,7 +31,7 @@ def query_of(storage: Any, q: Any, options: Options, return_lse: Any, out: Any) 
 def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...]) -> Results:
     """New arrays, or the caller's own where it can be written."""
     q, options = query.q, query.options
-    staged = not (options.mask is options.score is None)  # a lookup may be out of range
+    staged = not (options.mask is options.score is None)  # a lookup may turn out, while kernels run, to be out of range
     shape = (*q.shape[:-1], value_dim)
     return Results(q, shape, lse_shape if query.return_lse else None, query.out, (q,), staged)
 
@@ -49,8 +49,8 @@ def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], a
 def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any, v: Any) -> Any:
     """Stores a cache's new tokens, if any, and computes what the queries see.
 
-    A chunk that is longer than a window has room for comes in pieces: each sees what is still there. Everything is
-    checked before anything is stored.
+    A chunk too long for a window's ring comes in pieces: each attends before the next overwrites what it sees.
+    Everything is checked before anything is stored.
     """
     first = pieces[0]
     if len(pieces) == 1 and first.counts is query.out is None:

@@ -26,7 +26,7 @@ class Saved:
 
     sizes: dict[str, int]
     dtype: str
-    held: list[tuple[list[int], list[int]]]  # of each layer lengths, and past the last token that was ever there
+    held: list[tuple[list[int], list[int]]]  # of each layer: lengths, and one past the highest position written
     parts: list[tuple[list[np.ndarray], list[np.ndarray]]]  # of each layer keys and values, plane by plane
 
 
@@ -42,12 +42,12 @@ def checked_path(path: Any) -> Path:
 
 def write(path: Path, saved: Saved) -> None:
     """Under a temporary name first, then renamed."""
-    found = {name: np.array([x[n] for x in saved.held], np.int64) for n, name in enumerate(("lengths", "written"))}
+    stored = {name: np.array([x[n] for x in saved.held], np.int64) for n, name in enumerate(("lengths", "written"))}
     for layer, both in enumerate(saved.parts):
         for name, parts in zip(("key", "value"), both, strict=True):
-            found |= {f"{name}{part}s.{layer}": x for part, x in zip(("", "_scale"), parts, strict=False)}
+            stored |= {f"{name}{part}s.{layer}": x for part, x in zip(("", "_scale"), parts, strict=False)}
     words = {n: str(x) for n, x in saved.sizes.items()}
-    write_arrays(path, found, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words)
+    write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words)
 
 
 def read(path: Path) -> Saved:
@@ -63,13 +63,13 @@ def read(path: Path) -> Saved:
     room = path.stat().st_size
     if sizes["layers"] * sizes["batch"] * 16 > room:
         raise FileError(f"{path}: {room:,} bytes cannot hold {sizes['layers']} layers of {sizes['batch']} sequences.")
-    found = read_arrays([path])
+    stored = read_arrays([path])
     ring = ring_of(sizes.get("window"), sizes.get("keep_first", 0))
-    held = _held(path, sizes, ring, found)
+    held = _held(path, sizes, ring, stored)
     parts = []
     for layer, pairs in enumerate(held):
         most = max(ring.held(*pair) for pair in zip(*pairs, strict=True))
-        keys, values = (_parts(path, f"{name}{{}}s.{layer}", sizes, dtype, most, found) for name in ("key", "value"))
+        keys, values = (_parts(path, f"{name}{{}}s.{layer}", sizes, dtype, most, stored) for name in ("key", "value"))
         parts.append((keys, values))
     return Saved(sizes, dtype, held, parts)
 
@@ -79,7 +79,7 @@ def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
         sizes = {n: int(words[n]) for n in _NAMES} | {n: int(words[n]) for n in ("window", "keep_first") if n in words}
     except (KeyError, ValueError) as error:
         raise FileError(f"{path}: a size is missing or no number ({error}).") from None
-    wrong = any(not (0 if n == "keep_first" else 1) <= x <= MOST for n, x in sizes.items())
+    wrong = any([not (0 if n == "keep_first" else 1) <= x <= MOST for n, x in sizes.items()])
     if (
         wrong
         or words.get("dtype") not in (*arrays.DTYPES, "int8")
@@ -97,12 +97,12 @@ def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
 
 
 def _held(
-    path: Path, sizes: dict[str, int], ring: Ring, found: dict[str, np.ndarray]
+    path: Path, sizes: dict[str, int], ring: Ring, stored: dict[str, np.ndarray]
 ) -> list[tuple[list[int], list[int]]]:
     shape, capacity = (sizes["layers"], sizes["batch"]), sizes["capacity"]
     both = []
     for name in ("lengths", "written"):
-        x = found.get(name)
+        x = stored.get(name)
         if x is None or x.shape != shape or x.dtype != np.int64:
             raise FileError(f"{path}: expected {name} of {shape[0]} layers and {shape[1]} sequences.")
         if x.min() < 0 or x.max() > capacity:
@@ -120,14 +120,14 @@ def _held(
 
 
 def _parts(
-    path: Path, name: str, sizes: dict[str, int], dtype: str, held: int, found: dict[str, np.ndarray]
+    path: Path, name: str, sizes: dict[str, int], dtype: str, held: int, stored: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
     """Keys or values of a layer; of int8 codes and scales."""
     dim = sizes["head_dim" if name.startswith("key") else "value_dim"]
     planes = [("", dim, arrays.numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if dtype == "int8" else [])
     parts = []
     for part, last, kind in planes:
-        x, wanted = found.get(name.format(part)), (sizes["batch"], sizes["kv_heads"], held, last)
+        x, wanted = stored.get(name.format(part)), (sizes["batch"], sizes["kv_heads"], held, last)
         if x is None or x.shape != wanted or x.dtype != kind:
             got = "none" if x is None else f"{x.shape} of {x.dtype}"
             raise FileError(f"{path}: expected {name.format(part)} of shape {wanted} and dtype {kind}; got {got}.")

@@ -28,7 +28,7 @@ def info(
     from ..cpu import compile, roof, workers
 
     isa, threads = machine.current_isa(), sl.get_threads()
-    kept = compile.kept_kernels()
+    cached = compile.cached_kernels()
     removed = compile.clear_kernels() if clear else None
     peaks = {name: roof.peak_flops(isa, storage, threads) for name, storage in (("float32", "f32"), ("float64", "f64"))}
     if isa.product("bf16") == "pairs":
@@ -40,8 +40,8 @@ def info(
         "vector_unit": isa.name,
         "vector_units": [x.name for x in machine.host_isas()], "threads": threads, "thread_runtime": workers.runtime(),
         "peak_flops": peaks, "read_bytes_per_second": read,
-        "kernels": {"directory": str(directory) if directory else None, "count": len(kept),
-                    "bytes": sum(kept.values())},
+        "kernels": {"directory": str(directory) if directory else None, "count": len(cached),
+                    "bytes": sum(cached.values())},
         "loaded": {"count": len(compile.loaded_kernels()), "most": compile.MOST_LOADED},
         "removed": removed,
     }  # fmt: skip
@@ -52,7 +52,7 @@ def info(
     where = (
         "not kept (SPEEDLIGHT_CACHE=0, or no home directory)"
         if directory is None
-        else f"{len(kept)}, {size_text(sum(kept.values()))}, in {directory}"
+        else f"{len(cached)}, {size_text(sum(cached.values()))}, in {directory}"
     )
     rows = [
         ("speedlight", f"{sl.__version__}, arithmetic {sl.ARITHMETIC}, engine cpu"),
