@@ -161,7 +161,7 @@ MUTATIONS = (
     ),
     Mutation(
         "blocks of queries begin where a call does",
-        "cpu/backward.py",
+        "cpu/pairs.py",
         "self.row = (item.block + self.step // a.group) * QUERY_BLOCK - (item.start + a.k_start)",
         "self.row = (self.step // a.group) * QUERY_BLOCK",
         f"{BACKWARD} -k absolute_positions",
@@ -169,8 +169,8 @@ MUTATIONS = (
     Mutation(
         "a task waits for one of the two before it",
         "cpu/backward.py",
-        "return above & (k.fetch_add(before, 0, 0) >= wanted)",
-        "return above | (k.fetch_add(before, 0, 0) >= wanted)",
+        "return super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)",
+        "return super().has_come(turn) | (k.fetch_add(before, 0, 0) >= wanted)",
         f"{RUNS} -k their_turn",
     ),
     Mutation(
@@ -182,7 +182,7 @@ MUTATIONS = (
     ),
     Mutation(
         "sums of dk and dv begin with what memory held",
-        "cpu/backward_tiles.py",
+        "cpu/rows.py",
         'fresh, end = p["fresh"].differs(0), p["end"].differs(0)',
         'fresh, end = p["fresh"].differs(1), p["end"].differs(0)',
         f"{BACKWARD} -k 'every_option and float32'",

@@ -348,8 +348,8 @@ def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
             ctypes.memset(scratch, fill, size)
             return scratch
 
-        monkeypatch.setattr(prepare, "_take_scratch", take)
-        monkeypatch.setattr(prepare, "_give_scratch", lambda scratch: None)
+        monkeypatch.setattr(prepare, "take_scratch", take)
+        monkeypatch.setattr(prepare, "give_scratch", lambda scratch: None)
         results.add(sl.attention(q, k, v, causal=True, dropout=0.2, seed=8).tobytes())
     assert len(results) == 1
 

@@ -43,8 +43,9 @@ if FULL:
 
 BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
 ROW = machine.RegisterTiles(
-    24, (8, 8, 6), ((8, 1), (4, 1), (1, 1)), ((4, 2), (1, 4)), ((4, 1), (1, 1)), ((2, 8, 2), (1, 8, 1)), ((2, 8, 1),)
-)
+    24, (8, 8, 6), ((8, 1), (4, 1), (1, 1)), ((4, 2), (1, 4)), ((4, 1), (1, 1)), ((2, 8, 2), (1, 8, 1)), ((2, 8, 1),),
+    ((6, 3), (8, 2), (8, 1)),
+)  # fmt: skip
 
 
 @pytest.fixture(params=BASES, ids=[f"{base.name}r24" for base in BASES])
