@@ -7,10 +7,11 @@ from typing import Any
 
 from . import arrays, calls
 from . import engine as engines
+from .arrays import DTYPES
 from .checks import check_flag, check_layout, check_precision, packed_lengths, page_lists
 from .compiling import leaves_graph
 from .cpu.layout import SLACK
-from .cpu.operands import Dense, Paged, Pages, Rows, Strides
+from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
 from .errors import ArgumentError, shown
 from .machine import current_isa
 from .planning import Plan
@@ -323,6 +324,7 @@ def plan(
     precision: str = "ieee",
     dropout: float = 0.0,
     seed: int | None = None,
+    backward: bool = False,
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
 
@@ -333,7 +335,8 @@ def plan(
     are computed are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
     j; else `exact=True` counts it, key by key in the tiles that are mixed, and without it visible_pairs and flops are
     None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product
-    of matrices of the dtype there.
+    of matrices of the dtype there. With `backward=True` it is the plan of attention_backward(), on the CPU: what
+    flows to q, k and v; gradients of tables and sinks come on top.
 
     Returns:
         A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.
@@ -348,6 +351,7 @@ def plan(
     True
     """
     check_flag("exact", exact)
+    check_flag("backward", backward)
     check_precision(precision)
     options = Options(
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
@@ -362,8 +366,9 @@ def plan(
         device = a.device if device is None and a.device != "cpu" else device
         problem = from_arrays(a, b, c, options).problem
         strides = Dense(layout, b, c).strides(problem.dtype)
+        strides = strides._replace(strided_queries=stride_of(a.strides, layout, -1) != DTYPES[problem.dtype][1])
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
         problem = from_sizes(sizes, options)
         strides = Strides(heads_adjoin=layout != "bhld" and problem.kv_heads > 1)
-    return engines.plan(problem, device, strides, precision, exact)
+    return engines.plan(problem, device, strides, precision, exact=exact, backward=backward)

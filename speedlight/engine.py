@@ -39,7 +39,7 @@ def of(device: str) -> Any:
 
 
 def gradients() -> Any:
-    """What computes them: `prepare` makes a backward call."""
+    """What computes them: `prepare` makes a backward call, `plan` says what it would do."""
     from .cpu import gradients
 
     return gradients
@@ -70,12 +70,20 @@ def resident() -> Any:
     return resident
 
 
-def plan(problem: Problem, device: Any, strides: Strides, precision: str, exact: bool) -> Plan:
-    """What a call on a device would do: on the CPU over arrays with these strides."""
+def plan(
+    problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False, backward: bool = False
+) -> Plan:
+    """What a call, or a backward call, on a device would do: on the CPU over arrays with these strides."""
     match device:
         case None | str("cpu"):
-            return of("cpu").plan(problem, strides, threads_now(), exact=exact)
+            maker = gradients() if backward else of("cpu")
+            return maker.plan(problem, strides, threads_now(), exact=exact)
         case _:
+            if backward:
+                raise UnsupportedError(
+                    f"backward: expected False, or the CPU, where gradients are computed; got True for {device}. "
+                    "Use .cpu(), or device='cpu'."
+                )
             gpu_device = resident().device_of(device)
             from .gpu import counting
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .expressions.tree import lazily
 from .problem import TILE, Problem
-from .work import all_panel_keys, count, least_bytes, materialised_bytes
+from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes
 
 
 class Run(NamedTuple):
@@ -18,6 +18,7 @@ class Run(NamedTuple):
     threads: int
     panel: int  # query rows that go through a tile together
     workspace_bytes: int
+    backward: bool = False  # of attention_backward()
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,8 @@ class Plan:
     FLOPs count a multiply-add as two and only visible query-key pairs, except `tile_flops`, which is what is computed.
     visible_pairs and flops are None where only counting would tell (`plan(…, exact=True)` counts).
     Bytes are the least that must be moved: every input once, every output once. Seconds are what this machine's
-    measured peak and bandwidth allow at best.
+    measured peak and bandwidth allow at best. `backward`: of attention_backward(): five products where attention() has
+    two; gradients of tables and sinks are not in it.
 
     >>> import speedlight as sl
     >>> p = sl.plan(q_heads=8, q_len=1024, head_dim=64, causal=True)
@@ -58,6 +60,7 @@ class Plan:
     peak_flops: float | None = None  # per second, all threads of the plan
     bandwidth: float | None = None  # bytes per second
     tile_keys: int = TILE
+    backward: bool = False
 
     @property
     def memory_ratio(self) -> float:
@@ -82,12 +85,15 @@ class Plan:
         mask += ", scored" if p.score is not None else ""
         mask += f", dropout {p.dropout:g}" if p.dropout else ""
         visible = "? FLOP visible (exact=True counts)" if self.flops is None else f"{_si(self.flops, 'FLOP')} visible"
-        unit, limits = ("thread", ", whatever the lengths") if self.engine == "cpu" else ("program", "")
+        unit = "thread" if self.engine == "cpu" else "program"
+        sums = self.backward and p.storage in ("f16", "bf16")  # of gradients, in 32 bits
+        limits = ", whatever the lengths" if self.engine == "cpu" and not sums else ""
+        what = "weights and their gradients" if self.backward else "scores and weights"
         rows = [
             (
                 "problem",
                 f"{p.dtype}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims "
-                f"{p.head_dim}/{p.value_dim}, {mask}",
+                f"{p.head_dim}/{p.value_dim}, {mask}{', backward' * self.backward}",
             ),
             (
                 "engine",
@@ -108,7 +114,7 @@ class Plan:
             ("workspace", f"{_bytes(self.workspace_bytes)}{limits}"),
             (
                 "materialised",
-                f"{_bytes(self.materialised_bytes)} for scores and weights: {self.memory_ratio:,.1f} x the workspace",
+                f"{_bytes(self.materialised_bytes)} for {what}: {self.memory_ratio:,.1f} x the workspace",
             ),
         ]
         if self.seconds_at_least is not None and self.peak_flops and self.bandwidth:
@@ -125,10 +131,15 @@ def plan_of(
     *,
     exact: bool = False,
 ) -> Plan:
-    """The plan of a call on the CPU, exactly: what the kernel counts when it runs is the same."""
-    work = count(problem, run.panel, exact=exact)
-    read, written = least_bytes(problem)
-    per_pair = 2 * (problem.head_dim + problem.value_dim)
+    """The plan of a call on the CPU, exactly: what the kernel counts when it runs is the same.
+
+    But the backward kernel leaves out rows whose lse is -inf, also where only their scores say so: tiles of panels that
+    have such a row are mixed then, if any.
+    """
+    work = count(problem, run.panel, exact=exact, backward=run.backward)
+    all_keys = all_panel_keys(problem, run.panel, backward=run.backward)
+    read, written = (least_backward_bytes if run.backward else least_bytes)(problem)
+    per_pair = pair_flops(problem, backward=run.backward)
     return Plan(
         problem=problem,
         engine="cpu",
@@ -145,14 +156,21 @@ def plan_of(
         panel_keys=work.panel_keys,
         full_flops=(work.panel_keys - work.mixed_keys) * run.panel * per_pair,
         mixed_flops=work.mixed_keys * run.panel * per_pair,
-        skipped_flops=(all_panel_keys(problem, run.panel) - work.panel_keys) * run.panel * per_pair,
+        skipped_flops=(all_keys - work.panel_keys) * run.panel * per_pair,
         bytes_read=read,
         bytes_written=written,
         workspace_bytes=run.workspace_bytes,
         materialised_bytes=materialised_bytes(problem),
         peak_flops=peak,
         bandwidth=bandwidth,
+        backward=run.backward,
     )
+
+
+def pair_flops(problem: Problem, *, backward: bool = False) -> int:
+    """Of a query and a key: S and out; or S, dP, dQ, dK and dV."""
+    d, value_dim = problem.head_dim, problem.value_dim
+    return 6 * d + 4 * value_dim if backward else 2 * (d + value_dim)
 
 
 def _range(lengths: tuple[int, ...]) -> str:

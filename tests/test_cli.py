@@ -203,6 +203,13 @@ def test_plan(tmp_path):
     assert masked["visible_pairs"] == 8 * int(((i * j) % 7 == 0).sum())
 
 
+def test_plan_of_gradients(here):
+    words = ["plan", "--length", 300, "--dtype", "bfloat16", "--json"]
+    report, forward = (json.loads(here(*words, *more).stdout) for more in (["--backward"], []))
+    assert report["flops"] == 5 * forward["flops"] // 2 and report["kernel"].startswith("backward_bf16")
+    assert "backward" in report["text"]["problem"]
+
+
 def test_info_and_clear(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path / "kernels"))
     x = tmp_path / "x.npz"
@@ -226,6 +233,13 @@ def test_show(here, isa, tmp_path):
     assert here("show", "--isa", isa, "--length", 1, "--keys", 500, "--ir").stdout.startswith("; ModuleID")
     done = here("show", "--isa", isa, "--asm", "-o", tmp_path / "k.s")
     assert done.returncode == 0 and "forward_f32" in (tmp_path / "k.s").read_text()
+
+
+def test_show_of_gradients(here):
+    report = json.loads(here("show", "--backward", "--isa", "avx2", "--causal", "--json").stdout)
+    assert report["kernel"].startswith("backward_f32_avx2") and report["panels"] == 8
+    assert {"task", "region"} <= set(report["functions"]) and "vectors" in report["tile"]
+    assert here("show", "--backward", "--isa", "avx2", "--ir").stdout.startswith("; ModuleID")
 
 
 def test_view_of_weights(tmp_path):
@@ -270,6 +284,31 @@ def test_bench(tmp_path):
     assert (tmp_path / "r.png").stat().st_size > 10_000
     missing = json.loads(speedlight(*words, "--peer", "jax", "--json").stdout)
     assert "jax" in missing["missing"] or "jax" in missing["rows"][0]["ratios"]
+
+
+def test_bench_of_gradients(here, tmp_path):
+    words = ["bench", "--backward", "--length", 300, "--head-dim", 16, "--heads", 2, "--turns", 1]
+    done = here(*words, "--dtype", "float32", "--dtype", "bfloat16", "-o", tmp_path / "r.json")
+    assert "N300 d16 causal backward" in done.stdout, done.stderr
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert len(rows) == 4 and all(len(r["ratios"]["torch"]) == 5 and not r["notes"] for r in rows)
+    assert all(r["kernel"].startswith("backward") and r["gflops"] > 0 for r in rows)
+    assert rows[0]["flops"] == 2 * 300 * 300 * 10 * 16
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_bench_refuses_wrong_gradients(monkeypatch, at):
+    from speedlight.tools import bench
+
+    def wrong(*arrays, **options):
+        results = backward(*arrays, **options)
+        results[at][0, 0, -1 if at == 0 else 0, 0] += 1e-2
+        return results
+
+    backward = sl.attention_backward
+    monkeypatch.setattr(sl, "attention_backward", wrong)
+    (row,) = bench._measured([("float32", 1, 300, 16, True)], [], 1, {}, backward=True)
+    assert row["refused"] == "1 elements outside the bound" and "gflops" not in row
 
 
 def test_bench_refuses_wrong_results(monkeypatch, capsys):
@@ -317,6 +356,8 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["bench", "--peer", "numpy"], "--peer: expected some of"),
         (["bench", "-o", "/no/such/x.json"], "--output: expected a name"),
         (["bench", "--base", "no-such-commit"], "--base: expected a commit"),
+        (["bench", "--backward", "--peer", "jax"], "--peer: expected some of torch, or none beside --backward"),
+        (["plan", "--length", "5", "--backward", "--device", "cuda"], "backward: expected False, or the CPU"),
     ],
 )
 def test_bad_words_of_the_other_commands(here, words, says):

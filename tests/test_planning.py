@@ -15,9 +15,12 @@ from problems import qkv
 
 import speedlight as sl
 from speedlight import arrays
-from speedlight.cpu.operands import Dense, Rows, Strides
+from speedlight.cpu import gradients
+from speedlight.cpu.compile import symbol_of
+from speedlight.cpu.operands import Dense, Operands, Rows, Strides
 from speedlight.cpu.prepare import prepare
 from speedlight.cpu.schedule import schedule
+from speedlight.gradients import Asked
 from speedlight.machine import current_isa
 from speedlight.problem import LAYOUTS, Options
 from speedlight.resolve import from_arrays
@@ -105,6 +108,92 @@ def test_the_kernel_counts_what_was_planned_for_random_masks(mask, causal, seed)
     options = {"mask": mask, "causal": causal, "q_start": int(rng.integers(0, LENGTH - sizes[0]))}
     counts, plan, _ = counted(*qkv(rng, "float32", 2, 4, 2, *sizes, 4, 4), options)
     assert counts == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
+
+
+def counted_backward(q, k, v, options):
+    """What the backward kernel counts, and the plan."""
+    plan = sl.plan(q, k, v, **options, exact=True, backward=True)
+    out, lse = sl.attention(q, k, v, **options, return_lse=True)
+    x = Operands(*(arrays.describe(a.copy(), "x") for a in (q, k, v, out, lse, out)), None, *(
+        arrays.describe(np.zeros_like(a), "x") for a in (q, k, v)
+    ))  # fmt: skip
+    stated = from_arrays(x.q, x.k, x.v, Options(**options))
+    layout = options.get("layout", "bhld")
+    prepared = gradients.prepare(Asked(stated.problem), layout, stated, x, sl.get_threads(), current_isa())
+    assert plan.kernel == symbol_of(prepared.call.shape)
+    counts = np.zeros(3, np.int64)
+    prepared.call.run(x, [np.zeros(a.shape, np.float64) for a in (q, k, v)], None, counts=counts.ctypes.data)
+    assert plan.workspace_bytes >= prepared.call.how.workspace_bytes
+    return counts.tolist(), plan
+
+
+def held_to_the_kernel(arrays, options):
+    counts, plan = counted_backward(*arrays, options)
+    assert counts == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
+    assert plan.tile_flops == plan.full_flops + plan.mixed_flops >= plan.flops
+    return plan
+
+
+BACKWARD = [
+    (300, 700, {"causal": True}),
+    (300, 700, {}),
+    (1, 2500, {"causal": True}),
+    (500, 300, {"causal": True}),
+    (513, 1049, {"causal": True, "q_start": 901}),
+    (64, 64, {"causal": True, "q_start": -5}),
+    (300, 700, {"causal": True, "k_start": 1024, "q_start": 1400}),
+    (300, 700, {"q_lengths": [193, 0], "k_lengths": [700, 33]}),
+    (300, 700, {"causal": True, "q_lengths": [300, 7], "k_lengths": [129, 700]}),
+    (300, 700, {"layout": "lhd", "causal": True, "cu_seqlens_q": [0, 3, 3, 300], "cu_seqlens_k": [0, 0, 130, 700]}),
+]
+
+
+@pytest.mark.each("dtype", "options")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("q_len", "k_len", "options"), BACKWARD)
+def test_the_backward_kernel_counts_what_was_planned(isa, rng, dtype, q_len, k_len, options):
+    given = qkv(rng, dtype, 2, 6, 2, q_len, k_len, 16, 8)
+    if options.get("layout") == "lhd":
+        given = [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in given]
+    plan = held_to_the_kernel(given, options)
+    assert plan.flops == plan.visible_pairs * (6 * 16 + 4 * 8)
+    assert plan.visible_pairs == sl.plan(*given, **options).visible_pairs
+    if "q_lengths" not in options:
+        size, number = given[0].itemsize, 4
+        rows, keys = given[0].size // 16, given[1].size // 16
+        assert plan.bytes_read == (rows * (16 + 8 + 8) + keys * (16 + 8)) * size + rows * number
+        assert plan.bytes_written == (rows * 16 + keys * (16 + 8)) * size
+
+
+BACKWARD_MASKS = ["window and causal", "prefix", "documents and causal", "heads", "items", "nothing", "scored"]
+
+
+@pytest.mark.each("dtype", "name")
+@pytest.mark.parametrize("name", MASKS if FULL else BACKWARD_MASKS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["bfloat16"])
+def test_the_backward_kernel_counts_what_was_planned_for_masks(isa, rng, dtype, name):
+    given = qkv(rng, dtype, 2, 4, 2, 500, 1500, 16, 16)
+    plan = held_to_the_kernel(given, MASKS[name])
+    assert plan.visible_pairs == sl.plan(*given, **MASKS[name], exact=True).visible_pairs
+
+
+def test_a_plan_of_gradients_says_so(rng):
+    sizes = {"q_heads": 4, "kv_heads": 2, "q_len": 300, "head_dim": 32, "dtype": "bfloat16"}
+    plan, forward = (sl.plan(**sizes, backward=x) for x in (True, False))
+    assert plan.backward and not forward.backward and plan.kernel.startswith("backward_bf16")
+    assert "backward" in dict(plan.rows())["problem"] and "whatever" not in dict(plan.rows())["workspace"]
+    assert plan.flops == 5 * forward.flops // 2 and plan.seconds_at_least > 0
+    given = qkv(rng, "bfloat16", 1, 4, 2, 300, 300, 32, 32)
+    assert sl.plan(*given, backward=True) == plan
+    spread = [np.repeat(x, 2, axis=-1)[..., ::2] for x in qkv(rng, "float32", 1, 4, 2, 300, 300, 64, 64)]
+    close = [np.ascontiguousarray(x) for x in spread]
+    assert sl.plan(*spread, backward=True).workspace_bytes > sl.plan(*close, backward=True).workspace_bytes
+    with pytest.raises(sl.UnsupportedError, match="^backward: expected False, or the CPU"):
+        sl.plan(**sizes, backward=True, device="cuda")
+    with pytest.raises(sl.ArgumentTypeError, match="^backward: "):
+        sl.plan(**sizes, backward=1)
+    with pytest.raises(sl.Error, match="derivative"):
+        sl.plan(**sizes, backward=True, score=lambda s, b, h, i, j: s // 2.0)
 
 
 LISTS = {

@@ -11,6 +11,7 @@ from ..arrays import STORAGE_BYTES, address_of
 from ..expressions.program import Program
 from ..machine import PRODUCTS, Isa, number_bytes, register_tiles
 from ..philox import drop_below
+from ..planning import pair_flops
 from ..problem import LAYOUTS, QUERY_BLOCK, TILE, Problem
 from .compile import kernel_of
 from .flows import needs_raw
@@ -27,7 +28,7 @@ from .layout import (
     GradientItem,
     placed,
 )
-from .operands import Operands, steps, stride_of
+from .operands import Operands, Strides, steps, stride_of
 from .prepare import bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
 from .schedule import product_of
 from .shape import Kind, Shape
@@ -53,6 +54,12 @@ class Lies(NamedTuple):
     def step(self, name: str, axis: int) -> int:
         """Bytes, as stride_of gives them."""
         return stride_of(getattr(self.arrays, name).strides, self.layout, axis)
+
+    def strides(self, storage: str) -> Strides:
+        """What a schedule wants to know of them."""
+        size = STORAGE_BYTES[storage]
+        keys, values, queries, flows = (self.step(name, -1) != size for name in ("k", "v", "q", "d_out"))
+        return Strides(keys, values, strided_queries=queries, strided_gradients=flows)
 
     def offsets(self, name: str) -> np.ndarray:
         """From an array's address to each item."""
@@ -89,16 +96,21 @@ class BackwardSchedule(NamedTuple):
         return self.scratch_bytes + _APART
 
     @property
+    def panels(self) -> int:
+        """Of a block of queries."""
+        return self.words["panels"]
+
+    @property
     def workspace_bytes(self) -> int:
         """Of all workers."""
         return self.scratch_bytes * self.threads
 
 
 def schedule_backward(
-    problem: Problem, isa: Isa, lies: Lies, program: Program | None, tickets: Tickets, threads: int
+    problem: Problem, isa: Isa, strides: Strides, program: Program | None, tickets: Tickets, threads: int
 ) -> BackwardSchedule:
     """A panel of three vectors of queries; QUERY_BLOCK is so many panels on every vector unit."""
-    sizes, staged = _sizes(problem, isa, lies, program)
+    sizes, staged = _sizes(problem, isa, strides, program)
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
     offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
     panels = QUERY_BLOCK // sizes.panel
@@ -112,12 +124,14 @@ def schedule_backward(
     return BackwardSchedule(isa, problem.storage, _VECTORS, max(1, min(threads, tickets.number)), tickets, words, used)
 
 
-def _sizes(problem: Problem, isa: Isa, lies: Lies, program: Program | None) -> tuple[BackwardSizes, dict[str, bool]]:
+def _sizes(
+    problem: Problem, isa: Isa, strides: Strides, program: Program | None
+) -> tuple[BackwardSizes, dict[str, bool]]:
     """What scratch depends on, and which rows are copied."""
     lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
     panel, elements = lanes * _VECTORS, PRODUCTS[product_of(problem, isa)]
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
-    staged = _staged(problem, lies, lanes, elements)
+    staged = _staged(problem, strides, lanes, elements)
     columns, value_columns = _up(problem.head_dim, lanes), _up(problem.value_dim, lanes)
     sizes = BackwardSizes(
         number=number,
@@ -140,10 +154,12 @@ def _sizes(problem: Problem, isa: Isa, lies: Lies, program: Program | None) -> t
     return sizes, staged
 
 
-def _staged(problem: Problem, lies: Lies, lanes: int, elements: int) -> dict[str, bool]:
+def _staged(problem: Problem, strides: Strides, lanes: int, elements: int) -> dict[str, bool]:
     """Which rows are copied: to be widened, made units or whole vectors, or brought together."""
-    size = STORAGE_BYTES[problem.storage]
-    strided = {name: lies.step(name, -1) != size for name in ("q", "k", "v", "d_out")}
+    strided = {
+        "q": strides.strided_queries, "k": strides.strided_keys, "v": strides.strided_values,
+        "d_out": strides.strided_gradients,
+    }  # fmt: skip
     if elements > 1:
         odd = {"k": problem.head_dim % elements, "v": problem.value_dim % elements, "q": 1, "d_out": 1}
     else:
@@ -198,6 +214,11 @@ def tickets_of_tables(problem: Problem, most_shares: int) -> Tickets:
     return Tickets(-(-len(blocks) // shares) * shares, table, shares, words)
 
 
+def shape_of(problem: Problem, kind: Kind, program: Program | None, how: BackwardSchedule) -> Shape:
+    """What the kernel of a pass is specialised for."""
+    return Shape(kind, how.isa, how.storage, how.vectors, program, dropout=problem.dropout > 0)
+
+
 class BackwardCall:
     """A pass back through attention with layouts and strides fixed: only addresses are missing.
 
@@ -208,7 +229,7 @@ class BackwardCall:
         self, problem: Problem, kind: Kind, program: Program | None, lies: Lies, how: BackwardSchedule
     ) -> None:
         self.problem, self.program, self.how = problem, program, how
-        self.shape = Shape(kind, how.isa, how.storage, how.vectors, program, dropout=problem.dropout > 0)
+        self.shape = shape_of(problem, kind, program, how)
         self.items = _items(problem, lies)
         words = how.words | _words(problem, lies, self.shape.elements) | {"scratch_stride": how.scratch_stride}
         self.slots = None if program is None else program.host_words()
@@ -227,9 +248,11 @@ class BackwardCall:
         own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
         return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
 
-    def run(self, x: Operands, sums: list[np.ndarray], seed: int | None, shares: np.ndarray | None = None) -> None:
+    def run(
+        self, x: Operands, sums: list[np.ndarray], seed: int | None, shares: np.ndarray | None = None, counts: int = 0
+    ) -> None:
         """`sums`: where dq, dk and dv are summed; `shares`: where gradients of tables are; a seed of the caller's, if
-        given.
+        given; `counts`: an address of COUNTS, which then are counted.
         """
         if not self.how.tickets.number:
             return
@@ -241,7 +264,7 @@ class BackwardCall:
         try:
             words[SCRATCH] = ctypes.addressof(scratch)
             words[CALL] = (
-                x.q.address, x.k.address, x.v.address, x.out.address, _address(lse), 0, self.items.ctypes.data, 0,
+                x.q.address, x.k.address, x.v.address, x.out.address, _address(lse), counts, self.items.ctypes.data, 0,
                 0, ctypes.addressof(wrong), self.problem.seed if seed is None else seed,
             )  # fmt: skip
             words[GRADIENTS] = (
@@ -257,7 +280,7 @@ class BackwardCall:
 def _guessed_seconds(problem: Problem, how: BackwardSchedule, elements: int) -> float:
     """Of one thread."""
     pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
-    flops = pairs * (6 * problem.head_dim + 4 * problem.value_dim) * (0.5 if problem.causal else 1.0)
+    flops = pairs * pair_flops(problem, backward=True) * (0.5 if problem.causal else 1.0)
     return flops / (_GUESS * how.isa.lanes(how.storage) * elements)
 
 

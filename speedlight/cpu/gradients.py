@@ -7,14 +7,26 @@ import numpy as np
 from ..arrays import Array
 from ..expressions.program import Program
 from ..gradients import SINKS, Asked
-from ..machine import Isa
+from ..machine import Isa, current_isa
 from ..modes import standard
+from ..planning import Plan, Run, plan_of
 from ..problem import LAYOUTS, Problem
 from ..resolve import Stated
-from .differentiate import BackwardCall, Lies, schedule_backward, tickets_of, tickets_of_tables
+from . import roof
+from .compile import symbol_of
+from .differentiate import (
+    BackwardCall,
+    BackwardSchedule,
+    Lies,
+    schedule_backward,
+    shape_of,
+    tickets_of,
+    tickets_of_tables,
+)
 from .layout import SHARE_OF
-from .operands import Operands
+from .operands import Operands, Strides
 from .prepare import program_of
+from .shape import Shape
 
 _SHARES, _SHARE_BYTES = 64, 64 << 20  # of gradients of tables, and bytes of all shares together
 
@@ -27,13 +39,14 @@ class Gradients:
         self.request, self.problem, self.layout = request, problem, lies.layout
         self.untouched = _untouched(problem, lies)
         program = program_of(problem, backward=True)
-        how = schedule_backward(problem, isa, lies, program, tickets_of(problem, threads), threads)
+        strides = lies.strides(problem.storage)
+        how = schedule_backward(problem, isa, strides, program, tickets_of(problem, threads), threads)
         self.call, self.tables = BackwardCall(problem, "backward", program, lies, how), None
         if request.tables and problem.score is not None:
             entries = sum(x.array.size for x in request.tables)
             program = Program.of_entries(problem.mask, problem.score, problem.box(), request.tables)
             tickets = tickets_of_tables(problem, max(1, min(_SHARES, _SHARE_BYTES // (8 * max(1, entries)))))
-            how = schedule_backward(problem, isa, lies, program, tickets, threads)
+            how = schedule_backward(problem, isa, strides, program, tickets, threads)
             self.tables = BackwardCall(problem, "tables", program, lies, how)
 
     @property
@@ -81,6 +94,30 @@ def prepare(request: Asked, layout: str, stated: Stated, arrays: Operands, threa
     """Everything that addresses don't change."""
     first_q, first_k = (x and x[:-1] for x in (stated.cu_q, stated.cu_k))
     return Gradients(request, Lies(layout, arrays, first_q, first_k), threads, isa)
+
+
+def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
+    """What a backward call on this machine would do, with its measured roofs."""
+    how, shape = kernel_of_problem(problem, strides, threads, current_isa())
+    workspace = how.workspace_bytes + _sum_bytes(problem)
+    run = Run(how.isa.name, symbol_of(shape), how.threads, shape.panel, workspace, backward=True)
+    peak = roof.peak_flops(how.isa, problem.storage, how.threads)
+    return plan_of(problem, run, peak, roof.bandwidth(how.threads), exact=exact)
+
+
+def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[BackwardSchedule, Shape]:
+    """How a backward call runs, and what its kernel is specialised for; for any vector unit, this machine's or not."""
+    program = program_of(problem, backward=True)
+    how = schedule_backward(problem, isa, strides, program, tickets_of(problem, threads), threads)
+    return how, shape_of(problem, "backward", program, how)
+
+
+def _sum_bytes(problem: Problem) -> int:
+    """Of the sums of dq, dk and dv, where they are of more bits than the arrays."""
+    if problem.storage in ("f32", "f64"):
+        return 0
+    rows, keys = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
+    return 4 * (rows * problem.head_dim + keys * (problem.head_dim + problem.value_dim))
 
 
 def _sinks(problem: Problem, layout: str, x: Operands) -> np.ndarray:

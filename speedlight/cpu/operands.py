@@ -38,12 +38,14 @@ class Pages:
 
 
 class Strides(NamedTuple):
-    """What a schedule wants to know of how keys and values lie."""
+    """What a schedule wants to know of how keys and values lie; a backward pass's, of queries and d_out as well."""
 
     strided_keys: bool = False  # elements of a row are not side by side
     strided_values: bool = False
     heads_adjoin: bool = False  # a token's heads lie side by side, and tokens apart
     pages: Pages | None = None
+    strided_queries: bool = False
+    strided_gradients: bool = False
 
 
 class Rows(NamedTuple):

@@ -10,9 +10,10 @@ import torch
 
 from ..expressions.program import may_hide, visibility
 from ..machine import interpreting
+from ..panels import Many, integers_of
 from ..planning import Plan
 from ..problem import TILE, Problem
-from ..work import Many, count, integers_of, least_bytes, materialised_bytes
+from ..work import count, least_bytes, materialised_bytes
 from .keys import Keys
 from .schedule import capability, check, schedule
 

@@ -18,8 +18,8 @@ from ..errors import ArgumentError
 from ..expressions.program import Program
 from ..machine import interpreting
 from ..modes import standard
+from ..panels import Many
 from ..problem import Problem
-from ..work import Many
 from . import lower
 from .forward import TILES
 from .sequence import ITEM

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
@@ -26,7 +26,20 @@ import speedlight as sl
 
 from .. import engine, machine
 from ..errors import ArgumentError, FileError
-from .measuring import PEERS, as_numpy, check, measure, peers, quantiles, tensors
+from .measuring import (
+    BACKWARD_PEERS,
+    PEERS,
+    Call,
+    Peer,
+    check,
+    check_gradients,
+    farthest,
+    measure,
+    peers,
+    quantiles,
+    tensors,
+    with_gradients,
+)
 from .pictures import check_path, roofline
 from .reports import console, print_json
 
@@ -50,6 +63,9 @@ def bench(
         typer.Option(help=f"Which peers, of {', '.join(PEERS)}, or none. Default all that are installed."),
     ] = None,
     turns: Annotated[int, typer.Option(help="Samples of each, in turn.")] = 5,
+    backward: Annotated[
+        bool, typer.Option("--backward", help="Measure attention_backward(), beside PyTorch's backward pass.")
+    ] = False,
     device: Annotated[
         str, typer.Option(help="cpu, or cuda: forward, masks and decode on a GPU, beside its own peers.")
     ] = "cpu",
@@ -61,12 +77,10 @@ def bench(
 ) -> None:
     """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused."""
     if device != "cpu":
-        _on_gpu(device, only, turns, output, as_json, dtype or head_dim or length or peer or base or plot)
+        _on_gpu(device, only, turns, output, as_json, dtype or head_dim or length or peer or base or plot or backward)
         return
     shapes = _shapes(dtype, head_dim, length, mask, heads)
-    names = list(PEERS) if peer is None else [] if peer == ["none"] else peer
-    if unknown := [x for x in names if x not in PEERS]:
-        raise ArgumentError(f"--peer: expected some of {', '.join(PEERS)}, or none; got {unknown[0]!r}.")
+    names = _names(peer, backward)
     if turns < 1:
         raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
     if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
@@ -76,13 +90,16 @@ def bench(
         if base is not None:
             raise ArgumentError("--plot: expected no --base beside it.")
     rows, missing = [], {}
-    source = _against(base, shapes, turns) if base is not None else _measured(shapes, names, turns, missing)
+    if base is not None:
+        source = _against(base, shapes, turns, backward)
+    else:
+        source = _measured(shapes, names, turns, missing, backward)
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("shapes", total=len(shapes))
         for row in source:
             rows.append(row)
             progress.advance(task)
-    report = _about() | {"base": base, "missing": missing, "rows": rows}
+    report = _about() | {"base": base, "backward": backward, "missing": missing, "rows": rows}
     if output is not None:
         try:
             output.write_text(json.dumps(report, indent=1) + "\n")
@@ -140,6 +157,16 @@ def tune(
         print(f"{seconds * 1e6:10,.1f} us  {tile}")
 
 
+def _names(peer: list[str] | None, backward: bool) -> list[str]:
+    """Of the peers that are asked for."""
+    known = BACKWARD_PEERS if backward else PEERS
+    names = list(known) if peer is None else [] if peer == ["none"] else peer
+    if unknown := [x for x in names if x not in known]:
+        beside = " beside --backward" if backward else ""
+        raise ArgumentError(f"--peer: expected some of {', '.join(known)}, or none{beside}; got {unknown[0]!r}.")
+    return names
+
+
 def _shapes(
     dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, mask: str, heads: int
 ) -> list[tuple[Any, ...]]:
@@ -161,12 +188,36 @@ def _shapes(
     ]
 
 
-def _name(dtype: str, heads: int, n: int, d: int, causal: bool) -> str:
-    return f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}"
+def _name(dtype: str, heads: int, n: int, d: int, causal: bool, backward: bool = False) -> str:
+    return f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}{' backward' * backward}"
+
+
+class _Subject(NamedTuple):
+    """A call that is measured."""
+
+    arrays: list[np.ndarray]
+    call: Call
+    got: Any
+    refused: str | None  # why its result is not right
+    peers: dict[str, Peer]
+    plan: sl.Plan
+
+
+def _subject(shape: tuple[Any, ...], backward: bool) -> _Subject:
+    arrays, causal = tensors(*shape[:4]), shape[4]
+    plan = sl.plan(*arrays, causal=causal, backward=backward)
+    if backward:
+        arrays = with_gradients(arrays, causal)
+        call = lambda: sl.attention_backward(*arrays, causal=causal)  # noqa: E731
+        got = call()
+        return _Subject(arrays, call, got, check_gradients(arrays, got, causal), BACKWARD_PEERS, plan)
+    call = lambda: sl.attention(*arrays, causal=causal)  # noqa: E731
+    got = call()
+    return _Subject(arrays, call, got, check(arrays, got, causal), PEERS, plan)
 
 
 def _measured(
-    shapes: list[tuple[Any, ...]], names: list[str], turns: int, missing: dict[str, str]
+    shapes: list[tuple[Any, ...]], names: list[str], turns: int, missing: dict[str, str], backward: bool = False
 ) -> Iterator[dict[str, Any]]:
     from ..cpu import roof
 
@@ -174,22 +225,17 @@ def _measured(
     read = roof.bandwidth(threads, 512 << 20)
     for shape in shapes:
         dtype, _, _, _, causal = shape
-        arrays = tensors(*shape[:4])
-        ours = lambda a=arrays, c=causal: sl.attention(*a, causal=c)  # noqa: E731
-        got, row = (
-            ours(),
-            {"name": _name(*shape), "dtype": dtype, "length": shape[2], "head_dim": shape[3], "causal": causal},
-        )
-        if refused := check(arrays, got, causal):
-            yield row | {"refused": refused}
+        ours, name = _subject(shape, backward), _name(*shape, backward=backward)
+        row = {"name": name, "dtype": dtype, "length": shape[2], "head_dim": shape[3], "causal": causal}
+        if ours.refused:
+            yield row | {"refused": ours.refused}
             continue
-        others, without = peers(
-            dtype, arrays, causal, [x for x in names if not missing.get(x, "").startswith("not installed")]
-        )
+        wanted = [x for x in names if not missing.get(x, "").startswith("not installed")]
+        others, without = peers(dtype, ours.arrays, causal, wanted, ours.peers)
         missing |= {x: why for x, why in without.items() if why.startswith("not installed")}
         notes = {x: why for x, why in without.items() if x not in missing}
         for name in list(others):
-            off = np.abs(as_numpy(others[name]()) - got.astype(np.float64)).max()
+            off = farthest(others[name](), ours.got)
             if not off <= _TOLERANCE[dtype]:
                 notes[name] = f"another result than ours, by {off:.2g}"
                 del others[name]
@@ -197,10 +243,9 @@ def _measured(
             "f64" if dtype == "float64" else "bf16" if dtype == "bfloat16" and isa.product("bf16") == "pairs" else "f32"
         )
         times, peaks = measure(
-            {"speedlight": ours} | others, turns, lambda k=kind: roof.peak_flops.__wrapped__(isa, k, threads)
+            {"speedlight": ours.call} | others, turns, lambda k=kind: roof.peak_flops.__wrapped__(isa, k, threads)
         )
-        plan = sl.plan(*arrays, causal=causal)
-        flops = plan.flops or 0
+        plan, flops = ours.plan, ours.plan.flops or 0
         seconds, peak = statistics.median(times["speedlight"]), statistics.median(peaks)
         # turn by turn, so that what slows both down does not count
         turn_ratios = {
@@ -221,23 +266,27 @@ _WORKER = """
 import json, sys, time
 import ml_dtypes, numpy as np, speedlight as sl
 for line in sys.stdin:
-    dtype, heads, n, d, causal, settle = json.loads(line)
+    dtype, heads, n, d, causal, backward, settle = json.loads(line)
     rng = np.random.default_rng(0)
     kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
     q, k, v = (rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3))
-    call = lambda: sl.attention(q, k, v, causal=causal)
-    out = call(); start = time.perf_counter(); call()
+    call = lambda: (sl.attention(q, k, v, causal=causal),)
+    if backward:
+        out, lse = sl.attention(q, k, v, causal=causal, return_lse=True)
+        d_out = rng.standard_normal(out.shape).astype(kind)
+        call = lambda: sl.attention_backward(q, k, v, out, lse, d_out, causal=causal)
+    got = call(); start = time.perf_counter(); call()
     repeats = max(1, min(400, round(0.05 / (time.perf_counter() - start))))
     end = time.perf_counter() + settle
     while time.perf_counter() < end: call()
     start = time.perf_counter()
     for _ in range(repeats): call()
-    seconds, size = (time.perf_counter() - start) / repeats, float(np.abs(out.astype(np.float64)).sum())
-    print(json.dumps([seconds, size, hash(out.tobytes())]), flush=True)
+    seconds, size = (time.perf_counter() - start) / repeats, sum(float(np.abs(x.astype(np.float64)).sum()) for x in got)
+    print(json.dumps([seconds, size, hash(b"".join(x.tobytes() for x in got))]), flush=True)
 """
 
 
-def _against(base: str, shapes: list[tuple[Any, ...]], turns: int) -> Iterator[dict[str, Any]]:
+def _against(base: str, shapes: list[tuple[Any, ...]], turns: int, backward: bool = False) -> Iterator[dict[str, Any]]:
     """This tree and a commit of it, a process each, in turn."""
     here = Path(sl.__file__).parent.parent
     run = lambda *words: subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)  # noqa: E731
@@ -263,17 +312,17 @@ def _against(base: str, shapes: list[tuple[Any, ...]], turns: int) -> Iterator[d
                 results: dict[str, list[Any]] = {}
                 for _ in range(turns):
                     for name, worker in workers.items():
-                        seconds, *results[name] = _ask(worker, [*shape, 0.03])
+                        seconds, *results[name] = _ask(worker, [*shape, backward, 0.03])
                         times[name].append(seconds)
                 ratio = [b / a for a, b in zip(times["speedlight"], times["base"], strict=True)]
                 row = {
-                    "name": _name(*shape),
+                    "name": _name(*shape, backward=backward),
                     "seconds": {x: quantiles(t) for x, t in times.items()},
                     "ratios": {"base": quantiles(ratio)},
                 }
                 one, other = (results[x][0] for x in ("speedlight", "base"))
                 if not abs(one - other) <= 1e-2 * abs(other):
-                    row = {"name": _name(*shape), "refused": "the two have different results"}
+                    row = {"name": _name(*shape, backward=backward), "refused": "the two have different results"}
                 yield row | {"same_bits": results["speedlight"][1] == results["base"][1]}
         finally:
             for worker in workers.values():
@@ -287,7 +336,8 @@ def _ask(worker: Any, question: list[Any]) -> list[Any]:
     answer = worker.stdout.readline()
     if not answer:
         raise ArgumentError(
-            "--base: that version could not run attention(q, k, v, causal=…) here; see the lines above."
+            "--base: that version could not run attention(q, k, v, causal=…), or its backward pass, here; see the "
+            "lines above."
         )
     return json.loads(answer)
 

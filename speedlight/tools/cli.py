@@ -189,6 +189,7 @@ def plan(
     mask: Annotated[str | None, typer.Option(help="Which keys are seen, as for attend.")] = None,
     score: Annotated[str | None, typer.Option(help="What becomes of a score, as for attend.")] = None,
     exact: Annotated[bool, typer.Option("--exact", help="Count visible pairs where only counting tells.")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="The plan of attention_backward().")] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -208,6 +209,7 @@ def plan(
         causal=causal,
         exact=exact,
         device=device,
+        backward=backward,
         **read_formulas(mask, score),
     )
     if as_json:

@@ -84,6 +84,7 @@ def show(
     causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query.")] = False,
     mask: Annotated[str | None, typer.Option(help="A mask, as for attend.")] = None,
     score: Annotated[str | None, typer.Option(help="A score, as for attend.")] = None,
+    backward: Annotated[bool, typer.Option("--backward", help="The kernel of attention_backward().")] = False,
     isa: Annotated[
         str | None,
         typer.Option(help=f"A vector unit, this machine's or not: {', '.join(x.name for x in machine.ISAS)}."),
@@ -115,11 +116,13 @@ def show(
         causal=causal,
         **read_formulas(mask, score),
     ).problem
-    how, shape = engine.of("cpu").kernel_of_problem(problem, Strides(), sl.get_threads(), unit)
+    maker = engine.gradients() if backward else engine.of("cpu")
+    how, shape = maker.kernel_of_problem(problem, Strides(), sl.get_threads(), unit)
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
-    panels = how.panels if how.kind == "forward" else how.panel
-    report = _report(compile.symbol_of(shape), shape, panels, code, listing)
+    report = _report(
+        compile.symbol_of(shape), shape, how.panel if shape.kind == "decode" else how.panels, code, listing
+    )
     if ir or assembly:
         body = text if ir else listing
         if output is None:
@@ -142,7 +145,7 @@ def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> 
     return {
         "kernel": symbol, "vector_unit": unit.name, "runs_here": unit in machine.host_isas(),
         "arithmetic": "pairs of bfloat16" if shape.product == "pairs" else "multiply-adds", "lanes": shape.lanes,
-        "tile": f"{shape.rows} x {shape.vectors} vectors" if shape.kind == "forward" else "lanes are keys",
+        "tile": f"{shape.rows} x {shape.vectors} vectors" if shape.kind != "decode" else "lanes are keys",
         "panels": panels,
         "object_bytes": len(code), "instructions": sum(n for n, _ in functions.values()),
         "registers": _registers(listing, unit),

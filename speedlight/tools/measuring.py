@@ -15,6 +15,7 @@ import speedlight as sl
 from .. import machine
 
 Call = Callable[[], Any]
+Peer = Callable[[str, list[np.ndarray], bool], Call | None]
 
 
 def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
@@ -31,6 +32,33 @@ def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool) -> str | None
     bound = sl.reference.error_bound(*one, causal=causal, dot=dot).out
     right = np.abs(out[:, :1, -256:].astype(np.float64) - want) <= bound
     return None if right.all() else f"{(~right).sum()} elements outside the bound"
+
+
+def with_gradients(arrays: list[np.ndarray], causal: bool) -> list[np.ndarray]:
+    """What a backward call is given beside q, k and v: out, lse, and what flows into out."""
+    out, lse = sl.attention(*arrays, causal=causal, return_lse=True)
+    return [*arrays, out, lse, np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)]
+
+
+def check_gradients(arrays: list[np.ndarray], got: tuple[np.ndarray, ...], causal: bool) -> str | None:
+    """One head against the oracle, every element inside its bound: dq of the last rows, dk and dv of the first keys.
+
+    Those depend on all keys, and on all rows; the lse that is given may be of more keys than there are.
+    """
+    q, k, v, out, lse, d_out = (x[:, :1] for x in arrays)
+    n, dot = q.shape[2], machine.current_isa().product("bf16") == "pairs" and q.dtype.name == "bfloat16"
+    rows, keys = slice(max(0, n - 256), n), slice(0, 256)
+    ends = [x[:, :, rows] for x in (q, out, lse, d_out)]
+    by_rows = (ends[0], k, v, *ends[1:]), {"causal": causal, "q_start": rows.start}
+    by_keys = (q, k[:, :, keys], v[:, :, keys], out, lse, d_out), {"causal": causal, "q_start": 0}
+    wrong = 0
+    for (given, options), some in ((by_rows, {0: rows}), (by_keys, {1: keys, 2: keys})):
+        want = sl.reference.backward(*given, **options)
+        bound = sl.reference.backward_bound(*given, dot=dot, **options)
+        for at, part in some.items():
+            error = np.abs(got[at][:, :1, part].astype(np.float64) - want[at])
+            wrong += int((~(error <= bound[at])).sum())
+    return f"{wrong} elements outside the bound" if wrong else None
 
 
 def measure(
@@ -73,14 +101,22 @@ def quantiles(times: list[float]) -> list[float]:
 
 
 def peers(
-    dtype: str, arrays: list[np.ndarray], causal: bool, names: Iterable[str] | None = None
+    dtype: str,
+    arrays: list[np.ndarray],
+    causal: bool,
+    names: Iterable[str] | None = None,
+    table: dict[str, Peer] | None = None,
 ) -> tuple[dict[str, Call], dict[str, str]]:
-    """Every installed peer that can do this, with its inputs already in its own form; and why the others cannot."""
+    """Every installed peer that can do this, with its inputs already in its own form; and why the others cannot.
+
+    Of PEERS, unless another table is given.
+    """
     found: dict[str, Call] = {}
     missing: dict[str, str] = {}
-    for name in PEERS if names is None else names:
+    table = PEERS if table is None else table
+    for name in table if names is None else names:
         try:
-            call = PEERS[name](dtype, arrays, causal)
+            call = table[name](dtype, arrays, causal)
             if call is None:
                 missing[name] = f"does not take {dtype}"
                 continue
@@ -91,6 +127,14 @@ def peers(
         except Exception as error:
             missing[name] = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:100] if str(error) else ''}"
     return found, missing
+
+
+def farthest(theirs: Any, got: np.ndarray | tuple[np.ndarray, ...]) -> float:
+    """How far a peer's result is from ours; of gradients, which grow with the lengths, relative to the largest."""
+    if isinstance(got, np.ndarray):
+        return float(np.abs(as_numpy(theirs) - got.astype(np.float64)).max())
+    ours = [x.astype(np.float64) for x in got]
+    return max(float((np.abs(as_numpy(a) - b) / np.abs(b).max()).max()) for a, b in zip(theirs, ours, strict=True))
 
 
 def as_numpy(out: Any) -> np.ndarray:
@@ -116,6 +160,18 @@ def _torch(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
     return call
+
+
+def _torch_backward(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
+    """What its backward pass alone takes, of a forward pass that stays."""
+    import torch
+
+    torch.set_num_threads(sl.get_threads())
+    kind = getattr(torch, dtype)
+    q, k, v, _, _, d_out = (torch.from_numpy(x.astype(np.float64)).to(kind) for x in arrays)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return lambda: torch.autograd.grad(out, inputs, d_out, retain_graph=True)
 
 
 def _onnxruntime(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call | None:
@@ -202,9 +258,10 @@ def _jax(dtype: str, arrays: list[np.ndarray], causal: bool) -> Call:
     return lambda: run(q, k, v).block_until_ready()
 
 
-PEERS: dict[str, Callable[[str, list[np.ndarray], bool], Call | None]] = {
+PEERS: dict[str, Peer] = {
     "torch": _torch, "flex": _flex, "onnxruntime": _onnxruntime, "openvino": openvino, "jax": _jax,
 }  # fmt: skip
+BACKWARD_PEERS: dict[str, Peer] = {"torch": _torch_backward}
 
 
 def without_grad(call: Call) -> Any:

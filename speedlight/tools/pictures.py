@@ -9,8 +9,9 @@ import numpy as np
 
 from .. import reference
 from ..errors import ArgumentError, FileError
+from ..panels import Rows, grid, integers_of
 from ..planning import Plan
-from ..work import Rows, all_pairs, grid, integers_of
+from ..work import all_pairs
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = {"skipped": "#f2f2f2", "mixed": "#e69f00", "full": "#0072b2"}  # told apart by every eye, and in grey
