@@ -1,0 +1,107 @@
+"""Gradients of tables and of sinks: what attention_backward() gives for `grads`, held against the specification."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from conftest import FULL
+from problems import numpy_dtype, qkv
+
+import speedlight as sl
+from speedlight import reference
+from speedlight.cpu import gradients
+
+RNG = np.random.default_rng(7)
+Q_HEADS, LENGTH = 4, 420
+SLOPES, ROWS = sl.table(RNG.random(Q_HEADS)), sl.table(RNG.standard_normal((Q_HEADS, 2 * LENGTH)))
+BIAS, CAP = sl.table(RNG.standard_normal((LENGTH, LENGTH))), sl.table(np.array([3.0]))
+IDS, WORTH = sl.table(RNG.integers(0, 5, LENGTH)), sl.table(RNG.standard_normal((Q_HEADS, 5)))
+FORMS = {
+    "alibi": (lambda s, b, h, i, j: s - SLOPES[h] * (i - j), (SLOPES,)),
+    "relative positions": (lambda s, b, h, i, j: s + ROWS[h, i - j + LENGTH], (ROWS,)),
+    "two tables": (lambda s, b, h, i, j: s + BIAS[i, j] * SLOPES[h], (SLOPES, BIAS)),
+    "a learned soft cap": (lambda s, b, h, i, j: CAP[h * 0] * sl.tanh(s / CAP[h * 0]), (CAP,)),
+    "an embedding, read twice": (lambda s, b, h, i, j: s * WORTH[h, IDS[j]] + WORTH[h, IDS[i]], (WORTH,)),
+}
+
+
+def problem(dtype, rng, score, *, batch=2, q_len=200, k_len=300, **more):
+    q, k, v = qkv(rng, dtype, batch, Q_HEADS, 2, q_len, k_len, 24, 9)
+    options = {"score": score, "q_start": 70, "mask": sl.window(150, 40), **more}
+    out, lse = sl.attention(q, k, v, return_lse=True, **options)
+    d_out = rng.standard_normal(out.shape).astype(numpy_dtype(dtype))
+    return (q, k, v, out, lse, d_out, rng.standard_normal(lse.shape).astype(lse.dtype)), options
+
+
+def assert_near(got, want, dtype):
+    """Sums are in float64, so they are as far off as what is added: a share of the largest term's size."""
+    assert got.shape == want.shape and got.dtype == (np.float64 if dtype == "float64" else np.float32)
+    largest = {"float64": 1e-12, "float32": 3e-5, "float16": 3e-5, "bfloat16": 2e-2}[dtype]
+    assert np.abs(got - want).max() <= largest * max(1.0, np.abs(want).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"] if FULL else ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FORMS)
+def test_tables_and_sinks(rng, name, dtype):
+    score, tables = FORMS[name]
+    sinks = rng.standard_normal(Q_HEADS)
+    arrays, options = problem(dtype, rng, score, sink_logits=sinks, dropout=0.2, seed=5)
+    grads = (*tables, "sink_logits")
+    *own, got = sl.attention_backward(*arrays, grads=grads, **options)
+    want = reference.backward(*arrays, grads=grads, **options)[3]
+    for x, y in zip(got, want, strict=True):
+        assert_near(x, y, dtype)
+    plain = sl.attention_backward(*arrays, **options)
+    assert all((x == y).all() for x, y in zip(own, plain, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["blhd", "lhd"])
+def test_layouts(rng, layout):
+    """Padded and packed sequences, an empty one among them."""
+    lengths = [130, 0, 70]
+    if layout == "lhd":
+        q, k, v = (x[0].swapaxes(0, 1) for x in qkv(rng, "float64", 1, Q_HEADS, 2, 200, 200, 8, 5))
+        more = {"cu_seqlens_q": np.cumsum([0, *lengths]).tolist()}
+    else:
+        q, k, v = (x.swapaxes(1, 2) for x in qkv(rng, "float64", 3, Q_HEADS, 2, 140, 140, 8, 5))
+        more = {"q_lengths": lengths, "k_lengths": lengths}
+    options = {"score": FORMS["alibi"][0], "sink_logits": [0.5] * Q_HEADS, "causal": True, "layout": layout, **more}
+    out, lse = sl.attention(q, k, v, return_lse=True, **options)
+    arrays = (q, k, v, out, lse, rng.standard_normal(out.shape))
+    got = sl.attention_backward(*arrays, grads=(SLOPES, "sink_logits"), **options)[3]
+    want = reference.backward(*arrays, grads=(SLOPES, "sink_logits"), **options)[3]
+    for x, y in zip(got, want, strict=True):
+        assert_near(x, y, "float64")
+
+
+def test_same_bits_for_any_threads(rng):
+    score, tables = FORMS["two tables"]
+    arrays, options = problem("float32", rng, score)
+    results = []
+    for threads in (1, 2, 3, 8):
+        sl.set_threads(threads)
+        results.append(sl.attention_backward(*arrays, grads=tables, **options)[3])
+    for other in results[1:]:
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(results[0], other, strict=True))
+
+
+def test_shares_know_the_problem_alone(rng, monkeypatch):
+    """Few where tables are large: the sums of all of them stay within a limit."""
+    score, tables = FORMS["two tables"]
+    arrays, options = problem("float32", rng, score)
+    monkeypatch.setattr(gradients, "_SHARE_BYTES", 3 * 8 * (BIAS.array.size + SLOPES.array.size))
+    few = sl.attention_backward(*arrays, grads=tables, **options)[3]
+    want = reference.backward(*arrays, grads=tables, **options)[3]
+    for x, y in zip(few, want, strict=True):
+        assert_near(x, y, "float32")
+
+
+def test_nothing_hidden_is_added(rng):
+    """NaN at hidden keys, and in rows that see nothing, reaches no gradient."""
+    arrays, options = problem("float64", rng, FORMS["relative positions"][0], causal=True, q_start=-60, mask=None)
+    want = sl.attention_backward(*arrays, grads=(ROWS,), **options)[3][0]
+    q, k, v, out, lse, d_out, d_lse = (x.copy() for x in arrays)
+    q[:, :, :60], d_out[:, :, :60], d_lse[:, :, :60] = np.nan, np.nan, np.nan  # before every key
+    k[:, :, 140:], v[:, :, 140:] = np.nan, np.nan  # after every query
+    got = sl.attention_backward(q, k, v, out, lse, d_out, d_lse, grads=(ROWS,), **options)[3][0]
+    assert np.isfinite(want).all() and (got == want).all()
