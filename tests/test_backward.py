@@ -313,7 +313,7 @@ def test_same_bits_for_any_threads(rng, dtype, monkeypatch):
     sl.set_threads(1)
     want = sl.attention_backward(*arrays, *flow, **options)
     for threads, keys, tasks in ((2, 1024, 3), (3, 1024, 1), (8, 1024, 3), (2, 128, 50), (3, 256, 3), (1, 384, 3)):
-        monkeypatch.setattr(differentiate, "_RANGE", keys)
+        monkeypatch.setattr(differentiate, "_RANGES", (keys, keys))
         monkeypatch.setattr(differentiate, "_TASKS", tasks)
         backward._prepared.clear()
         sl.set_threads(threads)

@@ -148,7 +148,7 @@ def test_scratch_contents_do_not_matter(isa, rng, dtype, monkeypatch):
 @pytest.fixture
 def many(rng, monkeypatch) -> Any:
     """A call of six blocks of queries and five ranges of keys, and what it comes to."""
-    monkeypatch.setattr(differentiate, "_RANGE", 128)
+    monkeypatch.setattr(differentiate, "_RANGES", (128, 128))
     monkeypatch.setattr(workers, "_openmp", lambda _: None)
     backward._prepared.clear()
     given = problem(rng, "float32", 4, 2, 500, 600, 16, 16)
@@ -251,7 +251,7 @@ def test_forks_while_computing():
 import warnings; warnings.simplefilter("ignore")
 import os, threading, numpy as np, speedlight as sl
 from speedlight.cpu import differentiate
-differentiate._RANGE = 128
+differentiate._RANGES = 128, 128
 x = np.random.default_rng(0).standard_normal((1, 2, 500, 16)).astype(np.float32)
 out, lse = sl.attention(x, x, x, return_lse=True)
 def call(): return b"".join(y.tobytes() for y in sl.attention_backward(x, x, x, out, lse, x))

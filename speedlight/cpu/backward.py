@@ -12,12 +12,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..problem import TILE
+from ..problem import QUERY_BLOCK, TILE
 from .backward_tiles import UNITS, into_keys, into_queries
 from .layout import GANG, GRADIENT_ITEM_BYTES, GradientItem
 from .pairs import PairParts, PairWork, Panel, Tile
 from .products import units_of
-from .region import entry, region
+from .region import Box, entry, region
 from .rows import add_partial, clear, load_panel, store_panel
 from .shape import Shape
 from .vector import I64, PTR, Module, Value
@@ -97,16 +97,30 @@ class _Task(PairWork):
         return super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)
 
     def work(self) -> None:
+        """Panels are packed only where the block sees any of the range, or dQ begins or ends there."""
         k, a = self.k, self.a
         first = self.range * a.range_keys
         last = k.min(first + a.range_keys, self.item.k_len)
-        most = self.pack_all()
-        with k.range(0, a.panels) as i:
-            self.begin(Panel(self, i))
+        at_end = self.range.equals(0) | (self.range + 1).equals(self.item.ranges)
+        most, wanted = k.variable(k.i64(0)), self.sees_range(first, last) | at_end
+        with k.when(wanted):
+            most.set(self.pack_all())
+            with k.range(0, a.panels) as i:
+                self.begin(Panel(self, i))
         with k.range(first, last, TILE) as start:
-            self.tile(start, k.min(last - start, k.i64(TILE)), most)
-        with k.range(0, a.panels) as i:
+            self.tile(start, k.min(last - start, k.i64(TILE)), most.get())
+        with k.when(wanted), k.range(0, a.panels) as i:
             self.finish(Panel(self, i))
+
+    def sees_range(self, first: Value, last: Value) -> Value:
+        """Whether any query of the block may see any of the keys [first, last)."""
+        k, item = self.k, self.item
+        low, high = k.max(self.row, k.i64(0)), k.min(self.row + QUERY_BLOCK, item.q_len) - 1
+        offset = item.start + self.a.k_start
+        end, seen = k.min(last, self.limit(high)), k.variable(k.i64(0))
+        with k.when(first < end):
+            seen.set(self.seen_of(Box(self.heads, (low + offset, high + offset)), first, end))
+        return seen.get() > 0
 
     # --- panels
 

@@ -21,6 +21,7 @@ from .layout import (
     BACKWARD_SCRATCH,
     BLOCK_OF,
     CALL,
+    ENDLESS,
     GANG,
     GRADIENTS,
     SCRATCH,
@@ -35,7 +36,7 @@ from .shape import Kind, Shape
 from .workers import run_tickets
 
 _VECTORS = 3  # of queries, in a panel
-_RANGE = 1024  # keys of a task
+_RANGES = 1024, 4096  # keys of a task, at least, and at most where a row has 128 elements
 _TASKS = 3  # at once, for each thread
 _SLACK = 24  # rows that register tiles write past a tile
 _APART = (1 << 20) + 512
@@ -115,7 +116,7 @@ def schedule_backward(
     offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
     panels = QUERY_BLOCK // sizes.panel
     words = tickets.words | {
-        "range_keys": _RANGE, "panels": panels, "panel_bytes": panel_bytes, "columns": sizes.columns,
+        "panels": panels, "panel_bytes": panel_bytes, "columns": sizes.columns,
         "value_columns": sizes.value_columns, "kv_heads": problem.kv_heads,
     }  # fmt: skip
     words |= {f"{name}_staged": int(x) for name, x in staged.items()}
@@ -182,9 +183,12 @@ def tickets_of(problem: Problem, threads: int) -> Tickets:
     A gang is as small as keeps all threads busy: what it reads again and again then stays in the cache they share.
     """
     steps = _steps_of(problem)
-    ranges = [max(1, -(-n // _RANGE)) for n in problem.k_lengths]
     columns = problem.batch * problem.kv_heads
-    apart = max([min(a, b) for a, b in zip(steps, ranges, strict=True)], default=0)  # tasks of a head at once
+    keys = _range_of(problem, threads, columns)
+    ranges = [max(1, -(-n // keys)) for n in problem.k_lengths]
+    # tasks of a head at once; what is hidden leaves one of a diagonal with work, maybe
+    hides = problem.mask is not None or problem.score is not None
+    apart = 1 if hides else max([min(a, b) for a, b in zip(steps, ranges, strict=True)], default=0)
     together = -(-_TASKS * threads // max(1, apart)) if threads > 1 else 1
     rows, count, progress = [], 0, 0
     for first in range(0, columns, together):
@@ -197,7 +201,17 @@ def tickets_of(problem: Problem, threads: int) -> Tickets:
             count += depth * heads * most
             progress += heads * most
     gangs = np.array(rows, np.int64).reshape(-1, len(GANG.names))
-    return Tickets(count, gangs, progress, {"gangs": gangs.ctypes.data, "gang_count": len(gangs)})
+    words = {"gangs": gangs.ctypes.data, "gang_count": len(gangs), "range_keys": keys}
+    return Tickets(count, gangs, progress, words)
+
+
+def _range_of(problem: Problem, threads: int, columns: int) -> int:
+    """Keys of a task: all, where heads and items keep the threads busy; no bit depends on it."""
+    least, most = _RANGES
+    most = max(least, most * 128 // max(128, problem.head_dim, problem.value_dim))
+    wanted = -(-_TASKS * threads // max(1, columns)) if threads > 1 else 1
+    keys = -(-max(problem.k_lengths, default=0) // wanted)
+    return _up(min(most, max(least, keys)), TILE)
 
 
 def tickets_of_tables(problem: Problem, most_shares: int) -> Tickets:
@@ -210,7 +224,7 @@ def tickets_of_tables(problem: Problem, most_shares: int) -> Tickets:
     ]
     table = np.array(blocks, np.int64).reshape(-1, len(BLOCK_OF.names))
     shares = max(1, min(most_shares, len(blocks)))
-    words = {"blocks": table.ctypes.data, "block_count": len(blocks), "share_count": shares}
+    words = {"blocks": table.ctypes.data, "block_count": len(blocks), "share_count": shares, "range_keys": ENDLESS}
     return Tickets(-(-len(blocks) // shares) * shares, table, shares, words)
 
 
@@ -230,7 +244,7 @@ class BackwardCall:
     ) -> None:
         self.problem, self.program, self.how = problem, program, how
         self.shape = shape_of(problem, kind, program, how)
-        self.items = _items(problem, lies)
+        self.items = _items(problem, lies, how.tickets.words["range_keys"])
         words = how.words | _words(problem, lies, self.shape.elements) | {"scratch_stride": how.scratch_stride}
         self.slots = None if program is None else program.host_words()
         if self.slots is not None:
@@ -318,7 +332,7 @@ def _lse_rows(lies: Lies) -> int:
     return lies.arrays.lse.shape[-1]
 
 
-def _items(problem: Problem, lies: Lies) -> np.ndarray:
+def _items(problem: Problem, lies: Lies, range_keys: int) -> np.ndarray:
     """The kernel's table of batch items, [item, word]."""
     number, size = number_bytes(problem.storage), STORAGE_BYTES[problem.storage]
     at = {f"{name}_at": lies.offsets(name) for name in ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")}
@@ -329,7 +343,7 @@ def _items(problem: Problem, lies: Lies) -> np.ndarray:
     starts = np.array(problem.q_starts, np.int64)
     columns = GradientItem(
         steps=np.array(_steps_of(problem), np.int64),
-        ranges=np.maximum(1, -(-np.array(problem.k_lengths, np.int64) // _RANGE)),
+        ranges=np.maximum(1, -(-np.array(problem.k_lengths, np.int64) // range_keys)),
         block=starts // QUERY_BLOCK,
         q_len=np.array(problem.q_lengths, np.int64),
         k_len=np.array(problem.k_lengths, np.int64),
