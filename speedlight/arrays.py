@@ -192,9 +192,9 @@ def check_plain_tensor(x: Any, name: str) -> None:
     tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
     if tangent is not None or (x.requires_grad and torch.is_grad_enabled()):
         raise UnsupportedError(
-            f"{name}: {'has a tangent' if tangent is not None else 'requires grad'}, and speedlight has no gradients "
-            "yet. "
-            f"Use {name}.detach(), or call under torch.no_grad()."
+            f"{name}: {'has a tangent' if tangent is not None else 'requires grad'}, and autograd does not follow "
+            "through speedlight yet: attention_backward() gives gradients, for a torch.autograd.Function of your own. "
+            f"Without them, use {name}.detach(), or call under torch.no_grad()."
         )
     if x.is_conj() or x.is_neg():
         raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+import numpy as np
 
 from . import arrays, calls
 from . import engine as engines
@@ -57,13 +60,15 @@ def attention_backward(
         lse: its log-sum-exps (return_lse=True), (batch, q_heads, q_len) or packed (q_heads, total_length).
         d_out: what flows into out: shaped as out, of its dtype.
         d_lse: what flows into lse, if anything does: shaped as lse, of its dtype.
-        grads: further gradients that are wanted: tables that the score looks up (sl.table), and "sink_logits".
+        grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
+            them, too: sl.alibi(t)), and "sink_logits".
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, dropout, seed: as attention() had them.
 
     Returns:
         (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
-        the order of `grads`, each shaped as its table, or (q_heads,), in float32, or float64 for float64.
+        the order of `grads`, of q's kind, each shaped as its table, or (q_heads,), in float32, or float64 beside a q of
+        float64.
         Keys that no query sees, and queries that see nothing, get 0. The same bits for any number of threads.
 
     Raises:
@@ -103,4 +108,9 @@ def attention_backward(
             _prepared.put(key, call, call.size)
     more = call.run(where, None if key is None else options.seed_word())
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
-    return (*results, more) if grads else results
+    return (*results, tuple(_of_kind(given[0], y) for y in more)) if grads else results
+
+
+def _of_kind(q: arrays.Array, x: np.ndarray) -> Any:
+    """A NumPy array as the library of q has arrays."""
+    return sys.modules["torch"].from_numpy(x) if q.kind == "torch" else like_input(q, x)

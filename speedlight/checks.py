@@ -65,7 +65,7 @@ def seed_of(seed: Any) -> int:
     if seed is None:
         raise ArgumentError(
             "seed: expected an int beside dropout=, which says what is dropped; got None. Give another one in every "
-            "step of a training loop, as seed=step."
+            "step of a training loop, and in every layer and process: as seed=step * layers + layer."
         )
     value = integer("seed", seed)
     if not 0 <= value < MOST_SEEDS:

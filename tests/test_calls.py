@@ -26,6 +26,10 @@ def test_every_option_is_offered_with_its_default():
     for function in (sl.attention, sl.plan):
         given = own(function)
         assert {name: given[name] for name in Options._fields} == Options()._asdict()
+    given = own(sl.attention_backward)
+    assert {name: given[name] for name in Options._fields if name != "precision"} | {
+        "precision": "ieee"
+    } == Options()._asdict()
     for function in (sl.attention_paged, sl.KVCache.attend, sl.PagePool.attend):
         given = {name: x for name, x in own(function).items() if name in Options._fields and name != "causal"}
         assert given and all(x == Options._field_defaults[name] for name, x in given.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from conftest import FULL
 from problems import numpy_dtype, qkv
 
@@ -53,6 +54,16 @@ def test_tables_and_sinks(rng, name, dtype):
         assert_near(x, y, dtype)
     plain = sl.attention_backward(*arrays, **options)
     assert all((x == y).all() for x, y in zip(own, plain, strict=True))
+
+
+def test_patterns_take_tables_and_results_are_of_the_kind_of_q(rng):
+    q, k, v = (torch.from_numpy(x) for x in qkv(rng, "float32", 1, Q_HEADS, 2, 30, 30, 8, 8))
+    score = [sl.alibi(SLOPES), sl.relative_bias(sl.table(np.zeros((Q_HEADS, 61), np.float32)))]
+    out, lse = sl.attention(q, k, v, score=score, causal=True, return_lse=True)
+    *_, (slopes,) = sl.attention_backward(
+        q, k, v, out, lse, torch.ones_like(out), grads=(SLOPES,), score=score, causal=True
+    )
+    assert isinstance(slopes, torch.Tensor) and slopes.shape == (Q_HEADS,) and slopes.dtype == torch.float32
 
 
 @pytest.mark.parametrize("layout", ["blhd", "lhd"])

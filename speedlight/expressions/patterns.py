@@ -79,7 +79,7 @@ def dilated(k: int) -> Expression:
 
 
 def alibi(slopes: Any) -> Expression:
-    """s + slopes[h] · (j - i), one slope per query head.
+    """s + slopes[h] · (j - i), one slope per query head: an array, or a Table whose gradient is wanted.
 
     Source: Press et al., Train Short, Test Long (2022).
 
@@ -108,7 +108,8 @@ def softcap(c: float) -> Expression:
 
 
 def relative_bias(bias: Any) -> Expression:
-    """s + bias[h, i - j + n - 1] for a table of (q_heads, 2n - 1) distances from -(n - 1) to n - 1.
+    """s + bias[h, i - j + n - 1] for (q_heads, 2n - 1) distances from -(n - 1) to n - 1: an array, or a Table whose
+    gradient is wanted.
 
     >>> import numpy as np, speedlight as sl
     >>> sl.relative_bias(np.zeros((8, 255), np.float32))
@@ -131,7 +132,7 @@ def _integer(name: str, x: Any, least: int) -> int:
 
 def _table(x: Any, name: str, kinds: tuple[str, ...], dims: tuple[int, ...]) -> Table:
     """A table of the kinds and dimensions that a pattern needs."""
-    of = table(x, name)
+    of = x if isinstance(x, Table) else table(x, name)
     if of.kind not in kinds:
         raise ArgumentTypeError(f"{name}: expected {' or '.join(kinds)} entries; got dtype {of.array.dtype}.")
     if of.array.ndim not in dims:

@@ -19,7 +19,7 @@ class Table:
 
     Args:
         array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is
-            copied, so later changes do not matter, and gradients do not reach it.
+            copied, so later changes do not matter; its gradient is what attention_backward(grads=(t,)) gives.
         name: what error messages call it.
 
     An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
