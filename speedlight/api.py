@@ -82,8 +82,8 @@ def attention(
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
             (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out
             0.
-        out: where to write the result, in the layout of q. If the call raises, a lookup out of range included, it is as
-            it was.
+        out: where to write the result, in the layout of q. If the call raises an Error, of a lookup out of range, too,
+            it is as it was; a signal may come when it is half written.
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
         precision: of float32 products on a GPU: "ieee", or by tensor cores "tf32x3" (three products for each) or "tf32"
             (10 bits). The CPU, and a GPU with head dims above 128, always compute as "ieee".

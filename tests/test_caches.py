@@ -862,3 +862,12 @@ def test_memory_that_cannot_be_reserved_is_an_error_of_ours():
             sl.KVCache(layers=1, kv_heads=1, **sizes)
     with pytest.raises(sl.ReservationError, match="pages"):
         sl.PagePool(layers=1, pages=1 << 46, page_size=16, kv_heads=1, head_dim=8)
+
+
+def test_truncate_wants_a_length():
+    """None is not clear()."""
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=9)
+    cache.append(0, *[np.ones((1, 1, 5, 4), np.float32)] * 2)
+    with pytest.raises(sl.ArgumentTypeError, match="^length: expected an int"):
+        cache.truncate(None)  # type: ignore[arg-type]
+    assert cache.length(0) == 5

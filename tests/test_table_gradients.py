@@ -116,3 +116,26 @@ def test_nothing_hidden_is_added(rng):
     k[:, :, 140:], v[:, :, 140:] = np.nan, np.nan  # after every query
     got = sl.attention_backward(q, k, v, out, lse, d_out, d_lse, grads=(ROWS,), **options)[3][0]
     assert np.isfinite(want).all() and (got == want).all()
+
+
+@pytest.mark.parametrize(("dtype", "sink"), [("float32", 1e18), ("float64", 1e30)])
+def test_a_far_sink_takes_all(dtype, sink):
+    """Its weight is 1, though so large an lse was rounded by more than anything else counts."""
+    x = np.ones((1, 1, 3, 4), dtype)
+    out, lse = sl.attention(x, x, x, sink_logits=[sink], return_lse=True)
+    got = sl.attention_backward(x, x, x, out, lse, x, np.ones_like(lse), grads=("sink_logits",), sink_logits=[sink])[3]
+    want = reference.backward(x, x, x, out, lse, x, np.ones_like(lse), grads=("sink_logits",), sink_logits=[sink])[3]
+    assert got[0].tolist() == want[0].tolist() == [3.0]
+
+
+def test_rows_past_q_lengths_do_not_exist(rng):
+    q, k, v = qkv(rng, "float32", 2, Q_HEADS, 2, 20, 20, 8, 8)
+    options = {"q_lengths": [20, 7], "k_lengths": [20, 7], "sink_logits": [0.5] * Q_HEADS}
+    out, lse = sl.attention(q, k, v, return_lse=True, **options)
+    d_out = rng.standard_normal(out.shape).astype(np.float32)
+    want = sl.attention_backward(q, k, v, out, lse, d_out, grads=("sink_logits",), **options)[3][0]
+    for x in (out, lse, d_out):
+        x[1, :, 7:] = np.nan
+    with np.errstate(all="raise"):
+        got = sl.attention_backward(q, k, v, out, lse, d_out, grads=("sink_logits",), **options)[3][0]
+    assert np.isfinite(want).all() and (got == want).all()

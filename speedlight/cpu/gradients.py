@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from ..arrays import Array
@@ -10,7 +12,7 @@ from ..gradients import SINKS, Asked
 from ..machine import Isa, current_isa
 from ..modes import standard
 from ..planning import Plan, Run, plan_of
-from ..problem import LAYOUTS, Problem
+from ..problem import FAR_LSE, LAYOUTS, Problem
 from ..resolve import Stated
 from . import roof
 from .compile import symbol_of
@@ -36,7 +38,7 @@ class Gradients:
 
     def __init__(self, request: Asked, lies: Lies, threads: int, isa: Isa) -> None:
         problem = request.problem
-        self.request, self.problem, self.layout = request, problem, lies.layout
+        self.request, self.problem, self.lies = request, problem, lies
         self.untouched = _untouched(problem, lies)
         program = program_of(problem, backward=True)
         strides = lies.strides(problem.storage)
@@ -60,9 +62,14 @@ class Gradients:
             getattr(x, name).numpy()[...] = 0
         self.call.run(x, self._sums(x), seed)
         tables = self._tables(x, seed)
-        kind = np.float64 if self.problem.storage == "f64" else np.float32
-        grads = [_sinks(self.problem, self.layout, x) if y == SINKS else tables[id(y)] for y in self.request.grads]
-        return tuple(y.astype(kind) for y in grads)
+        grads = self.request.grads
+        return tuple(self._narrowed(_sinks(self.problem, self.lies, x) if y == SINKS else tables[id(y)]) for y in grads)
+
+    @standard
+    def _narrowed(self, x: np.ndarray) -> np.ndarray:
+        """As it is returned."""
+        with np.errstate(all="ignore"):
+            return x.astype(np.float64 if self.problem.storage == "f64" else np.float32)
 
     def _sums(self, x: Operands) -> list[np.ndarray]:
         """Where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
@@ -83,10 +90,16 @@ class Gradients:
                 each = sums[id(table)]
                 shares[slot] = each.ctypes.data, each.strides[0]
         self.tables.run(x, [x.dq.numpy()] * 3, seed, shares)
-        for each in sums.values():
-            for share in range(1, count):
-                each[0] += each[share]
-        return {at: each[0] for at, each in sums.items()}
+        return {at: _added(each) for at, each in sums.items()}
+
+
+@standard
+def _added(shares: np.ndarray) -> np.ndarray:
+    """Shares, in order."""
+    with np.errstate(all="ignore"):
+        for share in shares[1:]:
+            shares[0] += share
+    return shares[0]
 
 
 @standard
@@ -120,24 +133,39 @@ def _sum_bytes(problem: Problem) -> int:
     return 4 * (rows * problem.head_dim + keys * (problem.head_dim + problem.value_dim))
 
 
-def _sinks(problem: Problem, layout: str, x: Operands) -> np.ndarray:
+@standard
+def _sinks(problem: Problem, lies: Lies, x: Operands) -> np.ndarray:
     """A sink is one more key, which every row sees and whose value is zeros: - Σ p · delta, of each head."""
     assert problem.sinks is not None
-    heads = LAYOUTS[layout][-3]
     result = np.zeros(problem.q_heads)
-    for head, sink in enumerate(problem.sinks):
-        out, d_out = (_of_head(a, heads, head) for a in (x.out, x.d_out))
-        lse, d_lse = (None if a is None else np.asarray(a.numpy()[..., head, :], np.float64) for a in (x.lse, x.d_lse))
-        assert lse is not None
-        seen = (lse != -np.inf) & (sink != -np.inf)
-        delta = (out * d_out).sum(axis=-1) - (0.0 if d_lse is None else d_lse)
-        with np.errstate(all="ignore"):
-            result[head] = -(np.exp(sink - lse[seen]) * delta[seen]).sum()
+    far = FAR_LSE["float64" if problem.storage == "f64" else "float32"]
+    for item, length in enumerate(problem.q_lengths):
+        for head, sink in enumerate(problem.sinks):
+            out, lse, d_out = (_rows(a, lies, item, head, length) for a in (x.out, x.lse, x.d_out))
+            d_lse = 0.0 if x.d_lse is None else _rows(x.d_lse, lies, item, head, length)
+            seen = (lse != -np.inf) & (sink != -np.inf)
+            with np.errstate(all="ignore"):
+                delta = (out * d_out).sum(axis=-1) - d_lse
+                exponents = sink - lse
+                exponents = np.where(np.abs(lse) >= far, np.minimum(exponents, 0.0), exponents)  # as of keys
+                result[head] -= (np.exp(exponents) * delta)[seen].sum()
     return result
 
 
-def _of_head(x: Array, axis: int, head: int) -> np.ndarray:
-    return np.take(x.numpy(), head, axis=axis).astype(np.float64)
+def _rows(x: Array, lies: Lies, item: int, head: int, length: int) -> np.ndarray:
+    """What an array, or log-sum-exps, has for the queries of an item: float64."""
+    first = 0 if lies.first_q is None else lies.first_q[item]
+    rows: Any = slice(first, first + length)
+    if x.name in ("lse", "d_lse"):
+        return np.asarray(x.numpy()[(head, rows) if lies.layout == "lhd" else (item, head, rows)], np.float64)
+    match lies.layout:
+        case "lhd":
+            at = rows, head
+        case "blhd":
+            at = item, rows, head
+        case _:
+            at = item, head, rows
+    return np.asarray(x.numpy()[at], np.float64)
 
 
 def _untouched(problem: Problem, lies: Lies) -> list[str]:

@@ -334,7 +334,7 @@ class KVCache:
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        self._shorten(length)
+        self._shorten(length if length is not None else [length])  # type: ignore[list-item]  # refused: not clear()
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
