@@ -59,6 +59,7 @@ EXACT = {
     "outside": ~sl.window(10, 10),
     "rows": sl.expression(lambda b, h, i, j: (i <= 60) & (i > 20) & (j < 90) & (j >= 33)),
     "rows or keys": sl.expression(lambda b, h, i, j: (i > 200) | (j > 300) | (i < 50) | (j < 10)),
+    "blocks apart": sl.expression(lambda b, h, i, j: i // 8 - j // 8 >= 2),
     "distance": sl.expression(lambda b, h, i, j: i - j == 7),
     "documents": sl.documents(np.repeat(np.arange(9), [3, 60, 1, 40, 100, 30, 90, 50, 26])),
 }
