@@ -164,6 +164,7 @@ def check(x: dict[str, Any], **options: Any) -> None:
     assert_gradients(arrays[:3], arrays[3:], zeros_allowed=True, **options)
 
 
+@pytest.mark.each("dtype", "name", "again")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse", "d_out", "d_lse"])
 @pytest.mark.parametrize("again", [False, True], ids=["", "its own lse"])

@@ -115,6 +115,7 @@ def staying(dtype, batch, heads, group, q_len, k_len, **options):
     return sl.attention(q, k, v, **options).astype(np.float64) != 0
 
 
+@pytest.mark.each("dtype", "k_start")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("seed", "start", "k_start"),
@@ -153,6 +154,7 @@ PROBLEMS = (
 )
 
 
+@pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("q_len", "k_len", "d", "dv", "options"), PROBLEMS)
 def test_every_element_is_within_its_bound(isa, rng, dtype, q_len, k_len, d, dv, options):
@@ -193,6 +195,7 @@ def test_weights_are_those_that_stay():
     assert (weights[1, 1] == sl.reference.weights(q, k, causal=True)[1, 1] * keep / 0.5).all()
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_dropout_costs_nothing(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 1, 2, 2, 60, 200, 16, 16)
@@ -204,6 +207,7 @@ def test_no_dropout_costs_nothing(isa, rng, dtype):
     assert ", dropout 0.1" in str(sl.plan(q, k, v, dropout=0.1, seed=0))
 
 
+@pytest.mark.each("dtype", "q_len")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [60, 2])
 def test_the_ends_of_probability(isa, rng, dtype, q_len):
@@ -222,6 +226,7 @@ def test_the_ends_of_probability(isa, rng, dtype, q_len):
 # --- the same bits everywhere
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_however_it_is_cut(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 150, 1200, 33, 40)
@@ -245,6 +250,7 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
     assert sl.attention(*(x[:1] for x in (q, k, v)), **options).tobytes() == want[:1].tobytes()
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeypatch):
     for case in range(60 if FULL else 6):
@@ -267,6 +273,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
         assert other.tobytes() == lse.tobytes()
 
 
+@pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
 def test_caches_and_pools(isa, rng, dtype):
     """Prefill and decoding drop the same weights; a pool's sequence has its place as batch item."""
@@ -305,6 +312,7 @@ def test_raw_pages(isa, rng):
 # --- what is seen
 
 
+@pytest.mark.each("dtype", "q_len")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [70, 2])
 def test_hidden_keys_stay_absent_and_dropped_ones_do_not(isa, rng, dtype, q_len):
@@ -336,6 +344,7 @@ def test_codes_whose_scale_is_not_a_number(isa, rng):
         assert nan[:, :, 20:].all() and not nan[:, :, :20].any()
 
 
+@pytest.mark.each("dtype", "q_len")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [77, 3])
 def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
