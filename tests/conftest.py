@@ -79,27 +79,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:
-    """Of one function's tests, those of a short run. `@pytest.mark.each("dtype", "options")`: every value of these, not
-    every combination, on the best vector unit; a quarter of those, other ones for every function, on each other unit.
+    """Of one function's tests, those of a short run: a quarter of them, other ones for every function, on every vector
+    unit but the best. `@pytest.mark.each("dtype", "options")`: every value of these, not every combination.
     """
     tests = [x for x in tests if not is_twin(x)]
     mark = tests[0].get_closest_marker("each") if tests else None
-    if mark is None:
-        return tests
-    values: dict[str, dict[int, int]] = {axis: {} for axis in mark.args}  # and which of them it is
+    chosen = tests if mark is None else each_value(tests, mark.args)
+    units: dict[str | None, list[pytest.Item]] = {}
+    for x in chosen:
+        units.setdefault(x.callspec.params.get("isa") if hasattr(x, "callspec") else None, []).append(x)
+    best, *others = units.values() if units else [[]]
+    turn = zlib.crc32(name.encode())
+    return best + [x for some in others for x in some[turn % min(4, len(some)) :: 4]]
+
+
+def each_value(tests: list[pytest.Item], axes: tuple[str, ...]) -> list[pytest.Item]:
+    """Every value of these parameters, of every vector unit."""
+    values: dict[str, dict[int, int]] = {axis: {} for axis in axes}  # and which of them it is
     places = [
         tuple(known.setdefault(id(x.callspec.params[axis]), len(known)) for axis, known in values.items())
         for x in tests
     ]
     sizes = [len(known) for known in values.values()]
     rows = {tuple(n % size for size in sizes) for n in range(max(sizes))}
-    units: dict[str | None, list[pytest.Item]] = {}
-    for x, place in zip(tests, places, strict=True):
-        if place in rows:
-            units.setdefault(x.callspec.params.get("isa"), []).append(x)
-    best, *others = units.values()
-    turn = zlib.crc32(name.encode())
-    return best + [x for some in others for x in some[turn % min(4, len(some)) :: 4]]
+    return [x for x, place in zip(tests, places, strict=True) if place in rows]
 
 
 def is_twin(test: pytest.Item) -> bool:
