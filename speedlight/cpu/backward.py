@@ -63,15 +63,9 @@ class _Task(PairWork):
 
     def _find_item(self) -> GradientItem:
         """Which gang, kv head, step and range the ticket is for."""
-        k, a, gangs = self.k, self.a, self.k.pointer(self.a.gangs)
-        low, high = k.variable(k.i64(0)), k.variable(a.gang_count)
-        with k.forever() as leave_if:
-            leave_if(high.get() - low.get() <= 1)
-            middle = (low.get() + high.get()) >> 1
-            before = k.load(I64, gangs, middle * GANG.bytes) <= k.p["number"]
-            low.set(k.select(before, middle, low.get()))
-            high.set(k.select(before, high.get(), middle))
-        gang = {name: k.load(I64, gangs, low.get() * GANG.bytes + GANG.offset(name)) for name in GANG.names}
+        k, a = self.k, self.a
+        at = self.row_of_ticket(k.pointer(a.gangs), a.gang_count, GANG.bytes, GANG.offset("first"))
+        gang = {name: k.load(I64, at, GANG.offset(name)) for name in GANG.names}
         local, width = k.p["number"] - gang["first"], gang["columns"] * gang["ranges"]
         diagonal, rest = local // width, local % width
         column = gang["column"] + rest // gang["ranges"]
@@ -167,10 +161,11 @@ class _Task(PairWork):
                 if s.elements > 1:
                     steps = (a.head_dim * s.number_bytes, a.k_row, a.k_column, k.i64(0), count, a.head_dim, a.head_dim)
                     k.call(self.parts.stage_across, self.part("key_units"), k.at(self.keys, start * a.k_row), *steps)
-                self.all_panels(self.staged(start, count))
+                self.all_panels(self.staged(start, count), self.panel_tile)
             self.add(start, count, k.zext(fresh, I64), k.zext(end, I64))
 
     def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
+        """Keys [first, end) of a tile for one panel: P and dS, then shares of dQ, dV and dK."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
         careful, count = self.weigh(panel, tile, first, end, clear), end - first
         scores, flows = self.part("scores"), self.part("flows")

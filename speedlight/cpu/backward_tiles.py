@@ -14,12 +14,11 @@ and dV. The order of every operation is fixed: docs/numerics.md, "Gradients".
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
-from ..problem import FAR_LSE, TILE
+from ..problem import FAR_LSE
 from .products import (
     multiply_add,
     packed,
@@ -29,17 +28,10 @@ from .products import (
     units_of,
     visible_step,
 )
+from .queries_in_lanes import accumulators, limit_of, sees
 from .shape import Shape
-from .softmax import exp4, lowest_exponent
-from .vector import I32, I64, PTR, Function, Module, Value, Variable, vec
-
-LOG4_E = 0.7213475204444817
-Step = Callable[[Value], None]
-
-
-def _variables(k: Function, s: Shape, rows: int, vectors: int) -> list[list[Variable]]:
-    return [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors)] for _ in range(rows)]
-
+from .softmax import LOG4_E, exp4, lowest_exponent
+from .vector import I64, PTR, Function, Module, Value, Variable
 
 # --- S and dP
 
@@ -58,7 +50,7 @@ def product(module: Module, s: Shape) -> Any:
     last = p["n_keys"] - 1
     with k.range(0, p["n_keys"], s.rows) as j:
         rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
-        total = _variables(k, s, s.rows, s.vectors)
+        total = accumulators(k, s, s.rows)
 
         def step(t: Value, rows: list[Value] = rows, total: list[list[Variable]] = total) -> None:
             query = [k.load(s.units, p["panel"], t * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
@@ -116,7 +108,7 @@ class Weights:
             [k.load(s.vector, p["stats"], i * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
             for i in range(2)
         )
-        self.limits = [self._limit(v) for v in range(s.vectors)]
+        self.limits = [limit_of(k, s, v) for v in range(s.vectors)]
 
     def function(self) -> Any:
         """Returns 1 where products must look at every pair: something is hidden, and something is not finite.
@@ -142,13 +134,6 @@ class Weights:
         plain = products | (normal & (p["full"] >= p["n_keys"]))  # a score of -inf hides, too
         return k.finish(k.zext(plain ^ 1, I64))
 
-    def _limit(self, v: int) -> Value:
-        k, s = self.k, self.s
-        wide = vec(I64, s.lanes)
-        x = k.load(wide, k.p["limits"], v * s.lanes * 8) - k.splat(k.p["tile_start"], s.lanes)
-        x = k.max(k.min(x, k.const(TILE, wide)), k.const(0, wide))
-        return x if s.wide else k.trunc(x, s.ivector)
-
     def _step(self, j: Value, keys: int, careful: bool) -> None:
         """Keys j and j + 1; or one alone."""
         k, s, p = self.k, self.s, self.k.p
@@ -159,7 +144,7 @@ class Weights:
         flows = [k.load(s.vector, p["flows"], x) for x in at]
         flows = [(dp - self.delta[v]) * y for dp, y, (_, v) in zip(flows, ps, each, strict=True)]
         if careful:
-            seen = [self._seen(x, j + i, v) for x, (i, v) in zip(scores, each, strict=True)]
+            seen = [sees(k, s, x, j + i, self.limits[v]) for x, (i, v) in zip(scores, each, strict=True)]
             ps = [k.select(m, y, k.const(-0.0, s.vector)) for m, y in zip(seen, ps, strict=True)]
             flows = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, flows, strict=True)]
         for x, y, ds in zip(at, ps, flows, strict=True):
@@ -186,11 +171,6 @@ class Weights:
         ps = exp4(k, s, [k.select(x > most, most, x) for x in xs], any_x=False)
         low = lowest_exponent(s)
         return [k.select(x >= low, y, zero) for x, y in zip(xs, ps, strict=True)]
-
-    def _seen(self, x: Value, j: Value, v: int) -> Value:
-        k, s = self.k, self.s
-        index = k.splat(j if s.wide else k.trunc(j, I32), s.lanes)
-        return (index < self.limits[v]) & x.differs(float("-inf"))
 
 
 UNITS = ("p_units", "ds_units", "flow_units")  # P and dS in units of queries, and dS in units of keys
@@ -249,7 +229,7 @@ def into_queries(module: Module, s: Shape, *, predicated: bool) -> Any:
 
     with k.range(0, p["width"], rows) as column:
         offsets = [k.min(column + m, last) * s.number_bytes for m in range(rows)]
-        total = _variables(k, s, rows, s.vectors)
+        total = accumulators(k, s, rows)
 
         def step(j: Value, offsets: list[Value] = offsets, total: list[list[Variable]] = total) -> None:
             flows = [k.load(s.units, p["flows"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]

@@ -30,8 +30,8 @@ from .layout import (
     placed,
 )
 from .operands import Operands, Strides, steps, stride_of
-from .prepare import bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
-from .schedule import product_of
+from .prepare import INLINE_SECONDS, bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
+from .schedule import APART, product_of, up
 from .shape import Kind, Shape
 from .workers import run_tickets
 
@@ -39,9 +39,7 @@ _VECTORS = 3  # of queries, in a panel
 _RANGES = 1024, 4096  # keys of a task, at least, and at most where a row has 128 elements
 _TASKS = 3  # at once, for each thread
 _SLACK = 24  # rows that register tiles write past a tile
-_APART = (1 << 20) + 512
 _GUESS = 5e9  # FLOP/s of one thread for each element that a vector has, to begin with
-_INLINE_SECONDS = 50e-6
 
 
 class Lies(NamedTuple):
@@ -94,7 +92,7 @@ class BackwardSchedule(NamedTuple):
 
     @property
     def scratch_stride(self) -> int:
-        return self.scratch_bytes + _APART
+        return self.scratch_bytes + APART
 
     @property
     def panels(self) -> int:
@@ -121,7 +119,7 @@ def schedule_backward(
     }  # fmt: skip
     words |= {f"{name}_staged": int(x) for name, x in staged.items()}
     words |= {f"at_{name}": at for name, at in (scratch | offsets).items()}
-    used = _up(fixed + panels * panel_bytes, 4096)
+    used = up(fixed + panels * panel_bytes, 4096)
     return BackwardSchedule(isa, problem.storage, _VECTORS, max(1, min(threads, tickets.number)), tickets, words, used)
 
 
@@ -133,14 +131,14 @@ def _sizes(
     panel, elements = lanes * _VECTORS, PRODUCTS[product_of(problem, isa)]
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
     staged = _staged(problem, strides, lanes, elements)
-    columns, value_columns = _up(problem.head_dim, lanes), _up(problem.value_dim, lanes)
+    columns, value_columns = up(problem.head_dim, lanes), up(problem.value_dim, lanes)
     sizes = BackwardSizes(
         number=number,
         panel=panel,
         tile_rows=TILE + _SLACK,
         units=units,
         value_units=value_units,
-        width=_up(problem.head_dim, register_tiles(isa).keys[_VECTORS - 1]),
+        width=up(problem.head_dim, register_tiles(isa).keys[_VECTORS - 1]),
         columns=columns,
         value_columns=value_columns,
         staged_keys=staged["k"] * TILE * units * number,
@@ -211,7 +209,7 @@ def _range_of(problem: Problem, threads: int, columns: int) -> int:
     most = max(least, most * 128 // max(128, problem.head_dim, problem.value_dim))
     wanted = -(-_TASKS * threads // max(1, columns)) if threads > 1 else 1
     keys = -(-max(problem.k_lengths, default=0) // wanted)
-    return _up(min(most, max(least, keys)), TILE)
+    return up(min(most, max(least, keys)), TILE)
 
 
 def tickets_of_tables(problem: Problem, most_shares: int) -> Tickets:
@@ -253,7 +251,7 @@ class BackwardCall:
         self.template = template_of(BACKWARD, words)
         self.words_type = ctypes.c_int64 * len(BACKWARD.names)
         self.seconds = _guessed_seconds(problem, how, self.shape.elements)
-        self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
+        self.threads = how.threads if self.seconds > INLINE_SECONDS else 1
 
     @property
     def size(self) -> int:
@@ -354,7 +352,3 @@ def _items(problem: Problem, lies: Lies, range_keys: int) -> np.ndarray:
         index=np.arange(problem.batch) if problem.items is None else np.array(problem.items, np.int64),
     )
     return np.ascontiguousarray(np.stack(columns, axis=1))
-
-
-def _up(n: int, step: int) -> int:
-    return -(-n // step) * step

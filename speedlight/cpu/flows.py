@@ -6,11 +6,10 @@ from typing import Any
 
 from ..expressions.program import Program
 from ..expressions.tree import FLOW, Node
-from .layout import field
 from .lookups import added, clamped, length_of, splat_like
-from .lower import Lowering
+from .lower import Lowering, of_queries, scale_of
 from .shape import Shape
-from .vector import F32, F64, I32, I64, PTR, Function, Module, Value, vec
+from .vector import F64, I64, PTR, Function, Module, Value, vec
 
 
 def changes_flow(program: Program | None) -> bool:
@@ -24,24 +23,6 @@ def needs_raw(program: Program | None) -> bool:
     return changes_flow(program) or (program is not None and bool(program.entries))
 
 
-def _lanes(k: Function, s: Shape, program: Program, v: Value) -> tuple[Lowering, dict[str, Value], Value]:
-    """Of one vector of queries: its lowering, its symbols, and where its lanes are."""
-    wide, lane = vec(I64, s.lanes), v * (s.lanes * 8)
-    numbers, tables = (k.load(PTR, k.p["a"], field(n)) for n in ("numbers", "tables"))
-    lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
-    env = {
-        "b": k.p["batch"],
-        "i": k.load(wide, k.p["lanes"], lane),
-        "h": k.load(wide, k.p["lanes"], lane + s.panel * 8),
-    }
-    return lowering, {name: lowering.integer(x) for name, x in env.items()}, lane
-
-
-def _scale(k: Function, s: Shape) -> Value:
-    word = k.load(I64, k.p["a"], field("scale"))
-    return k.splat(word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32), s.lanes)
-
-
 def flow_tile(module: Module, s: Shape, program: Program) -> Any:
     """flows[n_keys, panel] = what flows to the raw scores from what `flows` has; +0 where `scores` marks a key as
     hidden.
@@ -51,10 +32,10 @@ def flow_tile(module: Module, s: Shape, program: Program) -> Any:
     names = ("first", "n_keys", "batch")
     params = {"a": PTR, "raw": PTR, "scores": PTR, "flows": PTR, "lanes": PTR, "ahead": PTR}
     k = module.function("flow_tile", params | dict.fromkeys(names, I64))
-    p, flow, scale = k.p, program.flow, _scale(k, s)
+    p, flow, scale = k.p, program.flow, scale_of(k, s)
     assert flow is not None
     with k.range(0, s.vectors) as v:
-        lowering, env, lane = _lanes(k, s, program, v)
+        lowering, env, lane = of_queries(k, s, program, v)
         lowering.before_keys(flow, env)
         streams = lowering.streams(program, [flow], env, k.at(p["ahead"], lane))
 
@@ -78,12 +59,12 @@ def entries_tile(module: Module, s: Shape, program: Program) -> Any:
     names = ("first", "n_keys", "batch")
     params = {"a": PTR, "raw": PTR, "scores": PTR, "flows": PTR, "lanes": PTR, "ahead": PTR, "sums": PTR}
     k = module.function("entries_tile", params | dict.fromkeys(names, I64))
-    p, scale = k.p, _scale(k, s)
+    p, scale = k.p, scale_of(k, s)
     marks = k.buffer(s.integer, s.lanes)
     rooms = [(k.buffer(I64, s.lanes), k.buffer(F64, s.lanes)) for _ in program.entries]
     roots = [x for pair in program.entries for x in pair]
     with k.range(0, s.vectors) as v:
-        lowering, env, lane = _lanes(k, s, program, v)
+        lowering, env, lane = of_queries(k, s, program, v)
         for root in roots:
             lowering.before_keys(root, env)
         streams = lowering.streams(program, roots, env, k.at(p["ahead"], lane))

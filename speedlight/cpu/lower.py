@@ -239,6 +239,25 @@ def squares(program: Program) -> list[Node]:
     return [n for n in nodes.values() if any(["i" in a.uses for a in n.args[:-1]])]
 
 
+def scale_of(k: Function, s: Shape) -> Value:
+    """The scale of scores, in every lane."""
+    word = k.load(I64, k.p["a"], field_at("scale"))
+    return k.splat(word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32), s.lanes)
+
+
+def of_queries(k: Function, s: Shape, program: Program, v: Value) -> tuple[Lowering, dict[str, Value], Value]:
+    """Of one vector of queries: its lowering, its symbols, and where its lanes are."""
+    wide, lane = vec(I64, s.lanes), v * (s.lanes * 8)
+    numbers, tables = (k.load(PTR, k.p["a"], field_at(n)) for n in ("numbers", "tables"))
+    lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
+    env = {
+        "b": k.p["batch"],
+        "i": k.load(wide, k.p["lanes"], lane),
+        "h": k.load(wide, k.p["lanes"], lane + s.panel * 8),
+    }
+    return lowering, {name: lowering.integer(x) for name, x in env.items()}, lane
+
+
 def aim(module: Any, s: Shape, program: Program) -> Any:
     """ahead[square, lane] = where the lane's entries of the keys from `first` on lie; in range or not, it is only a
     hint.
@@ -277,8 +296,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                                             "start": I64, "n_keys": I64, "batch": I64, "clear": I64,
                                             "ahead": PTR})  # fmt: skip
     p = k.p
-    scale = k.load(I64, p["a"], field_at("scale"))
-    scale = k.splat(scale.bits(F64) if s.wide else k.trunc(scale, I32).bits(F32), s.lanes)
+    scale = scale_of(k, s)
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
     hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
     begin = k.i64(0) if program.score is not None else p["clear"]  # without a score nothing happens to visible keys
@@ -336,8 +354,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
     k = module.function("expression_row", {"a": PTR, "scores": PTR} | dict.fromkeys(names, I64))
     p, n = k.p, s.lanes
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(x)) for x in ("numbers", "tables", "wrong"))
-    scale = k.load(I64, p["a"], field_at("scale"))
-    scale = k.splat(scale.bits(F64) if s.wide else k.trunc(scale, I32).bits(F32), n)
+    scale = scale_of(k, s)
     lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
     env = {"b": lowering.integer(p["batch"]), "i": lowering.integer(p["position"]), "h": lowering.integer(p["head"])}
     for root in (program.score, program.mask):

@@ -7,6 +7,7 @@ before the first query and after the last one see nothing. What becomes of P and
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..problem import QUERY_BLOCK
@@ -201,23 +202,21 @@ class PairWork(Work):
             lie += [k.select(is_staged, target, source), k.select(is_staged, tile_row, row)]
         return Tile(start, count, *lie)
 
-    def all_panels(self, tile: Tile) -> None:
-        """The tile for every panel that sees any of it."""
+    def all_panels(self, tile: Tile, each: Callable[[Panel, Tile, Value, Value, Value], None]) -> None:
+        """each(panel, tile, first, end, clear) for every panel that sees any of a tile: keys [first, end). The mask
+        hides nothing below `clear`; `causal` still may.
+        """
         k = self.k
         with k.range(0, self.a.panels) as i:
             panel = Panel(self, i)
             high = k.min(panel.end("high") - tile.start, tile.length)
             with k.when(high > 0):
                 if self.visibility is None:
-                    self.panel_tile(panel, tile, k.i64(0), high, high)
+                    each(panel, tile, k.i64(0), high, high)
                 else:
                     first, end, clear = self.extent_of(self.box(i, i + 1), tile.start, high)
                     with k.when(first < end):
-                        self.panel_tile(panel, tile, first, end, clear)
-
-    def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
-        """Keys [first, end) of a tile for one panel. The mask hides nothing below `clear`; `causal` still may."""
-        raise NotImplementedError
+                        each(panel, tile, first, end, clear)
 
     # --- P and dS
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
 import weakref
 from collections import deque
@@ -27,10 +26,10 @@ from .layout import CALL, ITEM, SCRATCH, Item, Record, arguments_of
 from .operands import Dense, Paged, Rows, Strides, steps
 from .schedule import Schedule, product_of, schedule
 from .shape import Shape
+from .softmax import LOG4_E
 from .workers import run_tickets
 
-_INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
-LOG4_E = math.log2(math.e) / 2  # weights are powers of 4
+INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
 _GUESS = 50e9  # FLOP/s of one thread, to begin with
 _READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values with, likewise
 
@@ -88,7 +87,7 @@ class Call:
         record = arguments_of(how.kind)
         self.words_type, self.template = ctypes.c_int64 * len(record.names), template_of(record, words)
         self.seconds = _guessed_seconds(problem, how)
-        self.threads = how.threads if self.seconds > _INLINE_SECONDS else 1
+        self.threads = how.threads if self.seconds > INLINE_SECONDS else 1
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
         self.items_at = items.ctypes.data
         self.counts_at = 0  # address to which kernels add tiles and keys (layout.COUNTS); 0: they do not count

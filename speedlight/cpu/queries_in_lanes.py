@@ -50,6 +50,7 @@ def _scales(s: Shape) -> dict[str, ir.Type]:
 
 
 def accumulators(k: Function, s: Shape, rows: int) -> list[list[Variable]]:
+    """Sums of a register tile, +0 so far: [row][vector of queries]."""
     return [[k.variable(k.const(0.0, s.vector)) for _ in range(s.vectors)] for _ in range(rows)]
 
 
@@ -151,7 +152,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     c = k.splat(p["c"], s.lanes)
     old = [k.load(s.vector, p["state"], s.lane_offset(v)) for v in range(s.vectors)]
     tops = [k.variable(k.max(k.load(s.vector, p["check"], s.lane_offset(v)) * c, x)) for v, x in enumerate(old)]
-    limits = [_limits(k, s, v) for v in range(s.vectors)]
+    limits = [limit_of(k, s, v) for v in range(s.vectors)]
     finite = normal = k.const(1, ir.IntType(1))
     for v, top in enumerate(tops):
         total, lowest = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 2))
@@ -167,7 +168,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     return k.finish(k.select(finite, p["full"], k.i64(0)))
 
 
-def _limits(k: Function, s: Shape, v: int) -> Value:
+def limit_of(k: Function, s: Shape, v: int) -> Value:
     """How many keys of this tile each lane sees."""
     wide = vec(I64, s.lanes)
     x = k.load(wide, k.p["limits"], v * s.lanes * 8) - k.splat(k.p["tile_start"], s.lanes)
@@ -175,7 +176,7 @@ def _limits(k: Function, s: Shape, v: int) -> Value:
     return x if s.wide else k.trunc(x, s.ivector)
 
 
-def _seen(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
+def sees(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
     """Visible and not -inf (NaN counts as visible)."""
     index = k.splat(j if s.wide else k.trunc(j, I32), s.lanes)
     return (index < limit) & x.differs(float("-inf"))
@@ -193,7 +194,7 @@ def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: i
         best.set(k.max(score(j), best.get()))
     with k.range(full, k.p["n_keys"]) as j:
         x = score(j)
-        best.set(k.max(k.select(_seen(k, s, x, j, limit), x, lowest), best.get()))
+        best.set(k.max(k.select(sees(k, s, x, j, limit), x, lowest), best.get()))
     return largest(k, s, best.get(), c, old)
 
 
@@ -249,7 +250,7 @@ class _Weights:
         ws = exp4(k, s, es, any_x=careful)
         if careful:
             ws = [
-                k.select(_seen(k, s, x, j + i, self.limits[v]), w, self.hidden)
+                k.select(sees(k, s, x, j + i, self.limits[v]), w, self.hidden)
                 for w, x, (i, v) in zip(ws, xs, each, strict=True)
             ]
         return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]

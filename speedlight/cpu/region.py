@@ -129,17 +129,22 @@ class Work:
         word = packed.get()
         return word & 255, (word >> 8) & 255, word >> 16
 
-    def _find_item(self) -> Any:
-        """The last batch item whose first ticket is not above ours, by bisection."""
-        k, items = self.k, self.k.pointer(self.a.items)
-        low, high = k.variable(k.i64(0)), k.variable(self.a.item_count)
+    def row_of_ticket(self, table: Value, count: Value, size: int, first: int) -> Value:
+        """The last row of a table, of `size` bytes each, whose first ticket is not above ours, by bisection."""
+        k = self.k
+        low, high = k.variable(k.i64(0)), k.variable(count)
         with k.forever() as leave_if:
             leave_if(high.get() - low.get() <= 1)
             middle = (low.get() + high.get()) >> 1
-            before = k.load(I64, items, middle * ITEM_BYTES + 8 * ITEM.first) <= k.p["number"]
+            before = k.load(I64, table, middle * size + first) <= k.p["number"]
             low.set(k.select(before, middle, low.get()))
             high.set(k.select(before, high.get(), middle))
-        at = k.at(items, low.get() * ITEM_BYTES)
+        return k.at(table, low.get() * size)
+
+    def _find_item(self) -> Any:
+        """The last batch item whose first ticket is not above ours."""
+        k, a = self.k, self.a
+        at = self.row_of_ticket(k.pointer(a.items), a.item_count, ITEM_BYTES, 8 * ITEM.first)
         return Item._make(k.load(I64, at, 8 * word) for word in ITEM)
 
 

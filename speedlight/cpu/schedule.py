@@ -26,7 +26,7 @@ _PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them,
 _TASKS = 4  # for each thread, so that none waits long for the last
 
 # Side by side, two workers' scratches cost 2 to 4 % (measured; prefetchers run past the end of one into the other)
-_APART = (1 << 20) + 512
+APART = (1 << 20) + 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Schedule:
     @property
     def scratch_stride(self) -> int:
         """From one worker's scratch to the next; the gap is never touched, so it costs addresses, not memory."""
-        return self.scratch_bytes + _APART
+        return self.scratch_bytes + APART
 
     @property
     def workspace_bytes(self) -> int:
@@ -123,7 +123,7 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
         threads=max(1, min(threads, blocks)),
         tickets=blocks + _blocks(_unused(problem), panel * panels) * problem.kv_heads,
         words=_words(words, scratch | offsets),
-        scratch_bytes=_up(fixed + panels * panel_bytes, 4096),
+        scratch_bytes=up(fixed + panels * panel_bytes, 4096),
         vectors=vectors,
     )
 
@@ -145,9 +145,9 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_val
     return ForwardSizes(
         number=number,
         panel=vectors * isa.lanes(problem.storage),
-        tile_rows=_up(TILE, rows),
+        tile_rows=up(TILE, rows),
         units=units,
-        width=_up(problem.value_dim, rows),
+        width=up(problem.value_dim, rows),
         staged_keys=stage_keys * TILE * units * number,
         staged_values=stage_values * (TILE // elements) * problem.value_dim * number,
         quantised=problem.quantised,
@@ -197,7 +197,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
         threads=max(1, min(threads, tasks * parts)),
         tickets=tasks * parts,
         words=_words(words, scratch),
-        scratch_bytes=_up(used, 4096),
+        scratch_bytes=up(used, 4096),
         parts=parts,
         partial_bytes=partial,
         heads=together,
@@ -220,5 +220,5 @@ def _blocks(rows: list[int], size: int) -> int:
     return sum(-(-r // size) for r in rows)
 
 
-def _up(n: int, step: int) -> int:
+def up(n: int, step: int) -> int:
     return -(-n // step) * step

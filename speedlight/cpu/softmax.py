@@ -8,6 +8,7 @@ The order of every operation is fixed: docs/numerics.md, steps 1-5.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from . import functions
@@ -19,6 +20,7 @@ from .vector import F32, F64, Function, Module, Value
 # down and exponents are clamped at 0, so that the largest weight is exactly 1 for any finite score.
 LARGE = 2.0**23
 LN4 = 2 * 0.6931471805599453
+LOG4_E = math.log2(math.e) / 2
 SINK_SUM = 1.0  # a sink is a key of that score, whose value is zeros: its state is (logit, SINK_SUM, zeros)
 
 

@@ -64,10 +64,11 @@ class _Task(PairWork):
             with k.range(0, self.item.k_len, TILE) as start:
                 count = k.min(self.item.k_len - start, k.i64(TILE))
                 with k.when(self.sees(start, count, most)):
-                    self.all_panels(self.staged(start, count))
+                    self.all_panels(self.staged(start, count), self.panel_tile)
             k.fetch_add(self.progress, 0, 1)
 
     def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
+        """Keys [first, end) of a tile for one panel: P and dS, then what flows to entries."""
         k, a = self.k, self.a
         self.weigh(panel, tile, first, end, clear)
         where = (tile.start + first + a.k_start, end - first, self.item.index)
