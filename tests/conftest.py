@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 # The reference multiplies small matrices: NumPy's threads would spin, nine times as long as one of them computes.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -18,7 +20,7 @@ os.environ.setdefault("SPEEDLIGHT_CACHE_DIR", os.path.join(tempfile.gettempdir()
 from engines import CPU, Engine
 from problems import DIMS, DTYPES, LENGTHS
 
-from speedlight.machine import Blocking, host_isas
+from speedlight.machine import Blocking, Isa, host_isas
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
 
@@ -79,8 +81,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:
-    """Of one function's tests, those of a short run: a quarter of them, other ones for every function, on every vector
-    unit but the best. `@pytest.mark.each("dtype", "options")`: every value of these, not every combination.
+    """Of one function's tests, those of a short run: on every vector unit but the best a ninth, and some functions
+    have none there. `@pytest.mark.units`: a fifth, and one at least. `@pytest.mark.each("dtype", "options")`: every
+    value of these, not every combination.
     """
     tests = [x for x in tests if not is_twin(x)]
     mark = tests[0].get_closest_marker("each") if tests else None
@@ -90,7 +93,9 @@ def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:
         units.setdefault(x.callspec.params.get("isa") if hasattr(x, "callspec") else None, []).append(x)
     best, *others = units.values() if units else [[]]
     turn = zlib.crc32(name.encode())
-    return best + [x for some in others for x in some[turn % min(4, len(some)) :: 4]]
+    if tests and tests[0].get_closest_marker("units"):
+        return best + [x for some in others for x in some[turn % min(5, len(some)) :: 5]]
+    return best + [x for n, some in enumerate(others) for x in some[(turn + 4 * n) % 9 :: 9]]
 
 
 def each_value(tests: list[pytest.Item], axes: tuple[str, ...]) -> list[pytest.Item]:
@@ -107,16 +112,45 @@ def each_value(tests: list[pytest.Item], axes: tuple[str, ...]) -> list[pytest.I
 
 def is_twin(test: pytest.Item) -> bool:
     """On a unit that differs from the best one in the product of bfloat16 alone, and not with bfloat16."""
-    units = host_isas()[:2]
-    if len({(x.vector_bytes, x.registers) for x in units}) != 1 or len(units) < 2:
-        return False
     of = test.callspec.params if hasattr(test, "callspec") else {}
-    return of.get("isa") == units[1].name and of.get("dtype") != "bfloat16"
+    twin = twin_of_the_best()
+    return twin is not None and of.get("isa") == twin.name and of.get("dtype") != "bfloat16"
+
+
+def twin_of_the_best() -> Isa | None:
+    """The unit that computes as the best one does, but for bfloat16."""
+    units = host_isas()[:2]
+    alike = len(units) == 2 and len({(x.vector_bytes, x.registers) for x in units}) == 1
+    return units[1] if alike else None
+
+
+def differing_units() -> list[Isa]:
+    """Every vector unit; in a short run without the twin of the best."""
+    return [x for x in host_isas() if FULL or x != twin_of_the_best()]
 
 
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture
+def rubbish(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Iterator[None]]:
+    """`for _ in rubbish(module)`: the scratch that it takes holds zeros, then NaN, then large numbers."""
+
+    def each_fill(module: Any) -> Iterator[None]:
+        for fill in (0x00, 0xFF, 0x7F):
+
+            def take(size: int, fill: int = fill) -> ctypes.Array:
+                scratch = (ctypes.c_char * size)()
+                ctypes.memset(scratch, fill, size)
+                return scratch
+
+            monkeypatch.setattr(module, "take_scratch", take)
+            monkeypatch.setattr(module, "give_scratch", lambda scratch: None)
+            yield
+
+    return each_fill
 
 
 @pytest.fixture(autouse=True)

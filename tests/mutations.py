@@ -136,21 +136,21 @@ MUTATIONS = (
         "cpu/backward_tiles.py",
         'k.store(total.get() - k.load(s.vector, p["delta"], s.lane_offset(v)), p["delta"]',
         'k.store(total.get(), p["delta"]',
-        f"{BACKWARD} -k 'every_option and float32'",
+        f"{BACKWARD} -k every_option",
     ),
     Mutation(
         "dk is not scaled",
         "cpu/backward.py",
         'factor = self.factor() if name == "k" else k.const(1.0, s.number)',
         "factor = k.const(1.0, s.number)",
-        f"{BACKWARD} -k 'every_option and float32'",
+        f"{BACKWARD} -k every_option",
     ),
     Mutation(
         "something flows to the scores of hidden pairs",
         "cpu/backward_tiles.py",
         "flows = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, flows, strict=True)]",
         "flows = list(flows)",
-        f"{BACKWARD} -k 'every_option and float32'",
+        f"{BACKWARD} -k every_option",
     ),
     Mutation(
         "dq forgets the ranges of keys before",
@@ -185,7 +185,7 @@ MUTATIONS = (
         "cpu/rows.py",
         'fresh, end = p["fresh"].differs(0), p["end"].differs(0)',
         'fresh, end = p["fresh"].differs(1), p["end"].differs(0)',
-        f"{BACKWARD} -k 'every_option and float32'",
+        f"{BACKWARD} -k every_option",
     ),
     Mutation(
         "the halves of a pair of keys change places",

@@ -51,6 +51,19 @@ def flow_of(rng: np.random.Generator, arrays: Any, **options: Any) -> tuple[np.n
     return out.astype(kind), lse.astype(logs), d_out.astype(kind), d_lse.astype(logs)
 
 
+class Pack:
+    """An array of which nothing is known but DLPack."""
+
+    def __init__(self, x: Any) -> None:
+        self.x = x
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.x.__dlpack__()
+
+    def __dlpack_device__(self) -> Any:
+        return self.x.__dlpack_device__()
+
+
 def random_problem(
     rng: np.random.Generator, dtypes: tuple[str, ...] = DTYPES, long: int = 1300
 ) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], dict[str, Any]]:

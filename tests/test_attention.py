@@ -28,6 +28,7 @@ NAN, INF = float("nan"), float("inf")
 # --- accuracy
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "dims")
 def test_every_dim(engine, rng, dtype, dims):
     engine.check(*qkv(rng, dtype, 1, 2, 1, 50, engine.keys, *dims), causal=True)
@@ -44,7 +45,7 @@ def test_every_length(engine, rng, dtype, lengths):
 @pytest.mark.parametrize("seed", range(100 if FULL else 4))
 def test_random_problems(engine, seed):
     rng = np.random.default_rng(1000 + seed)
-    for _ in range((10 if engine.slow else 100) if FULL else (12 if engine.slow else 40)):
+    for _ in range((10 if engine.slow else 100) if FULL else (8 if engine.slow else 40)):
         arrays, options = random_problem(rng, engine.dtypes, engine.long)
         with engine.blocks():
             engine.check(*arrays, zeros_allowed=True, **options)
@@ -119,6 +120,7 @@ CASES = [
 ]
 
 
+@pytest.mark.units
 @pytest.mark.parametrize("as_many", [False, True], ids=["decode", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=[c[0] for c in CASES])
 def test_special_values(engine, dtype, as_many, case):

@@ -61,6 +61,7 @@ def test_any_chunks_have_the_bits_of_one_call(isa, one_width, rng, dtype, d, dv,
         assert cache.length(0) == 1300
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dtype, monkeypatch):

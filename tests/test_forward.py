@@ -10,8 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import FULL
-from problems import DTYPES, numpy_dtype, qkv
+from conftest import FULL, differing_units
+from problems import DTYPES, Pack, numpy_dtype, qkv
 from tolerance import assert_within, plain
 
 import speedlight as sl
@@ -134,11 +134,9 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_every_vector_unit_has_the_same_bits(rng, dtype, monkeypatch):
-    from speedlight.machine import host_isas
-
     q, k, v = qkv(rng, dtype, 1, 3, 1, 130, 1200, 36, 40, 2.0)
     seen = set()
-    for level in host_isas():
+    for level in differing_units():
         monkeypatch.setenv("SPEEDLIGHT_ISA", level.name)
         out, lse = sl.attention(q, k, v, causal=True, return_lse=True)
         seen.add((out.tobytes(), lse.tobytes()))
@@ -215,16 +213,6 @@ def test_kinds_of_arrays(rng):
     class Interface:
         def __init__(self, x):
             self.__array_interface__, self.keep = x.__array_interface__, x
-
-    class Pack:
-        def __init__(self, x):
-            self.x = x
-
-        def __dlpack__(self, **options):
-            return self.x.__dlpack__()
-
-        def __dlpack_device__(self):
-            return self.x.__dlpack_device__()
 
     for wrap in (Interface, Pack):
         assert sl.attention(*(wrap(x) for x in (q, k, v))).tobytes() == want.tobytes()

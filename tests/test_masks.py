@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from conftest import FULL
+from conftest import FULL, differing_units
 from expressions import LENGTH, masks, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from speedlight.expressions.tree import evaluate
 NAN = np.nan
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
 def test_dense_arrays(isa, one_width, rng, dtype):
@@ -92,7 +93,7 @@ def test_hidden_parts_of_dense_arrays_are_skipped(isa, rng):
     assert np.isnan(after).all()
 
 
-@settings(max_examples=2000 if FULL else 12, deadline=None)
+@settings(max_examples=2000 if FULL else 8, deadline=None)
 @given(masks(), scores(), st.booleans(), st.sampled_from(["float32", "float64", "bfloat16"]), st.integers(0, 1 << 30))
 def test_random_expressions(mask, score, causal, dtype, seed):
     rng = np.random.default_rng(seed)
@@ -101,7 +102,7 @@ def test_random_expressions(mask, score, causal, dtype, seed):
     assert_accurate(q, k, v, mask=mask, score=score, causal=causal, q_start=start, zeros_allowed=True)
 
 
-@settings(max_examples=200 if FULL else 4, deadline=None)
+@settings(max_examples=200 if FULL else 3, deadline=None)
 @given(masks(), scores(), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 1 << 30))
 def test_random_expressions_give_the_same_bits_in_any_schedule(mask, score, dtype, seed):
     """One row alone, one thread, one item; and whatever stands in keys that nobody sees."""
@@ -152,12 +153,10 @@ def test_bits_do_not_depend_on_the_schedule(isa, one_width, rng, name):
     assert want[1:].tobytes() == sl.attention(q[1:], k[1:], v[1:], **options).tobytes()
 
 
-def test_vector_units_agree(rng, monkeypatch):
-    from speedlight.machine import host_isas
-
+def test_vector_units_agree(one_width, rng, monkeypatch):
     q, k, v = qkv(rng, "float32", 1, 4, 4, 60, 400, 16, 16)
     results = []
-    for unit in host_isas():
+    for unit in differing_units():
         monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
         results.append(sl.attention(q, k, v, **PATTERNS["all"]).tobytes())
     assert len(set(results)) == 1

@@ -51,12 +51,13 @@ def guarded() -> list[Guarded]:
     return [Guarded(1 << 20) for _ in range(4)]
 
 
+@pytest.mark.units
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_guard_pages(isa, guarded, dtype):
     """Inputs sealed read-only, guards on both sides, every tail of every dim and length: a fault kills the process."""
     rng = np.random.default_rng(7)
     kind = numpy_dtype(dtype)
-    for _ in range(2000 if FULL else 150):
+    for _ in range(2000 if FULL else 100):
         d, dv = int(rng.integers(1, 131)), int(rng.integers(1, 131))
         q_len, k_len, group = int(rng.integers(1, 60)), int(rng.integers(1, 258)), int(rng.integers(1, 3))
         side = str(rng.choice(["over", "under"]))
@@ -149,7 +150,7 @@ def test_guard_pages_of_pools(isa, one_width, guarded, dtype, monkeypatch):
     """The last page of a pool ends where memory ends, and is anywhere in a sequence."""
     rng = np.random.default_rng(10)
     kind = numpy_dtype("float32" if dtype == "int8" else dtype)
-    for _ in range(200 if FULL else 20):
+    for _ in range(200 if FULL else 12):
         d, dv, size = int(rng.integers(1, 131)), int(rng.integers(1, 131)), 16 * int(rng.integers(1, 5))
         with monkeypatch.context() as patched:
             patched.setattr(arrays, "pages", ending_memory(guarded))
@@ -189,20 +190,12 @@ def test_guard_pages_of_raw_pages(isa, guarded, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [77, 3])
-def test_scratch_contents_do_not_matter(isa, rng, dtype, q_len, monkeypatch):
+def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype, q_len):
     q, k, v = (rng.standard_normal((1, 2, n, 33)).astype(numpy_dtype(dtype)) for n in (q_len, 77, 77))
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=33, capacity=77, dtype="int8" if dtype == "float32" else dtype)
     cache.append(0, k, v)
     results, stored = set(), set()
-    for fill in (0x00, 0xFF, 0x7F):
-
-        def take(size: int, fill: int = fill) -> ctypes.Array:
-            scratch = (ctypes.c_char * size)()
-            ctypes.memset(scratch, fill, size)
-            return scratch
-
-        monkeypatch.setattr(prepare, "take_scratch", take)
-        monkeypatch.setattr(prepare, "give_scratch", lambda scratch: None)
+    for _ in rubbish(prepare):
         results.add(sl.attention(q, k, v, causal=True, q_start=20).tobytes())
         stored.add(cache.attend(0, q).tobytes())
     assert len(results) == len(stored) == 1

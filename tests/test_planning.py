@@ -85,8 +85,8 @@ MASKS = {
 
 @pytest.mark.each("dtype", "name")
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["bfloat16"])
-def test_the_kernel_counts_what_was_planned_for_masks(isa, rng, dtype, name):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["float32"])
+def test_the_kernel_counts_what_was_planned_for_masks(isa, one_width, rng, dtype, name):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 500, 1500, 16, 16)
     counts, plan, _ = counted(q, k, v, MASKS[name])
     assert counts == [plan.tiles_full, plan.tiles_mixed, plan.panel_keys]
@@ -100,7 +100,7 @@ def test_the_kernel_counts_what_was_planned_for_masks(isa, rng, dtype, name):
     assert plan.visible_pairs == shown.sum() and plan.flops == plan.visible_pairs * 4 * 16
 
 
-@settings(max_examples=300 if FULL else 12, deadline=None)
+@settings(max_examples=300 if FULL else 8, deadline=None)
 @given(masks(), st.booleans(), st.integers(0, 1 << 30))
 def test_the_kernel_counts_what_was_planned_for_random_masks(mask, causal, seed):
     rng = np.random.default_rng(seed)
@@ -165,12 +165,12 @@ def test_the_backward_kernel_counts_what_was_planned(isa, rng, dtype, q_len, k_l
         assert plan.bytes_written == (rows * 16 + keys * (16 + 8)) * size
 
 
-BACKWARD_MASKS = ["window and causal", "prefix", "documents and causal", "heads", "items", "nothing", "scored"]
+BACKWARD_MASKS = ["prefix", "documents and causal", "heads", "nothing", "scored"]
 
 
 @pytest.mark.each("dtype", "name")
 @pytest.mark.parametrize("name", MASKS if FULL else BACKWARD_MASKS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["float32"])
 def test_the_backward_kernel_counts_what_was_planned_for_masks(isa, rng, dtype, name):
     given = qkv(rng, dtype, 2, 4, 2, 500, 1500, 16, 16)
     plan = held_to_the_kernel(given, MASKS[name])
