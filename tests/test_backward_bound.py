@@ -7,6 +7,7 @@ problem: by the same order in NumPy, whose powers are as wrong as they may be, a
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -393,17 +394,18 @@ def unit_of(kind: str) -> str | None:
 
 def main(seed: int, first: int, count: int) -> None:
     worst: dict[str, list[Shares]] = collections.defaultdict(list)
-    for number in range(first, first + count):
-        rng = np.random.default_rng([seed, number])
-        kind = str(rng.choice(KINDS))
-        try:
-            name, found = one_problem(rng, kind, unit_of(kind))
-        except AssertionError as error:
-            print(f"OUTSIDE, number {number}: {error}", flush=True)
-            continue
-        for how, x in zip(("in NumPy", "engine"), found, strict=False):
-            worst[f"{kind}, {how}"].append(x)
-            worst[f"{kind}, {how}: {name}"].append(x)
+    with contextlib.suppress(KeyboardInterrupt):  # then what there is so far
+        for number in range(first, first + count):
+            rng = np.random.default_rng([seed, number])
+            kind = str(rng.choice(KINDS))
+            try:
+                name, found = one_problem(rng, kind, unit_of(kind))
+            except AssertionError as error:
+                print(f"OUTSIDE, number {number}: {error}", flush=True)
+                continue
+            for how, x in zip(("in NumPy", "engine"), found, strict=False):
+                worst[f"{kind}, {how}"].append(x)
+                worst[f"{kind}, {how}: {name}"].append(x)
     for row, x in sorted(worst.items(), key=lambda y: (":" in y[0], -max(max(z.values()) for z in y[1])))[:60]:
         used = {name: [z[name] for z in x if name in z] for name in ("dq", "dk", "dv", "tables", "sinks")}
         texts = (f"{name} {np.max(z):.3f} ({np.median(z):.3f}, {len(z)})" for name, z in used.items() if z)
