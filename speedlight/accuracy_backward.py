@@ -10,10 +10,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .accuracy import TINY, Arithmetic, flushed, partial_sums, product_errors
-from .expressions.tree import FLOW, rounding_error
+from .accuracy import ROUNDOFF, TINY, Arithmetic, flushed, partial_sums, product_errors
+from .expressions.tables import Table
+from .expressions.tree import FLOW, Node, rounding_error
+from .gradients import SINKS
 from .problem import QUERY_BLOCK, TILE
-from .reference_backward import Pairs, Returned, dropped, exponents, is_far, pairs_of, sum_of_seen
+from .reference_backward import (
+    Pairs,
+    Returned,
+    dropped,
+    entries_read,
+    exponents,
+    flow_through,
+    is_far,
+    pairs_of,
+    sink_weights,
+    sum_of_seen,
+)
 
 Blocks = list[tuple[int, int]]  # of rows: first, and one past the last
 
@@ -37,14 +50,28 @@ class Terms(NamedTuple):
     weights: np.ndarray  # after dropout
     weights_off: np.ndarray
     raw_off: np.ndarray
+    ds_off: np.ndarray
 
 
-def terms_of(head: Any, given: Returned, a: Arithmetic) -> Terms:
+class Sums(NamedTuple):
+    """Of what is summed in float64 for every entry of a table, or every head's sink: arrays to add to."""
+
+    total: np.ndarray
+    size: np.ndarray  # of all terms, without signs
+    off: np.ndarray  # of all terms
+    terms: np.ndarray  # how many
+
+    @classmethod
+    def none(cls, shape: tuple[int, ...]) -> Sums:
+        return cls(*(np.zeros(shape) for _ in cls._fields))
+
+
+def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...] = ()) -> Terms:
     """Of one head of the reference; 0 where a pair is hidden."""
-    pairs = pairs_of(head, given)
+    pairs = pairs_of(head, given, tables)
     p_off = _weight_errors(head, given, pairs, a)
     ds_off = _flow_errors(head, given, pairs, p_off, a)
-    raw_off = ds_off if pairs.back is None else _through_score(head, pairs, ds_off, a)
+    raw_off = ds_off if pairs.back is None else _through_score(head, pairs, pairs.back.s, ds_off, a)
     weights, weights_off = dropped(pairs.p, given.keep), dropped(p_off, given.keep)
     if given.keep is not None:
         weights_off = weights_off + 2 * a.u * weights
@@ -52,7 +79,7 @@ def terms_of(head: Any, given: Returned, a: Arithmetic) -> Terms:
         np.where(pairs.seen, np.minimum(off + a.u_weights * (np.abs(x) + off), _MOST), 0.0)
         for x, off in ((weights, weights_off), (pairs.raw, raw_off))
     )
-    return Terms(head, given, pairs, weights, *offs)
+    return Terms(head, given, pairs, weights, next(offs), next(offs), ds_off)
 
 
 def query_bound(x: Terms, a: Arithmetic) -> np.ndarray:
@@ -81,6 +108,48 @@ def key_bounds(group: list[Terms], a: Arithmetic) -> tuple[np.ndarray, np.ndarra
     dk = summed([x.pairs.raw for x in group], [x.raw_off for x in group], [x.head.q for x in group])
     dv = summed([x.weights for x in group], [x.weights_off for x in group], [x.given.d_out for x in group])
     return _scaled(head, *dk, a), _rounded(*dv, a)
+
+
+def add_terms(sums: Sums, x: Terms, grad: Table | str, a: Arithmetic) -> None:
+    """What one head adds to the gradient of a table, or of sinks."""
+    if isinstance(grad, Table):
+        _add_entries(sums, x, grad, a)
+    else:
+        for y, share in zip(sums, _sink_terms(x), strict=True):
+            y[int(x.head.env["h"])] += share
+
+
+def summed_bound(sums: Sums, grad: Table | str, a: Arithmetic) -> np.ndarray:
+    """Of the gradient of a table, or of sinks: sums in float64, in any order, rounded once.
+
+    The specification adds in float64, too; so it does whatever a sink's terms are made of.
+    """
+    both = 2.02 if a.wide or grad == SINKS else 1.01
+    off = both * sums.off + 2.02 * ROUNDOFF["float64"] * sums.terms * (sums.size + sums.off)
+    u, tiny = (x["float64" if a.wide else "float32"] for x in (ROUNDOFF, TINY))
+    return off + (0.0 if a.wide else u) * (np.abs(sums.total) + off) + tiny
+
+
+def _add_entries(sums: Sums, x: Terms, table: Table, a: Arithmetic) -> None:
+    head, pairs = x.head, x.pairs
+    for lookup, tree in () if pairs.back is None else pairs.back.entries:
+        if lookup.value is table:
+            at = tuple(entries_read(head, lookup, pairs))
+            flow = flow_through(head, tree, pairs.products, pairs.ds, pairs.seen)
+            off = np.minimum(_through_score(head, pairs, tree, x.ds_off, a), _MOST)
+            for y, term in zip(sums, (flow, np.abs(flow), off, np.ones(flow.shape)), strict=True):
+                np.add.at(y, at, term[pairs.seen])
+
+
+def _sink_terms(x: Terms) -> tuple[float, ...]:
+    """Of one head's sink, all in float64: a weight by its exponent's rounding, too, and delta by those of its sum."""
+    u, given = ROUNDOFF["float64"], x.given
+    rows, p, exponent = sink_weights(x.head, given.lse)
+    delta = x.pairs.delta[rows]
+    sizes = np.abs(given.d_out * given.out).sum(axis=1)[rows]
+    delta_off = u * ((given.out.shape[1] + 1) * sizes + np.abs(delta))
+    off = p * delta_off + (3 + np.abs(exponent)) * u * p * np.abs(delta) + TINY["float64"] * (1 + np.abs(delta))
+    return float(-np.sum(p * delta)), float(np.sum(p * np.abs(delta))), float(np.sum(off)), float(np.sum(rows))
 
 
 def _blocks(positions: np.ndarray, size: int) -> Blocks:
@@ -118,9 +187,10 @@ def _flow_errors(head: Any, given: Returned, pairs: Pairs, p_off: np.ndarray, a:
     return (pairs.p + p_off) * (off + delta_off[:, None]) + (p_off + 2 * u * pairs.p) * difference + 2 * a.tiny
 
 
-def _through_score(head: Any, pairs: Pairs, ds_off: np.ndarray, a: Arithmetic) -> np.ndarray:
-    """Of what flows to scale · q·k, in proportion to what flows into the score: by a slope that is off, too."""
-    back = pairs.back.s if pairs.back is not None else None
+def _through_score(head: Any, pairs: Pairs, back: Node | None, ds_off: np.ndarray, a: Arithmetic) -> np.ndarray:
+    """Of what flows to scale · q·k, or to an entry, in proportion to what flows into the score: by a slope that is off,
+    too.
+    """
     if back is None:
         return np.zeros(ds_off.shape)
     env = head.env | {"s": pairs.products, FLOW: np.ones(ds_off.shape)}

@@ -12,7 +12,7 @@ import numpy as np
 
 from . import arrays
 from .accuracy import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
-from .accuracy_backward import GradientBounds, key_bounds, query_bound, terms_of
+from .accuracy_backward import GradientBounds, Sums, add_terms, key_bounds, query_bound, summed_bound, terms_of
 from .checks import MOST, check_index, dropout_of, integer, seed_of
 from .errors import ArgumentError
 from .expressions.tree import evaluate
@@ -118,14 +118,27 @@ def backward(
 
 
 def backward_bound(
-    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any = None, *, dot: bool = False, **options: Any
-) -> GradientBounds:
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    d_out: Any,
+    d_lse: Any = None,
+    *,
+    grads: Any = (),
+    dot: bool = False,
+    **options: Any,
+) -> Any:
     """How far gradients may be from `backward`, element by element: what roundings of these very numbers come to at
     most, to first order. docs/numerics.md has the formula.
 
     Args:
-        q, k, v, out, lse, d_out, d_lse, **options: as for `backward`.
+        q, k, v, out, lse, d_out, d_lse, grads, **options: as for `backward`.
         dot: bfloat16 by the dot instruction.
+
+    Returns:
+        GradientBounds, of dq, dk and dv; with `grads` (dq, dk, dv, grads), as `backward` returns them.
 
     >>> import numpy as np, speedlight as sl
     >>> x = np.ones((1, 1, 2, 4), np.float32)
@@ -134,17 +147,22 @@ def backward_bound(
     True
     """
     case = _Case(q, k, v, options)
-    flow, arithmetic = _Flow(case, q, (out, lse, d_out, d_lse), ()), Arithmetic(case.problem, dot=dot)
+    flow, arithmetic = _Flow(case, q, (out, lse, d_out, d_lse), grads), Arithmetic(case.problem, dot=dot)
     dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
+    further = {grad: Sums.none(flow.asked.shape(grad)) for grad in flow.asked.grads}
     group = []
     with np.errstate(all="ignore"):
         for head in case.heads():
-            group.append(terms_of(head, flow.into(head), arithmetic))
+            group.append(terms_of(head, flow.into(head), arithmetic, flow.asked.tables))
             dq[head.at] = query_bound(group[-1], arithmetic)
+            for grad, sums in further.items():
+                add_terms(sums, group[-1], grad, arithmetic)
             if len(group) == case.problem.group:
                 dk[head.keys], dv[head.keys] = key_bounds(group, arithmetic)
                 group = []
-    return GradientBounds(*(case.outward(x) for x in (dq, dk, dv)))
+        bounds = tuple(summed_bound(sums, grad, arithmetic) for grad, sums in further.items())
+    own = GradientBounds(*(case.outward(x) for x in (dq, dk, dv)))
+    return (*own, bounds) if bounds else own
 
 
 def error_bound(

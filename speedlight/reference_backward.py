@@ -112,12 +112,12 @@ def _table_gradient(head: Any, pairs: Pairs, table: Table) -> np.ndarray:
     for lookup, flow in () if pairs.back is None else pairs.back.entries:
         if lookup.value is table:
             arrived = flow_through(head, flow, pairs.products, pairs.ds, pairs.seen)
-            np.add.at(total, tuple(_index(head, lookup, pairs)), arrived[pairs.seen])
+            np.add.at(total, tuple(entries_read(head, lookup, pairs)), arrived[pairs.seen])
     return total
 
 
-def _index(head: Any, lookup: Any, pairs: Pairs) -> Iterator[np.ndarray]:
-    """Of the entry that every seen pair reads, dimension by dimension."""
+def entries_read(head: Any, lookup: Any, pairs: Pairs) -> Iterator[np.ndarray]:
+    """Index of the entry that every seen pair reads, dimension by dimension."""
     for a in lookup.args:
         value = evaluate(a, head.env | {"s": pairs.products}, seen=pairs.seen, beyond=head.beyond)
         yield np.broadcast_to(value, pairs.seen.shape)[pairs.seen]
@@ -125,8 +125,14 @@ def _index(head: Any, lookup: Any, pairs: Pairs) -> Iterator[np.ndarray]:
 
 def _sink_gradient(head: Any, lse: np.ndarray, delta: np.ndarray) -> float:
     """A sink is one more key, which every row sees and whose value is zeros."""
+    rows, p, _ = sink_weights(head, lse)
+    return float(-np.sum(p * delta[rows]))
+
+
+def sink_weights(head: Any, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which rows see a sink, its weight in each, and the exponent that this is the power of."""
     sinks = head.problem.sinks
     sink = -np.inf if sinks is None else sinks[int(head.env["h"])]
     rows = (lse != -np.inf) & (sink != -np.inf)
-    p = np.exp(exponents(head, np.full((len(lse), 1), sink), lse))[:, 0]
-    return float(-np.sum(p[rows] * delta[rows]))
+    x = exponents(head, np.full((len(lse), 1), sink), lse)[rows, 0]
+    return rows, np.exp(x), x

@@ -1,12 +1,13 @@
 """The bound of gradients, held against the canonical order of operations computed in NumPy, one rounding at a time.
 
-`SEED=7 COUNT=1000 python tests/test_backward_bound.py` prints the largest share of the bound that is used, by kind of
-problem.
+`SEED=7 COUNT=10000 python tests/test_backward_bound.py` prints the largest share of the bound that is used, by kind of
+problem: by the same order in NumPy, whose powers are as wrong as they may be, and by the engine.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +18,19 @@ import pytest
 from conftest import FULL
 from problems import DTYPES, numpy_dtype, qkv
 from test_bound import FILLS
-from tolerance import assert_within
+from tolerance import assert_within, flat
 
 import speedlight as sl
 from speedlight import reference
 from speedlight.expressions.derivative import flows
 from speedlight.expressions.tree import FLOW, evaluate
+from speedlight.gradients import SINKS
+from speedlight.machine import host_isas
 from speedlight.problem import FAR_LSE, QUERY_BLOCK, TILE
+from speedlight.reference_backward import is_far
 
 KINDS = (*DTYPES, "bfloat16 dot")
 Random = np.random.Generator
-Gradients = tuple[np.ndarray, np.ndarray, np.ndarray]
 LOG4_E = 1 / np.log(4)
 
 
@@ -83,16 +86,22 @@ class Rounding:
         return total
 
 
-def emulated(arrays: Any, returned: Any, options: dict[str, Any], kind: str, rng: Random) -> Gradients:
-    """dq, dk and dv of plain arrays ("bhld"), as docs/numerics.md orders their operations."""
+def emulated(arrays: Any, returned: Any, grads: Any, options: dict[str, Any], kind: str, rng: Random) -> Any:
+    """dq, dk and dv of plain arrays ("bhld"), and `grads`, as docs/numerics.md orders their operations."""
     case, r = reference._Case(*arrays, options), Rounding(kind)
-    flow = reference._Flow(case, arrays[0], returned, ())
+    flow = reference._Flow(case, arrays[0], returned, grads)
     found = tuple(np.zeros(x.shape, r.type) for x in arrays)
+    further = {grad: np.zeros(flow.asked.shape(grad)) for grad in grads}
     scale, group = r.type(case.problem.scale), []
     for head in case.heads():
-        d_out = flow.into(head).d_out
-        group.append((*head_terms(head, flow.into(head), r, rng), head.q, d_out))
-        seen, _, raw, *_ = group[-1]
+        given = flow.into(head)
+        d_out = given.d_out
+        seen, p, raw, entries = head_terms(head, given, r, rng, flow.asked.tables)
+        group.append((seen, p, raw, head.q, d_out))
+        for table, at, flow_there in entries:
+            np.add.at(further[table], at, flow_there)
+        if SINKS in further:
+            further[SINKS][int(head.env["h"])] -= sink_flow(head, given)
         found[0][head.at] = r.sums(raw, head.k, seen, head.env["j"][0] // TILE) * scale
         if len(group) == case.problem.group:
             blocks = head.env["i"][:, 0] // QUERY_BLOCK
@@ -101,11 +110,12 @@ def emulated(arrays: Any, returned: Any, options: dict[str, Any], kind: str, rng
             found[1][head.keys] = r.sums(raw.T, q, seen.T, steps) * scale
             found[2][head.keys] = r.sums(p.T, d_out, seen.T, steps)
             group = []
-    return tuple(x.astype(numpy_dtype(kind.split()[0])) for x in found)  # type: ignore[return-value]
+    own = tuple(x.astype(numpy_dtype(kind.split()[0])) for x in found)
+    return *own, *(x.astype(r.type) for x in further.values())
 
 
-def head_terms(head: Any, given: Any, r: Rounding, rng: Random) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of one head: which pairs are seen, and their weights and flows as products take them."""
+def head_terms(head: Any, given: Any, r: Rounding, rng: Random, tables: Any) -> tuple[Any, ...]:
+    """Of one head: which pairs are seen, their weights and flows as products take them, and what flows to entries."""
     problem = head.problem
     score, factor, env = r.rows(head.q, head.k), r.type(problem.scale), head.env
     if problem.score is not None:
@@ -119,21 +129,42 @@ def head_terms(head: Any, given: Any, r: Rounding, rng: Random) -> tuple[np.ndar
     for t in range(given.out.shape[1]):
         delta = r.fma(given.d_out[:, t], given.out[:, t], delta)
     delta = delta - given.d_lse.astype(r.type)
-    ds = np.where(seen, p * (r.rows(given.d_out, head.v) - delta[:, None]), 0).astype(r.type)
+    keep = r.type(1) if given.keep is None else given.keep.astype(r.type)
+    ds = np.where(seen, p * (r.rows(given.d_out, head.v) * keep - delta[:, None]), 0).astype(r.type)
+    raw, entries = ds, []
     if problem.score is not None:
-        back = flows(problem.score.root, ()).s
-        ds = np.zeros_like(ds) if back is None else evaluate(back, env | {FLOW: ds}, r.type)
-        ds = np.where(seen, ds, 0)
-    return seen, r.operand(p), r.operand(ds)
+        back = flows(problem.score.root, tables)
+        env = env | {FLOW: ds}
+        raw = np.where(seen, 0 if back.s is None else evaluate(back.s, env, r.type), 0).astype(r.type)
+        for lookup, tree in back.entries:
+            at = [np.broadcast_to(evaluate(x, env, r.type), seen.shape)[seen][::-1] for x in lookup.args]
+            there = np.broadcast_to(evaluate(tree, env, r.type), seen.shape)[seen][::-1]
+            entries.append((lookup.value, tuple(at), there.astype(np.float64)))
+    return seen, r.operand(p * keep), r.operand(raw), entries
+
+
+def sink_flow(head: Any, given: Any) -> float:
+    """Of one head, all in float64, added one by one."""
+    rows = given.lse != -np.inf
+    delta = np.cumsum(given.d_out * given.out, axis=1)[:, -1] - given.d_lse
+    x = head.problem.sinks[int(head.env["h"])] - given.lse
+    x = np.where(is_far(head, given.lse), np.minimum(x, 0), x)
+    return float(np.cumsum((np.exp(x) * delta)[rows])[-1]) if rows.any() else 0.0
 
 
 # --- problems
 
 _GRID = sl.table(np.random.default_rng(5).standard_normal((8, 400)).astype(np.float32), "grid")
+_SLOPES, _CAP = sl.table(np.array([0.5, 0.25, 0.1, 0.05, 0.02, 0.01])), sl.table(np.array([3.0]))
+_ROWS_APART = sl.table(np.random.default_rng(6).standard_normal((6, 700)))
+_IDS = sl.table(np.random.default_rng(7).integers(0, 5, 400))
 SCORES = {
     "softcap": sl.softcap(3.0),
-    "alibi": sl.alibi([0.5, 0.25, 0.1, 0.05, 0.02, 0.01]),
+    "alibi": sl.expression(lambda s, b, h, i, j: s - _SLOPES[h] * (i - j)),
     "bias": sl.expression(lambda s, b, h, i, j: s + _GRID[h, j]),
+    "relative": sl.expression(lambda s, b, h, i, j: s + _ROWS_APART[h, i - j + 300] * _SLOPES[h]),
+    "learned cap": sl.expression(lambda s, b, h, i, j: _CAP[h * 0] * sl.tanh(s / _CAP[h * 0])),
+    "embedding": sl.expression(lambda s, b, h, i, j: s * _GRID[h, _IDS[j]] + _GRID[h, _IDS[i]]),
     "product": sl.expression(lambda s, b, h, i, j: s * _GRID[h, j] + sl.sigmoid(s) * s),
     "chosen": sl.expression(lambda s, b, h, i, j: sl.where((i + j) % 3 == 0, sl.tanh(s) * 2.0, s / 4.0)),
     "deep": sl.expression(lambda s, b, h, i, j: sl.log(1.0 + sl.exp2(sl.tanh(s * 0.3) * 4.0)) * sl.sqrt(1.0 + s * s)),
@@ -142,8 +173,8 @@ SCORES = {
 _ROWS, _KEYS, _DIMS = (1, 2, 3, 17, 40, 200), (1, 2, 3, 17, 127, 129, 300), (1, 2, 3, 8, 9, 16, 33, 64)
 
 
-def problem(rng: Random, kind: str) -> tuple[str, Any, Any, dict[str, Any]]:
-    """Its name, arrays, what was returned for them and flows back, and options."""
+def problem(rng: Random, kind: str) -> tuple[str, Any, Any, Any, dict[str, Any]]:
+    """Its name, arrays, what was returned for them and flows back, which further gradients it has, and options."""
     dtype = numpy_dtype(kind.split()[0])
     names = [str(rng.choice(list(FILLS))) for _ in range(4)]
     names[1] = names[0] if rng.random() < 0.3 else names[1]
@@ -153,11 +184,14 @@ def problem(rng: Random, kind: str) -> tuple[str, Any, Any, dict[str, Any]]:
     options: dict[str, Any] = {"causal": bool(rng.random() < 0.4), "q_start": int(rng.integers(0, 200))}
     if rng.random() < 0.3:
         options["scale"] = float(rng.choice([1.0, -0.3, 0.05]))
-    if rng.random() < 0.2:
-        options["window"] = (int(rng.integers(0, 100)), None)
-    if rng.random() < 0.4:
-        names.append(str(rng.choice(list(SCORES))))
-        options["score"] = SCORES[names[-1]]
+    match rng.choice(["score", "score", "window", "dropout", "none"]):  # one of these alone: few kernels
+        case "score":
+            names.append(str(rng.choice(list(SCORES))))
+            options["score"] = SCORES[names[-1]]
+        case "window":
+            options["window"] = (int(rng.integers(0, 100)), None)
+        case "dropout":
+            options |= {"dropout": float(rng.choice([0.1, 0.6])), "seed": int(rng.integers(1 << 40))}
     with np.errstate(over="ignore"):
         q, k, v, d_out = (
             np.stack([FILLS[name](rng, (n, m)).astype(dtype) for _ in range(heads)])[None]
@@ -169,29 +203,50 @@ def problem(rng: Random, kind: str) -> tuple[str, Any, Any, dict[str, Any]]:
                 strict=True,
             )
         )
-    sinks = rng.standard_normal(kv_heads * group).tolist() if rng.random() < 0.2 else None
-    out, lse = reference.attention(q, k, v, return_lse=True, sink_logits=sinks, **options)
+    grads = tuple(x for x in options["score"].tables if x is not _IDS) if "score" in options else ()
+    if rng.random() < 0.2:
+        options["sink_logits"] = rng.standard_normal(kv_heads * group).tolist()
+        grads = (*grads, SINKS)
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
     logs = np.float64 if kind == "float64" else np.float32
     d_lse = rng.standard_normal(lse.shape).astype(logs) if rng.random() < 0.3 else None
-    return "/".join(names), (q, k, v), (out.astype(dtype), lse.astype(logs), d_out, d_lse), options
+    return "/".join(names), (q, k, v), (out.astype(dtype), lse.astype(logs), d_out, d_lse), grads, options
 
 
-def shares(arrays: Any, returned: Any, options: dict[str, Any], kind: str, rng: Random) -> list[float]:
-    """How much of the bounds of dq, dk and dv is used. All within, or it raises."""
-    got = emulated(arrays, returned, options, kind, rng)
+Shares = dict[str, float]  # of the bounds of dq, dk, dv, tables and sinks: how much is used
+
+
+def shares(got: Any, want: Any, bounds: Any, grads: Any) -> Shares:
+    """All within, or it raises."""
+    names = ["dq", "dk", "dv", *("sinks" if x == SINKS else "tables" for x in grads)]
+    found: Shares = {}
+    for name, *x in zip(names, got, flat(want), flat(bounds), strict=True):
+        found[name] = max(found.get(name, 0.0), assert_within(*x, name, zeros_allowed=True))
+    return found
+
+
+def emulated_shares(arrays: Any, returned: Any, options: dict[str, Any], kind: str, rng: Random) -> Shares:
+    got = emulated(arrays, returned, (), options, kind, rng)
     want = reference.backward(*arrays, *returned, **options)
-    bounds = reference.backward_bound(*arrays, *returned, dot=kind.endswith("dot"), **options)
-    return [assert_within(*x, zeros_allowed=True) for x in zip(got, want, bounds, bounds._fields, strict=True)]
+    return shares(got, want, reference.backward_bound(*arrays, *returned, dot=kind.endswith("dot"), **options), ())
 
 
-def one_problem(rng: Random, kind: str) -> tuple[str, list[float]]:
-    name, arrays, returned, options = problem(rng, kind)
+def one_problem(rng: Random, kind: str, unit: str | None = None) -> tuple[str, list[Shares]]:
+    """By the order of operations in NumPy; and by the engine, if it has a `unit` to run on."""
+    name, arrays, returned, grads, options = problem(rng, kind)
+    given = (*arrays, *returned)
     try:
         with np.errstate(all="ignore"):
-            return name, shares(arrays, returned, options, kind, rng)
+            want = reference.backward(*given, grads=grads, **options)
+            bounds = reference.backward_bound(*given, grads=grads, dot=kind.endswith("dot"), **options)
+            results = [emulated(arrays, returned, grads, options, kind, rng)]
+            if unit is not None:
+                os.environ["SPEEDLIGHT_ISA"] = unit
+                results.append(flat(sl.attention_backward(*given, grads=grads, **options)))
+            return name, [shares(got, want, bounds, grads) for got in results]
     except AssertionError as error:
         shapes = [x.shape for x in arrays]
-        raise AssertionError(f"{kind} of {name}, shapes {shapes}, {options}: {error}") from None
+        raise AssertionError(f"{kind} of {name}, shapes {shapes}, {options}, {unit}: {error}") from None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,7 +268,7 @@ def test_scores_that_are_huge(rng, kind, size):
     }
     out, lse = reference.attention(*arrays, return_lse=True, **options)
     returned = out.astype(dtype), lse.astype(logs), out.astype(dtype), None
-    shares(arrays, returned, options, kind, rng)
+    emulated_shares(arrays, returned, options, kind, rng)
     bounds = reference.backward_bound(*arrays, *returned, dot=kind.endswith("dot"), **options)
     assert all(x.max() < 1e5 for x in bounds)
 
@@ -265,12 +320,12 @@ def test_what_is_hidden_is_in_no_bound(rng, kind):
         out, d_lse, lse = out.astype(dtype), lse.astype(logs), lse.astype(logs)
         out[:, :, 3::7] = d_lse[:, :, 3::7] = hidden
         with np.errstate(all="ignore"):
-            shares(arrays, (out, lse, out, d_lse), options, kind, rng)
+            emulated_shares(arrays, (out, lse, out, d_lse), options, kind, rng)
             bounds = reference.backward_bound(*arrays, out, lse, out, d_lse, dot=kind.endswith("dot"), **options)
             assert all(np.isfinite(x).all() for x in bounds)
             shown = out.copy()
             shown[0, 0, 4, 1] = hidden
-            shares(arrays, (out, lse, shown, d_lse), options, kind, rng)
+            emulated_shares(arrays, (out, lse, shown, d_lse), options, kind, rng)
 
 
 BROKEN = {  # what is wrong, and which gradients that shows in
@@ -331,22 +386,31 @@ def broken_gradients(broken: str, right: dict[str, Any]) -> Any:
     return reference.backward(**wrong, **options)
 
 
-def main(seed: int, count: int) -> None:
-    rng = np.random.default_rng(seed)
-    worst: dict[str, list[np.ndarray]] = collections.defaultdict(list)
-    for _ in range(count):
-        kind = str(rng.choice(KINDS))
-        try:
-            name, found = one_problem(rng, kind)
-        except AssertionError as error:
-            print("OUTSIDE:", error, flush=True)
-            continue
-        for row in (kind, f"{kind}: {name}"):
-            worst[row].append(np.array(found))
-    for row, x in sorted(worst.items(), key=lambda y: (":" in y[0], -np.max(y[1])))[:60]:
-        shares = zip(("dq", "dk", "dv"), np.max(x, axis=0), np.median(x, axis=0), strict=True)
-        print(f"{row:70}", *(f"{name} {most:.3f} (median {middle:.3f})" for name, most, middle in shares))
+def unit_of(kind: str) -> str | None:
+    """The best vector unit here that computes this kind so."""
+    dot = [x.product("bf16") == "pairs" and kind.startswith("bfloat16") for x in host_isas()]
+    return next((x.name for x, pairs in zip(host_isas(), dot, strict=True) if pairs == kind.endswith("dot")), None)
+
+
+def main(seed: int, first: int, count: int) -> None:
+    worst: dict[str, list[Shares]] = collections.defaultdict(list)
+    with contextlib.suppress(KeyboardInterrupt):  # then what there is so far
+        for number in range(first, first + count):
+            rng = np.random.default_rng([seed, number])
+            kind = str(rng.choice(KINDS))
+            try:
+                name, found = one_problem(rng, kind, unit_of(kind))
+            except AssertionError as error:
+                print(f"OUTSIDE, number {number}: {error}", flush=True)
+                continue
+            for how, x in zip(("in NumPy", "engine"), found, strict=False):
+                worst[f"{kind}, {how}"].append(x)
+                worst[f"{kind}, {how}: {name}"].append(x)
+    for row, x in sorted(worst.items(), key=lambda y: (":" in y[0], -max(max(z.values()) for z in y[1])))[:60]:
+        used = {name: [z[name] for z in x if name in z] for name in ("dq", "dk", "dv", "tables", "sinks")}
+        texts = (f"{name} {np.max(z):.3f} ({np.median(z):.3f}, {len(z)})" for name, z in used.items() if z)
+        print(f"{row:70}", *texts)
 
 
 if __name__ == "__main__":
-    main(int(os.environ.get("SEED", "1")), int(os.environ.get("COUNT", "300")))
+    main(*(int(os.environ.get(name, number)) for name, number in (("SEED", 1), ("FIRST", 0), ("COUNT", 300))))

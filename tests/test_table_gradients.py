@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from problems import flow_of, qkv
+from tolerance import assert_gradients
 
 import speedlight as sl
 from speedlight import reference
@@ -31,13 +32,6 @@ def problem(dtype, rng, score, *, batch=2, q_len=200, k_len=300, **more):
     return (q, k, v, *flow_of(rng, (q, k, v), **options)), options
 
 
-def assert_near(got, want, dtype):
-    """Sums are in float64, so they are as far off as what is added: a share of the largest term's size."""
-    assert got.shape == want.shape and got.dtype == (np.float64 if dtype == "float64" else np.float32)
-    largest = {"float64": 1e-12, "float32": 3e-5, "float16": 3e-5, "bfloat16": 2e-2}[dtype]
-    assert np.abs(got - want).max() <= largest * max(1.0, np.abs(want).max())
-
-
 @pytest.mark.each("dtype", "name")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", FORMS)
@@ -46,12 +40,9 @@ def test_tables_and_sinks(rng, name, dtype):
     sinks = rng.standard_normal(Q_HEADS)
     arrays, options = problem(dtype, rng, score, sink_logits=sinks, dropout=0.2, seed=5)
     grads = (*tables, "sink_logits")
-    *own, got = sl.attention_backward(*arrays, grads=grads, **options)
-    want = reference.backward(*arrays, grads=grads, **options)[3]
-    for x, y in zip(got, want, strict=True):
-        assert_near(x, y, dtype)
+    got = assert_gradients(arrays[:3], arrays[3:], grads=grads, **options)
     plain = sl.attention_backward(*arrays, **options)
-    assert all((x == y).all() for x, y in zip(own, plain, strict=True))
+    assert all((x == y).all() for x, y in zip(got, plain, strict=False))
 
 
 def test_patterns_take_tables_and_results_are_of_the_kind_of_q(rng):
@@ -76,11 +67,7 @@ def test_layouts(rng, layout):
         more = {"q_lengths": lengths, "k_lengths": lengths}
     options = {"score": FORMS["alibi"][0], "sink_logits": [0.5] * Q_HEADS, "causal": True, "layout": layout, **more}
     out, lse = sl.attention(q, k, v, return_lse=True, **options)
-    arrays = (q, k, v, out, lse, rng.standard_normal(out.shape))
-    got = sl.attention_backward(*arrays, grads=(SLOPES, "sink_logits"), **options)[3]
-    want = reference.backward(*arrays, grads=(SLOPES, "sink_logits"), **options)[3]
-    for x, y in zip(got, want, strict=True):
-        assert_near(x, y, "float64")
+    assert_gradients((q, k, v), (out, lse, rng.standard_normal(out.shape)), grads=(SLOPES, "sink_logits"), **options)
 
 
 def test_same_bits_for_any_threads(rng):
@@ -99,10 +86,7 @@ def test_shares_know_the_problem_alone(rng, monkeypatch):
     score, tables = FORMS["two tables"]
     arrays, options = problem("float32", rng, score)
     monkeypatch.setattr(gradients, "_SHARE_BYTES", 3 * 8 * (BIAS.array.size + SLOPES.array.size))
-    few = sl.attention_backward(*arrays, grads=tables, **options)[3]
-    want = reference.backward(*arrays, grads=tables, **options)[3]
-    for x, y in zip(few, want, strict=True):
-        assert_near(x, y, "float32")
+    assert_gradients(arrays[:3], arrays[3:], grads=tables, **options)
 
 
 def test_nothing_hidden_is_added(rng):
@@ -114,6 +98,50 @@ def test_nothing_hidden_is_added(rng):
     k[:, :, 140:], v[:, :, 140:] = np.nan, np.nan  # after every query
     got = sl.attention_backward(q, k, v, out, lse, d_out, d_lse, grads=(ROWS,), **options)[3][0]
     assert np.isfinite(want).all() and (got == want).all()
+
+
+BROKEN = (
+    "the last keys",
+    "half of the last keys",
+    "last row",
+    "delta of other rows",
+    "nothing flows into lse",
+    "score",
+)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("name", ["alibi", "relative positions", "two tables", "a learned soft cap"])
+def test_broken_sums_are_outside(rng, name, broken):
+    """Of 200 rows and 300 keys: most entries that the broken pairs flow to, and most sinks where rows are broken.
+
+    A bound of many terms that cancel each other is as wide as what each may be off: one key of many is within.
+    """
+    score, tables = FORMS[name]
+    arrays, options = problem("float32", rng, score, mask=None, sink_logits=[0.5, 1.0, -0.5, 2.0])
+    grads = (*tables, "sink_logits")
+    want = reference.backward(*arrays, grads=grads, **options)[3]
+    bounds = reference.backward_bound(*arrays, grads=grads, **options)[3]
+    wrong, other = list(arrays), dict(options)
+    match broken:
+        case "the last keys":
+            other["mask"] = np.arange(300) < 290
+        case "half of the last keys":
+            other["score"] = [score, np.where(np.arange(300) >= 290, -np.log(2), 0.0)]
+        case "last row":
+            wrong[4] = np.where(np.arange(200) == 199, -np.inf, wrong[4])
+        case "delta of other rows":
+            wrong[6] = np.roll(wrong[6], 1, axis=2)
+        case "nothing flows into lse":
+            wrong[6] = np.zeros_like(wrong[6])
+        case "score":
+            other["scale"] = 24**-0.5 * 1.01
+    got = reference.backward(*wrong, grads=grads, **other)[3]
+    of_keys = broken in ("the last keys", "half of the last keys", "score")
+    for x, y, bound in zip(got[: len(grads) - of_keys], want, bounds, strict=False):
+        moved = x != y
+        outside = (np.abs(x - y) > bound)[moved]
+        assert outside.size and outside.mean() >= 0.75, f"{outside.mean():.0%} of {outside.size}"
 
 
 @pytest.mark.parametrize(("dtype", "sink"), [("float32", 1e18), ("float64", 1e30)])

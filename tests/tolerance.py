@@ -62,15 +62,24 @@ def assert_accurate(q: Any, k: Any, v: Any, *, zeros_allowed: bool = False, **op
     return out, lse
 
 
-def assert_gradients(arrays: Any, flow: Any, *, zeros_allowed: bool = False, **options: Any) -> tuple[Any, Any, Any]:
+def assert_gradients(
+    arrays: Any, flow: Any, *, grads: Any = (), zeros_allowed: bool = False, **options: Any
+) -> tuple[Any, ...]:
     """speedlight.attention_backward against the oracle: kinds, dtypes, shapes, special values, the bound for every
-    element. `flow`: out, lse, d_out and d_lse.
+    element. `flow`: out, lse, d_out and d_lse. Returns dq, dk, dv and `grads`.
     """
-    got = sl.attention_backward(*arrays, *flow, **options)
-    want = reference.backward(*arrays, *flow, **options)
+    got = flat(sl.attention_backward(*arrays, *flow, grads=grads, **options))
+    want = flat(reference.backward(*arrays, *flow, grads=grads, **options))
     dot = current_isa().product("bf16") == "pairs" and "bfloat16" in str(arrays[0].dtype)
-    bounds = reference.backward_bound(*arrays, *flow, dot=dot, **options)
-    for name, x, g, w, bound in zip(bounds._fields, arrays, got, want, bounds, strict=True):
-        assert type(g) is type(x) and g.dtype == x.dtype, f"{name}: {type(g)} of {g.dtype}"
+    bounds = flat(reference.backward_bound(*arrays, *flow, grads=grads, dot=dot, **options))
+    kind, logs = type(arrays[0]), flow[1].dtype  # further gradients have what log-sum-exps have
+    for name, g, w, bound in zip(("dq", "dk", "dv", *map(str, grads)), got, want, bounds, strict=True):
+        dtype = arrays[0].dtype if name in ("dq", "dk", "dv") else logs
+        assert type(g) is kind and g.dtype == dtype, f"{name}: {type(g)} of {g.dtype}"
         assert_within(g, w, bound, name, zeros_allowed=zeros_allowed)
     return got
+
+
+def flat(x: Any) -> tuple[Any, ...]:
+    """dq, dk, dv, and what comes as a tuple after them if more gradients are asked for."""
+    return (*x[:3], *(y for more in x[3:] for y in more))
