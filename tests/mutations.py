@@ -141,8 +141,8 @@ MUTATIONS = (
     Mutation(
         "dk is not scaled",
         "cpu/backward.py",
-        'factor = self.factor() if name == "k" else k.const(1.0, s.number)',
-        "factor = k.const(1.0, s.number)",
+        'return self.task.factor() if self.name == "k" else self.k.const(1.0, self.s.number)',
+        "return self.k.const(1.0, self.s.number)",
         f"{BACKWARD} -k every_option",
     ),
     Mutation(
@@ -185,6 +185,20 @@ MUTATIONS = (
         "cpu/rows.py",
         'fresh, end = p["fresh"].differs(0), p["end"].differs(0)',
         'fresh, end = p["fresh"].differs(1), p["end"].differs(0)',
+        f"{BACKWARD} -k every_option",
+    ),
+    Mutation(
+        "dk and dv of a whole block replace those before",
+        "cpu/backward_tiles.py",
+        "with k.when(x.fresh.equals(0)):",
+        "with k.when(x.fresh.equals(2)):",
+        f"{BACKWARD} -k every_option",
+    ),
+    Mutation(
+        "panels taken together add where one of them sees less",
+        "cpu/backward.py",
+        "low.equals(0) & high.equals(count) & careful.equals(0)",
+        "low.equals(0) & careful.equals(0)",
         f"{BACKWARD} -k every_option",
     ),
     Mutation(

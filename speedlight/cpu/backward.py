@@ -10,17 +10,15 @@ diagonals, so whatever is waited for has a smaller one and somebody works on it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from ..problem import QUERY_BLOCK, TILE
-from .backward_tiles import UNITS, into_keys, into_queries
-from .layout import GANG, GRADIENT_ITEM_BYTES, GradientItem
+from .backward_tiles import into_keys, into_queries
+from .layout import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, SUMS, GradientItem, apart, together
 from .pairs import PairParts, PairWork, Panel, Tile
 from .products import units_of
 from .region import Box, entry, region
 from .rows import add_partial, clear, load_panel, store_panel
 from .shape import Shape
-from .vector import I64, PTR, Module, Value
+from .vector import I1, I64, PTR, Function, Module, Value, Variable
 
 
 class _Parts(PairParts):
@@ -32,6 +30,7 @@ class _Parts(PairParts):
         self.clear, self.add = clear(m, s), add_partial(m, s)
         self.into_queries = [into_queries(m, s, predicated=x) for x in (False, True)]
         self.into_keys = {n: into_keys(m, s, rows, n) for rows, n in s.tiles.gradients}
+        self.into_keys_exactly = into_keys(m, s, 2, 1, exactly=True)
         self.into_keys_predicated = into_keys(m, s, 2, 1, predicated=True)
         self.load_panel = load_panel(m, s)
         self.store_sums = store_panel(m, s, "f64" if s.wide else "f32")
@@ -45,17 +44,6 @@ def backward_module(s: Shape, symbol: str) -> Module:
     _Task(k, parts).run()
     entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
     return parts.module
-
-
-class _Sums(NamedTuple):
-    """Sums over queries for each of so many keys: weights [count, panel] times rows [panel, columns]."""
-
-    at: Value
-    row_bytes: Value
-    rows: Value
-    row: Value  # from one to the next
-    weights: Value
-    keys: Value
 
 
 class _Task(PairWork):
@@ -75,6 +63,11 @@ class _Task(PairWork):
         self.progress = k.at(k.pointer(a.progress), (gang["progress"] + rest) * 8)
         at = k.at(k.pointer(a.items), column // a.kv_heads * GRADIENT_ITEM_BYTES)
         return GradientItem._make(k.load(I64, at, 8 * word) for word in range(len(GradientItem._fields)))
+
+    def __init__(self, k: Function, parts: _Parts) -> None:
+        super().__init__(k, parts)
+        weights = ("p_units", "ds_units") if self.s.elements > 1 else ("scores", "flows")
+        self.sums = [_Sums(self, *names) for names in zip(("v", "k"), ("d_out", "q"), weights, strict=True)]
 
     def run(self) -> None:
         k, item = self.k, self.item
@@ -119,15 +112,14 @@ class _Task(PairWork):
     # --- panels
 
     def begin(self, panel: Panel) -> None:
-        """Rows of Q and dO are copied where they must be, and dQ is what earlier ranges have left."""
+        """Rows of Q and dO are copied, and dQ is what earlier ranges have left."""
         k, s, a, parts = self.k, self.s, self.a, self.parts
         row, first, end, dq = self.row + panel.i * s.panel, panel.end("first"), panel.end("end"), panel.part("dq")
         with k.when(first < end):
             for name, length, columns in (("q", a.head_dim, a.columns), ("d_out", a.value_dim, a.value_columns)):
-                with k.when(getattr(a, f"{name}_staged").differs(0)):
-                    source = k.pointer(self.row_of(name, self.q_head, row))
-                    steps = (columns * s.number_bytes, getattr(a, f"{name}_row"), getattr(a, f"{name}_column"))
-                    k.call(parts.stage_across, panel.part(f"{name}_rows"), source, *steps, first, end, length, columns)
+                source = k.pointer(self.row_of(name, self.q_head, row))
+                steps = (apart(columns * s.number_bytes), getattr(a, f"{name}_row"), getattr(a, f"{name}_column"))
+                k.call(parts.stage_across, panel.part(f"{name}_rows"), source, *steps, first, end, length, columns)
             with k.either(self.range.equals(0)) as (fresh, more):
                 with fresh:
                     k.call(parts.clear, dq, a.head_dim * s.vectors)
@@ -155,78 +147,167 @@ class _Task(PairWork):
         fresh, end = self.step.equals(0), (self.step + 1).equals(self.item.steps)
         seen = self.sees(start, count, most)
         with k.when(seen | fresh | end):
-            for name, columns in (("dk", a.columns), ("dv", a.value_columns)):
-                k.call(self.parts.clear, self.part(name), count * columns // s.lanes)
+            for sums in self.sums:
+                sums.begin(start, fresh, end)
+            begun, joined = k.variable(k.i64(0)), k.variable(k.i64(0))
             with k.when(seen):
                 if s.elements > 1:
                     steps = (a.head_dim * s.number_bytes, a.k_row, a.k_column, k.i64(0), count, a.head_dim, a.head_dim)
                     k.call(self.parts.stage_across, self.part("key_units"), k.at(self.keys, start * a.k_row), *steps)
-                self.all_panels(self.staged(start, count), self.panel_tile)
-            self.add(start, count, k.zext(fresh, I64), k.zext(end, I64))
+                tile, n, joins = self.staged(start, count), together(s.panel), self.may_join(count, end)
+                with k.range(0, a.panels, n) as first:
+                    with k.range(first, first + n) as i:
+                        self.weigh_panel(Panel(self, i), tile)
+                    joined.set(k.zext(joins & (first + n).equals(a.panels), I64))
+                    self.gather(first, count, begun, joined)
+            with k.when(joined.get().equals(0)):
+                self.clear(count, begun)
+                for sums in self.sums:
+                    sums.add(start, count, fresh, end)
+
+    def may_join(self, count: Value, end: Value) -> Value:
+        """Whether what a tile adds may go where it belongs without a stop: whole register tiles, as numbers."""
+        a, s = self.a, self.s
+        whole = a.columns.equals(a.head_dim) & a.value_columns.equals(a.value_dim)
+        whole = whole & (count % s.tiles.gradients[0][0]).equals(0)
+        return whole if s.number_bytes == s.storage_bytes else whole & (end ^ 1)
+
+    def weigh_panel(self, panel: Panel, tile: Tile) -> None:
+        """P and dS of a tile for one panel, and its share of dQ."""
+        k = self.k
+        for name in ("key_first", "key_end", "careful"):
+            k.store(k.i64(0), panel.at, QUERY_ENDS.offset(name))
+        self.if_seen(panel, tile, self.panel_tile)
 
     def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
-        """Keys [first, end) of a tile for one panel: P and dS, then shares of dQ, dV and dK."""
+        """Keys [first, end) of a tile for one panel: P and dS, then its share of dQ."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
         careful, count = self.weigh(panel, tile, first, end, clear), end - first
-        scores, flows = self.part("scores"), self.part("flows")
-        p_units, ds_units, flow_units = [self.part(x) for x in UNITS] if s.elements > 1 else (scores, flows, flows)
+        for name, x in (("key_first", first), ("key_end", end), ("careful", k.zext(careful, I64))):
+            k.store(x, panel.at, QUERY_ENDS.offset(name))
         keys, key_row = k.at(tile.keys, first * tile.k_row), tile.k_row
         if s.elements > 1:
             key_row = a.head_dim * s.number_bytes
             keys = k.at(self.part("key_units"), units_of(s, first) * key_row)
-        dq = (panel.part("dq"), flow_units, keys, key_row, units_of(s, count), a.head_dim, scores)
+        flows = panel.pairs("flow_units" if s.elements > 1 else "flows")
+        dq = (panel.part("dq"), flows, keys, key_row, units_of(s, count), a.head_dim, panel.pairs("scores"))
         with k.either(careful) as (predicated, plain):
             with predicated:
                 k.call(parts.into_queries[1], *dq)
             with plain:
                 k.call(parts.into_queries[0], *dq)
-        for name, into, weights, columns in (
-            ("d_out", "dv", p_units, a.value_columns),
-            ("q", "dk", ds_units, a.columns),
-        ):
-            rows, row = self.rows_of(panel, name)
-            acc_row = columns * s.number_bytes
-            sums = _Sums(k.at(self.part(into), first * acc_row), acc_row, rows, row, weights, count)
-            with k.either(careful) as (predicated, plain):
-                with predicated, k.range(0, columns, s.lanes) as c:
-                    self.columns_of(panel, parts.into_keys_predicated, sums, c)
-                with plain:
-                    self.all_columns(panel, sums, columns // s.lanes)
 
-    def rows_of(self, panel: Panel, name: str) -> tuple[Value, Value]:
-        """The rows of q or d_out of a panel, and their distance: where they lie, or copied."""
-        k, s, a = self.k, self.s, self.a
-        is_staged = getattr(a, f"{name}_staged").differs(0)
-        there = k.pointer(self.row_of(name, self.q_head, self.row + panel.i * s.panel))
-        columns = a.columns if name == "q" else a.value_columns
-        return (
-            k.select(is_staged, panel.part(f"{name}_rows"), there),
-            k.select(is_staged, columns * s.number_bytes, getattr(a, f"{name}_row")),
+    # --- dK and dV
+
+    def gather(self, first: Value, count: Value, begun: Variable, joined: Variable) -> None:
+        """What panels that are taken together add to dK and dV: at once where each sees the whole tile, else one after
+        another. `joined` is what to do with it, and what was done.
+        """
+        k, n = self.k, together(self.s.panel)
+        whole, some = k.variable(k.const(1, I1)), k.variable(k.const(0, I1))
+        with k.range(first, first + n) as i:
+            panel = Panel(self, i)
+            low, high, careful = (panel.end(x) for x in ("key_first", "key_end", "careful"))
+            some.set(some.get() | (low < high))
+            empty = panel.end("first").equals(panel.end("end"))
+            whole.set(whole.get() & ((low.equals(0) & high.equals(count) & careful.equals(0)) | empty))
+        whole = whole.get() & some.get()
+        with k.either(whole) as (at_once, apart):
+            with at_once:
+                for sums in self.sums:
+                    sums.of_panels(Panel(self, first), n, k.i64(0), k.i64(0), count)
+                    sums.whole(begun.get().equals(0), joined.get())
+                begun.set(k.i64(1))
+            with apart:
+                joined.set(k.i64(0))
+                with k.when(some.get()):
+                    self.clear(count, begun)
+                    with k.range(first, first + n) as i:
+                        panel = Panel(self, i)
+                        for sums in self.sums:
+                            sums.of_panel(panel)
+
+    def clear(self, count: Value, begun: Variable) -> None:
+        """Sums of a tile begin, where they have not."""
+        k = self.k
+        with k.when(begun.get().equals(0)):
+            for sums in self.sums:
+                k.call(self.parts.clear, sums.partial, count * sums.row // self.s.vector_bytes)
+        begun.set(k.i64(1))
+
+
+class _Sums:
+    """What a block of queries adds to dK or dV of a tile of keys: their record in memory, and who adds."""
+
+    def __init__(self, task: _Task, name: str, rows: str, weights: str) -> None:
+        """`name`: "k" or "v". `rows`: "q" or "d_out". `weights`: of PAIRS."""
+        a = task.a
+        self.task, self.k, self.s, self.name, self.rows, self.weights = task, task.k, task.s, name, rows, weights
+        self.length, self.columns = (a.head_dim, a.columns) if name == "k" else (a.value_dim, a.value_columns)
+        self.at, self.partial = self.k.buffer(I64, len(SUMS.names)), task.part(f"d{name}")
+        self.row = apart(self.columns * self.s.number_bytes)
+        self.put(partial_row=self.row, row=self.row, pair_bytes=a.pair_bytes, panel_bytes=a.panel_bytes)
+
+    def put(self, **words: Value) -> None:
+        for name, x in words.items():
+            self.k.store(x, self.at, SUMS.offset(name))
+
+    def begin(self, start: Value, fresh: Value, end: Value) -> None:
+        """A tile of keys, from `start` on. fresh, end: of the first block of queries, and of the last."""
+        k, a, name = self.k, self.task.a, self.name
+        total, out = (self.task.row_of(f"{x}{name}", self.task.head, start) for x in "sd")
+        self.put(total=total, out=out, total_row=getattr(a, f"s{name}_row"), out_row=getattr(a, f"d{name}_row"))
+        self.put(fresh=k.zext(fresh, I64), end=k.zext(end, I64), factor=self.factor())
+
+    def factor(self) -> Value:
+        return self.task.factor() if self.name == "k" else self.k.const(1.0, self.s.number)
+
+    def of_panels(self, panel: Panel, panels: int, key: Value, skip: Value, count: Value) -> None:
+        """So many panels from this one on, which see a tile from `key` on; keys [skip, skip + count) of those."""
+        k, s = self.k, self.s
+        self.put(
+            rows=panel.part(f"{self.rows}_rows"),
+            partial=k.at(self.partial, (key + skip) * self.row),
+            weights=k.at(panel.pairs(self.weights), skip * (s.row_bytes // s.elements)),
+            marks=k.at(panel.pairs("scores"), skip * s.row_bytes),
+            panel=panel.at,
+            panels=k.i64(panels),
+            keys=count,
         )
 
-    def all_columns(self, panel: Panel, sums: _Sums, vectors: Value) -> None:
-        """The widest register tile over all columns that it fits, then those of two vectors, or one."""
-        k, s, functions = self.k, self.s, self.parts.into_keys
+    def whole(self, begin: Value, join: Value) -> None:
+        """All columns: the widest register tile as often as it fits, then those of two vectors, or one.
+
+        begin: from +0. join: with the totals, or what is returned, and not with partial sums.
+        """
+        k, functions, vectors = self.k, self.task.parts.into_keys, self.columns // self.s.lanes
+        self.put(begin=k.zext(begin, I64), join=join)
         widest = max(functions)
         rest = vectors % widest
         rest = k.select(rest.equals(1) & (vectors > widest), rest + widest, rest)  # 2 + 2 rather than 3 + 1
-        whole, pairs = vectors - rest, rest & -2
-        for n, first, end in ((widest, k.i64(0), whole), (2, whole, whole + pairs), (1, whole + pairs, vectors)):
+        most, pairs = vectors - rest, rest & -2
+        for n, first, end in ((widest, k.i64(0), most), (2, most, most + pairs), (1, most + pairs, vectors)):
             with k.range(first, end, n) as v:
-                self.columns_of(panel, functions[n], sums, v * s.lanes)
+                k.call(functions[n], self.at, v * self.s.vector_bytes)
 
-    def columns_of(self, panel: Panel, function: Any, sums: _Sums, column: Value) -> None:
-        """Those that one register tile takes, from `column` on."""
-        k, at, x = self.k, column * self.s.number_bytes, sums
-        ends = (panel.end("first"), panel.end("end"))
-        marks = self.part("scores")
-        k.call(function, k.at(x.at, at), x.weights, k.at(x.rows, at), x.row_bytes, *ends, x.row, x.keys, marks)
+    def of_panel(self, panel: Panel) -> None:
+        """What one panel adds to the keys that it sees, joined with partial sums."""
+        k, parts, none = self.k, self.task.parts, self.k.i64(0)
+        first, end = panel.end("key_first"), panel.end("key_end")
+        with k.when(first < end):
+            careful, count = panel.end("careful").differs(0), end - first
+            whole = k.select(careful, none, count - count % self.s.tiles.gradients[0][0])
+            self.of_panels(panel, 1, first, none, whole)
+            self.whole(k.const(0, I1), none)
+            self.of_panels(panel, 1, first, whole, count - whole)
+            with k.either(careful) as (predicated, plain):
+                for branch, function in ((predicated, parts.into_keys_predicated), (plain, parts.into_keys_exactly)):
+                    with branch, k.range(0, self.columns, self.s.lanes) as c:
+                        k.call(function, self.at, c * self.s.number_bytes)
 
     def add(self, start: Value, count: Value, fresh: Value, end: Value) -> None:
         """The tile's partial sums join those of the blocks before."""
-        k, s, a = self.k, self.s, self.a
-        for name, length, columns in (("k", a.head_dim, a.columns), ("v", a.value_dim, a.value_columns)):
-            total, out = (k.pointer(self.row_of(f"{x}{name}", self.head, start)) for x in "sd")
-            steps = (columns * s.number_bytes, getattr(a, f"s{name}_row"), getattr(a, f"d{name}_row"))
-            factor = self.factor() if name == "k" else k.const(1.0, s.number)
-            k.call(self.parts.add, self.part(f"d{name}"), total, out, *steps, count, length, fresh, end, factor)
+        k, a, task, name = self.k, self.task.a, self.task, self.name
+        total, out = (k.pointer(task.row_of(f"{x}{name}", task.head, start)) for x in "sd")
+        steps = (self.row, getattr(a, f"s{name}_row"), getattr(a, f"d{name}_row"), count, self.length)
+        k.call(task.parts.add, self.partial, total, out, *steps, k.zext(fresh, I64), k.zext(end, I64), self.factor())

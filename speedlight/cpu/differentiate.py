@@ -24,10 +24,12 @@ from .layout import (
     ENDLESS,
     GANG,
     GRADIENTS,
+    PAIRS,
     SCRATCH,
     BackwardSizes,
     GradientItem,
     placed,
+    together,
 )
 from .operands import Operands, Strides, steps, stride_of
 from .prepare import INLINE_SECONDS, bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
@@ -111,14 +113,15 @@ def schedule_backward(
     """A panel of three vectors of queries; QUERY_BLOCK is so many panels on every vector unit."""
     sizes, staged = _sizes(problem, isa, strides, program)
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
+    pairs, pair_bytes = placed(PAIRS, sizes)
     offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
     panels = QUERY_BLOCK // sizes.panel
     words = tickets.words | {
-        "panels": panels, "panel_bytes": panel_bytes, "columns": sizes.columns,
+        "panels": panels, "panel_bytes": panel_bytes, "pair_bytes": pair_bytes, "columns": sizes.columns,
         "value_columns": sizes.value_columns, "kv_heads": problem.kv_heads,
     }  # fmt: skip
     words |= {f"{name}_staged": int(x) for name, x in staged.items()}
-    words |= {f"at_{name}": at for name, at in (scratch | offsets).items()}
+    words |= {f"at_{name}": at for name, at in (scratch | pairs | offsets).items()}
     used = up(fixed + panels * panel_bytes, 4096)
     return BackwardSchedule(isa, problem.storage, _VECTORS, max(1, min(threads, tickets.number)), tickets, words, used)
 
@@ -130,7 +133,7 @@ def _sizes(
     lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
     panel, elements = lanes * _VECTORS, PRODUCTS[product_of(problem, isa)]
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
-    staged = _staged(problem, strides, lanes, elements)
+    staged = _staged(problem, strides, elements)
     columns, value_columns = up(problem.head_dim, lanes), up(problem.value_dim, lanes)
     sizes = BackwardSizes(
         number=number,
@@ -143,9 +146,8 @@ def _sizes(
         value_columns=value_columns,
         staged_keys=staged["k"] * TILE * units * number,
         staged_values=staged["v"] * TILE * value_units * number,
-        staged_queries=staged["q"] * panel * columns * number,
-        staged_gradients=staged["d_out"] * panel * value_columns * number,
         elements=elements,
+        together=together(panel),
         head_dim=problem.head_dim,
         keeps_raw=needs_raw(program),
         drops=problem.dropout > 0,
@@ -153,19 +155,11 @@ def _sizes(
     return sizes, staged
 
 
-def _staged(problem: Problem, strides: Strides, lanes: int, elements: int) -> dict[str, bool]:
-    """Which rows are copied: to be widened, made units or whole vectors, or brought together."""
-    strided = {
-        "q": strides.strided_queries, "k": strides.strided_keys, "v": strides.strided_values,
-        "d_out": strides.strided_gradients,
-    }  # fmt: skip
-    if elements > 1:
-        odd = {"k": problem.head_dim % elements, "v": problem.value_dim % elements, "q": 1, "d_out": 1}
-    else:
-        narrow = problem.storage not in ("f32", "f64")
-        odd = {"k": narrow, "v": narrow, "q": narrow or problem.head_dim % lanes}
-        odd["d_out"] = narrow or problem.value_dim % lanes
-    return {name: strided[name] or bool(odd[name]) for name in strided}
+def _staged(problem: Problem, strides: Strides, elements: int) -> dict[str, bool]:
+    """Whether keys and values are copied: to be widened, made units, or brought together."""
+    narrow = problem.storage not in ("f32", "f64")
+    odd = [bool(x % elements) if elements > 1 else narrow for x in (problem.head_dim, problem.value_dim)]
+    return {"k": strides.strided_keys or odd[0], "v": strides.strided_values or odd[1]}
 
 
 def _steps_of(problem: Problem) -> list[int]:

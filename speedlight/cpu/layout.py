@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..problem import TILE
+from ..problem import QUERY_BLOCK, TILE
 
 BLOCK = 16  # keys of a block of a cache: one after another for each element
 SLACK = 8  # numbers past the last of a list of pages: they are read, not used
@@ -199,9 +199,8 @@ class BackwardSizes(NamedTuple):
     value_columns: int  # of rows of d_out, likewise
     staged_keys: int  # bytes of a tile's keys, and values, where they are copied
     staged_values: int
-    staged_queries: int  # bytes of a panel's rows of q, and of d_out, where they are copied
-    staged_gradients: int
     elements: int  # of a unit; weights are kept once more where they are more than one
+    together: int  # panels that add to dK and dV at once
     keeps_raw: bool
     drops: bool
     head_dim: int
@@ -214,29 +213,34 @@ class BackwardSizes(NamedTuple):
     @property
     def units_of_weights(self) -> int:
         """Bytes of a tile's P, or dS, in units."""
-        return TILE * self.row // self.elements if self.elements > 1 else 0
+        return self.tile_rows * self.row // self.elements if self.elements > 1 else 0
 
 
 # what a panel of the backward kernel keeps of each of its queries: keys seen; addresses of the rows of q, d_out, out
 QUERY_LANES = Record("limit", "q", "d_out", "out", "position", "head")
 # … and of all: keys that it sees, least and most; the first lane that is a query, and one past the last
-QUERY_ENDS = Record("low", "high", "first", "end", *(f"pad{i}" for i in range(4, 8)))
+# and of a tile, the keys that any of them sees, and whether products must look at every pair
+QUERY_ENDS = Record("low", "high", "first", "end", "key_first", "key_end", "careful", "pad")
 
 BACKWARD_SCRATCH: Mapping[str, Callable[[BackwardSizes], int]] = {
-    "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of S, then of P
-    "flows": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
     "raw": lambda z: z.keeps_raw * z.tile_rows * z.row,  # S, where an expression changes it
     "factors": lambda z: z.drops * z.tile_rows * z.row,  # of weights: 0, or what dropout leaves is multiplied by
     "check": lambda z: 5 * z.row,  # as an expression leaves it: largest score, sum, smallest; sums of S, and of dP
-    "dk": lambda z: z.tile_rows * z.columns * z.number,  # [TILE, columns] of this block of queries
-    "dv": lambda z: z.tile_rows * z.value_columns * z.number,
+    "dk": lambda z: z.tile_rows * apart(z.columns * z.number),  # [TILE, columns] of this block of queries
+    "dv": lambda z: z.tile_rows * apart(z.value_columns * z.number),
     "keys": lambda z: z.staged_keys,  # [TILE, units]
     "values": lambda z: z.staged_values,
+    "key_units": lambda z: (z.elements > 1) * TILE // z.elements * z.head_dim * z.number,  # [units of TILE, head_dim]
+    "pairs": lambda z: z.together * placed(PAIRS, z)[1],  # of panels that are taken together
+    "panels": lambda z: 0,  # one after another to the end
+}
+# of a panel and a tile
+PAIRS: Mapping[str, Callable[[BackwardSizes], int]] = {
+    "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of S, then of P
+    "flows": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
     "p_units": lambda z: z.units_of_weights,  # [TILE, panel] of P: a unit is of queries
     "ds_units": lambda z: z.units_of_weights,  # … and of dS
     "flow_units": lambda z: z.units_of_weights,  # [units of TILE, panel] of dS: a unit is of keys
-    "key_units": lambda z: (z.elements > 1) * TILE // z.elements * z.head_dim * z.number,  # [units of TILE, head_dim]
-    "panels": lambda z: 0,  # one after another to the end
 }
 BACKWARD_PANEL: Mapping[str, Callable[[BackwardSizes], int]] = {
     "ends": lambda z: QUERY_ENDS.bytes,
@@ -244,10 +248,34 @@ BACKWARD_PANEL: Mapping[str, Callable[[BackwardSizes], int]] = {
     "queries": lambda z: max(z.units, z.value_units) * z.row,  # [units, panel]; of out, until delta is known
     "gradients": lambda z: z.value_units * z.row,  # [value_units, panel] of d_out
     "dq": lambda z: z.width * z.row,  # [width, panel]
-    "q_rows": lambda z: z.staged_queries,  # [panel, columns]
-    "d_out_rows": lambda z: z.staged_gradients,
+    "q_rows": lambda z: z.panel * apart(z.columns * z.number),  # [panel, columns]
+    "d_out_rows": lambda z: z.panel * apart(z.value_columns * z.number),
     "lanes": lambda z: QUERY_LANES.bytes * z.panel,  # [QUERY_LANES, panel]
 }
+
+
+# sums over queries for each of `keys` keys of a tile: weights [keys, panel] times rows [panel, columns] of each panel
+SUMS = Record(
+    "partial", "partial_row", "weights", "marks", "pair_bytes", "rows", "row", "panel", "panel_bytes",
+    "panels", "keys",
+    "begin",  # from +0, not from what partial has
+    "join",  # partial is not written: totals are, or at the end what is returned
+    "fresh", "end", "total", "total_row", "out", "out_row", "factor",
+)  # fmt: skip
+
+
+def apart(row: Any) -> Any:
+    """Bytes from one row to the next, an odd number of cache lines: the same columns of many rows then lie in all sets
+    of the first-level cache, not in a few.
+    """
+    return ((row + 63) >> 6 | 1) << 6
+
+
+def together(panel: int) -> int:
+    """How many panels of so many queries add to dK and dV at once: half a block, whose rows the first-level cache holds
+    (48 columns of them, 18 KiB).
+    """
+    return max(1, QUERY_BLOCK // panel // 2)
 
 
 def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[str, int], int]:
@@ -268,11 +296,11 @@ DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{nam
 BACKWARD = Record(
     *_COMMON, "drop_factor", "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",
     "shares", "gangs", "gang_count", "blocks", "block_count", "share_count", "kv_heads", "range_keys", "panels",
-    "panel_bytes",
+    "panel_bytes", "pair_bytes",
     "d_out_head", "d_out_row", "d_out_column",
     *(f"{name}_{part}" for name in ("dq", "dk", "dv", "sq", "sk", "sv") for part in ("head", "row")),
-    "columns", "value_columns", "q_staged", "d_out_staged", "k_staged", "v_staged",
-    *(f"at_{name}" for name in (*BACKWARD_SCRATCH, *BACKWARD_PANEL)),
+    "columns", "value_columns", "k_staged", "v_staged",
+    *(f"at_{name}" for name in (*BACKWARD_SCRATCH, *PAIRS, *BACKWARD_PANEL)),
 )  # fmt: skip
 GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("shares") + 1)  # new for each call, as CALL
 

@@ -14,7 +14,7 @@ from ..problem import QUERY_BLOCK
 from .backward_tiles import UNITS, Weights, dot_of_panels, make_units, product
 from .dropping import drop_factors
 from .flows import changes_flow, flow_tile, needs_raw
-from .layout import QUERY_ENDS, QUERY_LANES
+from .layout import QUERY_ENDS, QUERY_LANES, together
 from .lower import aim, expression_tile, squares
 from .products import units_of
 from .region import Box, Work
@@ -62,6 +62,11 @@ class Panel:
 
     def part(self, name: str) -> Value:
         return self.task.part(name, self.at)
+
+    def pairs(self, name: str) -> Value:
+        """Of this panel and the tile at hand: one of PAIRS, by turns with the panels that are taken together."""
+        turn = self.i % together(self.task.s.panel)
+        return self.task.part(name, self.k.at(self.task.part("pairs"), turn * self.task.a.pair_bytes))
 
     def lanes(self, name: str) -> Value:
         """[panel] of one of QUERY_LANES."""
@@ -202,21 +207,19 @@ class PairWork(Work):
             lie += [k.select(is_staged, target, source), k.select(is_staged, tile_row, row)]
         return Tile(start, count, *lie)
 
-    def all_panels(self, tile: Tile, each: Callable[[Panel, Tile, Value, Value, Value], None]) -> None:
-        """each(panel, tile, first, end, clear) for every panel that sees any of a tile: keys [first, end). The mask
-        hides nothing below `clear`; `causal` still may.
+    def if_seen(self, panel: Panel, tile: Tile, then: Callable[[Panel, Tile, Value, Value, Value], None]) -> None:
+        """then(panel, tile, first, end, clear) if a panel sees any of a tile: keys [first, end). The mask hides nothing
+        below `clear`; `causal` still may.
         """
         k = self.k
-        with k.range(0, self.a.panels) as i:
-            panel = Panel(self, i)
-            high = k.min(panel.end("high") - tile.start, tile.length)
-            with k.when(high > 0):
-                if self.visibility is None:
-                    each(panel, tile, k.i64(0), high, high)
-                else:
-                    first, end, clear = self.extent_of(self.box(i, i + 1), tile.start, high)
-                    with k.when(first < end):
-                        each(panel, tile, first, end, clear)
+        high = k.min(panel.end("high") - tile.start, tile.length)
+        with k.when(high > 0):
+            if self.visibility is None:
+                then(panel, tile, k.i64(0), high, high)
+            else:
+                first, end, clear = self.extent_of(self.box(panel.i, panel.i + 1), tile.start, high)
+                with k.when(first < end):
+                    then(panel, tile, first, end, clear)
 
     # --- P and dS
 
@@ -232,15 +235,15 @@ class PairWork(Work):
             ("flows", "gradients", tile.values, tile.v_row, a.value_dim, 4),
         ):
             rows, units, sums = k.at(rows, first * row), units_of(s, length), k.at(check, at * s.row_bytes)
-            k.call(parts.product, self.part(name), panel.part(lanes), rows, row, count, units, sums)
+            k.call(parts.product, panel.pairs(name), panel.part(lanes), rows, row, count, units, sums)
         return self._weights(panel, (start + a.k_start, start, count, self.item.index, clear - first), full - first)
 
     def _weights(self, panel: Panel, where: tuple[Value, ...], full: Value) -> Value:
         """P and dS, through the expression and back; whether products must look at every pair."""
         k, s, parts = self.k, self.s, self.parts
-        scores, flows, raw, check = (self.part(x) for x in ("scores", "flows", "raw", "check"))
+        raw, check, scores, flows = self.part("raw"), self.part("check"), panel.pairs("scores"), panel.pairs("flows")
         position, start, count, index, clear = where
-        units = [self.part(x) for x in UNITS] if s.elements > 1 else []
+        units = [panel.pairs(x) for x in UNITS] if s.elements > 1 else []
         lanes, limits = panel.lanes("position"), panel.lanes("limit")
         if parts.aim is not None:
             k.call(parts.aim, k.p["a"], self.fetch, lanes, position, index)

@@ -49,9 +49,9 @@ def _scales(s: Shape) -> dict[str, ir.Type]:
     return {"scales": PTR} if s.quantised else {}
 
 
-def accumulators(k: Function, s: Shape, rows: int) -> list[list[Variable]]:
-    """Sums of a register tile, +0 so far: [row][vector of queries]."""
-    return [[k.variable(k.const(0.0, s.vector)) for _ in range(s.vectors)] for _ in range(rows)]
+def accumulators(k: Function, s: Shape, rows: int, vectors: int = 0) -> list[list[Variable]]:
+    """Sums of a register tile, +0 so far: [row][vector], of queries if it is not said how many."""
+    return [[k.variable(k.const(0.0, s.vector)) for _ in range(vectors or s.vectors)] for _ in range(rows)]
 
 
 def _each(total: list[list[Variable]]) -> Iterator[tuple[int, int, Variable]]:

@@ -64,7 +64,9 @@ class _Task(PairWork):
             with k.range(0, self.item.k_len, TILE) as start:
                 count = k.min(self.item.k_len - start, k.i64(TILE))
                 with k.when(self.sees(start, count, most)):
-                    self.all_panels(self.staged(start, count), self.panel_tile)
+                    tile = self.staged(start, count)
+                    with k.range(0, self.a.panels) as i:
+                        self.if_seen(Panel(self, i), tile, self.panel_tile)
             k.fetch_add(self.progress, 0, 1)
 
     def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
@@ -72,6 +74,6 @@ class _Task(PairWork):
         k, a = self.k, self.a
         self.weigh(panel, tile, first, end, clear)
         where = (tile.start + first + a.k_start, end - first, self.item.index)
-        parts = (self.part(x) for x in ("raw", "scores", "flows"))
+        parts = (self.part("raw"), panel.pairs("scores"), panel.pairs("flows"))
         lanes = panel.lanes("position")
         k.call(self.parts.entries, k.p["a"], *parts, lanes, self.fetch, self.sums, *where)
