@@ -34,7 +34,7 @@ test: $(VENV)/.test
 test-all: $(VENV)/.test
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
 
-# does the suite see forty faults? Goes on where it was stopped; `python tests/mutations.py --only WORD` asks about one
+# does the suite see fifty faults? Goes on where it was stopped; `python tests/mutations.py --only WORD` asks about one
 mutations: $(VENV)/.test
 	$(RUN) tests/mutations.py
 

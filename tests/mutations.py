@@ -1,10 +1,10 @@
-"""Fifty faults put into the code one at a time: does the suite see them?
+"""Fifty faults and more, put into the code one at a time: does the suite see them?
 
     python tests/mutations.py [--jobs 2] [--only NAME …] [--results FILE]
 
 Each mutation is an exact replacement in a copy of the tree. The tests of its own room run first, and only if they pass
 what else `make test` runs. Results are kept beside what they are of, so that a run that was stopped goes on where it
-was. Fails unless 48 of the 50 are caught.
+was. Fails unless all but two are caught.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-ENOUGH = 48
+MISSED = 2  # may not be caught
 OWN_SECONDS, SECONDS = 200, 1200  # after which tests that hang have seen the fault
 FAILED, NOTHING_RAN = 1, (4, 5)  # exit codes of pytest
 
@@ -176,8 +176,8 @@ MUTATIONS = (
     Mutation(
         "dk and dv take 0 times what a hidden row holds",
         "cpu/backward_tiles.py",
-        "x = visible_step(k, s, columns[v], weight, x, seen)",
-        "x = multiply_add(k, s, weight, columns[v], x)",
+        "y = visible_step(k, s, columns[v], weight, y, seen)",
+        "y = multiply_add(k, s, weight, columns[v], y)",
         f"{BACKWARD} -k 'hidden_never_matters and causal-float32'",
     ),
     Mutation(
@@ -551,7 +551,7 @@ def report(wanted: list[Mutation], kept: dict[str, Any], rooms: dict[str, str]) 
     )
     for tests in broken:
         print(f"fails without a mutation, or is too slow to tell who hangs: pytest {tests}")
-    return int(bool(broken) or len(wanted) - caught > len(MUTATIONS) - ENOUGH)
+    return int(bool(broken) or len(wanted) - caught > MISSED)
 
 
 if __name__ == "__main__":

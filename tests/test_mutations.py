@@ -6,11 +6,11 @@ import ast
 import shlex
 
 import pytest
-from mutations import ENOUGH, MUTATIONS, ROOT
+from mutations import MISSED, MUTATIONS, ROOT
 
 
-def test_there_are_fifty():
-    assert len({m.name for m in MUTATIONS}) == len(MUTATIONS) == 50 and ENOUGH == 48
+def test_there_are_fifty_or_more():
+    assert len({m.name for m in MUTATIONS}) == len(MUTATIONS) >= 50 and MISSED == 2
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=[m.name for m in MUTATIONS])
