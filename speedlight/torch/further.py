@@ -134,7 +134,7 @@ class _Block:
             s = value_of(p.score.root, env, tables, number, visible).expand(s.shape)
             seen = seen & (s != -torch.inf)
         sinks = None if p.sinks is None else others[len(self.tables)].to(number).reshape(*heads, 1, 1)
-        out, lse = _softmax(s, seen, v, sinks, self._factors(env, number))
+        out, lse = _softmax(s, seen, v, sinks, self._factors(number))
         return out.flatten(0, 1).to(q.dtype), lse.flatten(0, 1)
 
     def _places(self, count: int, keys: int) -> dict[str, Any]:
@@ -154,12 +154,14 @@ class _Block:
             return causal
         return causal & value_of(self.problem.mask.root, env, tables, number, False)
 
-    def _factors(self, env: dict[str, Any], number: torch.dtype) -> Any:
+    def _factors(self, number: torch.dtype) -> Any:
         """What dropout multiplies weights by; None without."""
         p = self.problem
         if not p.dropout:
             return None
-        i, j = (env[x].reshape(-1).numpy() for x in "ij")
+        first = p.q_starts[self.item]
+        i = range(first + self.rows.start, first + self.rows.stop)
+        j = range(p.k_start, p.k_start + p.k_lengths[self.item])
         of = [torch.from_numpy(kept(p.dropout, p.seed, self.item, h, i, j)) for h in range(p.q_heads)]
         return torch.stack(of).unflatten(0, (p.kv_heads, p.group)).to(number) / p.dropout_divisor
 
