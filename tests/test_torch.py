@@ -208,6 +208,8 @@ def test_transforms():
 def test_tangents():
     q, k, v = tensors(grad=False)
     t = torch.randn_like(q)
+    close(torch.func.grad(lambda q: sl.attention(q, k, v).sin().sum())(q),
+          torch.func.grad(lambda q: speedlight.torch.attention(q, k, v).sin().sum())(q))  # fmt: skip
     want = torch.func.jvp(lambda q: speedlight.torch.attention(q, k, v, causal=True), (q,), (t,))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(q, t)

@@ -160,7 +160,8 @@ def test_text_and_back():
     bias = torch.randn(2, 12, 12)
     given = Options(
         causal=True, window=(3, None), mask=WINDOW, score=[look_up, bias, sl.softcap(0.1)], q_start=[1, 2],
-        k_start=1024, scale=0.1, layout="blhd", q_lengths=[3, 4], k_lengths=np.array([5, 6]), precision="tf32", dropout=0.3, seed=1,
+        k_start=1024, scale=0.1, layout="blhd", q_lengths=[3, 4], k_lengths=np.array([5, 6]), precision="tf32",
+        dropout=0.3, seed=1,
     )  # fmt: skip
     text, tensors = text_of(given), tensors_of(given)
     back, tables = options_of(text, tensors, None, -1)
