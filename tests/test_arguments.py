@@ -342,7 +342,7 @@ def _outcome(call):
 
 
 def _numpy(x):
-    return x.numpy() if isinstance(x, torch.Tensor) else x
+    return x.detach().numpy() if isinstance(x, torch.Tensor) else x
 
 
 def _variants():

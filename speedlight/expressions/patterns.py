@@ -102,9 +102,10 @@ def softcap(c: Any) -> Expression:
     score (30.0 * tanh((s / 30.0)))
     """
     of = _table(c.reshape(1), "c", _FLOATS, (1,)) if is_tensor(c) and c.numel() == 1 else None
-    number: Any = c if of is None else of.array[0].item()
-    if isinstance(number, (bool, np.bool_)) or not isinstance(number, numbers.Real):
+    given = c if of is None else of.array[0].item()
+    if isinstance(given, (bool, np.bool_)) or not isinstance(given, numbers.Real):
         raise ArgumentTypeError(f"c: expected a number; got {shown(c)}.")
+    number: Any = given
     if not 2.0**-126 <= number < 2.0**127:  # float32 holds it and its inverse
         raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.")
     if of is not None:

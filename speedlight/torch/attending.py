@@ -74,7 +74,8 @@ def attention(
         q_lengths, k_lengths, precision, dropout, seed,
     ))  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
-        return in_graph(*_cast(q, k, v), options, return_lse)
+        q, k, v = _cast(q, k, v)
+        return in_graph(q, k, v, options, return_lse)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         q, k, v = _cast(q, k, v)
     if _is_plain(q, k, v):

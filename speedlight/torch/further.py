@@ -238,7 +238,7 @@ class _Pushed:
 
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         of, floats = _of_floats(self.function, args[: self.count])
-        results, pull = torch.func.vjp(of, *floats)
+        results, pull = torch.func.vjp(of, *floats)[:2]
         tangents = tuple(
             t for x, t in zip(args[: self.count], args[self.count :], strict=True) if x.is_floating_point()
         )
@@ -276,7 +276,7 @@ def backward_again(form: str, seed: int | None, given: Tensors, flows: tuple[Any
     present = [n for n, x in enumerate(flows) if x is not None]
 
     def first(*args: Any) -> Any:
-        results, pull = torch.func.vjp(of, *args[: len(floats)])
+        results, pull = torch.func.vjp(of, *args[: len(floats)])[:2]
         flowing = dict(zip(present, args[len(floats) :], strict=True))
         return pull(tuple(flowing.get(n, torch.zeros_like(x)) for n, x in enumerate(results)))
 

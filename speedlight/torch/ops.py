@@ -59,8 +59,9 @@ def attention_backward_op(
     del kept["precision"]
     grads = tuple(SINK_LOGITS if n == SINKS else known[n] for n in wanted)
     d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if d_out is None else d_out
-    given = (x.detach() for x in (q, k, v, out, lse, d_out))
-    dq, dk, dv, *more = backward(*given, None if d_lse is None else d_lse.detach(), grads=grads, **kept)
+    q, k, v, out, lse, d_out = (x.detach() for x in (q, k, v, out, lse, d_out))
+    d_lse = None if d_lse is None else d_lse.detach()
+    dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, d_lse, grads=grads, **kept)
     sources = [sinks if n == SINKS else tables[n] for n in wanted]
     found = zip(more[0] if more else (), sources, strict=True)
     return [dq, dk, dv, *(x.reshape(y.shape).to(y.dtype) for x, y in found)]
