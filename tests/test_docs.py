@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "speedlight"
 README = (PACKAGE.parent / "README.md").read_text()
 
 
+EDGE_UP = "api", "torch.attending"  # imported when a tensor requires grad
 PUBLIC = [name for name in sl.__all__ if not name.startswith("__")]
 
 
@@ -63,7 +64,7 @@ def test_import_directions():
     assert set(rank) == set(modules) - packages, "docs/architecture.md lists each module once"
     for own, path in modules.items():
         for target in imported(path.read_text(), own, own in packages) & set(rank):
-            allowed = own in packages or rank[target] < rank[own]
+            allowed = own in packages or rank[target] < rank[own] or (own, target) == EDGE_UP
             assert allowed, f"{own} imports {target}, which docs/architecture.md lists below it"
             assert {own.split(".")[0], target.split(".")[0]} != {"cpu", "gpu"}, f"{own} imports {target}"
 
@@ -152,3 +153,17 @@ def test_promises_name_tests_that_exist():
     assert len(named) > 60
     for file, name in named:
         assert re.search(rf"\b{name}\b", (tests / file).read_text()), f"{file} has no {name}"
+
+
+def test_public_names_in_torch():
+    """Each is no module, whichever of them are imported, and its example runs."""
+    package = importlib.import_module("speedlight.torch")
+    names = {name: getattr(package, name) for name in package.__all__}
+    for path in (PACKAGE / "torch").glob("*.py"):
+        importlib.import_module(f"speedlight.{module_of(str(path.relative_to(PACKAGE)))}")
+    for name, value in {"speedlight.torch": package, **names}.items():
+        assert value is package or getattr(package, name) is value
+        examples = doctest.DocTestFinder(recurse=False).find(value, name)
+        assert sum(len(x.examples) for x in examples) > 0, f"{name} has no example"
+        runner = doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF)
+        assert sum(runner.run(x).failed for x in examples) == 0

@@ -105,9 +105,12 @@ class Expression:
 
 
 def is_immutable(x: Any) -> bool:
-    """Safe as a memo key: None, or an Expression whose tables are its own; not an array, nor a function."""
+    """Safe as a memo key: None, or an Expression whose tables are its own, and followed by nobody; not an array, nor a
+    function.
+    """
     return x is None or (
-        type(x) is Expression and all([t.array.base is None and not t.array.flags.writeable for t in x.tables])
+        type(x) is Expression
+        and all([t.source is None and t.array.base is None and not t.array.flags.writeable for t in x.tables])
     )
 
 
@@ -152,6 +155,12 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
         raise ExpressionError(f"mask: expected a bool result; got {root.kind} {root!r}. Write a comparison.")
     if role == "score":
         root = convert(root, "float")
+    return expression_of(role, root)
+
+
+def expression_of(role: str, root: Node) -> Expression:
+    """The expression of a tree of the right kind."""
+    names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
     if not root.uses <= set(names):
         raise ExpressionError(
             f"{role}: expected a result made of {', '.join(names)}; got {', '.join(root.uses - set(names))} in "
