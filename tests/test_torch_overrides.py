@@ -393,6 +393,30 @@ def test_a_compiled_function_may_enter():
     torch.compiler.reset()
 
 
+def test_exported_inside():
+    """An exported program holds speedlight's operators."""
+
+    class Model(nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+    q = drawn(2, 3, 8, 8)
+    with sdpa():
+        program = torch.export.export(Model(), (q,))
+    assert [x for x in program.graph.nodes if str(x.target).startswith("speedlight.attention")]
+    assert_equal(program.module()(q), formula(q, q, q, is_causal=True))
+
+
+def test_dropout_in_a_graph_is_left():
+    """Which weights are dropped is drawn when a graph runs, and a seed is a number of the graph."""
+    torch.compiler.reset()
+    q = drawn(1, 2, 8, 8)
+    with sdpa():
+        torch.compile(lambda q: F.scaled_dot_product_attention(q, q, q, dropout_p=0.5), backend="aot_eager")(q)
+    assert (SDPA, "dropout_p in a graph that is being compiled") in report().left
+    torch.compiler.reset()
+
+
 def test_transforms():
     q = drawn(4, 2, 8, 8)
     with sdpa():

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ..arrays import Array
@@ -159,7 +160,9 @@ class _Block:
         p = self.problem
         if not p.dropout:
             return None
-        i, j = (env[x].reshape(-1).numpy() for x in "ij")
+        # not env's numbers: inside torch.func those lie nowhere
+        i = p.q_starts[self.item] + self.rows.start + np.arange(len(env["i"]))
+        j = p.k_start + np.arange(len(env["j"]))
         of = [torch.from_numpy(kept(p.dropout, p.seed, self.item, h, i, j)) for h in range(p.q_heads)]
         return torch.stack(of).unflatten(0, (p.kv_heads, p.group)).to(number) / p.dropout_divisor
 
