@@ -218,8 +218,11 @@ def test_tangents():
 
 
 @pytest.mark.parametrize("dims", [(0, 0, 0), (2, None, 1), (None, 3, None)], ids=str)
-@pytest.mark.parametrize("options", [{"causal": True}, {"mask": lambda b, h, i, j: j <= i + b}, {"k_lengths": [5, 9]},
-                                     {"dropout": 0.5, "seed": 3}], ids=["plain", "item", "lengths", "dropout"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"mask": lambda b, h, i, j: j <= i + b}, {"k_lengths": [5, 9]}, {"dropout": 0.5, "seed": 3}],
+    ids=["plain", "item", "lengths", "dropout"],
+)
 def test_vmap(dims, options):
     """Every example is what it would be alone."""
     torch.manual_seed(0)

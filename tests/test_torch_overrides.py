@@ -393,8 +393,8 @@ def test_a_compiled_function_may_enter():
     torch.compiler.reset()
 
 
-def test_exported_inside():
-    """An exported program holds speedlight's operators."""
+def test_exported():
+    """A program keeps PyTorch's operator, wherever it was made, and runs on who is asked then."""
 
     class Model(nn.Module):
         def forward(self, q):
@@ -402,9 +402,12 @@ def test_exported_inside():
 
     q = drawn(2, 3, 8, 8)
     with sdpa():
-        program = torch.export.export(Model(), (q,))
-    assert [x for x in program.graph.nodes if str(x.target).startswith("speedlight.attention")]
-    assert_equal(program.module()(q), formula(q, q, q, is_causal=True))
+        program = torch.export.export(Model(), (q,)).module()
+        report(reset=True)
+        assert_equal(program(q), formula(q, q, q, is_causal=True))
+    assert report().taken == {SDPA: 1}
+    program(q)
+    assert report().taken == {SDPA: 1}
 
 
 def test_dropout_in_a_graph_is_left():

@@ -18,6 +18,7 @@ from ..problem import Options, new_options
 from . import further, ops
 from .forms import tensors_of, text_of
 from .graphs import in_graph
+from .transforms import Transformed
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -134,8 +135,10 @@ def _as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) ->
         )
     if _has_tangents((q, k, v, sinks, *tables)):
         results = further.attention_of(form, seed, further.Tensors(q, k, v, tables, sinks))
-    else:
+    elif peek_interpreter_stack() is None:
         results = ops.attention_op(q, k, v, sinks, tables, form, ops.signed(seed))
+    else:
+        results = Transformed.apply(form, ops.signed(seed), q, k, v, sinks, *tables)
     return results if return_lse else results[0]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..arrays import Array
@@ -135,7 +134,7 @@ class _Block:
             s = value_of(p.score.root, env, tables, number, visible).expand(s.shape)
             seen = seen & (s != -torch.inf)
         sinks = None if p.sinks is None else others[len(self.tables)].to(number).reshape(*heads, 1, 1)
-        out, lse = _softmax(s, seen, v, sinks, self._factors(env, number))
+        out, lse = _softmax(s, seen, v, sinks, self._factors(number))
         return out.flatten(0, 1).to(q.dtype), lse.flatten(0, 1)
 
     def _places(self, count: int, keys: int) -> dict[str, Any]:
@@ -155,14 +154,14 @@ class _Block:
             return causal
         return causal & value_of(self.problem.mask.root, env, tables, number, False)
 
-    def _factors(self, env: dict[str, Any], number: torch.dtype) -> Any:
+    def _factors(self, number: torch.dtype) -> Any:
         """What dropout multiplies weights by; None without."""
         p = self.problem
         if not p.dropout:
             return None
-        # not env's numbers: inside torch.func those lie nowhere
-        i = p.q_starts[self.item] + self.rows.start + np.arange(len(env["i"]))
-        j = p.k_start + np.arange(len(env["j"]))
+        first = p.q_starts[self.item]
+        i = range(first + self.rows.start, first + self.rows.stop)
+        j = range(p.k_start, p.k_start + p.k_lengths[self.item])
         of = [torch.from_numpy(kept(p.dropout, p.seed, self.item, h, i, j)) for h in range(p.q_heads)]
         return torch.stack(of).unflatten(0, (p.kv_heads, p.group)).to(number) / p.dropout_divisor
 

@@ -18,7 +18,7 @@ from ..backward import attention_backward as backward
 from ..gradients import SINKS as SINK_LOGITS
 from ..problem import LAYOUTS, MOST_SEEDS
 from . import further
-from .forms import is_same_for_items, layout_of, options_of
+from .forms import layout_of, options_of
 
 _FORM = "Tensor? sinks, Tensor[] tables, str form, SymInt? seed"
 SINKS = -1  # in `wanted`
@@ -109,17 +109,17 @@ def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _differentiate_backward(ctx: Any, into: list[Any]) -> Any:
     """out and lse are made of the others, to which all of it flows."""
     q, k, v, d_out, d_lse, sinks, *tables = ctx.saved_tensors
-    into_more = dict(zip(ctx.wanted, into[3:], strict=True))
-    into_tables = [into_more.get(n) for n in range(len(tables))]
-    flows = further.backward_again(
-        ctx.form,
-        ctx.seed,
-        further.Tensors(q, k, v, tables, sinks),
-        (d_out, d_lse),
-        (*into[:3], into_tables, into_more.get(SINKS)),
-    )
+    given = further.Tensors(q, k, v, tables, sinks)
+    flows = flows_back_again(ctx.form, ctx.seed, given, (d_out, d_lse), ctx.wanted, into)
     (dq, dk, dv, d_tables, d_sinks), (dd_out, dd_lse) = flows
     return dq, dk, dv, None, None, dd_out, dd_lse, d_sinks, d_tables, None, None, None if ctx.wanted else []
+
+
+def flows_back_again(form: str, seed: Any, given: further.Tensors, flows: Any, wanted: Any, into: Any) -> Any:
+    """further.backward_again(), of what flows `into` the gradients that attention_backward gives."""
+    more = dict(zip(wanted, into[3:], strict=True))
+    of_tables = [more.get(n) for n in range(len(given.tables))]
+    return further.backward_again(form, seed, given, flows, (*into[:3], of_tables, more.get(SINKS)))
 
 
 attention_backward_op.register_autograd(_differentiate_backward, setup_context=_keep_backward)
@@ -128,48 +128,3 @@ attention_backward_op.register_autograd(_differentiate_backward, setup_context=_
 def signed(seed: int | None) -> int | None:
     """64 bits as an operation's argument."""
     return seed if seed is None or seed < MOST_SEEDS // 2 else seed - MOST_SEEDS
-
-
-# --- under torch.func.vmap: items of a larger batch, or call by call
-
-
-@attention_op.register_vmap
-def _(info: Any, in_dims: Any, q: Any, k: Any, v: Any, sinks: Any, tables: Any, form: Any, seed: Any) -> Any:
-    given = (q, k, v, sinks, tables, form, seed)
-    if _folds(in_dims[3:5], form, tables):
-        folded = [_folded(x, at, info.batch_size) for x, at in zip(given[:3], in_dims[:3], strict=True)]
-        results = attention_op(*folded, *given[3:])
-        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)
-    each = [attention_op(*_one(given, in_dims, n)) for n in range(info.batch_size)]
-    return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0, 0)
-
-
-@attention_backward_op.register_vmap
-def _(info: Any, in_dims: Any, *given: Any) -> Any:
-    form, wanted = given[-3], given[-1]
-    if not wanted and _folds(in_dims[7:9], form, given[8]):
-        flows = zip(given[:7], in_dims[:7], strict=True)
-        folded = [None if x is None else _folded(x, at, info.batch_size) for x, at in flows]
-        results = attention_backward_op(*folded, *given[7:])
-        return [x.unflatten(0, (info.batch_size, -1)) for x in results], [0] * len(results)
-    each = [attention_backward_op(*_one(given, in_dims, n)) for n in range(info.batch_size)]
-    return [torch.stack(x) for x in zip(*each, strict=True)], [0] * len(each[0])
-
-
-def _folds(dims: Any, form: str, tables: list[Any]) -> bool:
-    """Whether examples can be items of one batch: nothing is told of an item."""
-    batched = [x for x in (dims[0], *dims[1]) if x is not None]
-    return not batched and is_same_for_items(form, tables)
-
-
-def _folded(x: Any, at: int | None, count: int) -> Any:
-    return (x.unsqueeze(0).expand(count, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1)
-
-
-def _one(given: Any, in_dims: Any, n: int) -> list[Any]:
-    """The arguments of an example."""
-    return [
-        [_one([y], [b], n)[0] for y, b in zip(x, at, strict=True)] if isinstance(at, (list, tuple))
-        else x if at is None else x.select(at, n)
-        for x, at in zip(given, in_dims, strict=True)
-    ]  # fmt: skip

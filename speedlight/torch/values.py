@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..arrays import is_traced
 from ..expressions.operations import INT_MAX, INT_MIN
 from ..expressions.tree import Node, order, out_of_range
 
@@ -38,10 +39,9 @@ def value_of(root: Node, env: dict[str, Any], tables: dict[Any, torch.Tensor], n
 def _look_up(node: Node, table: torch.Tensor, index: list[torch.Tensor], seen: Any) -> Any:
     inside = [x.clamp(0, max(n - 1, 0)) for x, n in zip(index, table.shape, strict=True)]
     for at, (x, y) in enumerate(zip(index, inside, strict=True)):
-        if not torch._C._functorch.is_functorch_wrapped_tensor(x):
-            wrong = (x != y) & seen
-            if wrong.any():
-                raise out_of_range(node.value, at, int(x.expand(wrong.shape)[wrong][0]))
+        wrong = (x != y) & seen
+        if not is_traced(wrong) and wrong.any():
+            raise out_of_range(node.value, at, int(x.expand(wrong.shape)[wrong][0]))
     return table[tuple(torch.broadcast_tensors(*inside))]
 
 
