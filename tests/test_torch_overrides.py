@@ -11,6 +11,7 @@ import torch
 from conftest import FULL
 from test_torch_sdpa import assert_equal, drawn, formula
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
 
@@ -421,10 +422,29 @@ def test_dropout_in_a_graph_is_left():
 
 
 def test_transforms():
+    """vmap comes to us by PyTorch's flash kernel; what is differentiated by torch.func is PyTorch's, and counted."""
     q = drawn(4, 2, 8, 8)
     with sdpa():
         got = torch.func.vmap(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True))(q)
-    assert_equal(got, formula(q, q, q, is_causal=True))
+        assert_equal(got, formula(q, q, q, is_causal=True))
+        grad = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x, x).sum())(q)
+    assert_equal(grad, torch.func.grad(lambda x: formula(x, x, x).sum())(q))
+    assert report().left == {(SDPA, "inside torch.func"): 1}
+
+
+def test_tangents():
+    q, t = drawn(1, 2, 8, 8), drawn(1, 2, 8, 8, seed=1)
+    with sdpa(), forward_ad.dual_level():
+        x = forward_ad.make_dual(q, t)
+        out = forward_ad.unpack_dual(F.scaled_dot_product_attention(x, x, x))
+    assert_equal(out.tangent, torch.func.jvp(lambda x: formula(x, x, x), (q,), (t,))[1])
+
+
+def test_lazily_negated():
+    q = torch.complex(drawn(1, 2, 8, 8), drawn(1, 2, 8, 8, seed=1)).conj().imag
+    assert q.is_neg()
+    with sdpa():
+        assert_equal(F.scaled_dot_product_attention(q, q, q), formula(q, q, q))
 
 
 def test_checkpoint_inside():

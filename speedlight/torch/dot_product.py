@@ -119,6 +119,7 @@ def weights_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 
 def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Views of all three as (batch, heads, length, dim), query's heads a multiple of the others'."""
+    query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     heads = key.shape[-3] if key.dim() > 2 else 1
     if len(shape) == query.dim() == key.dim() == value.dim() == 4 and heads == value.shape[1]:
         as_is = query.shape[0] == key.shape[0] == value.shape[0] and query.shape[1] == shape[1]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 
 from ..errors import ArgumentError
@@ -163,6 +164,8 @@ def _taken(
             why = "attn_mask beside is_causal"
         elif not (query.shape[-1:].numel() and value.shape[-1:].numel()):
             why = "a head dim of 0"
+        elif peek_interpreter_stack() is not None:  # whose layers are above this one
+            why = "inside torch.func"
         elif dropout_p and traced(query):
             why = "dropout_p in a graph that is being compiled"
         else:
