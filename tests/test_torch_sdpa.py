@@ -124,7 +124,7 @@ def random_call(rng):
     return tensors, options
 
 
-@pytest.mark.parametrize("seed", range(400 if FULL else 24))
+@pytest.mark.parametrize("seed", range(400 if FULL else 10))
 def test_random_options(seed):
     """Whatever PyTorch takes: its result, the formula's, and the gradients of all that requires grad."""
     tensors, options = random_call(np.random.default_rng(seed))
@@ -281,7 +281,7 @@ def resident(which):
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux says what was resident at most")
-@pytest.mark.parametrize("form", ["mask that requires grad", "dropout", "value dim", "3-D"])
+@pytest.mark.parametrize("form", ["mask that requires grad", "dropout", *["value dim", "3-D"] * FULL])
 def test_memory(form):
     """What PyTorch computes densely, with gradients: nothing of the square's size but for a mask."""
     n = 3000
