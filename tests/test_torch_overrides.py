@@ -432,6 +432,7 @@ def test_transforms():
     assert report().left == {(SDPA, "inside torch.func"): 1}
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_tangents():
     q, t = drawn(1, 2, 8, 8), drawn(1, 2, 8, 8, seed=1)
     with sdpa(), forward_ad.dual_level():
