@@ -14,13 +14,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attending import attention
+    from .dot_product import scaled_dot_product_attention
+    from .overrides import patch, report, sdpa, unpatch
 
 _HOMES = {
     "attention": "attending",
+    "patch": "overrides",
+    "report": "overrides",
+    "scaled_dot_product_attention": "dot_product",
+    "sdpa": "overrides",
+    "unpatch": "overrides",
 }
 
 __all__ = [
     "attention",
+    "patch",
+    "report",
+    "scaled_dot_product_attention",
+    "sdpa",
+    "unpatch",
 ]
 
 

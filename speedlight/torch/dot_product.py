@@ -1,0 +1,195 @@
+"""scaled_dot_product_attention(): PyTorch's signature and meaning, in memory that does not grow with the square."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, ArgumentTypeError
+from .attending import attention
+
+_DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_MASKS = "a bool tensor, True where a key takes part, or one of float32 or of query's dtype, which is added to scores"
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, with its signature and its meaning, on the CPU.
+
+    Whatever is asked for, masks that require grad, dropout, other value dims, memory beyond the arguments and what
+    is returned does not grow with the square of the length.
+
+    Args:
+        query: (..., q_heads, L, E) of float32, float64, float16 or bfloat16; two dimensions at least. Batch dims of
+            query, key and value broadcast, and so do heads without `enable_gqa`.
+        key: (..., kv_heads, S, E).
+        value: (..., kv_heads, S, Ev).
+        attn_mask: broadcasts to (..., q_heads, L, S): bool, True where a key takes part, or float32 or query's dtype,
+            which is added to scores and may require grad; or a torch.nn.attention.bias.CausalBias of (L, S), which is
+            never made a tensor. With several batch dims a mask that broadcasts along some of them is copied along them.
+        dropout_p: how likely each weight is dropped, whether anything trains or not. What is dropped is drawn from
+            PyTorch's default generator: torch.manual_seed() reproduces it; not the weights that PyTorch would drop.
+        is_causal: hides keys j > i, aligned at the first query and key, also where L is not S.
+        scale: factor of the scores, any finite number, 0 and negative ones included. Default 1/sqrt(E).
+        enable_gqa: key's and value's numbers of heads divide query's, and their heads are repeated.
+
+    Returns:
+        (..., q_heads, L, Ev), of query's dtype, differentiable in query, key, value and a float attn_mask. Rows that
+        see nothing are 0, as PyTorch's on the CPU are since 2.5 (its formula, and older versions, give NaN). A visible
+        NaN comes out, which some of PyTorch's kernels make 0; a hidden one does not.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came. attn_mask beside is_causal is refused, as it is
+            documented to be (PyTorch's own flash kernel takes both); so are keys and values of different lengths, of
+            which PyTorch reads out of bounds.
+
+    >>> import torch, speedlight.torch
+    >>> q, k, v = torch.ones(2, 8, 5, 16), torch.ones(2, 2, 7, 16), torch.ones(2, 2, 7, 4)
+    >>> speedlight.torch.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
+    torch.Size([2, 8, 5, 4])
+    """
+    shape = weights_shape(query, key, value, enable_gqa)
+    causal: bool | str = "top-left" if is_causal else False
+    mask = score = None
+    if attn_mask is not None:
+        if is_causal:
+            raise ArgumentError("is_causal: expected False beside attn_mask; got both. Join them in one mask.")
+        if _is_causal_bias(attn_mask):
+            causal = _alignment(attn_mask, shape)
+        else:
+            found = mask_of(attn_mask, query, shape)
+            mask, score = (found, None) if found.dtype == torch.bool else (None, found)
+    q, k, v = joined(query, key, value, shape)
+    dropout, seed = (dropout_p, drawn_seed()) if dropout_p else (0.0, None)
+    out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
+    return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
+
+
+def drawn_seed() -> Any:
+    """A seed of dropout from PyTorch's default generator."""
+    return int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
+
+
+def weights_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+    """(*batch, q_heads, L, S), what PyTorch's weights would be shaped as; of two dimensions without heads.
+
+    Raises for shapes that do not fit.
+    """
+    least = 3 if enable_gqa else 2
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.")
+        if x.dim() < least:
+            what = "(heads, length, dim) at least, for enable_gqa" if enable_gqa else "(length, dim) at least"
+            raise ArgumentError(f"{name}: expected {what}; got shape {tuple(x.shape)}.")
+    q, k, v = query.shape, key.shape, value.shape
+    if k[-1] != q[-1]:
+        raise ArgumentError(f"key: expected last dim {q[-1]}, as query has; got shape {tuple(k)}.")
+    if v[-2] != k[-2]:
+        raise ArgumentError(f"value: expected length {k[-2]}, as key has; got {v[-2]} (shape {tuple(v)}).")
+    if q[:-2] == k[:-2] == v[:-2]:
+        return (*q[:-1], k[-2])
+    cut = -2
+    if enable_gqa:
+        cut = -3
+        for name, heads in (("key", k[-3]), ("value", v[-3])):
+            if not heads or q[-3] % heads:
+                raise ArgumentError(f"{name}: expected a number of heads that divides query's {q[-3]}; got {heads}.")
+    try:
+        lead = torch.broadcast_shapes(q[:cut], k[:cut], v[:cut])
+    except RuntimeError:
+        way = "" if enable_gqa else " Heads that are shared take enable_gqa=True."
+        raise ArgumentError(
+            f"key: expected query, key and value that broadcast; got shapes {tuple(q)}, {tuple(k)}, {tuple(v)}.{way}"
+        ) from None
+    return (*lead, *q[cut:-1], k[-2])
+
+
+def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of all three as (batch, heads, length, dim), query's heads a multiple of the others'."""
+    query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
+    heads = key.shape[-3] if key.dim() > 2 else 1
+    if len(shape) == query.dim() == key.dim() == value.dim() == 4 and heads == value.shape[1]:
+        as_is = query.shape[0] == key.shape[0] == value.shape[0] and query.shape[1] == shape[1]
+        if as_is and heads and shape[1] % heads == 0:
+            return query, key, value
+    q_heads = shape[-3] if len(shape) > 2 else 1
+    shared = math.lcm(heads, value.shape[-3] if value.dim() > 2 else 1)
+    return (
+        _batched(query, shape[:-3], q_heads),
+        _batched(key, shape[:-3], shared),
+        _batched(value, shape[:-3], shared),
+    )
+
+
+def _batched(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
+    """(batch, heads, length, dim), expanded; heads that divide `heads` are repeated, each next to itself."""
+    if x.dim() == 2:
+        x = x[None]
+    if x.shape[-3] not in (1, heads):
+        x = x.repeat_interleave(heads // x.shape[-3], -3)
+    x = x.expand(*batch, heads, *x.shape[-2:])
+    return x if len(batch) == 1 else x.reshape(math.prod(batch), *x.shape[-3:])
+
+
+def mask_of(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A mask as attention() takes them: it broadcasts to (batch, q_heads, L, S). Raises for one that does not fit."""
+    if not isinstance(attn_mask, Tensor):
+        raise ArgumentTypeError(f"attn_mask: expected {_MASKS}; got {type(attn_mask).__name__}.")
+    fits = attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
+    if not fits and not (attn_mask.is_floating_point() and torch.is_autocast_enabled("cpu")):
+        raise ArgumentTypeError(
+            f"attn_mask: expected {_MASKS} ({query.dtype}); got {attn_mask.dtype}. Use attn_mask.to(query.dtype), or "
+            ".bool()."
+        )
+    own = tuple(attn_mask.shape)
+    padded = (1,) * (len(shape) - len(own)) + own
+    if len(own) < 2 or len(own) > len(shape) or any([n not in (1, m) for n, m in zip(padded, shape, strict=False)]):
+        raise ArgumentError(f"attn_mask: expected a shape of 2 dims at least that broadcasts to {shape}; got {own}.")
+    if len(own) <= 4 and len(shape) <= 4:
+        return attn_mask
+    batch = padded[:-3]
+    if any([n != 1 for n in batch]):
+        attn_mask = attn_mask.expand(*shape[:-3], *padded[-3:])
+        batch = shape[:-3]
+    return attn_mask.reshape(math.prod(batch), *padded[-3:])
+
+
+def _is_causal_bias(x: Any) -> bool:
+    if type(x) is Tensor:
+        return False
+    from torch.nn.attention.bias import CausalBias
+
+    return isinstance(x, CausalBias)
+
+
+def _alignment(bias: Any, shape: tuple[int, ...]) -> bool | str:
+    """attention()'s `causal` for a CausalBias."""
+    from torch.nn.attention.bias import CausalVariant
+
+    if (bias.seq_len_q, bias.seq_len_kv) != shape[-2:]:
+        raise ArgumentError(
+            f"attn_mask: expected a CausalBias of {shape[-2:]}; got one of {(bias.seq_len_q, bias.seq_len_kv)}."
+        )
+    return True if bias.variant == CausalVariant.LOWER_RIGHT else "top-left"
+
+
+def only_pytorch_takes(query: Tensor, dropout_p: float, scale: float | None) -> str | None:
+    """What PyTorch takes and attention() does not, as a report says it; None if there is nothing of the kind."""
+    if query.dtype not in _DTYPES:
+        return str(query.dtype)
+    if scale is not None and not abs(scale) <= 1e30:
+        return "scale is not finite, or beyond 1e30"
+    return None if 0 <= dropout_p <= 1 else "dropout_p is no probability"

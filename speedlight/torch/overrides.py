@@ -1,0 +1,199 @@
+"""Models that exist, on speedlight: what they call in PyTorch is computed here, in a thread or in the whole process."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+from torch.nn import functional
+
+from ..errors import ArgumentError
+from . import fast_path, flash_kernels
+from .dot_product import only_pytorch_takes, scaled_dot_product_attention
+from .routing import SDPA, Report, asked, count_left, count_taken, counted, ours, patched, subclass_among, traced
+
+_WEIGHTS = "multi_head_attention_forward"
+_NEED_WEIGHTS = list(inspect.signature(functional.multi_head_attention_forward).parameters).index("need_weights")
+_lock = threading.RLock()
+_libraries: list[torch.library.Library] = []  # registered as long as they live: at the first use, for good
+_originals: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def sdpa(enabled: bool = True) -> Iterator[None]:
+    """Inside, this thread's attention of PyTorch's is computed by speedlight, whatever model calls it.
+
+    Taken are F.scaled_dot_product_attention on the CPU with all its options (so nn.MultiheadAttention,
+    nn.Transformer and other people's models, in training and out of it), the fast path of nn.MultiheadAttention and
+    nn.TransformerEncoderLayer, and torch.nn.attention.varlen. What is not is left to PyTorch, and report() counts it
+    and says why. They nest; other threads are not touched. A backward pass is its forward's, wherever it is called.
+
+    A graph of torch.compile keeps what was in force when it was compiled: compile it inside.
+
+    Args:
+        enabled: False leaves this thread's attention to PyTorch, also after patch().
+
+    >>> import torch, speedlight.torch
+    >>> x = torch.ones(1, 2, 3, 4)
+    >>> with speedlight.torch.sdpa():
+    ...     out = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    >>> speedlight.torch.report().taken["scaled_dot_product_attention"] > 0
+    True
+    """
+    if type(enabled) is not bool:
+        raise ArgumentError(f"enabled: expected True or False; got {enabled!r}.")
+    _register()
+    with asked(enabled):
+        yield
+
+
+def patch() -> None:
+    """sdpa() for every thread of the process, until unpatch(); where both are called twice, the outer ones count.
+
+    Graphs that torch.compile made before are made anew.
+
+    >>> import torch, speedlight.torch
+    >>> speedlight.torch.patch()
+    >>> x = torch.ones(1, 2, 3, 4)
+    >>> out = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+    >>> speedlight.torch.unpatch()
+    """
+    _register()
+    if patched(1) == 1:
+        _forget_graphs()
+
+
+def unpatch() -> None:
+    """Undoes one patch().
+
+    Raises:
+        speedlight.ArgumentError: there is none.
+    """
+    left = patched(-1)
+    if left is None:
+        raise ArgumentError("unpatch(): expected a patch() before it; there is none that stands.")
+    if left == 0:
+        _forget_graphs()
+
+
+def report(reset: bool = False) -> Report:
+    """What sdpa() and patch() took so far, in the whole process, and what they left to PyTorch and why.
+
+    Args:
+        reset: begin anew after it.
+
+    >>> import speedlight.torch
+    >>> speedlight.torch.report(reset=True).left
+    {}
+    """
+    return counted(reset)
+
+
+def _forget_graphs() -> None:
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+
+
+def _register() -> None:
+    """Puts our kernels into PyTorch's tables, once: they pass on what nobody asked us for.
+
+    They stay there: those tables are not made to change while other threads call what is in them.
+    """
+    if _libraries:
+        return
+    with _lock:
+        if _libraries:
+            return
+        library = torch.library.Library("aten", "IMPL")
+        for place, kernel in (("AutogradCPU", _differentiable), ("CPU", _plain)):
+            _originals[place] = torch.library.get_kernel(f"aten::{SDPA}", place)
+            library.impl(SDPA, kernel, place, with_keyset=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
+            flash_kernels.register(library)
+            fast_path.register(library)
+        _originals[_WEIGHTS] = functional.multi_head_attention_forward
+        functional.multi_head_attention_forward = _multi_head_attention_forward
+        _libraries.append(library)
+
+
+def _differentiable(keys: Any, *given: Any, **options: Any) -> Tensor:
+    """Of tensors that autograd may follow; also under torch.no_grad()."""
+    out = _taken(*given, **options) if ours() else None
+    return _left(keys, "AutogradCPU", given, options) if out is None else out
+
+
+def _plain(keys: Any, *given: Any, **options: Any) -> Tensor:
+    """Under torch.inference_mode()."""
+    out = _taken(*given, **options) if ours() else None
+    return _left(keys, "CPU", given, options) if out is None else out
+
+
+def _left(keys: Any, place: str, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    """PyTorch's own, with its own flash kernel, if we were asked."""
+    original = _originals[place]
+    if not ours():
+        return original.call_boxed(keys, *given, **options)
+    with asked(False):
+        return original.call_boxed(keys, *given, **options)
+
+
+def _taken(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    why = only_pytorch_takes(query, dropout_p, scale)
+    if why is None:
+        if attn_mask is not None and is_causal:
+            why = "attn_mask beside is_causal"
+        elif not (query.shape[-1:].numel() and value.shape[-1:].numel()):
+            why = "a head dim of 0"
+        elif peek_interpreter_stack() is not None:  # whose layers are above this one
+            why = "inside torch.func"
+        elif dropout_p and traced(query):
+            why = "dropout_p in a graph that is being compiled"
+        else:
+            name = subclass_among(query, key, value, attn_mask)
+            why = None if name is None else f"a tensor of class {name}"
+    if why is not None:
+        count_left(SDPA, why)
+        return None
+    out = scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    if not traced(query):
+        count_taken(SDPA)
+    elif type(query).__name__ == "FakeTensor":  # once for each call in a graph
+        count_taken(f"{SDPA}, compiled into a graph")
+    return out
+
+
+@functools.wraps(functional.multi_head_attention_forward)
+def _multi_head_attention_forward(*given: Any, **options: Any) -> Any:
+    """Counts what attends without scaled_dot_product_attention, because its weights are asked for."""
+    asked_for = given[_NEED_WEIGHTS] if len(given) > _NEED_WEIGHTS else options.get("need_weights", True)
+    if asked_for and not torch.compiler.is_compiling() and ours():
+        count_left(_WEIGHTS, "need_weights")
+    return _originals[_WEIGHTS](*given, **options)
+
+
+# TorchScript, which cannot compile this one, compiles the original
+vars(_multi_head_attention_forward).update(
+    __script_if_tracing_wrapper=True, __original_fn=functional.multi_head_attention_forward
+)
