@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         ReservationError,
         UnsupportedError,
     )
-    from .expressions.patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
+    from .expressions.patterns import alibi, causal, dilated, documents, padding, prefix, relative_bias, softcap, window
     from .expressions.symbols import (
         abs,
         cast,
@@ -98,6 +98,7 @@ _HOMES = {
     "causal": "expressions.patterns",
     "dilated": "expressions.patterns",
     "documents": "expressions.patterns",
+    "padding": "expressions.patterns",
     "prefix": "expressions.patterns",
     "relative_bias": "expressions.patterns",
     "softcap": "expressions.patterns",
@@ -143,6 +144,7 @@ __all__ = [
     "maximum",
     "merge",
     "minimum",
+    "padding",
     "plan",
     "prefix",
     "reference",

@@ -154,7 +154,10 @@ def _stated(sizes: Sizes, options: Options) -> Stated:
         problem = replace(problem, sinks=_sinks(options.sink_logits, problem), rows=rows)
     square, mask = (sizes.q_len, sizes.k_len), options.mask
     mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
-    return Stated(_expressed(problem, mask, options.score, packed, square), cu_q, cu_k)
+    problem = _expressed(problem, mask, options.score, packed, square)
+    last = problem.k_start + (max(k_lens, default=0) if packed else sizes.k_len)
+    _check_padding(problem, last, exactly=not (packed or problem.k_start))
+    return Stated(problem, cu_q, cu_k)
 
 
 def _packed_offsets(sizes: Sizes, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -251,7 +254,9 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     mask, packed, square = options.mask, layout == "lhd", (q_len, max(stored.k_lengths, default=0))
     if stored.hiding is not None:
         mask = stored.hiding if mask is None else stored.hiding & _mask(mask, problem, packed, square)
-    return _expressed(problem, mask, options.score, packed, square)
+    problem = _expressed(problem, mask, options.score, packed, square)
+    _check_padding(problem)
+    return problem
 
 
 def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], options: Options) -> Problem:
@@ -353,6 +358,21 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
     if mask is None and score is None:
         return problem
     return replace(problem, mask=_mask(mask, problem, packed, square), score=_score(score, problem, packed, square))
+
+
+def _check_padding(problem: Problem, k_len: int | None = None, *, exactly: bool = False) -> None:
+    """That sl.padding() is of this batch, and of these keys: a cache, whose keys come one by one, has no such number."""
+    for table in () if problem.mask is None else problem.mask.tables:
+        rows, n = table.shape if table.of_keys else (0, 0)
+        fits = rows == problem.batch if problem.items is None else rows > max(problem.items, default=0)
+        if not table.of_keys or (fits and (k_len is None or n == k_len or (n > k_len and not exactly))):
+            continue
+        batch = problem.batch if problem.items is None else f"at least {max(problem.items) + 1}"
+        keys = "any" if k_len is None else k_len if exactly else f"at least {k_len}"
+        raise ArgumentError(
+            f"{table.name}: expected shape (batch, k_len) = ({batch}, {keys}) in this call; got {table.shape}. Write "
+            "sl.padding(attention_mask) of all its items and keys, those of earlier tokens included."
+        )
 
 
 def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:

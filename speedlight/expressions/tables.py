@@ -35,7 +35,7 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_ends", "array", "copies", "kind", "name", "tensor")
+    __slots__ = ("_ends", "array", "copies", "kind", "name", "of_keys", "tensor")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
@@ -44,6 +44,7 @@ class Table:
             None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
         )
         self.copies: dict[str, Any] = {}  # by device
+        self.of_keys = False  # whether its shape has to be (batch, k_len) of the call
         if is_tensor(array):
             check_plain_tensor(array, name)
             array = array.detach()
