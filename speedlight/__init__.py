@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .kv.sequence import Sequence
     from .merging import merge
     from .planning import Plan
+    from .turning import rotary
 
 __version__ = "0.1.0"
 ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
@@ -61,6 +62,7 @@ _HOMES = {
     "attention_paged": "api",
     "merge": "merging",
     "plan": "api",
+    "rotary": "turning",
     "synchronize": "api",
     "Plan": "planning",
     "KVCache": "kv.cache",
@@ -149,6 +151,7 @@ __all__ = [
     "prefix",
     "reference",
     "relative_bias",
+    "rotary",
     "set_threads",
     "sigmoid",
     "softcap",

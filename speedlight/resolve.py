@@ -22,7 +22,7 @@ from .modes import standard
 from .philox import MOST_POSITIONS
 from .problem import LAYOUTS, SPAN, Options, Problem, Sizes
 
-_AXES = {
+AXES = {
     "bhld": "(batch, heads, length, head_dim)",
     "blhd": "(batch, length, heads, head_dim)",
     "lhd": "(total_length, heads, head_dim)",
@@ -96,7 +96,7 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     for x in (q, k, v):
         if len(x.shape) != dims:
             raise ArgumentError(
-                f"{x.name}: expected {dims} dimensions {_AXES[layout]} for layout={layout!r}; got shape {x.shape}."
+                f"{x.name}: expected {dims} dimensions {AXES[layout]} for layout={layout!r}; got shape {x.shape}."
             )
         check_together(x, q)
     axes = LAYOUTS[layout]
@@ -222,7 +222,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     layout = options.layout
     dims = len(layout)
     if len(q.shape) != dims:
-        raise ArgumentError(f"q: expected {dims} dimensions {_AXES[layout]}; got shape {q.shape}.")
+        raise ArgumentError(f"q: expected {dims} dimensions {AXES[layout]}; got shape {q.shape}.")
     axes = LAYOUTS[layout]
     q_heads, q_len, dim = (q.shape[a] for a in axes[-3:])
     if dim != stored.head_dim:
@@ -361,7 +361,7 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
 
 
 def _check_padding(problem: Problem, k_len: int | None = None, *, exactly: bool = False) -> None:
-    """That sl.padding() is of this batch, and of these keys: a cache, whose keys come one by one, has no such number."""
+    """That sl.padding() is of this batch and these keys. A cache, whose keys come one by one, has no number of them."""
     for table in () if problem.mask is None else problem.mask.tables:
         rows, n = table.shape if table.of_keys else (0, 0)
         fits = rows == problem.batch if problem.items is None else rows > max(problem.items, default=0)

@@ -1,0 +1,86 @@
+"""rotary(): positions as rotations of queries and keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .modes import standard
+from .rotations import Options, Rotation, check_out, computed_in, converted, library, rotation_of
+
+
+def rotary(
+    x: Any,
+    cos: Any = None,
+    sin: Any = None,
+    *,
+    positions: Any = None,
+    base: float | None = None,
+    interleaved: bool = False,
+    dims: int | None = None,
+    layout: str = "bhld",
+    out: Any = None,
+) -> Any:
+    """Rotary positions: pairs (a, b) of every row become (a·cos - b·sin, b·cos + a·sin), by an angle of their token.
+
+    Args:
+        x: queries or keys, (batch, heads, length, head_dim) or as `layout` says, of float32, float64, float16 or
+            bfloat16: a NumPy array or a PyTorch tensor of any device and strides.
+        cos, sin: tables with a row for each position, (positions, dims / 2), or (positions, dims), a column for each
+            element, as transformers makes them; or rows for each token, (batch or 1, length, dims / 2 or dims).
+            Default: those of positions and base.
+        positions: the first token's (the others follow), or each token's: (length,) or (batch, length). Default 0.
+        base: pair t of a token at p turns by p · base^(-2t / dims). Default 10,000.
+        interleaved: pairs are (0, 1), (2, 3), … as GPT-J, flash-attention and Meta's Llama have them. Default: (0,
+            dims / 2), (1, dims / 2 + 1), … as in transformers' Llama and GPT-NeoX.
+        dims: how many elements of a row turn, from the first on; the others stay. Default head_dim.
+        layout: "bhld", "blhd" or "lhd", as for attention(); in a packed one positions run through unless given.
+        out: where to write the result; may be x itself.
+
+    Returns:
+        The turned rows, of x's kind, shape and dtype. Computed in float32 (float64 in float64): each product and their
+        sum are rounded, then all once to 16 bits; angles in float64. Autograd follows, to cos and sin, too; by hand,
+        what flows back to x is rotary() with -sin, or with negative positions.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came.
+
+    Source: Su et al., RoFormer (2021).
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 3, 4), np.float32)
+    >>> sl.rotary(x, positions=1)[0, 0].round(3).tolist()[0]
+    [-0.3009999990463257, 0.9900000095367432, 1.3819999694824219, 1.0099999904632568]
+    >>> turned = sl.rotary(x, np.zeros((3, 2), np.float32), np.ones((3, 2), np.float32))
+    >>> turned[0, 0, 0].tolist()
+    [-1.0, -1.0, 1.0, 1.0]
+    """
+    rotation = rotation_of(x, Options(cos, sin, positions, base, interleaved, dims, layout))
+    if out is not None:
+        check_out(out, x)
+    result = _turned_by_numpy(x, rotation) if library(x) is np else _turned(x, rotation)
+    if out is None:
+        return result
+    if library(out) is np:
+        np.copyto(out, result)
+    else:
+        out.copy_(result)
+    return out
+
+
+def _turned(x: Any, rotation: Rotation) -> Any:
+    """By the operations of x's library, which autograd, transforms and compilers follow."""
+    lib, dims = library(x), rotation.dims
+    a, b = rotation.halves(converted(x[..., :dims], computed_in(x)))
+    (cos_a, cos_b), (sin_a, sin_b) = map(rotation.halves, (rotation.cos, rotation.sin))
+    result = rotation.joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+    result = result.astype(x.dtype, copy=False) if lib is np else result.to(x.dtype)
+    return result if dims == x.shape[-1] else lib.concatenate((result, x[..., dims:]), -1)
+
+
+@standard
+def _turned_by_numpy(x: Any, rotation: Rotation) -> Any:
+    """Silently: a visible NaN or infinity comes out."""
+    with np.errstate(all="ignore"):
+        return _turned(x, rotation)
