@@ -59,7 +59,7 @@ def rotary(
     rotation = rotation_of(x, Options(cos, sin, positions, base, interleaved, dims, layout))
     if out is not None:
         check_out(out, x)
-    result = _turned_by_numpy(x, rotation) if library(x) is np else _turned(x, rotation)
+    result = _by_numpy(x, rotation) if library(x) is np else turned(x, rotation)
     if out is None:
         return result
     if library(out) is np:
@@ -69,7 +69,7 @@ def rotary(
     return out
 
 
-def _turned(x: Any, rotation: Rotation) -> Any:
+def turned(x: Any, rotation: Rotation) -> Any:
     """By the operations of x's library, which autograd, transforms and compilers follow."""
     lib, dims = library(x), rotation.dims
     a, b = rotation.halves(converted(x[..., :dims], computed_in(x)))
@@ -80,7 +80,7 @@ def _turned(x: Any, rotation: Rotation) -> Any:
 
 
 @standard
-def _turned_by_numpy(x: Any, rotation: Rotation) -> Any:
+def _by_numpy(x: Any, rotation: Rotation) -> Any:
     """Silently: a visible NaN or infinity comes out."""
     with np.errstate(all="ignore"):
-        return _turned(x, rotation)
+        return turned(x, rotation)

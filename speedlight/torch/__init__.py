@@ -14,12 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attending import attention
+    from .module import Attention
 
 _HOMES = {
+    "Attention": "module",
     "attention": "attending",
 }
 
 __all__ = [
+    "Attention",
     "attention",
 ]
 
