@@ -145,7 +145,7 @@ def draw(losses: list[float], path: Path) -> None:
 
 def main(
     output: Annotated[Path, typer.Option("-o", "--output", help="The checkpoint.")] = Path("bytes.safetensors"),
-    steps: Annotated[int, typer.Option(min=1)] = 300,
+    steps: Annotated[int, typer.Option(min=1)] = 200,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 16,
     length: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 256,
     learning_rate: Annotated[float, typer.Option(help="The highest.")] = 4e-3,
@@ -163,7 +163,7 @@ def main(
         raise typer.BadParameter(f"expected {' or '.join(ENGINES)}; got {sdpa!r}.", param_hint="--sdpa")
     torch.manual_seed(seed)
     sl.set_threads(threads)
-    if reproducible:  # PyTorch's matrix products and sums are split between its threads, and then add in another order
+    if reproducible:  # PyTorch's sum over a whole tensor is another one with other threads, and no product is promised
         torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True)
     elif threads is not None:

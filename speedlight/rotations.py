@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import DTYPES, describe, is_masked, is_tensor
+from .arrays import DTYPES, check_plain_tensor, describe, is_masked, is_tensor
 from .checks import MOST, check_flag, check_layout, integer, number, size
-from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from .errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
 from .problem import LAYOUTS
 from .resolve import AXES
 
@@ -199,10 +199,18 @@ def _check_rows(at: Any, cos: Any) -> None:
 
 def _values_are_here(x: Any) -> bool:
     """Whether the host may look at numbers: not at those of a GPU, of a trace, or of a transformed function."""
-    if not is_tensor(x):
-        return True
-    torch = sys.modules["torch"]
-    return x.device.type == "cpu" and type(x) is torch.Tensor and not torch.compiler.is_compiling()
+    return not is_tensor(x) or (x.device.type == "cpu" and is_plain(x))
+
+
+def is_plain(x: Any) -> bool:
+    """Whether a tensor's numbers lie in memory, and nobody follows, traces or transforms it."""
+    if sys.modules["torch"].compiler.is_compiling():
+        return False
+    try:
+        check_plain_tensor(x, "x")
+    except Error:
+        return False
+    return True
 
 
 def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:

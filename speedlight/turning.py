@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from typing import Any
 
 import numpy as np
 
 from .modes import standard
-from .rotations import Options, Rotation, check_out, computed_in, converted, library, rotation_of
+from .rotations import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
+
+_PIECE = 1 << 17  # numbers that are turned at a time
+_WHOLE = slice(None)
 
 
 def rotary(
@@ -59,6 +64,10 @@ def rotary(
     rotation = rotation_of(x, Options(cos, sin, positions, base, interleaved, dims, layout))
     if out is not None:
         check_out(out, x)
+    if math.prod(x.shape) > _PIECE and _may_be_cut(x, rotation, out):
+        out = library(x).empty_like(x) if out is None else out
+        _by_pieces(x, rotation, out)
+        return out
     result = _by_numpy(x, rotation) if library(x) is np else turned(x, rotation)
     if out is None:
         return result
@@ -84,3 +93,30 @@ def _by_numpy(x: Any, rotation: Rotation) -> Any:
     """Silently: a visible NaN or infinity comes out."""
     with np.errstate(all="ignore"):
         return turned(x, rotation)
+
+
+def _may_be_cut(x: Any, rotation: Rotation, out: Any) -> bool:
+    """Whether nobody follows the call, and a piece that is written is no part of another that is not yet read."""
+    if library(x) is np:
+        return out is None or out is x or not np.may_share_memory(x, out)
+    known = [y for y in (x, rotation.cos, rotation.sin, out) if y is not None]
+    if any([y.device.type != "cpu" or not is_plain(y) for y in known]):
+        return False
+    return out is None or out is x or out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def _by_pieces(x: Any, rotation: Rotation, out: Any) -> None:
+    """The same numbers, a piece after the other: what is between then stays in a core's cache."""
+    steps, left = [], max(_PIECE // x.shape[-1], 1)
+    for n in reversed(x.shape[:-1]):
+        steps.append(min(n, left))
+        left = max(left // steps[-1], 1)
+    ranges = [range(0, n, step) for n, step in zip(x.shape, reversed(steps), strict=False)]
+    for first in itertools.product(*ranges):
+        at = tuple(slice(a, a + r.step) for a, r in zip(first, ranges, strict=True))
+        cos, sin = (
+            t[tuple(_WHOLE if n == 1 else s for s, n in zip(at, t.shape, strict=False))]
+            for t in (rotation.cos, rotation.sin)
+        )
+        piece = rotation._replace(cos=cos, sin=sin)
+        out[at] = _by_numpy(x[at], piece) if library(x) is np else turned(x[at], piece)

@@ -203,6 +203,33 @@ def test_in_place(rng, dims):
     np.testing.assert_allclose(overlapping[:2], sl.rotary(np.concatenate([x, x])[1:3], dims=dims), atol=0)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_long_is_turned_piece_by_piece(rng, monkeypatch, layout):
+    """The same bits; in place, too, and where arrays overlap, which is done at once."""
+    x, half = drawn(rng, LAYOUTS[layout]), tables(rng, 5, 6)
+    options = {"layout": layout, "dims": 12}
+    cases = [(options, ()), (options | {"positions": [4, 0, 2, 2, 1]}, half), (options, half)]
+    cases += [(options, (drawn(rng, (2, 5, 12)), drawn(rng, (2, 5, 12))))] if layout != "lhd" else []
+    want = [sl.rotary(x, *t, **o) for o, t in cases]
+    for size in (16, 40, 100):
+        monkeypatch.setattr("speedlight.turning._PIECE", size)
+        for (o, t), w in zip(cases, want, strict=True):
+            mine, at = x.copy(), torch.from_numpy(x.copy())
+            assert (sl.rotary(x[..., ::-1][..., ::-1], *t, **o) == w).all()
+            assert sl.rotary(mine, *t, **o, out=mine) is mine and (mine == w).all()
+            if t:
+                theirs = [torch.from_numpy(y) for y in t]
+                assert (sl.rotary(at, *theirs, **o).numpy() == w).all()
+                assert (sl.rotary(at, *theirs, **o, out=at).numpy() == w).all()
+                followed = torch.from_numpy(x.copy()).requires_grad_()
+                sl.rotary(followed, *theirs, **o).sum().backward()
+                assert followed.grad is not None
+        twice = np.concatenate([x, x])
+        sl.rotary(twice[1 : 1 + len(x)], **options, out=twice[: len(x)])
+        again = np.concatenate([x, x])[1 : 1 + len(x)]
+        assert (twice[: len(x)] == sl.rotary(again, **options)).all()
+
+
 def test_in_place_with_gradients():
     leaf = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
 
