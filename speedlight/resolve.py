@@ -358,10 +358,10 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
     if mask is None and score is None:
         return problem
     found = _score(score, problem, packed, square)
-    for table in () if found is None else found.tables:
-        if table.source is not None:
-            check_plain_tensor(table.source, table.name)
-    return replace(problem, mask=_mask(mask, problem, packed, square), score=found)
+    hiding = _mask(mask, problem, packed, square)
+    for table in [t for x in (hiding, found) if x is not None for t in x.tables if t.source is not None]:
+        check_plain_tensor(table.source, table.name)
+    return replace(problem, mask=hiding, score=found)
 
 
 def _check_padding(problem: Problem, k_len: int | None = None, *, exactly: bool = False) -> None:

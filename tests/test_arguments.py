@@ -91,7 +91,7 @@ def test_memory_that_a_prepared_call_has_lost():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # PyTorch's own use of it
-@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp", "functionalize"])
+@pytest.mark.parametrize("transform", ["vmap", "functionalize"])
 def test_transforms_of_torch_are_refused(transform):
     q, k, v = tensors()
     sl.attention(q, k, v)
@@ -101,8 +101,6 @@ def test_transforms_of_torch_are_refused(transform):
 
     run = {
         "vmap": lambda: torch.func.vmap(call)(q[None]),
-        "grad": lambda: torch.func.grad(call)(q),
-        "jvp": lambda: torch.func.jvp(call, (q,), (q,)),
         "functionalize": lambda: torch.func.functionalize(call)(q),
     }[transform]
     with pytest.raises(sl.Error, match="^q: "):
@@ -110,19 +108,14 @@ def test_transforms_of_torch_are_refused(transform):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
-def test_tangents_and_gradients_are_refused():
+def test_tangents_and_gradients_beside_numpy_are_refused():
     q, k, v = tensors()
     sl.attention(q, k, v)
     with torch.autograd.forward_ad.dual_level():
         assert sl.attention(q, k, v).shape == q.shape
-        for at, name in enumerate("qkv"):
-            given = [q, k, v]
-            given[at] = torch.autograd.forward_ad.make_dual(given[at], torch.ones(SHAPE))
-            with pytest.raises(sl.UnsupportedError, match=f"^{name}: has a tangent"):
-                sl.attention(*given)
         dual = torch.autograd.forward_ad.make_dual(torch.zeros(2), torch.ones(2))
         with pytest.raises(sl.UnsupportedError, match="^sink_logits: has a tangent"):
-            sl.attention(q, k, v, sink_logits=dual)
+            sl.attention(q.numpy(), k.numpy(), v.numpy(), sink_logits=dual)
     sinks = torch.zeros(2, requires_grad=True)
     with pytest.raises(sl.UnsupportedError, match="^sink_logits: requires grad"):
         sl.attention(q.numpy(), k.numpy(), v.numpy(), sink_logits=sinks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -120,4 +121,5 @@ def assert_logits_agree(checkpoint):
 
 def run(name, *words):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, encoding="utf-8")
+    here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, encoding="utf-8", env=here)

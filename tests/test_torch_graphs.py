@@ -1,0 +1,176 @@
+"""speedlight.torch.attention in graphs: torch.compile without a break, torch.export and back in another process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import speedlight as sl
+import speedlight.torch
+from speedlight.problem import Options
+from speedlight.torch.forms import options_of, tensors_of, text_of
+
+attention = speedlight.torch.attention
+TABLE = sl.table(np.float32([1.0, 2.0]))
+WINDOW = sl.window(3, 0)
+
+
+@pytest.fixture
+def q():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    return torch.randn(2, 2, 12, 8)
+
+
+def look_up(s, b, h, i, j):
+    return s + TABLE[h]
+
+
+class Learned(torch.nn.Module):
+    """Methods, numbers of the object, an expression of its own over a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes, self.weight = torch.nn.Parameter(torch.rand(2)), 5
+        self.alibi = sl.alibi(self.slopes)
+
+    def score(self, s, b, h, i, j):
+        return s + TABLE[h] * self.weight
+
+    def forward(self, q):
+        out = attention(q, q, q, score=[self.alibi, self.score], mask=WINDOW, sink_logits=self.slopes)
+        return out + attention(q, q, q, score=self.score)
+
+
+def near(q):
+    n = 4
+    return attention(q, q, q, mask=lambda b, h, i, j: i - j < n)
+
+
+def added(q):
+    return attention(q, q, q, score=[q[0, 0, :, 0], look_up], mask=q[0, :, None, :, 0].mT[:, :1] > -1)
+
+
+FUNCTIONS = {
+    "plain": lambda q: attention(q, q, q, causal=True),
+    "function": lambda q: attention(q, q, q, score=look_up),
+    "closure": near,
+    "lengths": lambda q: attention(q, q, q, q_lengths=[3, 4], k_lengths=[3, 4]),
+    "blhd": lambda q: attention(q, q, q, layout="blhd", window=(2, None), return_lse=True)[1],
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(q, name, dynamic):
+    function = FUNCTIONS[name]
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for x in (q, torch.cat([q, q + 1])[:2]):
+        given = x.clone().requires_grad_()
+        want, got = function(x), compiled(given)
+        assert torch.equal(got, want)
+        got.sin().sum().backward()
+        again = x.clone().requires_grad_()
+        function(again).sin().sum().backward()
+        assert torch.equal(given.grad, again.grad)
+
+
+def test_compiled_module(q):
+    module = Learned()
+    out = torch.compile(module, fullgraph=True, backend="aot_eager")(q)
+    out.sin().sum().backward()
+    got, module.slopes.grad = module.slopes.grad, None
+    want = module(q)
+    want.sin().sum().backward()
+    assert torch.equal(out, want) and torch.allclose(got, module.slopes.grad)
+
+
+def test_another_closure_is_another_graph(q):
+    """One code, other numbers: Dynamo's own guards do not tell them apart."""
+
+    def near(n):
+        return lambda b, h, i, j: i - j < n
+
+    def function(q, mask):
+        return attention(q, q, q, mask=mask)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for mask in (near(3), near(5), sl.window(1, 0), sl.window(2, 0)):
+        assert torch.equal(compiled(q, mask), function(q, mask))
+
+
+def test_numbers_of_a_graph(q):
+    def function(q, start, seed):
+        return attention(q, q, q, causal=True, q_start=start, dropout=0.5, seed=seed)
+
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for numbers in ((5, 1), (7, 2), (7, 3)):
+        assert torch.equal(compiled(q, *numbers), function(q, *numbers))
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="lengths and offsets as Python's ints"):
+        torch.compile(lambda q, n: attention(q, q, q, k_lengths=n), fullgraph=True, backend="aot_eager")(
+            q, torch.tensor([3, 4])
+        )
+
+
+class Exported(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slopes, self.weight = torch.nn.Parameter(torch.rand(2)), 5
+
+    def forward(self, q, bias):
+        score = [sl.alibi(self.slopes), bias, lambda s, b, h, i, j: s + TABLE[h] * self.weight]
+        return attention(q, q, q, causal=True, score=score, mask=WINDOW, sink_logits=self.slopes, dropout=0.5, seed=3)
+
+
+READ = """
+import sys, torch, speedlight.torch.ops
+program, given = torch.export.load(sys.argv[1]), torch.load(sys.argv[2])
+assert torch.equal(program.module()(*given[:2]), given[2])
+"""
+
+
+def test_exported(q, tmp_path):
+    module, bias = Exported(), torch.randn(12, 12)
+    program = torch.export.export(
+        module, (q, bias), dynamic_shapes=({0: torch.export.Dim("batch", min=2, max=99)}, None)
+    )
+    assert [x.arg.name for x in program.graph_signature.input_specs] == ["p_slopes", "q", "bias"]
+    other = torch.randn(5, 2, 12, 8)
+    want = module(other, bias)
+    assert torch.equal(program.module()(other, bias), want)
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save((other, bias, want.detach()), tmp_path / "given.pt")
+    command = [sys.executable, "-W", "ignore", "-c", READ, str(tmp_path / "program.pt2"), str(tmp_path / "given.pt")]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_export_refuses(q):
+    with pytest.raises(sl.UnsupportedError, match="tables of parameters to be made in forward"):
+        torch.export.export(Learned(), (q,))
+
+
+def test_text_and_back():
+    """Every option comes back, numbers by their bits."""
+    bias = torch.randn(2, 12, 12)
+    given = Options(
+        causal=True, window=(3, None), mask=WINDOW, score=[look_up, bias, sl.softcap(0.1)], q_start=[1, 2],
+        k_start=1024, scale=0.1, layout="blhd", q_lengths=[3, 4], k_lengths=np.array([5, 6]), precision="tf32",
+        dropout=0.3, seed=1,
+    )  # fmt: skip
+    text, tensors = text_of(given), tensors_of(given)
+    back, tables = options_of(text, tensors, None, -1)
+    assert tensors == [bias] and back.score[1] is tables[0] and text_of(back._replace(score=[*back.score[::2]]))
+    assert back.mask == WINDOW and repr(back.score[0]) == "score (s + table[h])" and back.score[2] == sl.softcap(0.1)
+    assert back.score[0].tables[0].array.tolist() == [1.0, 2.0] and back.seed == 2**64 - 1
+    plain = [x for x in Options._fields if x not in ("mask", "score", "seed", "k_lengths", "sink_logits")]
+    assert [getattr(back, x) for x in plain] == [getattr(given, x) for x in plain] and back.k_lengths == [5, 6]
+    for wrong in ('{"mask": {"tables": [], "nodes": [["system", "bool", [], null]]}}',
+                  '{"mask": {"tables": [], "nodes": [["lt", "bool", [], null]]}}'):  # fmt: skip
+        with pytest.raises(sl.ArgumentError, match="^form: expected operations"):
+            options_of(wrong, [], None, None)
