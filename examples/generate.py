@@ -3,8 +3,9 @@
     python examples/generate.py --prompt "Once upon a time" --tokens 200 --chunk 16
 
 The weights are drawn from a seed, not trained, so the text means nothing; what it shows is the loop of an inference
-engine. Whatever the chunks, threads and calls, in one piece of memory or in pages (--paged), the text stays the same,
-because the attention has the same bits and every other row is computed alone.
+engine. With --checkpoint they are those that examples/train_bytes.py has trained, and it does. Whatever the chunks,
+threads and calls, in one piece of memory or in pages (--paged), the text stays the same, because the attention has the
+same bits and every other row is computed alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -39,14 +41,21 @@ class Paged:
 
 
 class Model:
-    """RMSNorm, rotary positions, grouped heads, SwiGLU."""
+    """RMSNorm, rotary positions, grouped heads, SwiGLU. Tokens are LETTERS, or, with a checkpoint, bytes."""
 
-    def __init__(self, seed: int = 0, dtype: str = "float32") -> None:
+    def __init__(self, seed: int = 0, dtype: str = "float32", checkpoint: Path | None = None) -> None:
         self.dtype, self.stored = (
             dtype,
             np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else "float32" if dtype == "int8" else dtype),
         )  # of what the cache takes
-        rng = np.random.default_rng(seed)
+        self.trained, self.kv_heads, self.head_dim = checkpoint is not None, KV_HEADS, HEAD_DIM
+        if checkpoint is None:
+            self._draw(np.random.default_rng(seed))
+        else:
+            self._load(checkpoint)
+        self.temperature = 0.7 if self.trained else 4.0
+
+    def _draw(self, rng: np.random.Generator) -> None:
         self.embedding, self.output = (rng.standard_normal((len(LETTERS), DIM), dtype=np.float32) for _ in range(2))
         shapes = {
             "q": (DIM, HEADS * HEAD_DIM), "k": (DIM, KV_HEADS * HEAD_DIM), "v": (DIM, KV_HEADS * HEAD_DIM),
@@ -55,24 +64,44 @@ class Model:
         }  # fmt: skip
         draw = lambda shape: rng.standard_normal(shape, dtype=np.float32) * np.float32(1.6 / shape[0] ** 0.5)  # noqa: E731
         self.layers = [{name: draw(shape) for name, shape in shapes.items()} for _ in range(LAYERS)]
-        self.frequencies = 10000.0 ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+
+    def _load(self, path: Path) -> None:
+        """What examples/train_bytes.py wrote."""
+        from safetensors import safe_open
+
+        with safe_open(path, "numpy") as file:
+            sizes, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        heads, self.kv_heads = int(sizes["heads"]), int(sizes["kv_heads"])
+        self.embedding, self.output = stored["embedding.weight"], stored["output.weight"]
+        names = {x: f"attention.{x}_proj" for x in "qkvo"} | {x: x for x in ("gate", "up", "down")}
+        weights = lambda n: {x: stored[f"layers.{n}.{name}.weight"].T for x, name in names.items()}  # noqa: E731
+        self.layers = [weights(n) for n in range(int(sizes["layers"]))]
+        self.head_dim = self.layers[0]["q"].shape[1] // heads
+
+    def tokens(self, text: str) -> np.ndarray:
+        return np.array(list(text.encode()) if self.trained else [LETTERS.index(c) for c in text])
+
+    def letter(self, token: int) -> str:
+        return bytes([token]).decode("ascii", "replace") if self.trained else LETTERS[token]
 
     def forward(self, tokens: np.ndarray, cache: sl.KVCache | Paged) -> np.ndarray:
         """Appends the tokens to the cache; returns the logits after each of them."""
         first = cache.length(0)
-        angles = (first + np.arange(len(tokens)))[:, None] * self.frequencies
-        cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         x = self.embedding[tokens]
         for n, w in enumerate(self.layers):
             h = normalised(x)
-            q, k, v = (heads(rows_times(h, w[name])) for name in "qkv")
-            new = (y.astype(self.stored) for y in (rotated(q, cos, sin), rotated(k, cos, sin), v))
-            attended = cache.attend(n, *new)
+            q, k, v = (self.heads(rows_times(h, w[name])) for name in "qkv")
+            q, k = (sl.rotary(y, positions=first, interleaved=True) for y in (q, k))
+            attended = cache.attend(n, *(y.astype(self.stored) for y in (q, k, v)))
             x = x + rows_times(attended[0].transpose(1, 0, 2).reshape(len(tokens), -1).astype(np.float32), w["o"])
             h = normalised(x)
             gate = rows_times(h, w["gate"])
             x = x + rows_times(gate / (1 + np.exp(-gate)) * rows_times(h, w["up"]), w["down"])
         return rows_times(normalised(x), self.output.T)
+
+    def heads(self, x: np.ndarray) -> np.ndarray:
+        """(tokens, heads · dim) to (1, heads, tokens, dim)."""
+        return x.reshape(len(x), -1, self.head_dim).transpose(1, 0, 2)[None]
 
 
 def rows_times(x: np.ndarray, w: np.ndarray) -> np.ndarray:
@@ -84,31 +113,23 @@ def normalised(x: np.ndarray) -> np.ndarray:
     return x / np.sqrt(np.square(x).mean(axis=1, keepdims=True) + 1e-5)
 
 
-def heads(x: np.ndarray) -> np.ndarray:
-    """(tokens, heads · dim) to (1, heads, tokens, dim)."""
-    return x.reshape(len(x), -1, HEAD_DIM).transpose(1, 0, 2)[None]
-
-
-def rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    a, b = x[..., ::2], x[..., 1::2]
-    return np.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
-
-
 def generate(model: Model, prompt: str, count: int, chunk: int, seed: int = 0, paged: bool = False) -> Iterator[str]:
     """The prompt's continuation, character by character."""
-    tokens = np.array([LETTERS.index(c) for c in prompt])
-    sizes = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": model.dtype}
+    tokens = model.tokens(prompt)
+    sizes = {
+        "layers": len(model.layers), "kv_heads": model.kv_heads, "head_dim": model.head_dim, "dtype": model.dtype
+    }  # fmt: skip
     room = len(tokens) + count
     cache = (
         Paged(sl.PagePool(pages=-(-room // 16), page_size=16, **sizes)) if paged else sl.KVCache(capacity=room, **sizes)
     )
-    logits = np.zeros((1, len(LETTERS)))
+    logits = np.zeros((1, len(model.output)))
     for start in range(0, len(tokens), chunk):
         logits = model.forward(tokens[start : start + chunk], cache)
     for n in range(count):
-        noise = np.random.default_rng([seed, n]).gumbel(size=len(LETTERS))  # sampling, the same in every run
-        token = int(np.argmax(logits[-1] / 4 + noise))
-        yield LETTERS[token]
+        noise = np.random.default_rng([seed, n]).gumbel(size=len(model.output))  # sampling, the same in every run
+        token = int(np.argmax(logits[-1] / model.temperature + noise))
+        yield model.letter(token)
         if n + 1 < count:
             logits = model.forward(np.array([token]), cache)
 
@@ -123,8 +144,9 @@ def main() -> None:
     )
     parser.add_argument("--paged", action="store_true", help="keep keys and values in pages")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, help="weights that examples/train_bytes.py has trained")
     options = parser.parse_args()
-    unknown = sorted(set(options.prompt) - set(LETTERS))
+    unknown = [] if options.checkpoint else sorted(set(options.prompt) - set(LETTERS))
     if unknown or not options.prompt or options.chunk < 1 or options.tokens < 1:
         why = (
             f"--prompt: no token for {unknown[0]!r}"
@@ -132,7 +154,9 @@ def main() -> None:
             else "--prompt, --chunk, --tokens: expected some text, and numbers from 1"
         )
         parser.error(f"{why}; the letters are {LETTERS!r}")
-    model = Model(options.seed, options.dtype)
+    if options.checkpoint and not options.checkpoint.is_file():
+        parser.error(f"--checkpoint: no file {options.checkpoint}; examples/train_bytes.py writes one")
+    model = Model(options.seed, options.dtype, options.checkpoint)
     print(options.prompt, end="", flush=True)
     start, seen = time.perf_counter(), 0.0
     for n, letter in enumerate(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         ReservationError,
         UnsupportedError,
     )
-    from .expressions.patterns import alibi, causal, dilated, documents, prefix, relative_bias, softcap, window
+    from .expressions.patterns import alibi, causal, dilated, documents, padding, prefix, relative_bias, softcap, window
     from .expressions.symbols import (
         abs,
         cast,
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from .kv.sequence import Sequence
     from .merging import merge
     from .planning import Plan
+    from .turning import rotary
 
 __version__ = "0.1.0"
 ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
@@ -61,6 +62,7 @@ _HOMES = {
     "attention_paged": "api",
     "merge": "merging",
     "plan": "api",
+    "rotary": "turning",
     "synchronize": "api",
     "Plan": "planning",
     "KVCache": "kv.cache",
@@ -98,6 +100,7 @@ _HOMES = {
     "causal": "expressions.patterns",
     "dilated": "expressions.patterns",
     "documents": "expressions.patterns",
+    "padding": "expressions.patterns",
     "prefix": "expressions.patterns",
     "relative_bias": "expressions.patterns",
     "softcap": "expressions.patterns",
@@ -143,10 +146,12 @@ __all__ = [
     "maximum",
     "merge",
     "minimum",
+    "padding",
     "plan",
     "prefix",
     "reference",
     "relative_bias",
+    "rotary",
     "set_threads",
     "sigmoid",
     "softcap",

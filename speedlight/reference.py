@@ -22,6 +22,8 @@ from .philox import MOST_POSITIONS, kept
 from .problem import LAYOUTS, Options, Problem
 from .reference_backward import Returned, backward_of
 from .resolve import from_arrays
+from .rotations import Options as RotaryOptions
+from .rotations import rotation_of
 
 _BEYOND = 2.0**128 - 2.0**103  # rounds to infinity in float32, in which a score's expression is computed
 
@@ -205,6 +207,31 @@ def error_bound(
             if head.q.size and (head.k.size or head.problem.sinks):
                 out[head.at], lse[head.at] = bounds_of(head, arithmetic)
     return Bounds(case.outward(out), lse)
+
+
+def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarray:
+    """What `speedlight.rotary` with the same arguments should return, in float64.
+
+    >>> import numpy as np, speedlight as sl
+    >>> sl.reference.rotary(np.ones((1, 1, 1, 2)), positions=1).round(6).tolist()
+    [[[[-0.301169, 1.381773]]]]
+    """
+    rotation = rotation_of(x, RotaryOptions(cos, sin, **options), "float64")
+    rows, dims = _float64(x), rotation.dims
+    of_pair = np.zeros((*rows.shape[:-1], rotation.cos.shape[-1]))
+    cos, sin = (_float64(t) + of_pair for t in (rotation.cos, rotation.sin))
+    for t in range(dims // 2):
+        one, other = (2 * t, 2 * t + 1) if rotation.interleaved else (t, t + dims // 2)
+        at, at_other = (one, other) if cos.shape[-1] == dims else (t, t)
+        a, b = rows[..., one].copy(), rows[..., other].copy()
+        rows[..., one] = a * cos[..., at] - b * sin[..., at]
+        rows[..., other] = b * cos[..., at_other] + a * sin[..., at_other]
+    return rows
+
+
+def _float64(x: Any) -> np.ndarray:
+    """A copy."""
+    return np.array(x.detach().cpu().double() if arrays.is_tensor(x) else x, np.float64)
 
 
 def weights(q: Any, k: Any, **options: Any) -> np.ndarray:

@@ -22,7 +22,7 @@ from .modes import standard
 from .philox import MOST_POSITIONS
 from .problem import LAYOUTS, SPAN, Options, Problem, Sizes
 
-_AXES = {
+AXES = {
     "bhld": "(batch, heads, length, head_dim)",
     "blhd": "(batch, length, heads, head_dim)",
     "lhd": "(total_length, heads, head_dim)",
@@ -96,7 +96,7 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     for x in (q, k, v):
         if len(x.shape) != dims:
             raise ArgumentError(
-                f"{x.name}: expected {dims} dimensions {_AXES[layout]} for layout={layout!r}; got shape {x.shape}."
+                f"{x.name}: expected {dims} dimensions {AXES[layout]} for layout={layout!r}; got shape {x.shape}."
             )
         check_together(x, q)
     axes = LAYOUTS[layout]
@@ -154,7 +154,10 @@ def _stated(sizes: Sizes, options: Options) -> Stated:
         problem = replace(problem, sinks=_sinks(options.sink_logits, problem), rows=rows)
     square, mask = (sizes.q_len, sizes.k_len), options.mask
     mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
-    return Stated(_expressed(problem, mask, options.score, packed, square), cu_q, cu_k)
+    problem = _expressed(problem, mask, options.score, packed, square)
+    last = problem.k_start + (max(k_lens, default=0) if packed else sizes.k_len)
+    _check_padding(problem, last, exactly=not (packed or problem.k_start))
+    return Stated(problem, cu_q, cu_k)
 
 
 def _packed_offsets(sizes: Sizes, options: Options) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -219,7 +222,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     layout = options.layout
     dims = len(layout)
     if len(q.shape) != dims:
-        raise ArgumentError(f"q: expected {dims} dimensions {_AXES[layout]}; got shape {q.shape}.")
+        raise ArgumentError(f"q: expected {dims} dimensions {AXES[layout]}; got shape {q.shape}.")
     axes = LAYOUTS[layout]
     q_heads, q_len, dim = (q.shape[a] for a in axes[-3:])
     if dim != stored.head_dim:
@@ -251,7 +254,9 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     mask, packed, square = options.mask, layout == "lhd", (q_len, max(stored.k_lengths, default=0))
     if stored.hiding is not None:
         mask = stored.hiding if mask is None else stored.hiding & _mask(mask, problem, packed, square)
-    return _expressed(problem, mask, options.score, packed, square)
+    problem = _expressed(problem, mask, options.score, packed, square)
+    _check_padding(problem)
+    return problem
 
 
 def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], options: Options) -> Problem:
@@ -357,6 +362,21 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
     for table in [t for x in (hiding, found) if x is not None for t in x.tables if t.source is not None]:
         check_plain_tensor(table.source, table.name)
     return replace(problem, mask=hiding, score=found)
+
+
+def _check_padding(problem: Problem, k_len: int | None = None, *, exactly: bool = False) -> None:
+    """That sl.padding() is of this batch and these keys. A cache, whose keys come one by one, has no number of them."""
+    for table in () if problem.mask is None else problem.mask.tables:
+        rows, n = table.shape if table.of_keys else (0, 0)
+        fits = rows == problem.batch if problem.items is None else rows > max(problem.items, default=0)
+        if not table.of_keys or (fits and (k_len is None or n == k_len or (n > k_len and not exactly))):
+            continue
+        batch = problem.batch if problem.items is None else f"at least {max(problem.items) + 1}"
+        keys = "any" if k_len is None else k_len if exactly else f"at least {k_len}"
+        raise ArgumentError(
+            f"{table.name}: expected shape (batch, k_len) = ({batch}, {keys}) in this call; got {table.shape}. Write "
+            "sl.padding(attention_mask) of all its items and keys, those of earlier tokens included."
+        )
 
 
 def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:

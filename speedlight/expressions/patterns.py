@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from .symbols import tanh
+from .symbols import minimum, tanh
 from .tables import Table, table
 from .tracing import Expression, expression
 
@@ -66,6 +66,42 @@ def documents(ids: Any) -> Expression:
     if of.array.ndim == 2:
         return expression(lambda b, h, i, j: of[b, i] == of[b, j])
     return expression(lambda b, h, i, j: of[i] == of[j])
+
+
+def padding(attention_mask: Any) -> Expression:
+    """attention_mask[b, j] != 0: no key where a tokenizer's mask has 0: left, right, or anywhere.
+
+    Args:
+        attention_mask: (batch, k_len) of bool, or of the integers 0 and 1: an array, a tensor or lists. It is copied.
+            In a cache keys past its end are visible: the mask of the prompts does for all that is generated.
+
+    Rows that see nothing, as those of left padding under causal(), are 0. No query and no key moves.
+
+    >>> import speedlight as sl
+    >>> sl.padding([[0, 0, 1, 1], [1, 1, 1, 1]]) & sl.causal()
+    mask (((j >= 4) | attention_mask[b, min(j, 3)]) & (j <= i))
+    """
+    given = attention_mask if isinstance(attention_mask, Table) else table(attention_mask, "attention_mask")
+    if given.kind not in ("bool", "int"):
+        raise ArgumentTypeError(
+            f"attention_mask: expected bool, or the integers 0 and 1; got dtype {given.dtype_name}. Use "
+            "attention_mask != 0; what is added to scores is score=[array]."
+        )
+    if len(given.shape) != 2:
+        raise ArgumentError(
+            f"attention_mask: expected 2 dimensions, (batch, k_len); got shape {given.shape}. A bool array that "
+            "broadcasts to (batch, q_heads, q_len, k_len) is mask=array."
+        )
+    entries = given.host()
+    odd = entries[(entries != 0) & (entries != 1)]
+    if odd.size:
+        raise ArgumentError(
+            f"attention_mask: expected 0 (hidden) and 1 (visible); got {odd[0]}. Use attention_mask != 0, or "
+            "sl.documents(ids) for numbers of documents."
+        )
+    of, n = Table(entries != 0, "attention_mask"), given.shape[1]
+    of.of_keys = True
+    return expression(lambda b, h, i, j: (j >= n) | of[b, minimum(j, n - 1)])
 
 
 def dilated(k: int) -> Expression:

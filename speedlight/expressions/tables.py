@@ -36,7 +36,7 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_ends", "array", "copies", "kind", "name", "source", "tensor", "version")
+    __slots__ = ("_ends", "array", "copies", "kind", "name", "of_keys", "source", "tensor", "version")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
@@ -45,6 +45,7 @@ class Table:
             None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
         )
         self.copies: dict[str, Any] = {}  # by device
+        self.of_keys = False  # whether its shape has to be (batch, k_len) of the call
         self.source: Any = None  # the tensor that these are the numbers of, if autograd or a graph follows it
         self.version = 0  # of its numbers
         if is_tensor(array) and is_traced(array):

@@ -12,7 +12,7 @@ from ..errors import ArgumentError, Error, shown
 from ..expressions.operations import INT_MAX, INT_MIN
 from ..expressions.symbols import Symbol
 
-_PATTERNS = ("causal", "window", "prefix", "dilated", "softcap", "alibi")
+_PATTERNS = ("causal", "window", "prefix", "padding", "dilated", "softcap", "alibi")
 _FUNCTIONS = ("where", "minimum", "maximum", "exp", "exp2", "log", "log2", "tanh", "sqrt", "abs", "sigmoid", "floor")
 _BINARY = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attending import attention
     from .dot_product import scaled_dot_product_attention
+    from .module import Attention
     from .overrides import patch, report, sdpa, unpatch
 
 _HOMES = {
+    "Attention": "module",
     "attention": "attending",
     "patch": "overrides",
     "report": "overrides",
@@ -27,6 +29,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Attention",
     "attention",
     "patch",
     "report",

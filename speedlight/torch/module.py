@@ -1,0 +1,263 @@
+"""`Attention`: the layer that a transformer is made of."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checks import check_flag, number, size
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expressions.patterns import padding, window
+from ..expressions.tracing import Expression, expression
+from ..kv.cache import KVCache
+from ..rotations import Options as RotaryOptions
+from ..rotations import rotation_of
+from ..turning import turned
+from .attending import attention
+
+_SEEDS = 1 << 62  # that are drawn of PyTorch's generator
+_window = functools.lru_cache(maxsize=64)(window)
+
+
+class Attention(nn.Module):
+    """Attention with its projections: grouped heads, rotary positions, windows, sinks, dropout, a key-value cache.
+
+    Parameters are named as transformers' LlamaAttention names them (q_proj, k_proj, v_proj, o_proj), whose state_dict
+    loads as it is; load_multihead() takes nn.MultiheadAttention's.
+
+    Args:
+        dim: of what comes in and goes out.
+        heads: query heads.
+        kv_heads: heads of keys and values, a divisor of heads. Default heads.
+        head_dim: of each head. Default dim / heads.
+        context_dim: of what keys and values are made of, in cross attention. Default dim.
+        bias: whether the projections of queries, keys and values have one.
+        out_bias: whether that of the output has one. Default: as bias.
+        causal: hides keys after the query.
+        window: a token sees itself and the window - 1 tokens before it, as in Mistral and KVCache(window=).
+        rotary: base of rotary positions, as 10000.0; None: none, unless forward() is given rotation=.
+        rotary_dims: how many elements of a head turn. Default all.
+        interleaved: which of them are pairs, as for speedlight.rotary().
+        sinks: a learned logit for each query head that joins the softmax's denominator, as gpt-oss has it (`sinks`).
+        score: what becomes of scores, as for speedlight.attention(): sl.softcap(50.0), sl.alibi(slopes), …
+        dropout: of weights, while training; seeds are drawn from PyTorch's generator.
+        scale: of scores. Default 1/sqrt(head_dim).
+        layer: which layer of a cache is this one's.
+        device, dtype: of the parameters.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came.
+
+    >>> import torch, speedlight.torch
+    >>> layer = speedlight.torch.Attention(32, heads=4, kv_heads=2, causal=True, rotary=10000.0)
+    >>> layer(torch.randn(1, 5, 32)).shape
+    torch.Size([1, 5, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        context_dim: int | None = None,
+        bias: bool = False,
+        out_bias: bool | None = None,
+        causal: bool = False,
+        window: int | None = None,
+        rotary: float | None = None,
+        rotary_dims: int | None = None,
+        interleaved: bool = False,
+        sinks: bool = False,
+        score: Any = None,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        layer: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        out_bias = bias if out_bias is None else out_bias
+        flags = {"bias": bias, "out_bias": out_bias, "causal": causal, "interleaved": interleaved, "sinks": sinks}
+        for name, flag in flags.items():
+            check_flag(name, flag)
+        self.dim, self.heads = size("dim", dim, 1), size("heads", heads, 1)
+        self.kv_heads = self.heads if kv_heads is None else size("kv_heads", kv_heads, 1)
+        if self.heads % self.kv_heads:
+            raise ArgumentError(f"kv_heads: expected a divisor of heads, {self.heads}; got {self.kv_heads}.")
+        if head_dim is None and self.dim % self.heads:
+            raise ArgumentError(f"heads: expected a divisor of dim, {self.dim}, or head_dim= beside; got {self.heads}.")
+        self.head_dim = self.dim // self.heads if head_dim is None else size("head_dim", head_dim, 1)
+        self.context_dim = self.dim if context_dim is None else size("context_dim", context_dim, 1)
+        self.causal, self.window = causal, None if window is None else size("window", window, 1)
+        if self.window is not None and not causal:
+            raise ArgumentError("window: expected causal=True beside it; got False. Give forward() mask=sl.window(…).")
+        self.rotary = None if rotary is None else number("rotary", rotary, "the base of rotary positions, as 10000.0")
+        self.rotary_dims, self.interleaved = rotary_dims, interleaved
+        self.score, self.scale, self.layer = score, scale, size("layer", layer)
+        self.dropout = number("dropout", dropout, "a probability from 0 to 1")
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(self.dim, self.heads * self.head_dim, bias, **made)
+        self.k_proj = nn.Linear(self.context_dim, self.kv_heads * self.head_dim, bias, **made)
+        self.v_proj = nn.Linear(self.context_dim, self.kv_heads * self.head_dim, bias, **made)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, self.dim, out_bias, **made)
+        self.sinks = nn.Parameter(torch.zeros(self.heads, **made)) if sinks else None
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        context: torch.Tensor | None = None,
+        *,
+        attention_mask: Any = None,
+        mask: Any = None,
+        positions: Any = None,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        """What every token of x takes from the tokens that it sees.
+
+        Args:
+            x: (batch, length, dim).
+            context: (batch, k_len, context_dim), what keys and values are made of. Default x.
+            attention_mask: (batch, k_len) of a tokenizer, 0 where there is no token, or such a speedlight.padding(…),
+                made once for all layers. With a cache, of the prompts, or of all tokens so far.
+            mask: of speedlight.attention(), joined to all others by &.
+            positions: rotary ones, as for speedlight.rotary(). Default: from 0 on; with a cache, from its length on.
+            rotation: cos and sin instead, as for speedlight.rotary(): transformers' position_embeddings.
+            cache: where keys and values of all calls are kept, which x sees all of: (layers ≥ layer + 1, this batch,
+                kv_heads, head_dim). The outputs of attention have the bits of one call without it. Under
+                torch.no_grad() or inference_mode().
+
+        Returns:
+            (batch, length, dim).
+        """
+        self._check(x, context, cache)
+        source = x if context is None else context
+        q, k, v = (
+            proj(of).unflatten(-1, (-1, self.head_dim))
+            for proj, of in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
+        )
+        if self.rotary is not None or rotation is not None:
+            cos, sin = (None, None) if rotation is None else rotation
+            at = self._first(cache, x.shape[1]) if positions is None and rotation is None else positions
+            base = self.rotary if rotation is None else None
+            options = RotaryOptions(cos, sin, at, base, self.interleaved, self.rotary_dims, "blhd")
+            turn = rotation_of(q, options)
+            q, k = turned(q, turn), turned(k, turn)
+        seen, sinks = self._mask(attention_mask, mask), self.sinks
+        if cache is not None:
+            q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+            options = {"scale": self.scale, "mask": seen, "score": self.score, "sink_logits": sinks}
+            out = cache.attend(self.layer, q, k, v, **options).transpose(1, 2)
+        else:
+            dropout = self.dropout if self.training else 0.0
+            seed = int(torch.randint(_SEEDS, ())) if dropout else None
+            out = attention(
+                q, k, v, causal=self.causal, mask=seen, score=self.score, sink_logits=sinks, scale=self.scale,
+                layout="blhd", dropout=dropout, seed=seed,
+            )  # fmt: skip
+        return self.o_proj(out.flatten(-2))
+
+    def _check(self, x: Any, context: Any, cache: Any) -> None:
+        """Shapes, and that options go together."""
+        for name, y, dim in (("x", x, self.dim), ("context", context, self.context_dim)):
+            if y is None:
+                continue
+            if not isinstance(y, torch.Tensor):
+                raise ArgumentTypeError(f"{name}: expected a tensor; got {type(y).__name__}.")
+            if y.ndim != 3 or y.shape[-1] != dim:
+                raise ArgumentError(f"{name}: expected shape (batch, length, {dim}); got {tuple(y.shape)}.")
+        if context is None and self.context_dim != self.dim:
+            raise ArgumentError(f"context: expected shape (batch, length, {self.context_dim}); got None.")
+        if context is not None and self.rotary is not None:
+            raise ArgumentError("context: expected None beside rotary=: its tokens have no positions among those of x.")
+        if cache is None:
+            return
+        if not isinstance(cache, KVCache):
+            raise ArgumentTypeError(f"cache: expected a speedlight.KVCache; got {type(cache).__name__}.")
+        if context is not None or not self.causal or (self.training and self.dropout):
+            what = "context" if context is not None else "causal=False" if not self.causal else "dropout in training"
+            raise ArgumentError(
+                f"cache: expected None beside {what}; got one. Caches are for causal inference: eval()."
+            )
+
+    def _first(self, cache: KVCache | None, length: int) -> Any:
+        """Positions of the new tokens: those that follow what the cache has."""
+        if cache is None:
+            return 0
+        lengths = cache.lengths(self.layer)
+        if len(set(lengths)) == 1:
+            return lengths[0]
+        return torch.tensor(lengths)[:, None] + torch.arange(length)
+
+    def _mask(self, attention_mask: Any, mask: Any) -> Any:
+        """All that hides keys, but for causality."""
+        parts: list[Any] = [] if self.window is None else [_window(self.window - 1)]
+        if attention_mask is not None:
+            parts.append(attention_mask if isinstance(attention_mask, Expression) else padding(attention_mask))
+        if mask is not None and not parts:
+            return mask
+        if mask is not None and not (isinstance(mask, Expression) or callable(mask)):
+            raise ArgumentTypeError(
+                "mask: expected a function or a pattern beside window= and attention_mask=; got an array. Join them."
+            )
+        parts += [] if mask is None else [expression(mask, "mask")]
+        return functools.reduce(operator.and_, parts) if parts else None
+
+    # --- weights of nn.MultiheadAttention
+
+    def load_multihead(self, state: dict[str, torch.Tensor]) -> Attention:
+        """Takes the weights of an nn.MultiheadAttention, its state_dict(); returns itself.
+
+        >>> import torch, speedlight.torch
+        >>> theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        >>> ours = speedlight.torch.Attention(32, 4, bias=True).load_multihead(theirs.state_dict())
+        """
+        extra = sorted(state.keys() & {"bias_k", "bias_v"})
+        if extra:
+            raise ArgumentError(f"state: expected an nn.MultiheadAttention with add_bias_kv=False; got {extra[0]}.")
+        new: dict[str, torch.Tensor] = {}
+        names = ("q_proj", "k_proj", "v_proj")
+        if "in_proj_weight" in state:
+            new |= {f"{n}.weight": w for n, w in zip(names, state["in_proj_weight"].chunk(3), strict=True)}
+        else:
+            new |= {f"{n}.weight": state[f"{n}_weight"] for n in names if f"{n}_weight" in state}
+        if "in_proj_bias" in state:
+            new |= {f"{n}.bias": b for n, b in zip(names, state["in_proj_bias"].chunk(3), strict=True)}
+        new |= {f"o_proj.{n}": state[f"out_proj.{n}"] for n in ("weight", "bias") if f"out_proj.{n}" in state}
+        wanted = {n: tuple(w.shape) for n, w in self.state_dict().items() if n != "sinks"}
+        got = {n: tuple(w.shape) for n, w in new.items()}
+        if got != wanted:
+            name = next(n for n in (*wanted, *got) if got.get(n) != wanted.get(n))
+            raise ArgumentError(f"state: expected {wanted.get(name)} for {name}; got {got.get(name)}.")
+        self.load_state_dict(new, strict=False)  # sinks are none of theirs
+        return self
+
+    def multihead_state(self) -> dict[str, torch.Tensor]:
+        """The weights as an nn.MultiheadAttention(dim, heads, bias, kdim=context_dim, vdim=context_dim) has them."""
+        own, names = self.state_dict(), ("q_proj", "k_proj", "v_proj")
+        if self.kv_heads != self.heads or self.heads * self.head_dim != self.dim or self.sinks is not None:
+            raise ArgumentError("kv_heads, head_dim, sinks: expected what nn.MultiheadAttention has; got others.")
+        if ("q_proj.bias" in own) != ("o_proj.bias" in own):
+            raise ArgumentError("out_bias: expected bias, as in nn.MultiheadAttention; got another.")
+        weights = [own[f"{n}.weight"] for n in names]
+        if self.context_dim == self.dim:
+            state = {"in_proj_weight": torch.cat(weights)}
+        else:
+            state = {f"{n}_weight": w for n, w in zip(names, weights, strict=True)}
+        if "q_proj.bias" in own:
+            state |= {"in_proj_bias": torch.cat([own[f"{n}.bias"] for n in names]), "out_proj.bias": own["o_proj.bias"]}
+        return state | {"out_proj.weight": own["o_proj.weight"]}
+
+    def extra_repr(self) -> str:
+        """What the projections do not show."""
+        given = {
+            "heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim, "causal": self.causal,
+            "window": self.window, "rotary": self.rotary, "dropout": self.dropout, "layer": self.layer,
+        }  # fmt: skip
+        return ", ".join(f"{name}={x}" for name, x in given.items() if x is not None)
