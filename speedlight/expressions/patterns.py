@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from .symbols import tanh
+from .functions import tanh
 from .tables import Table, table
 from .tracing import Expression, expression
 
