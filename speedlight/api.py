@@ -12,7 +12,8 @@ from .checks import check_flag, check_layout, check_precision, packed_lengths, p
 from .compiling import leaves_graph
 from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
-from .errors import ArgumentError, shown
+from .errors import ArgumentError, UnsupportedError, shown
+from .gradients import Followed, followed
 from .machine import current_isa
 from .planning import Plan
 from .problem import LAYOUTS, Options, Problem, Sizes, new_options
@@ -112,8 +113,8 @@ def attention(
         q_lengths, k_lengths, precision, dropout, seed,
     ))  # fmt: skip
     if engine is not None or arrays.on_gpu(q):
-        place = engines.chosen(engine, arrays.describe(q, "q", gpu=True))
-        if place != "cpu" or engine == "cuda":
+        at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)
+        if engines.chosen(engine, at) != "cpu" or engine == "cuda":
             return _on_gpu(q, k, v, options, return_lse, out)
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v) if out is None else (q, k, v, out)
@@ -124,6 +125,11 @@ def attention(
         if results is not None:
             return results
     check_flag("return_lse", return_lse)
+    if key is None and arrays.is_tensor(q):
+        known = followed(options)
+        if _is_followed(q, k, v, known):
+            return _by_autograd(q, k, v, known, return_lse, out)
+        options = known.options
     a, b, c = _described(q, k, v)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     results = _results(a, problem, options, return_lse, out, (a, b, c))
@@ -134,6 +140,23 @@ def attention(
         repeatable = calls.Repeatable(prepared.run, problem.value_dim, layout, [a, b, c, results.out])
         _prepared.put(key, repeatable, prepared.size)
     return results.returned()
+
+
+def _is_followed(q: Any, k: Any, v: Any, known: Followed) -> bool:
+    """Whether PyTorch's autograd follows any of it."""
+    return bool(known) or any([arrays.is_tensor(x) and arrays.is_followed(x) for x in (q, k, v)])
+
+
+def _by_autograd(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out: Any) -> Any:
+    """The same call, which autograd can follow."""
+    if out is not None:
+        raise UnsupportedError(
+            "out: expected None where autograd follows the call (a tensor requires grad or has a tangent); got an "
+            "array. Leave it out, or call under torch.no_grad()."
+        )
+    from .torch.attending import attended
+
+    return attended(q, k, v, known, return_lse)
 
 
 def _described(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[arrays.Array]:
@@ -152,6 +175,10 @@ def _results(
 def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> Any:
     """attention() on arrays of a GPU: enqueued on PyTorch's current stream, not waited for."""
     check_flag("return_lse", return_lse)
+    known = followed(options)
+    if _is_followed(q, k, v, known):
+        return _by_autograd(q, k, v, known, return_lse, out)
+    options = known.options
     a, b, c = _described(q, k, v, gpu=True)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
     engine = engines.gpu()

@@ -171,8 +171,18 @@ def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
     return Array(name, x.ctypes.data, x.shape, x.strides, dtype, kind, x.flags.writeable, owner)
 
 
-def check_plain_tensor(x: Any, name: str) -> None:
-    """That a tensor's numbers lie in memory as its sizes and strides say, and that nobody differentiates it.
+def is_followed(x: Any) -> bool:
+    """Whether autograd follows what is made of a tensor now: it requires grad, or carries a tangent."""
+    torch = sys.modules["torch"]
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    forward_ad = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
+    """That a tensor's numbers lie in memory as its sizes and strides say, and, unless `followed`, that nobody
+    differentiates it.
 
     Raises for subclasses that compute in their own way (FakeTensor, DTensor …), inside torch.func.vmap, grad and jvp,
     and for storage that was resized. Of any dtype and device; q, k and v, masks, biases and lists all come through
@@ -189,12 +199,11 @@ def check_plain_tensor(x: Any, name: str) -> None:
         )
     if x.layout is not torch.strided:
         raise ArgumentTypeError(f"{name}: expected a strided tensor; got layout {x.layout}. Use {name}.to_dense().")
-    tangent = torch.autograd.forward_ad.unpack_dual(x).tangent
-    if tangent is not None or (x.requires_grad and torch.is_grad_enabled()):
+    if not followed and is_followed(x):
+        what = "requires grad" if x.requires_grad and torch.is_grad_enabled() else "has a tangent"
         raise UnsupportedError(
-            f"{name}: {'has a tangent' if tangent is not None else 'requires grad'}, and autograd does not follow "
-            "through speedlight yet: attention_backward() gives gradients, for a torch.autograd.Function of your own. "
-            f"Without them, use {name}.detach(), or call under torch.no_grad()."
+            f"{name}: {what}, and autograd does not follow through this call: speedlight.torch.attention() is one that "
+            f"it does. Without gradients, use {name}.detach(), or call under torch.no_grad()."
         )
     if x.is_conj() or x.is_neg():
         raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")

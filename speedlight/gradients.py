@@ -1,17 +1,50 @@
-"""What a backward call is asked for: a problem, and arrays and names that go with it, checked in one place."""
+"""What a backward call is asked for: a problem, and arrays and names that go with it, checked in one place; and what of
+a call PyTorch's autograd follows.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .arrays import Array
+from .arrays import Array, is_followed, is_tensor
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.tables import Table
-from .problem import LAYOUTS, Problem
+from .expressions.tracing import Expression, expression
+from .problem import LAYOUTS, Options, Problem
 from .resolve import check_beside
 
 SINKS = "sink_logits"  # in `grads`: the gradient of those
+
+
+class Followed(NamedTuple):
+    """Options of a call, and what of them autograd follows."""
+
+    options: Options
+    sinks: Any = None
+    tables: tuple[Table, ...] = ()  # which have sources
+
+    def __bool__(self) -> bool:
+        return self.sinks is not None or bool(self.tables)
+
+
+def followed(options: Options) -> Followed:
+    """Functions are traced, since they may look up tables that are followed; such tensors to add become tables."""
+    score, sinks = options.score, options.sink_logits
+    sinks = sinks if is_tensor(sinks) and is_followed(sinks) else None
+    if score is None:
+        return Followed(options, sinks)
+    scores = [_traced(x) for x in (score if isinstance(score, (list, tuple)) else [score])]
+    known = [(x,) if isinstance(x, Table) else x.tables if isinstance(x, Expression) else () for x in scores]
+    tables = [t for some in known for t in some if t.source is not None and is_followed(t.source)]
+    score = scores if isinstance(score, (list, tuple)) else scores[0]
+    return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
+
+
+def _traced(x: Any) -> Any:
+    if is_tensor(x):
+        return Table(x, "score", copy=False) if is_followed(x) else x
+    return expression(x, "score") if callable(x) and not isinstance(x, Expression) else x
 
 
 class Given(NamedTuple):

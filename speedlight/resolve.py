@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checks
-from .arrays import Array, is_tensor, listed
+from .arrays import Array, check_plain_tensor, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.symbols import Symbol, where
 from .expressions.tables import Table
@@ -352,7 +352,11 @@ def _sinks(x: Any, problem: Problem) -> tuple[float, ...] | None:
 def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tuple[int, int] | None = None) -> Problem:
     if mask is None and score is None:
         return problem
-    return replace(problem, mask=_mask(mask, problem, packed, square), score=_score(score, problem, packed, square))
+    found = _score(score, problem, packed, square)
+    for table in () if found is None else found.tables:
+        if table.source is not None:
+            check_plain_tensor(table.source, table.name)
+    return replace(problem, mask=_mask(mask, problem, packed, square), score=found)
 
 
 def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:
@@ -398,11 +402,11 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
             f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their "
             "own."
         )
-    if not (is_tensor(x) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
+    if not (is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
         raise ArgumentTypeError(
             f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}."
         )
-    table = Table(x, name, copy=False)
+    table = x if isinstance(x, Table) else Table(x, name, copy=False)
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
@@ -411,7 +415,8 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
             f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got "
             f"{table.array.shape}."
         )
-    table.reshaped(shape)
+    if table is not x:
+        table.reshaped(shape)
     return table
 
 
@@ -420,4 +425,5 @@ def _entry(table: Table, problem: Problem, b: Symbol, h: Symbol, i: Symbol, j: S
     starts = problem.q_starts
     first: Any = max(starts, default=0) if len(set(starts)) <= 1 else Table(np.array(starts, np.int64), "q_start")[b]
     index = (b, h, i - first, j - problem.k_start)
-    return table[tuple(b * 0 if n == 1 else x for x, n in zip(index, table.array.shape, strict=True))]
+    shape = table.array.shape
+    return table[tuple(b * 0 if n == 1 else x for x, n in zip(index[4 - len(shape) :], shape, strict=True))]

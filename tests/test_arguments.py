@@ -125,7 +125,7 @@ def test_tangents_and_gradients_are_refused():
             sl.attention(q, k, v, sink_logits=dual)
     sinks = torch.zeros(2, requires_grad=True)
     with pytest.raises(sl.UnsupportedError, match="^sink_logits: requires grad"):
-        sl.attention(q, k, v, sink_logits=sinks)
+        sl.attention(q.numpy(), k.numpy(), v.numpy(), sink_logits=sinks)
     with torch.no_grad():
         sl.attention(q, k, v, sink_logits=sinks)
     parameter = torch.nn.Parameter(q, requires_grad=False)

@@ -27,7 +27,7 @@ BAD = [
     ("q", {"q": np.ones((2, 4, 6, 8), ">f4")}, sl.ArgumentTypeError),
     ("q", {"q": np.ones((4, 6, 8), np.float32)}, sl.ArgumentError),
     ("q", {"q": np.ones((2, 4, 6, 0), np.float32), "k": np.ones((2, 2, 7, 0), np.float32)}, sl.ArgumentError),
-    ("q", {"q": torch.ones(2, 4, 6, 8, requires_grad=True)}, sl.UnsupportedError),
+    ("k", {"q": torch.ones(2, 4, 6, 8, requires_grad=True)}, sl.ArgumentTypeError),
     ("q", {"q": torch.ones(2, 4, 6, 8, device="meta")}, sl.UnsupportedError),
     ("q", {"q": torch.ones(2, 4, 6, 8).to_sparse()}, sl.ArgumentTypeError),
     ("k", {"k": np.ones((2, 2, 7, 8))}, sl.ArgumentTypeError),

@@ -146,7 +146,6 @@ def test_tables_refuse():
         (torch.zeros(3).to_sparse(), "layout torch.sparse_coo"),
         (torch.zeros(3, dtype=torch.complex64).conj(), "lazily negated"),
         (torch.zeros(3, device="meta"), "device meta"),
-        (torch.zeros(3, requires_grad=True), "requires grad"),
         (torch._efficientzerotensor((3,)), "storage is missing"),
         (torch.zeros(3).to(torch.float8_e4m3fn), "that NumPy can read"),
     ):

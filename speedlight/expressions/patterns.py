@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from .functions import tanh
 from .tables import Table, table
@@ -93,18 +94,22 @@ def alibi(slopes: Any) -> Expression:
     return expression(lambda s, b, h, i, j: s + of[h] * (j - i))
 
 
-def softcap(c: float) -> Expression:
-    """c · tanh(s / c): scores stay within ±c.
+def softcap(c: Any) -> Expression:
+    """c · tanh(s / c): scores stay within ±c, a number, or a PyTorch tensor of one, which may be learned.
 
     >>> import speedlight as sl
     >>> sl.softcap(30.0)
     score (30.0 * tanh((s / 30.0)))
     """
-    if isinstance(c, (bool, np.bool_)) or not isinstance(c, numbers.Real):
+    of = _table(c.reshape(1), "c", _FLOATS, (1,)) if is_tensor(c) and c.numel() == 1 else None
+    number: Any = c if of is None else of.array[0].item()
+    if isinstance(number, (bool, np.bool_)) or not isinstance(number, numbers.Real):
         raise ArgumentTypeError(f"c: expected a number; got {shown(c)}.")
-    if not 2.0**-126 <= c < 2.0**127:  # float32 holds it and its inverse
+    if not 2.0**-126 <= number < 2.0**127:  # float32 holds it and its inverse
         raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.")
-    return expression(lambda s, b, h, i, j: c * tanh(s / c))
+    if of is not None:
+        number = of[0]
+    return expression(lambda s, b, h, i, j: number * tanh(s / number))
 
 
 def relative_bias(bias: Any) -> Expression:

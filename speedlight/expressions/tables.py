@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import check_plain_tensor, is_masked, is_tensor
+from ..arrays import check_plain_tensor, is_followed, is_masked, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from .operations import INT_MAX
 from .symbols import Symbol, node_of
@@ -19,7 +19,8 @@ class Table:
 
     Args:
         array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is
-            copied, so later changes do not matter; its gradient is what attention_backward(grads=(t,)) gives.
+            copied, so later changes do not matter; its gradient is what attention_backward(grads=(t,)) gives, or, if
+            it is a tensor that requires grad, what speedlight.torch.attention() passes back to it.
         name: what error messages call it.
 
     An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
@@ -27,7 +28,7 @@ class Table:
 
     Raises:
         speedlight.ArgumentError, ArgumentTypeError: other dimensions or dtypes, a masked array, a sparse tensor …
-        speedlight.UnsupportedError: a tensor that requires grad.
+        speedlight.UnsupportedError: a tensor without numbers in memory.
 
     >>> import numpy as np, speedlight as sl
     >>> ids = sl.table(np.array([0, 0, 1, 1]))
@@ -35,7 +36,7 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_ends", "array", "copies", "kind", "name", "tensor")
+    __slots__ = ("_ends", "array", "copies", "kind", "name", "source", "tensor")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
@@ -44,8 +45,10 @@ class Table:
             None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
         )
         self.copies: dict[str, Any] = {}  # by device
+        self.source: Any = None  # the tensor that these are the numbers of, if autograd follows it
         if is_tensor(array):
-            check_plain_tensor(array, name)
+            check_plain_tensor(array, name, followed=True)
+            self.source = array if is_followed(array) else None
             array = array.detach()
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)
@@ -135,7 +138,7 @@ class Table:
                 )
         if (
             all([isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index])
-            and self.tensor is None
+            and self.tensor is self.source is None
         ):
             return self.array[tuple(int(x) for x in index)].item()
         nodes = tuple(node_of(x) for x in index)

@@ -1,0 +1,37 @@
+"""speedlight in PyTorch: attention with autograd, in PyTorch's own conventions, on CPU tensors.
+
+>>> import torch, speedlight.torch
+>>> q = k = v = torch.ones(1, 2, 3, 4, requires_grad=True)
+>>> speedlight.torch.attention(q, k, v, causal=True).sum().backward()
+>>> q.grad.shape
+torch.Size([1, 2, 3, 4])
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .attending import attention
+
+_HOMES = {
+    "attention": "attending",
+}
+
+__all__ = [
+    "attention",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
