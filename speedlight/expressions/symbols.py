@@ -134,7 +134,7 @@ class Symbol:
     @property
     def dtype(self) -> type:
         """What symbol.to(…) and torch.tensor(…, dtype=…) take."""
-        return {"bool": bool, "int": int}.get(self.node.kind, float)
+        return {"bool": bool, "int": int, "float": float, "double": np.float64}[self.node.kind]
 
     def __getattr__(self, name: str) -> Any:
         """A method of tensors that we have: s.tanh(), i.clamp(0, 9), s.to(torch.float32) …"""

@@ -121,9 +121,12 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     """Traces a mask `function(b, h, i, j)` or a score `function(s, b, h, i, j)` once; the result can be kept and used
     again.
 
+    NumPy's and PyTorch's functions of numbers work in it. Arrays and tensors that it captures may be looked up at
+    symbols, and are read where they lie whenever the result is used; indices must lie in 0 … n - 1.
+
     Raises:
         speedlight.ExpressionError: the function branches on a symbol, uses an unknown operation, or returns a wrong
-        type.
+        type; with the line and the expression in which it does.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4))

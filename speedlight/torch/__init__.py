@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .attending import attention
+    from .flex import create_block_mask, flex_attention
 
 _HOMES = {
     "attention": "attending",
+    "create_block_mask": "flex",
+    "flex_attention": "flex",
 }
 
 __all__ = [
     "attention",
+    "create_block_mask",
+    "flex_attention",
 ]
 
 
