@@ -180,6 +180,14 @@ def is_followed(x: Any) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
+def is_traced(x: Any) -> bool:
+    """Whether a tensor stands for numbers that are elsewhere: in a graph, under a transform of torch.func …"""
+    torch = sys.modules["torch"]
+    if type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return not x.is_nested
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+
+
 def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
     """That a tensor's numbers lie in memory as its sizes and strides say, and, unless `followed`, that nobody
     differentiates it.

@@ -37,6 +37,12 @@ def followed(options: Options) -> Followed:
     scores = [_traced(x) for x in (score if isinstance(score, (list, tuple)) else [score])]
     known = [(x,) if isinstance(x, Table) else x.tables if isinstance(x, Expression) else () for x in scores]
     tables = [t for some in known for t in some if t.source is not None and is_followed(t.source)]
+    for t in tables:
+        if t.source._version != t.version:
+            raise ArgumentError(
+                f"{t.name}: expected a table of the numbers that its tensor has now; the tensor was written to since. "
+                "Make the table anew for each call: sl.table, sl.alibi …"
+            )
     score = scores if isinstance(score, (list, tuple)) else scores[0]
     return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
 

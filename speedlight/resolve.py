@@ -353,10 +353,10 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
     if mask is None and score is None:
         return problem
     found = _score(score, problem, packed, square)
-    for table in () if found is None else found.tables:
-        if table.source is not None:
-            check_plain_tensor(table.source, table.name)
-    return replace(problem, mask=_mask(mask, problem, packed, square), score=found)
+    hiding = _mask(mask, problem, packed, square)
+    for table in [t for x in (hiding, found) if x is not None for t in x.tables if t.source is not None]:
+        check_plain_tensor(table.source, table.name)
+    return replace(problem, mask=hiding, score=found)
 
 
 def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Expression | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import check_plain_tensor, is_followed, is_masked, is_tensor
+from ..arrays import check_plain_tensor, is_followed, is_masked, is_tensor, is_traced
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from .operations import INT_MAX
 from .symbols import Symbol, node_of
@@ -36,7 +36,7 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_ends", "array", "copies", "kind", "name", "source", "tensor")
+    __slots__ = ("_ends", "array", "copies", "kind", "name", "source", "tensor", "version")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
@@ -45,10 +45,15 @@ class Table:
             None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
         )
         self.copies: dict[str, Any] = {}  # by device
-        self.source: Any = None  # the tensor that these are the numbers of, if autograd follows it
-        if is_tensor(array):
+        self.source: Any = None  # the tensor that these are the numbers of, if autograd or a graph follows it
+        self.version = 0  # of its numbers
+        if is_tensor(array) and is_traced(array):
+            self.source, copy = array, False
+            array = np.broadcast_to(np.ones((), _torch_dtype(array, name)), tuple(map(int, array.shape)))
+        elif is_tensor(array):
             check_plain_tensor(array, name, followed=True)
-            self.source = array if is_followed(array) else None
+            if is_followed(array):
+                self.source, self.version = array, array._version
             array = array.detach()
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)

@@ -161,6 +161,12 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
         raise ExpressionError(f"mask: expected a bool result; got {root.kind} {root!r}. Write a comparison.")
     if role == "score":
         root = convert(root, "float")
+    return expression_of(role, root)
+
+
+def expression_of(role: str, root: Node) -> Expression:
+    """The expression of a tree of the right kind."""
+    names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
     if not root.uses <= set(names):
         raise ExpressionError(
             f"{role}: expected a result made of {', '.join(names)}; got {', '.join(root.uses - set(names))} in "

@@ -5,13 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from ..api import attention as forward
-from ..arrays import is_tensor
+from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
+from ..checks import seed_of
 from ..errors import UnsupportedError
 from ..gradients import SINKS, Followed, followed
 from ..problem import Options, new_options
+from . import further, ops
+from .forms import tensors_of, text_of
+from .graphs import in_graph
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def attention(
@@ -64,27 +72,84 @@ def attention(
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, precision, dropout, seed,
     ))  # fmt: skip
-    if torch.is_grad_enabled():
-        known = followed(options)
-        if known or any([is_tensor(x) and x.requires_grad for x in (q, k, v)]):
-            return attended(q, k, v, known, return_lse)
-        options = known.options
-    return forward(q, k, v, return_lse=return_lse, **options._asdict())
+    if torch.compiler.is_dynamo_compiling():
+        return in_graph(*_cast(q, k, v), options, return_lse)
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        q, k, v = _cast(q, k, v)
+    if _is_plain(q, k, v):
+        if torch.is_grad_enabled():
+            known = followed(options)
+            if known or any([is_tensor(x) and x.requires_grad for x in (q, k, v)]):
+                return attended(q, k, v, known, return_lse)
+            options = known.options
+        return forward(q, k, v, return_lse=return_lse, **options._asdict())
+    return _as_operation(q, k, v, options, return_lse)
+
+
+def _cast(*tensors: Any) -> Any:
+    """Under autocast what PyTorch's own attention does: all but float64 becomes its dtype."""
+    device = tensors[0].device.type if is_tensor(tensors[0]) else "cpu"
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if is_tensor(x) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
+
+
+def _is_plain(*tensors: Any) -> bool:
+    """Whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
+    return (
+        torch._C._len_torch_dispatch_stack() == 0
+        and peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and not any([type(x) not in _PLAIN and is_tensor(x) and is_traced(x) for x in tensors])
+    )
 
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed, return_lse: bool) -> Any:
     """A call of which something is followed."""
-    if q.is_cuda:
+    if is_tensor(q) and q.is_cuda:
         raise UnsupportedError(
             "q: expected tensors on the CPU, where gradients are computed; got one on a GPU. Use .cpu(), or call under "
             "torch.no_grad()."
         )
+    if not _is_plain(q, k, v):
+        return _as_operation(q, k, v, known.options, return_lse)
     out, lse = _Attention.apply(known, q, k, v, known.sinks, *(x.source for x in known.tables))
     return (out, lse) if return_lse else out
 
 
+def _as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
+    """The call as PyTorch's machinery has it; forward mode passes operations by, and takes another way."""
+    form, tables, sinks, seed = text_of(options), tensors_of(options), options.sink_logits, options.seed
+    if sinks is not None and not is_tensor(sinks):
+        sinks = torch.tensor(listed(sinks, "sink_logits", "numbers, one per query head"))
+    if options.dropout:
+        seed = seed_of(seed)
+    if torch.compiler.is_exporting() and [
+        x for x in (sinks, *tables) if x is not None and x.requires_grad and not is_traced(x)
+    ]:
+        raise UnsupportedError(
+            "score: expected tables of parameters to be made in forward(), where an export sees what they are made of; "
+            "got one that was made before. Call sl.table, sl.alibi … there."
+        )
+    if _has_tangents((q, k, v, sinks, *tables)):
+        results = further.attention_of(form, seed, further.Tensors(q, k, v, tables, sinks))
+    else:
+        results = ops.attention_op(q, k, v, sinks, tables, form, ops.signed(seed))
+    return results if return_lse else results[0]
+
+
+def _has_tangents(tensors: tuple[Any, ...]) -> bool:
+    """In forward mode, of torch.func or of torch.autograd."""
+    if [x for x in get_interpreter_stack() or () if x.key() == TransformType.Jvp]:
+        return True
+    return forward_ad._current_level >= 0 and bool(
+        [x for x in tensors if x is not None and forward_ad.unpack_dual(x).tangent is not None]
+    )
+
+
 class _Attention(torch.autograd.Function):
-    """q, k, v, sinks and the tensors behind tables → out, lse."""
+    """q, k, v, sinks and the tensors behind tables → out, lse: the operations, in half their time."""
 
     @staticmethod
     def forward(ctx: Any, known: Followed, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
@@ -95,22 +160,39 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *flows: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        d_out, d_lse = flows
-        known, needed = ctx.known, ctx.needs_input_grad
-        if d_out is None and d_lse is None:
+        known, needed, saved = ctx.known, ctx.needs_input_grad, ctx.saved_tensors
+        if flows[0] is None and flows[1] is None:
             return (None,) * len(needed)
-        q, k, v, out, lse = (x.detach() for x in ctx.saved_tensors[:5])
-        d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if d_out is None else d_out
+        if torch.is_grad_enabled():  # create_graph=True
+            return _differentiable(known, needed, saved, flows)
+        q, k, v, out, lse = (x.detach() for x in saved[:5])
+        d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
         grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
         options = _plain(known)
         del options["precision"]
-        dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, d_lse, grads=tuple(grads), **options)
+        dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, flows[1], grads=tuple(grads), **options)
         found = dict(zip(grads, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
         tables = (found[t].reshape(t.source.shape).to(t.source.dtype) if t in found else None for t in known.tables)
         return (None, dq, dk, dv, sinks, *tables)
+
+
+def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any:
+    """The backward pass as an operation, which has derivatives of its own."""
+    q, k, v, out, lse, sinks, *sources = saved
+    tables = tensors_of(known.options)
+    places = [[x is y for y in tables].index(True) for x in sources]
+    sinks = (
+        torch.as_tensor(known.options.sink_logits) if sinks is None and known.options.sink_logits is not None else sinks
+    )
+    wanted = [n for n, x in zip(places, needed[5:], strict=True) if x] + [ops.SINKS] * needed[4]
+    seed = ops.signed(known.options.seed)
+    dq, dk, dv, *more = ops.attention_backward_op(
+        q, k, v, out, lse, *flows, sinks, tables, text_of(known.options), seed, wanted
+    )
+    found = dict(zip(wanted, more, strict=True))
+    return (None, dq, dk, dv, found.get(ops.SINKS), *(found.get(n) for n in places))
 
 
 def _alone(x: Any) -> Any:

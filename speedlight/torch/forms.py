@@ -1,0 +1,197 @@
+"""A call without its tensors, as text: what graphs and exported programs carry.
+
+The text has every option that is not its default, and the trees of mask and score. Tables of arrays are in it; those of
+tensors that autograd or a graph follows are numbers of tensors beside it. It means the same in any process.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import itertools
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..arrays import is_tensor, listed
+from ..errors import ArgumentError, ArgumentTypeError
+from ..expressions.operations import KINDS, OPERATIONS
+from ..expressions.tables import Table
+from ..expressions.tracing import Expression, expression, expression_of
+from ..expressions.tree import SYMBOLS, Node, order
+from ..problem import MOST_SEEDS, Options
+
+_LISTS = ("window", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
+_DEFAULTS = Options()._asdict()
+
+
+ARRAY = ...  # in place of an array that is added to scores, or hides
+
+
+def text_of(options: Options) -> str:
+    """All but tensors, sink logits and the seed, which are arguments of their own."""
+    slots = itertools.count()
+    kept: dict[str, Any] = {}
+    for name, x in options._asdict().items():
+        if name == "mask" and x is not None:
+            kept[name] = _written(x, name, slots)
+        elif name == "score" and x is not None:
+            kept[name] = [_written(one, name, slots) for one in _listed(x)]
+        elif name not in ("sink_logits", "seed") and not (x is None or x is _DEFAULTS[name]):
+            kept[name] = _number(x, name)
+    return json.dumps(kept)
+
+
+def tensors_of(options: Options) -> list[torch.Tensor]:
+    """What mask and score look up, in the order of the text's numbers."""
+    parts = [] if options.mask is None else [(options.mask, "mask")]
+    parts += [] if options.score is None else [(x, "score") for x in _listed(options.score)]
+    found: list[torch.Tensor] = []
+    for x, role in parts:
+        if isinstance(x, Table):
+            found += [] if x.source is None else [x.source]
+        elif isinstance(x, Expression) or callable(x):
+            found += [t.source for t in expression(x, role).tables if t.source is not None]
+        else:
+            found.append(x if is_tensor(x) else torch.tensor(np.asarray(x)))
+    return found
+
+
+def _listed(score: Any) -> Any:
+    return score if isinstance(score, (list, tuple)) else [score]
+
+
+def options_of(
+    text: str, tensors: list[torch.Tensor], sinks: torch.Tensor | None, seed: int | None
+) -> tuple[Options, list[Table]]:
+    """The options of a form, and tables of its tensors. `seed`: 64 bits, of either sign."""
+    kept, tables = _read(text), [Table(t.detach(), f"tables[{at}]", copy=False) for at, t in enumerate(tensors)]
+    for table in tables:
+        table.source = None  # whoever follows it has the tensor
+    options = {name: x for name, x in kept.items() if name not in ("mask", "score")}
+    if "mask" in kept:
+        options["mask"] = kept["mask"].over(tables)
+    if "score" in kept:
+        options["score"] = [x.over(tables) for x in kept["score"]]
+    options |= {
+        "sink_logits": None if sinks is None else sinks.detach(),
+        "seed": None if seed is None else seed % MOST_SEEDS,
+    }
+    return Options(**options), tables
+
+
+@functools.lru_cache(maxsize=512)
+def _read(text: str) -> dict[str, Any]:
+    """The options of a text; windows are tuples, mask and scores parts."""
+    kept = json.loads(text)
+    if "window" in kept:
+        kept["window"] = tuple(kept["window"])
+    if "mask" in kept:
+        kept["mask"] = Part(kept["mask"], "mask")
+    if "score" in kept:
+        kept["score"] = [Part(x, "score") for x in kept["score"]]
+    return kept
+
+
+def layout_of(text: str) -> str:
+    return _read(text).get("layout", "bhld")
+
+
+def is_same_for_items(text: str, tables: list[torch.Tensor]) -> bool:
+    """Whether every item of a batch is treated alike, whichever it is."""
+    kept = _read(text)
+    if kept.get("layout") == "lhd" or kept.get("dropout") or any([isinstance(kept.get(x), list) for x in _LISTS[1:]]):
+        return False
+    parts = [kept["mask"]] if "mask" in kept else []
+    return not any([x.tells_items(tables) for x in parts + kept.get("score", [])])
+
+
+def _number(x: Any, name: str) -> Any:
+    """An option as text holds it; what is wrong with it the call itself says, by name."""
+    if name in _LISTS and not isinstance(x, int):
+        x = listed(x, name, "a sequence of ints") if not isinstance(x, tuple) else list(x)
+        return [x if x is None else x.__index__() for x in x]
+    if isinstance(x, np.generic):
+        x = x.item()
+    if not isinstance(x, (bool, int, float, str)):
+        raise ArgumentTypeError(f"{name}: expected a number or a string in a graph; got {type(x).__name__}.")
+    return x
+
+
+def _written(x: Any, role: str, slots: Iterator[int]) -> Any:
+    """A mask or a score: its tables and its nodes, arguments first; or one table, that is added or hides."""
+    if isinstance(x, Table):
+        return _entries(x, slots)
+    if not (isinstance(x, Expression) or callable(x)):
+        return next(slots)
+    traced = expression(x, role)
+    nodes, tables = order(traced.root), {table: at for at, table in enumerate(traced.tables)}
+    at = {id(node): n for n, node in enumerate(nodes)}
+    return {
+        "tables": [_entries(table, slots) for table in tables],
+        "nodes": [
+            [n.op, n.kind, [at[id(a)] for a in n.args], tables[n.value] if n.op == "table" else n.value] for n in nodes
+        ],
+    }
+
+
+def _entries(table: Table, slots: Iterator[int]) -> Any:
+    """The number of a table's tensor; or name, dtype, shape and bytes of an array that nobody follows."""
+    if table.source is not None:
+        return next(slots)
+    array = np.ascontiguousarray(table.host())
+    return [table.name, array.dtype.name, array.shape, base64.b64encode(array.tobytes()).decode()]
+
+
+class Part:
+    """A mask or a score as text has it, which may come from a file. Tables of arrays are made once."""
+
+    __slots__ = ("_known", "_tables", "nodes", "role")
+
+    def __init__(self, text: Any, role: str) -> None:
+        self.role, self.nodes = role, text["nodes"] if isinstance(text, dict) else None
+        tables = text["tables"] if isinstance(text, dict) else [text]
+        self._tables = [x if isinstance(x, int) else _table_of(*x) for x in tables]
+        self._known = None if [x for x in self._tables if isinstance(x, int)] else self._restored([])
+
+    def over(self, tables: list[Table]) -> Any:
+        """An expression, or a table, of these tensors."""
+        return self._restored(tables) if self._known is None else self._known
+
+    def tells_items(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether it differs from item to item of a batch."""
+        if self.nodes is not None:
+            return "b" in [node[3] for node in self.nodes]
+        of = self._tables[0]
+        shape = tensors[of].shape if isinstance(of, int) else of.shape
+        return len(shape) == 4 and shape[0] > 1
+
+    def _restored(self, given: list[Table]) -> Any:
+        tables = [given[x] if isinstance(x, int) else x for x in self._tables]
+        if self.nodes is None:
+            return tables[0]
+        nodes: list[Node] = []
+        for op, kind, args, value in self.nodes:
+            if not _is_known(op, kind, len(args), value):
+                raise ArgumentError(f"form: expected operations of masks and scores; got {op!r} of {kind!r}.")
+            of = tables[value] if op == "table" else value
+            nodes.append(Node(op, kind, tuple(nodes[at] for at in args), of))
+        return expression_of(self.role, nodes[-1])
+
+
+def _table_of(name: str, dtype: str, shape: list[int], entries: str) -> Table:
+    return Table(np.frombuffer(base64.b64decode(entries), np.dtype(dtype)).reshape(shape), name)
+
+
+def _is_known(op: Any, kind: Any, count: int, value: Any) -> bool:
+    match op:
+        case "symbol":
+            return value in SYMBOLS
+        case "number":
+            return isinstance(value, (bool, int, float)) and kind in KINDS
+        case "table":
+            return isinstance(value, int) and value >= 0
+    return op in OPERATIONS and OPERATIONS[op].operands == count and kind in KINDS

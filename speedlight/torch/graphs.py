@@ -1,0 +1,105 @@
+"""What torch.compile makes of a call: one operation. Its masks and scores are looked at once, as they are then.
+
+Dynamo runs in_graph(); the functions that it must not look into, which make text, numbers and tensors of Python
+objects, are marked as constants. torch.export without strict=True runs none of this: functions run there as they are.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+from ..errors import ArgumentTypeError, UnsupportedError
+from ..expressions.tables import Table
+from ..expressions.tracing import Expression, expression
+from ..problem import Options
+from . import ops
+from .forms import ARRAY, text_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _constant(function: F) -> F:
+    """What torch.compiler.assume_constant_result() marks functions with, without loading Dynamo."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def in_graph(q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:
+    """attention() as Dynamo sees it; `options`: all of them, in a tuple."""
+    mask, score, sinks, seed = options[2], options[3], options[4], options[15]
+    scores = [] if score is None else list(score) if isinstance(score, (list, tuple)) else [score]
+    tables: list[Any] = []
+    handles: list[Any] = []
+    for role, x in [("mask", mask)] * (mask is not None) + [("score", x) for x in scores]:
+        handles += [role, *_handle(x, role, tables)]
+    rest = [_fixed(x) for n, x in enumerate(options) if n not in (2, 3, 4, 15)]
+    form = _text(len(rest), *rest, *handles)
+    if sinks is not None and not isinstance(sinks, torch.Tensor):
+        sinks = torch.tensor([_fixed(x) for x in sinks])
+    if options[14] and (seed is None or not isinstance(seed, int) or seed < 0):
+        raise ArgumentTypeError("seed: expected an int of 64 bits beside dropout=.")
+    results = ops.attention_op(q, k, v, sinks, tables, form, ops.signed(seed))
+    return results if return_lse else results[0]
+
+
+def _handle(x: Any, role: str, tables: list[Any]) -> tuple[Any, Any]:
+    """A function, or what else masks and scores are, and whose method it is; tensors that it looks up join `tables`."""
+    if isinstance(x, np.ndarray):
+        x = torch.from_numpy(x)
+    if isinstance(x, torch.Tensor):
+        tables.append(x)
+        return None, None
+    if isinstance(x, (Expression, Table)):
+        for table in [x] if isinstance(x, Table) else [x.tables[n] for n in range(_count(x))]:
+            if table.source is not None:
+                tables.append(table.source)
+        return x, None
+    function, owner = (x.__func__, x.__self__) if isinstance(x, types.MethodType) else (x, None)
+    id(function)  # Dynamo guards its code alone, which closures of other numbers share
+    return function, owner
+
+
+def _fixed(x: Any) -> Any:
+    """A number of the graph as what it is now: another one is another graph."""
+    if isinstance(x, torch.Tensor):
+        raise UnsupportedError("attention: expected lengths and offsets as Python's ints in a graph; got a tensor.")
+    if isinstance(x, (list, tuple)):
+        return tuple([_fixed(y) for y in x])
+    return guard_scalar(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
+
+
+@_constant
+def _count(x: Expression) -> int:
+    """Also lets the expression know its tables, where Dynamo finds them."""
+    return len(x.tables)
+
+
+@_constant
+def _text(count: int, *given: Any) -> str:
+    """The other options, then of every mask and score its role, a function or an expression, and whose method it is."""
+    rest, handles = given[:count], given[count:]
+    parts: dict[str, list[Any]] = {"mask": [], "score": []}
+    for role, function, owner in zip(handles[::3], handles[1::3], handles[2::3], strict=True):
+        parts[role].append(ARRAY if function is None else _traced(function, owner, role))
+    names = [x for x in Options._fields if x not in ("mask", "score", "sink_logits", "seed")]
+    options = Options(**dict(zip(names, rest, strict=True)))
+    return text_of(options._replace(mask=(parts["mask"] or [None])[0], score=parts["score"] or None))
+
+
+def _traced(x: Any, owner: Any, role: str) -> Any:
+    if isinstance(x, (Expression, Table)):
+        return x
+    traced = expression(x if owner is None else types.MethodType(x, owner), role)
+    for table in traced.tables:
+        if table.source is not None:
+            raise UnsupportedError(
+                f"{table.name}: requires grad inside a function, where no graph sees it. Pass sl.expression(function) "
+                "of tables made outside of what is compiled."
+            )
+    return traced

@@ -1,0 +1,175 @@
+"""Attention as operations that PyTorch's own machinery knows: graphs, export, transforms.
+
+    speedlight::attention(q, k, v, sinks?, tables, form, seed?) -> (out, lse)
+    speedlight::attention_backward(q, k, v, out, lse, d_out?, d_lse?, sinks?, tables, form, seed?, wanted) -> gradients
+
+`form`: the other options as text (forms.py). `wanted`: of which of `tables`, -1 for sinks, gradients are asked for
+beside those of q, k and v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..api import attention as forward
+from ..backward import attention_backward as backward
+from ..gradients import SINKS as SINK_LOGITS
+from ..problem import LAYOUTS, MOST_SEEDS
+from . import further
+from .forms import is_same_for_items, layout_of, options_of
+
+_FORM = "Tensor? sinks, Tensor[] tables, str form, SymInt? seed"
+SINKS = -1  # in `wanted`
+
+
+@torch.library.custom_op(
+    "speedlight::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_FORM}) -> (Tensor, Tensor)"
+)
+def attention_op(q: Any, k: Any, v: Any, sinks: Any, tables: Any, form: Any, seed: Any) -> Any:
+    options, _ = options_of(form, tables, sinks, seed)
+    return forward(q.detach(), k.detach(), v.detach(), return_lse=True, **options._asdict())
+
+
+@attention_op.register_fake
+def _(q: Any, k: Any, v: Any, sinks: Any, tables: Any, form: Any, seed: Any) -> Any:
+    return results_like(q, v, layout_of(form))
+
+
+def results_like(q: Any, v: Any, layout: str) -> Any:
+    """New tensors of the shapes and dtypes of out and lse."""
+    number = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = q.new_empty([q.shape[a] for a in LAYOUTS[layout][:-1]], dtype=number)
+    return q.new_empty([*q.shape[:-1], v.shape[-1]]), lse
+
+
+@torch.library.custom_op(
+    "speedlight::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? d_out, Tensor? d_lse, {_FORM}, "
+    "int[] wanted) -> Tensor[]",
+)
+def attention_backward_op(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, sinks: Any, tables: Any, form: Any, seed: Any,
+    wanted: Any,
+) -> Any:  # fmt: skip
+    options, known = options_of(form, tables, sinks, seed)
+    kept = options._asdict()
+    del kept["precision"]
+    grads = tuple(SINK_LOGITS if n == SINKS else known[n] for n in wanted)
+    d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if d_out is None else d_out
+    given = (x.detach() for x in (q, k, v, out, lse, d_out))
+    dq, dk, dv, *more = backward(*given, None if d_lse is None else d_lse.detach(), grads=grads, **kept)
+    sources = [sinks if n == SINKS else tables[n] for n in wanted]
+    found = zip(more[0] if more else (), sources, strict=True)
+    return [dq, dk, dv, *(x.reshape(y.shape).to(y.dtype) for x, y in found)]
+
+
+@attention_backward_op.register_fake
+def _(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, sinks: Any, tables: Any, form: Any, seed: Any,
+    wanted: Any,
+) -> Any:  # fmt: skip
+    others = [sinks if n == SINKS else tables[n] for n in wanted]
+    return [x.new_empty(x.shape) for x in (q, k, v, *others)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, sinks, tables, ctx.form, ctx.seed = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, *output, sinks, *tables)
+
+
+def _differentiate(ctx: Any, d_out: Any, d_lse: Any) -> Any:
+    q, k, v, out, lse, sinks, *tables = ctx.saved_tensors
+    if d_out is None and d_lse is None:
+        return None, None, None, None, [None] * len(tables), None, None
+    wanted = wanted_of(ctx.needs_input_grad[3], ctx.needs_input_grad[4])
+    dq, dk, dv, *more = torch.ops.speedlight.attention_backward(
+        q, k, v, out, lse, d_out, d_lse, sinks, tables, ctx.form, ctx.seed, wanted
+    )
+    found = dict(zip(wanted, more, strict=True))
+    return dq, dk, dv, found.get(SINKS), [found.get(n) for n in range(len(tables))], None, None
+
+
+def wanted_of(sinks: bool, tables: list[bool]) -> list[int]:
+    """Which gradients are asked for, of what needs some."""
+    return [n for n, x in enumerate(tables) if x] + [SINKS] * sinks
+
+
+attention_op.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _keep_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    q, k, v, _, _, d_out, d_lse, sinks, tables, ctx.form, ctx.seed, ctx.wanted = inputs
+    ctx.save_for_backward(q, k, v, d_out, d_lse, sinks, *tables)
+
+
+def _differentiate_backward(ctx: Any, into: list[Any]) -> Any:
+    """out and lse are made of the others, to which all of it flows."""
+    q, k, v, d_out, d_lse, sinks, *tables = ctx.saved_tensors
+    into_more = dict(zip(ctx.wanted, into[3:], strict=True))
+    into_tables = [into_more.get(n) for n in range(len(tables))]
+    flows = further.backward_again(
+        ctx.form,
+        ctx.seed,
+        further.Tensors(q, k, v, tables, sinks),
+        (d_out, d_lse),
+        (*into[:3], into_tables, into_more.get(SINKS)),
+    )
+    (dq, dk, dv, d_tables, d_sinks), (dd_out, dd_lse) = flows
+    return dq, dk, dv, None, None, dd_out, dd_lse, d_sinks, d_tables, None, None, None if ctx.wanted else []
+
+
+attention_backward_op.register_autograd(_differentiate_backward, setup_context=_keep_backward)
+
+
+def signed(seed: int | None) -> int | None:
+    """64 bits as an operation's argument."""
+    return seed if seed is None or seed < MOST_SEEDS // 2 else seed - MOST_SEEDS
+
+
+# --- under torch.func.vmap: items of a larger batch, or call by call
+
+
+@attention_op.register_vmap
+def _(info: Any, in_dims: Any, q: Any, k: Any, v: Any, sinks: Any, tables: Any, form: Any, seed: Any) -> Any:
+    given = (q, k, v, sinks, tables, form, seed)
+    if _folds(in_dims[3:5], form, tables):
+        folded = [_folded(x, at, info.batch_size) for x, at in zip(given[:3], in_dims[:3], strict=True)]
+        results = attention_op(*folded, *given[3:])
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)
+    each = [attention_op(*_one(given, in_dims, n)) for n in range(info.batch_size)]
+    return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0, 0)
+
+
+@attention_backward_op.register_vmap
+def _(info: Any, in_dims: Any, *given: Any) -> Any:
+    form, wanted = given[-3], given[-1]
+    if not wanted and _folds(in_dims[7:9], form, given[8]):
+        flows = zip(given[:7], in_dims[:7], strict=True)
+        folded = [None if x is None else _folded(x, at, info.batch_size) for x, at in flows]
+        results = attention_backward_op(*folded, *given[7:])
+        return [x.unflatten(0, (info.batch_size, -1)) for x in results], [0] * len(results)
+    each = [attention_backward_op(*_one(given, in_dims, n)) for n in range(info.batch_size)]
+    return [torch.stack(x) for x in zip(*each, strict=True)], [0] * len(each[0])
+
+
+def _folds(dims: Any, form: str, tables: list[Any]) -> bool:
+    """Whether examples can be items of one batch: nothing is told of an item."""
+    batched = [x for x in (dims[0], *dims[1]) if x is not None]
+    return not batched and is_same_for_items(form, tables)
+
+
+def _folded(x: Any, at: int | None, count: int) -> Any:
+    return (x.unsqueeze(0).expand(count, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1)
+
+
+def _one(given: Any, in_dims: Any, n: int) -> list[Any]:
+    """The arguments of an example."""
+    return [
+        [_one([y], [b], n)[0] for y, b in zip(x, at, strict=True)] if isinstance(at, (list, tuple))
+        else x if at is None else x.select(at, n)
+        for x, at in zip(given, in_dims, strict=True)
+    ]  # fmt: skip
