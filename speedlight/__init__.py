@@ -28,22 +28,9 @@ if TYPE_CHECKING:
         ReservationError,
         UnsupportedError,
     )
+    from .expressions.functions import abs, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sqrt, tanh
     from .expressions.patterns import alibi, causal, dilated, documents, padding, prefix, relative_bias, softcap, window
-    from .expressions.symbols import (
-        abs,
-        cast,
-        exp,
-        exp2,
-        floor,
-        log,
-        log2,
-        maximum,
-        minimum,
-        sigmoid,
-        sqrt,
-        tanh,
-        where,
-    )
+    from .expressions.symbols import cast, where
     from .expressions.tables import Table, table
     from .expressions.tracing import Expression, expression
     from .kv.cache import KVCache
@@ -81,20 +68,20 @@ _HOMES = {
     "ReservationError": "errors",
     "Expression": "expressions.tracing",
     "Table": "expressions.tables",
-    "abs": "expressions.symbols",
+    "abs": "expressions.functions",
     "cast": "expressions.symbols",
-    "exp": "expressions.symbols",
-    "exp2": "expressions.symbols",
+    "exp": "expressions.functions",
+    "exp2": "expressions.functions",
     "expression": "expressions.tracing",
-    "floor": "expressions.symbols",
-    "log": "expressions.symbols",
-    "log2": "expressions.symbols",
-    "maximum": "expressions.symbols",
-    "minimum": "expressions.symbols",
-    "sigmoid": "expressions.symbols",
-    "sqrt": "expressions.symbols",
+    "floor": "expressions.functions",
+    "log": "expressions.functions",
+    "log2": "expressions.functions",
+    "maximum": "expressions.functions",
+    "minimum": "expressions.functions",
+    "sigmoid": "expressions.functions",
+    "sqrt": "expressions.functions",
     "table": "expressions.tables",
-    "tanh": "expressions.symbols",
+    "tanh": "expressions.functions",
     "where": "expressions.symbols",
     "alibi": "expressions.patterns",
     "causal": "expressions.patterns",

@@ -42,7 +42,9 @@ class UnsupportedError(Error, NotImplementedError):
 
 
 class ExpressionError(Error, TypeError):
-    """A mask or score function cannot be traced, or means nothing."""
+    """A mask or score function cannot be traced, or means nothing. `place`: where in it, as the message says, too."""
+
+    place = ""
 
 
 class CompileError(Error, RuntimeError):

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from .symbols import minimum, tanh
+from .functions import minimum, tanh
 from .tables import Table, table
 from .tracing import Expression, expression
 

@@ -1,4 +1,4 @@
-"""Symbols: what a mask or score function is called with, and the functions of them. Their operators build the tree.
+"""Symbols: what a mask or score function is called with. Their operators build the tree.
 
 Two kinds of values meet as the greater (an int and a float meet as a float, as in PyTorch). Python numbers are weak: a
 float is a `float`, and their values are run-time parameters of a kernel, never part of its key.
@@ -6,18 +6,22 @@ float is a `float`, and their values are run-time parameters of a kernel, never 
 
 from __future__ import annotations
 
-import builtins
-import functools
 import numbers
-import operator
+import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 
+from ..arrays import is_tensor
 from ..errors import ExpressionError, shown
+from . import foreign
 from .operations import INT_MAX, INT_MIN, KINDS, OPERATIONS
 from .tree import Node, convert, kind_of
+
+# what `array[symbol]` is: (array, index) -> the entry; while a function is traced. tracing.py sets it
+LOOKUP: ContextVar[Callable[[Any, Any], Any] | None] = ContextVar("lookup", default=None)
 
 
 def node_of(x: Any) -> Node:
@@ -33,10 +37,31 @@ def node_of(x: Any) -> Node:
         return Node("number", "float", value=_float(x))
     if isinstance(x, np.ndarray) and x.ndim == 0 and x.dtype.kind in "biuf":
         return node_of(x.item())
+    found = _scalar_of(x)
+    if found is not None:
+        return node_of(found)
     raise ExpressionError(
         f"{type(x).__name__}: expected a symbol or a Python number in an expression. Look arrays up through "
         "sl.table(array)."
     )
+
+
+def _scalar_of(x: Any) -> Any:
+    """A number of a tensor without dimensions; what can be learned stays a tensor's entry."""
+    if not is_tensor(x) or x.ndim:
+        return None
+    return _looked_up(x, ()) if x.requires_grad else x.item()
+
+
+def _looked_up(array: Any, index: Any) -> Any:
+    """The entry of an array that lies outside the function, as that of a table."""
+    lookup = LOOKUP.get()
+    if lookup is None:
+        raise ExpressionError(
+            "a symbol is one number of a function that is traced, and means nothing outside it. Look arrays up there, "
+            "or through sl.table(array)."
+        )
+    return lookup(array, index)
 
 
 def _float(x: Any) -> float:
@@ -82,16 +107,21 @@ class Symbol:
     ) = _no_branch
     __hash__ = __trunc__ = __floor__ = __ceil__ = __reversed__ = _no_branch  # type: ignore[assignment]
 
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Symbol:
-        """np.float32(2) * i, np.exp(s) …: the operations that we have, too."""
-        op = _UFUNCS.get(ufunc)
-        if op is None or method != "__call__" or options:
-            name = getattr(ufunc, "__name__", "a ufunc")
-            raise ExpressionError(
-                f"np.{name}: expected operators, sl.where, sl.exp, sl.minimum … in an expression; symbols have no "
-                "values."
-            )
-        return op(*inputs)
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """np.float32(2) * i, np.exp(s) …: what foreign.py has."""
+        if method != "__call__":
+            raise foreign.unknown("numpy", ufunc)
+        return foreign.called(by_name, "numpy", ufunc, inputs, options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
+        return foreign.called(by_name, "numpy", function, args, dict(options))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        """torch.tanh(s), tensor * s, tensor[i] …"""
+        if function is sys.modules["torch"].Tensor.__getitem__:
+            return _looked_up(*args)
+        return foreign.called(by_name, "torch", function, args, dict(options or {}))
 
     def __getitem__(self, index: Any) -> Any:
         raise ExpressionError("a symbol is one number and has no entries. Look arrays up through sl.table(array).")
@@ -101,7 +131,23 @@ class Symbol:
 
     __rmatmul__ = __matmul__
 
+    @property
+    def dtype(self) -> type:
+        """What symbol.to(…) and torch.tensor(…, dtype=…) take."""
+        return {"bool": bool, "int": int, "float": float, "double": np.float64}[self.node.kind]
+
     def __getattr__(self, name: str) -> Any:
+        """A method of tensors that we have: s.tanh(), i.clamp(0, 9), s.to(torch.float32) …"""
+        method = foreign.method(by_name, self, name)
+        if method is not None:
+            return method
+        if name == "device" and "torch" in sys.modules:
+            return sys.modules["torch"].device("cpu")
+        if name in ("__array_struct__", "__array_interface__"):  # NumPy's questions, before it gives up
+            raise ExpressionError(
+                "an array that the function does not capture by its own name cannot be looked up at a symbol. Look it "
+                "up through sl.table(array)."
+            )
         raise ExpressionError(
             f"a symbol has no attribute {name!r}; an expression is built of operators and sl.where, sl.exp, sl.table …"
         )
@@ -154,19 +200,21 @@ class Symbol:
         if isinstance(n, numbers.Real) and _float(n).is_integer() and -_MOST_POWER <= _float(n) <= _MOST_POWER:
             is_int = isinstance(n, numbers.Integral) or self.node.is_float
             base = self if is_int else Symbol(convert(self.node, "float"))
-            result = _multiplied(base, builtins.abs(int(_float(n))))
+            result = _multiplied(base, abs(int(_float(n))))
             return result if _float(n) >= 0 else 1.0 / result
         if isinstance(n, numbers.Real) and _float(n).is_integer():
             raise ExpressionError(
                 f"**: expected a whole exponent from {-_MOST_POWER} to {_MOST_POWER}, or a fraction; got {shown(n)}."
             )
-        return sqrt(self) if isinstance(n, numbers.Real) and _float(n) == 0.5 else exp2(log2(self) * n)
+        if isinstance(n, numbers.Real) and _float(n) == 0.5:
+            return applied("sqrt", self)
+        return applied("exp2", applied("log2", self) * n)
 
     def __rpow__(self, base: Any) -> Symbol:
         number = node_of(base)
         if number.op != "number" or not number.value > 0:
             raise ExpressionError(f"**: expected a positive base; got {shown(base)}.")
-        return exp2(self * float(np.log2(float(number.value))))
+        return applied("exp2", self * float(np.log2(float(number.value))))
 
     def __neg__(self) -> Symbol:
         return applied("neg", self)
@@ -224,10 +272,6 @@ class Symbol:
         return applied("ne", self, other)
 
 
-def _power(a: Any, b: Any) -> Symbol:
-    return a**b if isinstance(a, Symbol) else b.__rpow__(a)  # a NumPy number would ask us again
-
-
 def applied(op: str, *operands: Any) -> Symbol:
     """An operation on operands of one kind: the greatest of theirs, or the next that the operation accepts."""
     row, nodes = OPERATIONS[op], [node_of(x) for x in operands]
@@ -238,6 +282,10 @@ def applied(op: str, *operands: Any) -> Symbol:
         raise _no_float(str(row.symbol), Symbol(convert(nodes[0], kind)))
     accepted = accepted_kinds[0]
     args = tuple(convert(a, accepted) for a in nodes)
+    if op in ("and", "or") and accepted == "bool":
+        for a, b in (args, args[::-1]):
+            if a.op == "number":  # True & b, False | b are b
+                return Symbol(b if a.value is (op == "and") else a)
     if op in ("shl", "shr") and args[1].op == "number" and not 0 <= args[1].value < 64:
         raise ExpressionError(f"{row.symbol}: expected a shift of 0 to 63; got {args[1].value}.")
     return Symbol(Node(op, row.gives or accepted, args))
@@ -251,7 +299,7 @@ def _no_float(op: str, x: Symbol) -> ExpressionError:
     return ExpressionError(f"{op}: expected bool or integers; got a float in {x!r}. Use sl.cast(x, int).")
 
 
-def _is_traced(*args: Any) -> bool:
+def is_traced(*args: Any) -> bool:
     return bool([x for x in args if isinstance(x, Symbol)])
 
 
@@ -262,7 +310,7 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     >>> sl.expression(lambda s, b, h, i, j: sl.where(j < 4, s + 1.0, s))
     score where((j < 4), (s + 1.0), s)
     """
-    if not _is_traced(condition, yes, no):
+    if not is_traced(condition, yes, no):
         return np.where(condition, yes, no)[()]
     c = node_of(condition)
     if c.kind != "bool":
@@ -270,120 +318,6 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     x, y = node_of(yes), node_of(no)
     kind = _greatest([x, y])
     return Symbol(Node("where", kind, (c, convert(x, kind), convert(y, kind))))
-
-
-def minimum(a: Any, b: Any) -> Any:
-    """The lesser of two; NaN if either is.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda b, h, i, j: sl.minimum(i, 9) >= j)
-    mask (min(i, 9) >= j)
-    """
-    return _function("min", a, b)
-
-
-def maximum(a: Any, b: Any) -> Any:
-    """The greater of two; NaN if either is.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda b, h, i, j: sl.maximum(i, 9) >= j)
-    mask (max(i, 9) >= j)
-    """
-    return _function("max", a, b)
-
-
-def _function(op: str, *operands: Any) -> Any:
-    return applied(op, *operands) if _is_traced(*operands) else OPERATIONS[op].numpy(*operands)
-
-
-def exp(x: Any) -> Any:
-    """e to the x; at most 2 ulp off, +0 where the result would be subnormal.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.exp(s))
-    score exp(s)
-    """
-    return _function("exp", x)
-
-
-def exp2(x: Any) -> Any:
-    """2 to the x; at most 2 ulp off, +0 where the result would be subnormal.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.exp2(s))
-    score exp2(s)
-    """
-    return _function("exp2", x)
-
-
-def log(x: Any) -> Any:
-    """Natural logarithm; at most 2 ulp off.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.log(s))
-    score log(s)
-    """
-    return _function("log", x)
-
-
-def log2(x: Any) -> Any:
-    """Logarithm to base 2; at most 2 ulp off.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.log2(s))
-    score log2(s)
-    """
-    return _function("log2", x)
-
-
-def tanh(x: Any) -> Any:
-    """Hyperbolic tangent; at most 2 ulp off.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.tanh(s))
-    score tanh(s)
-    """
-    return _function("tanh", x)
-
-
-def sqrt(x: Any) -> Any:
-    """Square root, correctly rounded.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.sqrt(s))
-    score sqrt(s)
-    """
-    return _function("sqrt", x)
-
-
-def sigmoid(x: Any) -> Any:
-    """1 / (1 + exp(-x)); at most 3 ulp off.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.sigmoid(s))
-    score sigmoid(s)
-    """
-    return _function("sigmoid", x)
-
-
-def abs(x: Any) -> Any:
-    """Absolute value.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.abs(s))
-    score abs(s)
-    """
-    return _function("abs", x)
-
-
-def floor(x: Any) -> Any:
-    """The largest whole number not above x, of x's kind.
-
-    >>> import speedlight as sl
-    >>> sl.expression(lambda s, b, h, i, j: sl.floor(s))
-    score floor(s)
-    """
-    return x if isinstance(x, Symbol) and not x.node.is_float else _function("floor", x)
 
 
 def cast(x: Any, dtype: Any) -> Any:
@@ -403,7 +337,7 @@ def cast(x: Any, dtype: Any) -> Any:
     if kind is None:
         raise ExpressionError(f"cast: expected bool, int, float32 or float64; got {shown(dtype)}.")
     node = node_of(x)
-    if kind == "bool" and node.kind != "bool":
+    if kind == "bool" and node.kind != "bool" and node.op != "number":
         return Symbol(node) != 0
     return Symbol(convert(node, kind))
 
@@ -417,9 +351,22 @@ def _kind_named(dtype: Any) -> str | None:
         return "float" if name == "torch.bfloat16" else None
 
 
-_UFUNCS: dict[Any, Callable[..., Any]] = {
-    **{row.numpy: functools.partial(applied, op) for op, row in OPERATIONS.items() if isinstance(row.numpy, np.ufunc)},
-    np.floor_divide: functools.partial(applied, "floordiv"), np.mod: functools.partial(applied, "mod"),
-    np.left_shift: functools.partial(applied, "shl"), np.right_shift: functools.partial(applied, "shr"),
-    np.invert: operator.invert, np.logical_not: operator.invert, np.floor: floor, np.power: _power,
-}  # fmt: skip
+def by_name(op: str, *operands: Any) -> Any:
+    """An operation of the table, or a power, or a number of some dtype, by its name: what foreign.py's rules need."""
+    match op:
+        case "where":
+            return where(*operands)
+        case "cast":
+            return cast(*operands)
+        case "pow":
+            a, b = operands
+            return a**b if isinstance(a, Symbol) else Symbol(node_of(b)).__rpow__(a)  # NumPy's numbers would ask again
+        case "not":
+            return ~Symbol(node_of(*operands))
+        case "floor":
+            (x,) = operands
+            return applied("floor", x) if node_of(x).is_float else x
+        case "number":
+            value, dtype = operands
+            return cast(value, dtype)
+    return applied(op, *operands)

@@ -131,9 +131,11 @@ class Table:
         return self.array if self.tensor is None else _entries(self.tensor, self.name)
 
     def __getitem__(self, index: Any) -> Any:
-        index = index if isinstance(index, tuple) else (index,)
-        if len(index) != self.array.ndim:
-            raise ExpressionError(f"{self.name}: expected {self.array.ndim} indices; got {len(index)}.")
+        index = as_index(index)
+        if len(index) < self.array.ndim:
+            return TableRows(self, index)
+        if len(index) > self.array.ndim:
+            raise wrong_count(self, index)
         for at, (x, n) in enumerate(zip(index, self.array.shape, strict=True)):
             if isinstance(x, numbers.Integral) and not 0 <= int(x) < n:
                 raise ExpressionError(
@@ -164,6 +166,35 @@ class Table:
 
     def __repr__(self) -> str:
         return f"table({self.name}, {self.array.dtype.name}{list(self.array.shape)})"
+
+
+class TableRows:
+    """What has some of a table's indices, and waits for the others: table[b][i] is table[b, i]."""
+
+    __slots__ = ("index", "table")
+
+    def __init__(self, table: Table, index: tuple[Any, ...]) -> None:
+        self.table, self.index = table, index
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.table[(*self.index, *as_index(index))]
+
+    def _refused(self, *_: Any) -> Any:
+        raise wrong_count(self.table, self.index)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refused
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __bool__ = __iter__ = _refused
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused
+    __hash__ = None  # type: ignore[assignment]
+
+
+def as_index(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else (index,)
+
+
+def wrong_count(table: Table, index: tuple[Any, ...]) -> ExpressionError:
+    return ExpressionError(f"{table.name}: expected {table.array.ndim} indices; got {len(index)}.")
 
 
 def _entries(x: Any, name: str) -> np.ndarray:

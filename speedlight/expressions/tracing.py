@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import linecache
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
+from .captured import LIBRARIES, Tables, looking_up
 from .operations import LOOKUP_COST, OPERATIONS
-from .symbols import Symbol, node_of
+from .symbols import LOOKUP, Symbol, node_of
 from .tables import Table
 from .tree import SYMBOLS, Node, convert, lazily, merged, order, structure
 
@@ -118,9 +121,12 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     """Traces a mask `function(b, h, i, j)` or a score `function(s, b, h, i, j)` once; the result can be kept and used
     again.
 
+    NumPy's and PyTorch's functions of numbers work in it. Arrays and tensors that it captures may be looked up at
+    symbols, and are read where they lie whenever the result is used; indices must lie in 0 … n - 1.
+
     Raises:
         speedlight.ExpressionError: the function branches on a symbol, uses an unknown operation, or returns a wrong
-        type.
+        type; with the line and the expression in which it does.
 
     >>> import speedlight as sl
     >>> sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4))
@@ -147,7 +153,7 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
             f"{count} arguments."
         )
     names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
-    result = function(*(Symbol(Node("symbol", SYMBOLS[n], value=n)) for n in names))
+    result = _called(function, [Symbol(Node("symbol", SYMBOLS[n], value=n)) for n in names])
     if isinstance(result, Expression):
         return expression(result, role)
     root = node_of(result)
@@ -167,6 +173,37 @@ def expression_of(role: str, root: Node) -> Expression:
             f"{root!r}."
         )
     return _checked(role, root)
+
+
+def _called(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
+    """What a function makes of symbols. Arrays that it captures are looked up; errors tell where in it they arose."""
+    tables = Tables()
+    before = LOOKUP.set(tables)
+    try:
+        return looking_up(function, tables)(*symbols)
+    except ExpressionError as error:
+        place = _place(error)
+        if place and not error.place:
+            error.place, error.args = place, (f"{error} In {place}",)
+        raise
+    finally:
+        LOOKUP.reset(before)
+
+
+def _place(error: BaseException) -> str:
+    """File, line and expression of the innermost code of others that an error came through; "" without any."""
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        frame, trace = trace, trace.tb_next
+        code, line = frame.tb_frame.f_code, frame.tb_lineno
+        if str(frame.tb_frame.f_globals.get("__name__")).split(".")[0] in LIBRARIES:
+            continue
+        text = linecache.getline(code.co_filename, line)
+        if sys.version_info >= (3, 11):
+            first, last, start, end = list(code.co_positions())[frame.tb_lasti // 2]
+            text = text.encode()[start:end].decode() if first == last else text
+        found = f"{code.co_filename}:{line}" + (f": {text.strip()}" if text.strip() else "")
+    return found
 
 
 def _checked(role: str, root: Node, most: int = _MOST) -> Expression:

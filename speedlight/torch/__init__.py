@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .attending import attention
     from .dot_product import scaled_dot_product_attention
+    from .flex import create_block_mask, flex_attention
     from .module import Attention
     from .overrides import patch, report, sdpa, unpatch
 
@@ -26,6 +27,8 @@ _HOMES = {
     "scaled_dot_product_attention": "dot_product",
     "sdpa": "overrides",
     "unpatch": "overrides",
+    "create_block_mask": "flex",
+    "flex_attention": "flex",
 }
 
 __all__ = [
@@ -36,6 +39,8 @@ __all__ = [
     "scaled_dot_product_attention",
     "sdpa",
     "unpatch",
+    "create_block_mask",
+    "flex_attention",
 ]
 
 

@@ -1,0 +1,158 @@
+"""Arrays that a traced function finds outside itself: `array[symbol]` is an entry of a table that reads them there.
+
+PyTorch asks symbols what an index of symbols means, so tensors are found wherever they are. NumPy's arrays and lists do
+not ask: where a function captures them (closure, defaults, globals; and functions that it captures), it is traced as a
+copy of itself that has such arrays and lists in their place as do.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import numbers
+import types
+from typing import Any
+
+import numpy as np
+
+from .symbols import LOOKUP, Symbol
+from .tables import Table, as_index
+
+LIBRARIES = ("numpy", "torch", "speedlight", "builtins")  # whose globals are their own affair
+
+
+class Tables:
+    """The tables of one trace: one of each array, however often it is looked up."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, tuple[Any, Table]] = {}  # by the array's id, which stays its own while it is held
+        self.names: dict[int, str] = {}
+
+    def __call__(self, array: Any, index: Any) -> Any:
+        """LOOKUP of a trace."""
+        if id(array) not in self.of:
+            entries = array.reshape(1) if getattr(array, "ndim", 1) == 0 else array
+            name = self.names.get(id(array), "table")
+            self.of[id(array)] = array, Table(entries, name, copy=isinstance(array, list))
+        table = self.of[id(array)][1]
+        return table[as_index(index) or (0,)]
+
+
+class LookedArray(np.ndarray):
+    """A captured array: what is made of it is NumPy's, and looked up the same way."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return _entry(self, index, super().__getitem__)
+
+
+class LookedList(list):
+    """A captured list of numbers, or of such lists, arrays and functions."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return _entry(self, index, super().__getitem__)
+
+
+def _entry(array: Any, index: Any, usual: Any) -> Any:
+    lookup = LOOKUP.get()
+    if lookup is None or not [x for x in as_index(index) if isinstance(x, Symbol)]:
+        return usual(index)
+    return lookup(array, index)
+
+
+def looking_up(function: Any, tables: Tables) -> Any:
+    """The function, or a copy of it in which captured arrays and lists are looked up by symbols."""
+    return _Copying(tables).of(function)
+
+
+class _Copying:
+    """One walk over what a function captures."""
+
+    def __init__(self, tables: Tables) -> None:
+        self.tables = tables
+        self.done: dict[int, Any] = {}  # by id; functions may capture themselves
+
+    def of(self, x: Any, name: str = "table") -> Any:
+        """What stands for x in a copy: x itself, where nothing in it is looked up."""
+        if id(x) in self.done:
+            return self.done[id(x)]
+        self.done[id(x)] = x
+        new = self._made(x, name)
+        self.done[id(x)] = new
+        self.tables.names[id(new)] = name
+        return new
+
+    def _made(self, x: Any, name: str) -> Any:
+        match x:
+            case np.ndarray() if type(x) is np.ndarray and x.ndim:
+                return x.view(LookedArray)
+            case list() | tuple() if x and type(x) in (list, tuple):
+                return self._sequence(x, name)
+            case types.FunctionType():
+                return self._function(x)
+            case types.MethodType():
+                inner = self.of(x.__func__)
+                return x if inner is x.__func__ else types.MethodType(inner, x.__self__)
+            case functools.partial():
+                args, options = self._all(x.args), self._all(x.keywords.values(), x.keywords)
+                function = self.of(x.func)
+                if function is x.func and args is None and options is None:
+                    return x
+                options = x.keywords if options is None else dict(zip(x.keywords, options, strict=True))
+                return functools.partial(function, *(x.args if args is None else args), **options)
+        return x
+
+    def _sequence(self, x: Any, name: str) -> Any:
+        """A list of numbers can be looked up; one of other things is another one if they are."""
+        kinds = set(map(type, x))
+        if not [1 for kind in kinds if not issubclass(kind, numbers.Real)]:
+            return LookedList(x) if isinstance(x, list) else x
+        if [1 for kind in kinds if not issubclass(kind, (list, tuple, np.ndarray, *_FUNCTIONS))]:
+            return x
+        new = self._all(x, itertools.repeat(name))
+        return x if new is None else tuple(new) if isinstance(x, tuple) else LookedList(new)
+
+    def _all(self, values: Any, names: Any = ()) -> list[Any] | None:
+        """What stands for each; None where each stands for itself."""
+        values = list(values)
+        named = zip(values, itertools.chain(names, itertools.repeat("table")), strict=False)
+        new = [self.of(x, name) for x, name in named]
+        return new if [1 for a, b in zip(values, new, strict=True) if a is not b] else None
+
+    def _function(self, f: types.FunctionType) -> Any:
+        cells = f.__closure__ or ()
+        known = [(cell, name) for cell, name in zip(cells, f.__code__.co_freevars, strict=True) if cell != _EMPTY]
+        closed = self._all([cell.cell_contents for cell, _ in known], [name for _, name in known])
+        defaults = self._all(f.__defaults__ or (), _default_names(f))
+        keywords = self._all((f.__kwdefaults__ or {}).values(), list(f.__kwdefaults__ or {}))
+        used = {} if (f.__module__ or "").split(".")[0] in LIBRARIES else _globals_of(f)
+        globals_ = self._all(used.values(), list(used))
+        if closed is defaults is keywords is globals_ is None:
+            return f
+        filled = dict(zip([id(cell) for cell, _ in known], closed or [], strict=bool(closed)))
+        names = f.__globals__ if globals_ is None else {**f.__globals__, **dict(zip(used, globals_, strict=True))}
+        new_cells = tuple(types.CellType(filled[id(c)]) if id(c) in filled else c for c in cells)
+        new = types.FunctionType(f.__code__, names, f.__name__, f.__defaults__, new_cells)
+        new.__defaults__ = f.__defaults__ if defaults is None else tuple(defaults)
+        kwdefaults = f.__kwdefaults__ or {}
+        new.__kwdefaults__ = f.__kwdefaults__ if keywords is None else dict(zip(kwdefaults, keywords, strict=True))
+        return new
+
+
+_EMPTY = types.CellType()
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+def _default_names(f: types.FunctionType) -> list[str]:
+    count = len(f.__defaults__ or ())
+    return list(f.__code__.co_varnames[f.__code__.co_argcount - count : f.__code__.co_argcount])
+
+
+def _globals_of(f: types.FunctionType) -> dict[str, Any]:
+    """The globals that a function names, itself or in functions that it makes."""
+    names: list[str] = []
+    codes = [f.__code__]
+    while codes:
+        code = codes.pop()
+        names += code.co_names
+        codes += [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return {name: f.__globals__[name] for name in dict.fromkeys(names) if name in f.__globals__}

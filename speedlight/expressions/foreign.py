@@ -1,0 +1,186 @@
+"""Functions of NumPy and PyTorch on symbols: what each of their names means in our operations, and nothing else.
+
+A name is an operation of ours with the same operands, or a rule: a function of `apply(operation, *operands)` and of
+what the library's function was called with. Methods of tensors have the same names, and mean the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import ExpressionError, shown
+from .operations import OPERATIONS
+
+Apply = Callable[..., Any]
+_ACCEPTED = {"out": (None,), "dtype": (None,), "inplace": (False,), "alpha": (1,), "where": (True,)}  # that say nothing
+_OPERANDS = ("input", "self", "other", "exponent", "x1", "x2")  # by name, in this order after those without
+
+
+def _div(apply: Apply, a: Any, b: Any, rounding_mode: str | None = None) -> Any:
+    if rounding_mode not in (None, "floor"):
+        raise ExpressionError(f"div: expected rounding_mode None or 'floor'; got {shown(rounding_mode)}. Use //.")
+    return apply("div" if rounding_mode is None else "floordiv", a, b)
+
+
+def _clamp(apply: Apply, x: Any, low: Any = None, high: Any = None, **ends: Any) -> Any:
+    """x within the ends; at an end its slope is x's, as PyTorch has it."""
+    for name in ("min", "a_min"):
+        low = ends.pop(name, low)
+    for name in ("max", "a_max"):
+        high = ends.pop(name, high)
+    _nothing_left("clamp", ends)
+    x = x if low is None else apply("max", x, low)
+    return x if high is None else apply("min", x, high)
+
+
+def _ceil(apply: Apply, x: Any) -> Any:
+    return -apply("floor", -x)
+
+
+def _trunc(apply: Apply, x: Any) -> Any:
+    return apply("where", x < 0, _ceil(apply, x), apply("floor", x))
+
+
+def _sign(apply: Apply, x: Any) -> Any:
+    return apply("where", x > 0, 1, apply("where", x < 0, -1, x * 0))
+
+
+def _relu(apply: Apply, x: Any) -> Any:
+    return apply("max", 0, x)  # in this order: where both are 0, nothing flows to x
+
+
+def _truth(apply: Apply, x: Any) -> Any:
+    return apply("cast", x, bool)
+
+
+def _logical(op: str) -> Callable[..., Any]:
+    return lambda apply, *operands: apply(op, *[_truth(apply, x) for x in operands])
+
+
+def _to(apply: Apply, x: Any, dtype: Any = None, **options: Any) -> Any:
+    for name in ("device", "copy", "non_blocking"):
+        options.pop(name, None)
+    _nothing_left("to", options)
+    return x if dtype is None else apply("cast", x, dtype)
+
+
+def _as(dtype: Any) -> Callable[..., Any]:
+    return lambda apply, x: apply("cast", x, dtype)
+
+
+def _like(value: Any) -> Callable[..., Any]:
+    return lambda apply, x, dtype=None, device=None: apply("number", value, dtype or x.dtype)
+
+
+def _full_like(apply: Apply, x: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
+    return apply("number", fill_value, dtype or x.dtype)
+
+
+def _new(value: Any) -> Callable[..., Any]:
+    def rule(apply: Apply, x: Any, size: Any = (), dtype: Any = None, device: Any = None) -> Any:
+        return _new_full(apply, x, size, value, dtype, device)
+
+    return rule
+
+
+def _new_full(apply: Apply, x: Any, size: Any, fill_value: Any, dtype: Any = None, device: Any = None) -> Any:
+    if size not in ((), []):
+        raise ExpressionError(f"new_full: expected size (), of one number; got {shown(size)}.")
+    return apply("number", fill_value, dtype or x.dtype)
+
+
+Rule = str | Callable[..., Any]
+FUNCTIONS: dict[str, Rule] = {
+    "add": "add", "sub": "sub", "subtract": "sub", "mul": "mul", "multiply": "mul", "neg": "neg", "negative": "neg",
+    "div": _div, "divide": _div, "true_divide": "div", "floor_divide": "floordiv", "remainder": "mod", "mod": "mod",
+    "pow": "pow", "power": "pow", "square": lambda apply, x: x * x, "reciprocal": lambda apply, x: 1.0 / x,
+
+    "lt": "lt", "less": "lt", "le": "le", "less_equal": "le", "gt": "gt", "greater": "gt", "ge": "ge",
+    "greater_equal": "ge", "eq": "eq", "equal": "eq", "ne": "ne", "not_equal": "ne",
+    "where": "where", "logical_and": _logical("and"), "logical_or": _logical("or"), "logical_xor": _logical("xor"),
+    "logical_not": _logical("not"),
+
+    "bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "not", "invert": "not",
+    "bitwise_left_shift": "shl", "bitwise_right_shift": "shr", "left_shift": "shl", "right_shift": "shr",
+
+    "abs": "abs", "absolute": "abs", "fabs": "abs", "minimum": "min", "maximum": "max", "relu": _relu, "sign": _sign,
+    "clamp": _clamp, "clip": _clamp, "clamp_min": lambda apply, x, low: apply("max", x, low),
+    "clamp_max": lambda apply, x, high: apply("min", x, high),
+    "floor": "floor", "ceil": _ceil, "trunc": _trunc, "fix": _trunc,
+
+    "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "tanh": "tanh", "sqrt": "sqrt", "sigmoid": "sigmoid",
+    "expit": "sigmoid", "rsqrt": lambda apply, x: 1.0 / apply("sqrt", x),
+    "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
+}  # fmt: skip
+# functions of PyTorch that NumPy has otherwise
+TENSORS: dict[str, Rule] = {"min": "min", "max": "max"}
+METHODS: dict[str, Rule] = {
+    "where": lambda apply, x, condition, other: apply("where", condition, x, other),
+    "__and__": "and", "__or__": "or", "__xor__": "xor", "__lshift__": "shl", "__rshift__": "shr",
+    "__floordiv__": "floordiv", "__mod__": "mod", "__pow__": "pow",
+    "to": _to, "type": _to, "type_as": lambda apply, x, other: apply("cast", x, other.dtype),
+    "float": _as(float), "double": _as("float64"), "int": _as(int), "long": _as(int), "bool": _as(bool),
+    "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new_full,
+}  # fmt: skip
+
+
+@functools.cache
+def _rules(library: str) -> dict[Any, Rule]:
+    """What the functions of a library, themselves, mean."""
+    module: Any = sys.modules[library]
+    homes = [(module, FUNCTIONS)]
+    if library == "torch":
+        functions = {**FUNCTIONS, **TENSORS}
+        homes = [(home, functions) for home in (module, module.special, module.nn.functional)]
+        homes.append((module.Tensor, {**functions, **METHODS}))
+    return {getattr(home, name): rule for home, rules in homes for name, rule in rules.items() if hasattr(home, name)}
+
+
+def called(apply: Apply, library: str, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What a library's function makes of symbols."""
+    rule = _rules(library).get(function)
+    if rule is None:
+        raise unknown(library, function)
+    return _applied(apply, getattr(function, "__name__", "a function"), rule, args, options)
+
+
+def unknown(library: str, function: Any) -> ExpressionError:
+    short, name = {"numpy": "np"}.get(library, library), getattr(function, "__name__", "a function")
+    return ExpressionError(
+        f"{short}.{name}: expected operators, sl.where, sl.exp, sl.minimum … in an expression; symbols have no values."
+    )
+
+
+def method(apply: Apply, x: Any, name: str) -> Callable[..., Any] | None:
+    """A tensor's method, of a symbol; None: there is no such method here."""
+    rule = METHODS.get(name) or TENSORS.get(name) or FUNCTIONS.get(name)
+    if rule is None or name.startswith("__"):
+        return None
+    return lambda *args, **options: _applied(apply, name, rule, (x, *args), options)
+
+
+def _applied(apply: Apply, name: str, rule: Rule, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    for option, silent in _ACCEPTED.items():
+        if option in options and [x for x in silent if options[option] is x or options[option] == x]:
+            del options[option]
+    operands = (*args, *(options.pop(x) for x in _OPERANDS if x in options))
+    if not isinstance(rule, str):
+        try:
+            return rule(apply, *operands, **options)
+        except TypeError as error:
+            if isinstance(error, ExpressionError):
+                raise
+            raise ExpressionError(f"{name}: {error}.") from None
+    _nothing_left(name, options)
+    wanted = 2 if rule == "pow" else OPERATIONS[rule].operands
+    if len(operands) != wanted:
+        raise ExpressionError(f"{name}: expected {wanted} operands in an expression; got {len(operands)}.")
+    return apply(rule, *operands)
+
+
+def _nothing_left(name: str, options: dict[str, Any]) -> None:
+    if options:
+        raise ExpressionError(f"{name}: expected no {', '.join(options)} in an expression, whose values are symbols.")

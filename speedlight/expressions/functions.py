@@ -1,0 +1,123 @@
+"""The public functions of symbols; of numbers and arrays they are NumPy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .operations import OPERATIONS
+from .symbols import Symbol, applied, is_traced
+
+
+def _function(op: str, *operands: Any) -> Any:
+    """Of symbols a node, of numbers and arrays what NumPy makes of them."""
+    return applied(op, *operands) if is_traced(*operands) else OPERATIONS[op].numpy(*operands)
+
+
+def minimum(a: Any, b: Any) -> Any:
+    """The lesser of two; NaN if either is.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda b, h, i, j: sl.minimum(i, 9) >= j)
+    mask (min(i, 9) >= j)
+    """
+    return _function("min", a, b)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    """The greater of two; NaN if either is.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda b, h, i, j: sl.maximum(i, 9) >= j)
+    mask (max(i, 9) >= j)
+    """
+    return _function("max", a, b)
+
+
+def exp(x: Any) -> Any:
+    """e to the x; at most 2 ulp off, +0 where the result would be subnormal.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.exp(s))
+    score exp(s)
+    """
+    return _function("exp", x)
+
+
+def exp2(x: Any) -> Any:
+    """2 to the x; at most 2 ulp off, +0 where the result would be subnormal.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.exp2(s))
+    score exp2(s)
+    """
+    return _function("exp2", x)
+
+
+def log(x: Any) -> Any:
+    """Natural logarithm; at most 2 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.log(s))
+    score log(s)
+    """
+    return _function("log", x)
+
+
+def log2(x: Any) -> Any:
+    """Logarithm to base 2; at most 2 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.log2(s))
+    score log2(s)
+    """
+    return _function("log2", x)
+
+
+def tanh(x: Any) -> Any:
+    """Hyperbolic tangent; at most 2 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.tanh(s))
+    score tanh(s)
+    """
+    return _function("tanh", x)
+
+
+def sqrt(x: Any) -> Any:
+    """Square root, correctly rounded.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.sqrt(s))
+    score sqrt(s)
+    """
+    return _function("sqrt", x)
+
+
+def sigmoid(x: Any) -> Any:
+    """1 / (1 + exp(-x)); at most 3 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.sigmoid(s))
+    score sigmoid(s)
+    """
+    return _function("sigmoid", x)
+
+
+def abs(x: Any) -> Any:
+    """Absolute value.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.abs(s))
+    score abs(s)
+    """
+    return _function("abs", x)
+
+
+def floor(x: Any) -> Any:
+    """The largest whole number not above x, of x's kind.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.floor(s))
+    score floor(s)
+    """
+    return x if isinstance(x, Symbol) and not x.node.is_float else _function("floor", x)

@@ -1,0 +1,194 @@
+"""PyTorch's BlockMask and our masks: what its block tables say beside its mask_mod, and tables made of a function."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from ..errors import ArgumentError
+from ..expressions.bounds import integers, visible
+from ..expressions.symbols import Symbol
+from ..expressions.tables import Table
+from ..expressions.tracing import Expression, expression, is_immutable
+from ..expressions.tree import evaluate
+from ..panels import Many
+
+_TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_AT_ONCE = 1 << 13  # blocks that are classified together
+_ENTRIES = 1 << 18  # positions that are looked at together
+Sizes = tuple[int, int, int, int]  # batch, heads, q_len, k_len
+
+
+class Blocks(NamedTuple):
+    """What is listed, (batch or 1, heads or 1, blocks of queries, blocks of keys), and the size of a block."""
+
+    partial: np.ndarray
+    full: np.ndarray
+    size: tuple[int, int]
+
+
+# of a BlockMask the mask, sizes and entries that it had, and what it showed; only masks that cannot change
+_known: weakref.WeakKeyDictionary[flex.BlockMask, tuple[Any, Expression | None]] = weakref.WeakKeyDictionary()
+
+
+def mask_of(block_mask: flex.BlockMask, sizes: Sizes) -> Expression | None:
+    """What a BlockMask shows; None where that is everything."""
+    mask = expression(_mask_mod(block_mask), "mask")
+    if not is_immutable(mask):
+        return _shown(block_mask, mask, sizes)
+    tables = (getattr(block_mask, name) for name in _TABLES)
+    key = (
+        mask, sizes, block_mask.BLOCK_SIZE, block_mask.seq_lengths,
+        *(None if x is None else (x.shape, x.dtype, x.detach().cpu().numpy().tobytes()) for x in tables),
+    )  # fmt: skip
+    known = _known.get(block_mask)
+    if known is None or known[0] != key:
+        _known[block_mask] = known = key, _shown(block_mask, mask, sizes)
+    return known[1]
+
+
+def _shown(block_mask: flex.BlockMask, mask: Expression, sizes: Sizes) -> Expression | None:
+    """The mask, and what the block tables say beside it."""
+    blocks = _listed(block_mask, sizes)
+    everything = mask.root.op == "number" and mask.root.value
+    listed = blocks.partial | blocks.full
+    if (everything and listed.all()) or 0 in sizes:
+        return None
+    some, every = _classes(mask, listed.shape[:2], sizes, blocks.size)
+    full = blocks.full & ~every  # of which mask_mod says less
+    if not (some & ~listed).any() and not full.any():
+        return mask
+    shown = _looked_up(listed, blocks.size)
+    if everything:
+        return shown
+    return shown & mask if not full.any() else _looked_up(full, blocks.size) | (shown & mask)
+
+
+def _mask_mod(block_mask: flex.BlockMask) -> Callable[..., Any]:
+    if block_mask.mask_mod is flex._sliced_mask_mod_error:
+        raise ArgumentError(
+            "block_mask: expected one with a mask_mod; got a slice, which has none. Set its mask_mod, made of that of "
+            "the BlockMask that was sliced."
+        )
+    return block_mask.mask_mod
+
+
+def _listed(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
+    """The block tables of a mask that fits these sizes."""
+    batch, heads, q_len, k_len = sizes
+    q_size, k_size = mask.BLOCK_SIZE
+    if mask.BLOCK_SIZE != (flex._LARGE_SPARSE_BLOCK_SIZE,) * 2 and mask.shape[-2:] != (q_len, k_len):
+        raise ArgumentError(
+            f"block_mask: expected one for q_len {q_len} and kv_len {k_len}; got shape {mask.shape}. Make one for "
+            "these lengths, or use block_mask._adjust(q_len, kv_len)."
+        )
+    rows, columns = -(-q_len // q_size), -(-k_len // k_size)
+    partial = _dense(mask.kv_num_blocks, mask.kv_indices, columns)
+    full = np.zeros_like(partial)
+    if mask.full_kv_num_blocks is not None:
+        full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    shape = np.broadcast_shapes(partial.shape, full.shape)
+    if shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] < rows:
+        raise ArgumentError(
+            f"block_mask: expected tables that broadcast to batch {batch}, {heads} heads and {rows} rows of blocks; "
+            f"got {shape[:3]}."
+        )
+    partial, full = (np.broadcast_to(x, shape)[:, :, :rows] for x in (partial, full))
+    return Blocks(partial, full, (q_size, k_size))
+
+
+def _dense(counts: Any, indices: Any, columns: int) -> np.ndarray:
+    """Lists of blocks as bools, of 4 dimensions; blocks past the last key are none."""
+    counts, indices = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
+    within = np.arange(indices.shape[-1]) < counts[..., None]
+    dense = np.zeros((*indices.shape[:-1], columns + 1), bool)
+    wanted = within & (indices >= 0) & (indices < columns)
+    np.put_along_axis(dense, np.where(wanted, indices, columns).astype(np.int64), True, axis=-1)
+    return dense[(None,) * (4 - dense.ndim)][..., :columns]
+
+
+def _looked_up(blocks: np.ndarray, size: tuple[int, int]) -> Expression:
+    """A mask that shows these blocks."""
+    axes = [n != 1 for n in blocks.shape[:2]]
+    table = Table(blocks.reshape([n for n in blocks.shape[:2] if n != 1] + list(blocks.shape[2:])), "block_mask")
+
+    def mask(b: Symbol, h: Symbol, i: Symbol, j: Symbol) -> Any:
+        return table[(*itertools.compress((b, h), axes), i // size[0], j // size[1])]
+
+    return expression(mask, "mask")
+
+
+def _classes(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Of each block whether something in it may be visible, and whether all of it is; as far as intervals tell.
+
+    dims: items and heads that are told apart, each one or all.
+    """
+    batch, heads, q_len, k_len = sizes
+    shape = *dims, -(-q_len // size[0]), -(-k_len // size[1])
+    box = {"b": (0, batch - 1), "h": (0, heads - 1), "i": (0, q_len - 1), "j": (0, k_len - 1)}
+    followed = integers([("mask", mask.nodes)], box).followed
+    some, every = np.empty(shape, bool), np.empty(shape, bool)
+    j = np.arange(shape[3]) * size[1]
+    for b, h, rows in _steps(shape, max(1, _AT_ONCE // shape[3])):
+        i = np.arange(rows.start, rows.stop)[:, None] * size[0]
+        ends = {"i": (i, np.minimum(i + size[0], q_len) - 1), "j": (j, np.minimum(j + size[1], k_len) - 1)}
+        ends |= {name: (at, at) for name, at, dim in (("b", b, dims[0]), ("h", h, dims[1])) if dim > 1}
+        some[b, h, rows], every[b, h, rows] = visible(mask.root, Many(box | ends, followed))
+    return some, every
+
+
+def _steps(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, int, slice]]:
+    """Items, heads, and some rows of blocks at a time."""
+    for b, h, row in itertools.product(range(shape[0]), range(shape[1]), range(0, shape[2], rows)):
+        yield b, h, slice(row, min(row + rows, shape[2]))
+
+
+def block_mask_of(
+    mask_mod: Callable[..., Any], sizes: Sizes, size: Any, device: Any, separate_full: bool
+) -> flex.BlockMask:
+    """The BlockMask of a function."""
+    mask = expression(mask_mod, "mask")
+    some, every = _classes(mask, sizes[:2], sizes, size)
+    whole = _whole(sizes, size)
+    for b, h, row, column in np.argwhere(some & ~every).tolist():
+        i, j = (slice(n * at, min(n * at + n, end)) for n, at, end in zip(size, (row, column), sizes[2:], strict=True))
+        some[b, h, row, column], every[b, h, row, column] = _told(mask, b, h, i, j)
+    full = every & whole if separate_full else np.zeros_like(every)
+    lists = [_ordered(x, device) for x in ((some & ~full), full)]
+    return flex.BlockMask.from_kv_blocks(
+        *lists[0], *(lists[1] if separate_full else ()), BLOCK_SIZE=size, mask_mod=mask_mod, seq_lengths=sizes[2:]
+    )
+
+
+def _whole(sizes: Sizes, size: tuple[int, int]) -> np.ndarray:
+    """Blocks that do not reach past the last query or key."""
+    rows, columns = (np.arange(-(-n // step)) * step + step <= n for n, step in zip(sizes[2:], size, strict=True))
+    return rows[:, None] & columns
+
+
+def _told(mask: Expression, b: int, h: int, i: slice, j: slice) -> tuple[bool, bool]:
+    """Whether something in a block is visible, and whether all is: entry by entry, some rows at a time."""
+    some, every = False, True
+    step = max(1, _ENTRIES // (j.stop - j.start))
+    for row in range(i.start, i.stop, step):
+        rows, columns = np.ogrid[row : min(row + step, i.stop), j]
+        env = {"b": b, "h": h, "i": rows, "j": columns}
+        seen = np.broadcast_to(evaluate(mask.root, env, np.float32, False), (rows.size, columns.size))
+        evaluate(mask.root, env, np.float32, seen)  # raises where an index is out of range and the key is seen
+        some, every = bool(some or seen.any()), bool(every and seen.all())
+        if some and not every:
+            break
+    return some, every
+
+
+def _ordered(blocks: np.ndarray, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks each row has, and which: those first, the others after them."""
+    order = np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)
+    counts = blocks.sum(-1, dtype=np.int32)
+    return torch.from_numpy(counts).to(device), torch.from_numpy(order).to(device)

@@ -1,0 +1,187 @@
+"""FlexAttention's calls: PyTorch's score_mod, mask_mod and BlockMask, on our engine, with gradients on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention as flex
+
+from ..compiling import leaves_graph
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..expressions.tracing import expression
+from .attending import attention
+from .blocks import block_mask_of, mask_of
+
+# what only says how PyTorch's kernels go about it
+_TUNING = {"num_warps", "num_stages", "kpack", "matrix_instr_nonkdim", "waves_per_eu"} | {
+    x for x in flex.FlexKernelOptions.__annotations__ if x.isupper()
+}
+_BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
+
+
+@leaves_graph
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., Any] | None = None,
+    block_mask: flex.BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: flex.AuxRequest | None = None,
+) -> Any:
+    """torch.nn.attention.flex_attention.flex_attention, with the same arguments and the same meaning.
+
+    Gradients flow to query, key and value, and to float tensors that score_mod looks up, on the CPU too. Nothing is
+    compiled by PyTorch, and no matrix of scores is made.
+
+    Args:
+        query: (batch, q_heads, q_len, head_dim).
+        key: (batch or 1, kv_heads, k_len, head_dim).
+        value: (batch or 1, kv_heads, k_len, value_dim).
+        score_mod: a function (score, b, h, q_idx, kv_idx) -> score. It is called once, with symbols: PyTorch's
+            functions and methods of numbers work on them, and tensors that it captures are looked up by them.
+        block_mask: PyTorch's BlockMask, or ours (the same class). A key is seen if its block is listed and mask_mod
+            shows it, or if its block is listed as full. PyTorch's kernels do so; its function without torch.compile
+            looks at mask_mod alone.
+        scale: factor of the scores. Default 1/sqrt(head_dim).
+        enable_gqa: whether key and value may have fewer heads: query head h reads head h // (q_heads // kv_heads).
+        return_lse: also return the log-sum-exps, natural logarithm, -inf for a query that sees nothing.
+        kernel_options: PyTorch's; they change no result, and are only checked.
+        return_aux: AuxRequest(lse=True) asks for them in an AuxOutput.
+
+    Returns:
+        The output, (batch, q_heads, q_len, value_dim); with return_lse (output, lse), with return_aux (output,
+        AuxOutput). Queries that see nothing get 0.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came; of a function that cannot be traced, the line
+            and the expression.
+
+    >>> import torch, speedlight.torch
+    >>> q = k = v = torch.ones(1, 2, 8, 4)
+    >>> mask = speedlight.torch.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8, 8, "cpu")
+    >>> speedlight.torch.flex_attention(q, k, v, lambda s, b, h, i, j: torch.tanh(s / 20) * 20, mask).shape
+    torch.Size([1, 2, 8, 4])
+    """
+    _check_options(kernel_options)
+    _check_aux(return_lse, return_aux)
+    if block_mask is not None and not isinstance(block_mask, flex.BlockMask):
+        raise ArgumentTypeError(f"block_mask: expected a BlockMask or None; got {shown(block_mask)}.")
+    batch, q_heads, q_len, k_len = _check_tensors(query, key, value, enable_gqa, block_mask)
+    mask = None if block_mask is None else mask_of(block_mask, (batch, q_heads, q_len, k_len))
+    score = None if score_mod is None else expression(score_mod, "score")
+    if key.shape[0] != batch:
+        key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
+    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    found = attention(query, key, value, mask=mask, score=score, q_start=0, scale=scale, return_lse=wants_lse)
+    if return_aux is None:
+        return found
+    out, lse = found if wants_lse else (found, None)
+    return out, flex.AuxOutput(lse=lse)
+
+
+def _check_options(options: Any) -> None:
+    """PyTorch's kernel options, of which none changes a result."""
+    if options is not None and not isinstance(options, dict):
+        raise ArgumentTypeError(f"kernel_options: expected a dict or None; got {shown(options)}.")
+    for name in options or ():
+        if not isinstance(name, str) or name.removeprefix("fwd_").removeprefix("bwd_") not in _TUNING:
+            raise ArgumentError(
+                f"kernel_options: expected names of FlexKernelOptions; got {shown(name)}. Leave it out."
+            )
+    backend = (options or {}).get("BACKEND", "AUTO")
+    if backend not in _BACKENDS:
+        raise ArgumentError(f"kernel_options: expected a BACKEND of {_BACKENDS}; got {shown(backend)}.")
+    if "BACKEND" in (options or {}) and (options or {}).get("FORCE_USE_FLEX_ATTENTION"):
+        raise ArgumentError("kernel_options: expected BACKEND or FORCE_USE_FLEX_ATTENTION; got both.")
+
+
+def _check_aux(return_lse: Any, aux: Any) -> None:
+    if aux is not None and not isinstance(aux, flex.AuxRequest):
+        raise ArgumentTypeError(f"return_aux: expected an AuxRequest or None; got {shown(aux)}.")
+    if return_lse and aux is not None:
+        raise ArgumentError("return_lse: expected False beside return_aux. Use return_aux=AuxRequest(lse=True).")
+    if aux is not None and aux.max_scores:
+        raise UnsupportedError(
+            "return_aux: expected max_scores=False; the largest score of a row is not kept, as PyTorch does not on the "
+            "CPU. Use the log-sum-exps."
+        )
+
+
+def _check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any, block_mask: Any) -> tuple[int, int, int, int]:
+    """Heads and batch, as PyTorch has them; all else attention() checks."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentTypeError(f"{name}: expected a tensor; got {shown(x)}.")
+        if x.is_nested or x.ndim != 4:
+            got = "a nested one" if x.is_nested else f"shape {tuple(x.shape)}"
+            raise UnsupportedError(f"{name}: expected a plain tensor of 4 dimensions; got {got}.")
+    batch, q_heads, q_len, _ = query.shape
+    kv_batch, kv_heads, k_len, _ = key.shape
+    if q_heads != kv_heads and not enable_gqa:
+        raise ArgumentError(f"key: expected {q_heads} heads, as query has; got {kv_heads}. Give enable_gqa=True.")
+    if kv_batch != batch and (kv_batch != 1 or block_mask is None or block_mask.kv_num_blocks.shape[0] != batch):
+        raise ArgumentError(
+            f"key: expected batch {batch}, as query has, or 1 beside a block_mask of batch {batch}; got {kv_batch}."
+        )
+    return batch, q_heads, q_len, k_len
+
+
+@leaves_graph
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    B: int | None,
+    H: int | None,
+    Q_LEN: int,
+    KV_LEN: int,
+    device: Any = None,
+    BLOCK_SIZE: int | tuple[int, int] = 128,
+    _compile: bool = False,
+    separate_full_blocks: bool = True,
+    compute_dq_write_order: bool = False,
+    dq_kv_order: bool = True,
+) -> flex.BlockMask:
+    """torch.nn.attention.flex_attention.create_block_mask, with the same arguments, without a Q_LEN x KV_LEN tensor.
+
+    What a block shows is told from the ends of its positions; only a block of which they do not tell is looked at
+    entry by entry.
+
+    Args:
+        mask_mod: a function (b, h, q_idx, kv_idx) -> bool, True where a key is seen.
+        B, H: batch and query heads that the mask tells apart; None: it does not.
+        Q_LEN, KV_LEN: numbers of queries and keys.
+        device: where the block tables lie. Default the accelerator, if there is one, else the CPU.
+        BLOCK_SIZE: positions of a block, or of queries and of keys.
+        _compile: means nothing here.
+        separate_full_blocks: whether blocks in which every key is seen are listed apart.
+        compute_dq_write_order, dq_kv_order: what kernels on a GPU want beside it; PyTorch makes it.
+
+    Returns:
+        PyTorch's BlockMask, equal to the one that PyTorch makes.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came.
+
+    >>> import speedlight.torch
+    >>> causal = lambda b, h, q_idx, kv_idx: q_idx >= kv_idx
+    >>> mask = speedlight.torch.create_block_mask(causal, None, None, 1 << 15, 1 << 15, "cpu")
+    >>> mask.full_kv_num_blocks.sum().item()
+    32640
+    """
+    device = device or torch.accelerator.current_accelerator() or "cpu"
+    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    for name, x in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN), *(("BLOCK_SIZE", x) for x in block)):
+        if not (x is None and name in "BH") and (not isinstance(x, int) or x < 1):
+            raise ArgumentError(f"{name}: expected an int from 1; got {shown(x)}.")
+    mask = block_mask_of(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device, separate_full_blocks)
+    if compute_dq_write_order:
+        order = flex._compute_dq_write_order_from_block_mask(mask, dq_kv_order=dq_kv_order)
+        mask.dq_write_order, mask.dq_write_order_full = order
+        mask.dq_kv_order_spt = dq_kv_order
+    return mask
