@@ -186,17 +186,22 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
     """The backward pass as an operation, which has derivatives of its own."""
     q, k, v, out, lse, sinks, *sources = saved
     tables = tensors_of(known.options)
-    places = [[x is y for y in tables].index(True) for x in sources]
-    sinks = (
-        torch.as_tensor(known.options.sink_logits) if sinks is None and known.options.sink_logits is not None else sinks
-    )
-    wanted = [n for n, x in zip(places, needed[5:], strict=True) if x] + [ops.SINKS] * needed[4]
-    seed = ops.signed(known.options.seed)
+    free, places = list(range(len(tables))), {}  # of a tensor, which may be behind several tables, by its first
+    for n, table in enumerate(known.tables):
+        at = [slot for slot in free if tables[slot] is table.source]
+        free = [slot for slot in free if slot not in at]
+        places[n] = at
+        for slot in at:
+            tables[slot] = sources[n]
+    if sinks is None and known.options.sink_logits is not None:
+        sinks = torch.as_tensor(known.options.sink_logits)
+    wanted = [slot for n, at in places.items() if needed[5 + n] for slot in at] + [ops.SINKS] * needed[4]
     dq, dk, dv, *more = ops.attention_backward_op(
-        q, k, v, out, lse, *flows, sinks, tables, text_of(known.options), seed, wanted
+        q, k, v, out, lse, *flows, sinks, tables, text_of(known.options), ops.signed(known.options.seed), wanted
     )
     found = dict(zip(wanted, more, strict=True))
-    return (None, dq, dk, dv, found.get(ops.SINKS), *(found.get(n) for n in places))
+    of_tables = [sum(found[slot] for slot in at) if at and needed[5 + n] else None for n, at in places.items()]
+    return (None, dq, dk, dv, found.get(ops.SINKS), *of_tables)
 
 
 def _alone(x: Any) -> Any:
