@@ -233,7 +233,8 @@ class Attention(nn.Module):
         wanted = {n: tuple(w.shape) for n, w in self.state_dict().items() if n != "sinks"}
         got = {n: tuple(w.shape) for n, w in new.items()}
         if got != wanted:
-            name = next(n for n in (*wanted, *got) if got.get(n) != wanted.get(n))
+            different = [n for n in (*wanted, *got) if got.get(n) != wanted.get(n)]
+            name = different[0]
             raise ArgumentError(f"state: expected {wanted.get(name)} for {name}; got {got.get(name)}.")
         self.load_state_dict(new, strict=False)  # sinks are none of theirs
         return self
