@@ -77,6 +77,10 @@ def unpatch() -> None:
 
     Raises:
         speedlight.ArgumentError: there is none.
+
+    >>> import speedlight.torch
+    >>> speedlight.torch.patch()
+    >>> speedlight.torch.unpatch()
     """
     left = patched(-1)
     if left is None:
