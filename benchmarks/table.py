@@ -1,5 +1,7 @@
 """Writes the README's tables from the rows of one machine: python benchmarks/table.py
 [benchmarks/results/<machine>.json]
+
+Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from speedlight.tools.pictures import roofline
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- rows: begin -->\n", "<!-- rows: end -->\n"
+BACKWARD_START, BACKWARD_END = "<!-- backward: begin -->\n", "<!-- backward: end -->\n"
 
 
 def table(path: Path) -> str:
@@ -80,12 +83,38 @@ def table(path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def backward_table(paths: list[Path]) -> str:
+    """Gradients beside PyTorch's backward pass, machine after machine."""
+    lines = []
+    for path in paths:
+        data = json.loads(path.read_text())
+        lines += [
+            f"{data['machine']}, {data['family']}, {data['threads']} cores; torch {data['versions']['torch']}.",
+            "",
+            "| backward pass | full: GFLOP/s | of peak | PyTorch | causal: GFLOP/s | of peak | PyTorch |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        problems: dict[str, list[str]] = {}
+        for row in sorted(data["rows"], key=lambda x: x["causal"]):
+            name = row["name"].replace(" causal", "").replace(" full", "").removesuffix(" backward")
+            ratio = f"{row['ratios']['torch'][2]:.2f} x"
+            problems.setdefault(name, []).extend((f"{row['gflops']:.0f}", f"{row['share_of_peak']:.0%}", ratio))
+        lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in problems.items()] + [""]
+    return "\n".join(lines)
+
+
+def between(text: str, start: str, end: str, new: str) -> str:
+    """Text whose part from start to end is another."""
+    before, rest = text.split(start)
+    return before + start + new + end + rest.split(end)[1]
+
+
 def main() -> None:
     newest = max((Path(__file__).parent / "results").glob("*.json"), key=lambda x: x.stat().st_mtime)
-    text = README.read_text()
-    before, rest = text.split(START)
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else newest
-    README.write_text(before + START + table(path) + END + rest.split(END)[1])
+    text = between(README.read_text(), START, END, table(path))
+    gradients = sorted((Path(__file__).parent / "results" / "backward").glob("*.json"))
+    README.write_text(between(text, BACKWARD_START, BACKWARD_END, backward_table(gradients)))
     data = json.loads(path.read_text())
     rows = [
         row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row
