@@ -71,6 +71,8 @@ class Model:
 
         with safe_open(path, "numpy") as file:
             sizes, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if sizes is None or "kv_heads" not in sizes:
+            raise SystemExit(f"--checkpoint: expected a file that examples/train_bytes.py wrote; got {path}.")
         heads, self.kv_heads = int(sizes["heads"]), int(sizes["kv_heads"])
         self.embedding, self.output = stored["embedding.weight"], stored["output.weight"]
         names = {x: f"attention.{x}_proj" for x in "qkvo"} | {x: x for x in ("gate", "up", "down")}

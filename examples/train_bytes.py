@@ -137,7 +137,8 @@ def draw(losses: list[float], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(np.array(losses) / math.log(2))
-    axes.set(xlabel="step", ylabel="loss, bits of a byte", ylim=(0, 8), title="pydoc_data.topics, a byte at a time")
+    axes.set(xlabel="step", ylabel="loss, bits of a byte", title="Python's own help, a byte at a time")
+    axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -161,6 +162,12 @@ def main(
     """Trains a byte-level transformer of 2 M parameters on Python's own help."""
     if sdpa not in ENGINES:
         raise typer.BadParameter(f"expected {' or '.join(ENGINES)}; got {sdpa!r}.", param_hint="--sdpa")
+    if not output.absolute().parent.is_dir():
+        raise typer.BadParameter(f"no folder {output.parent}; make it first.", param_hint="--output")
+    if length >= len(text()):
+        raise typer.BadParameter(
+            f"expected fewer than the text's {len(text()):,} bytes; got {length:,}.", param_hint="--length"
+        )
     torch.manual_seed(seed)
     sl.set_threads(threads)
     if reproducible:  # PyTorch's sum over a whole tensor is another one with other threads, and no product is promised
@@ -175,7 +182,7 @@ def main(
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, attention by {sdpa}")
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         losses = train(model, data, learning_rate, progress)
-    print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}, {losses[-1] / math.log(2):.2f} bits of a byte")
+    print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}, nats a byte ({losses[-1] / math.log(2):.2f} bits)")
     if digest is not None:
         print(f"attention's bits: {digest.sum.hexdigest()}")
     sizes = {"layers": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS}

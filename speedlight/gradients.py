@@ -41,7 +41,8 @@ def followed(options: Options) -> Followed:
         if t.source._version != t.version:
             raise ArgumentError(
                 f"{t.name}: expected a table of the numbers that its tensor has now; the tensor was written to since. "
-                "Make the table anew for each call: sl.table, sl.alibi …"
+                "Make the table anew for each call (sl.table, sl.alibi …), or let a function read the tensor: "
+                "score=lambda s, b, h, i, j: s + tensor[h] * (j - i)."
             )
     score = scores if isinstance(score, (list, tuple)) else scores[0]
     return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))

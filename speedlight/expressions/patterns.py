@@ -116,7 +116,8 @@ def dilated(k: int) -> Expression:
 
 
 def alibi(slopes: Any) -> Expression:
-    """s + slopes[h] · (j - i), one slope per query head: an array, or a Table whose gradient is wanted.
+    """s + slopes[h] · (j - i), one slope per query head: an array, a tensor that may require grad, or a Table whose
+    gradient is wanted.
 
     Source: Press et al., Train Short, Test Long (2022).
 

@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
         dropout_p: how likely each weight is dropped, whether anything trains or not. What is dropped is drawn from
             PyTorch's default generator: torch.manual_seed() reproduces it; not the weights that PyTorch would drop.
         is_causal: hides keys j > i, aligned at the first query and key, also where L is not S.
-        scale: factor of the scores, any finite number, 0 and negative ones included. Default 1/sqrt(E).
+        scale: factor of the scores, up to 1e30 in size, 0 and negative ones included. Default 1/sqrt(E).
         enable_gqa: key's and value's numbers of heads divide query's, and their heads are repeated.
 
     Returns:
