@@ -50,6 +50,13 @@ def test_readme_example(capsys):
     assert printed.endswith("\n4096 True\n")
 
 
+def test_examples_of_pytorch():
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", (PACKAGE.parent / "docs" / "torch.md").read_text(), re.DOTALL):
+        exec(code, names)
+    assert "layer" in names and "out" in names
+
+
 def test_first_result_within_90_words():
     before = README.split("out, lse = ")[0]
     assert len(before.split()) <= 90
