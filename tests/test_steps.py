@@ -78,7 +78,7 @@ def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
         counts = [int(rng.choice([0, 1, 1, 1, 2, 20])) for _ in order]
         if not sum(counts):
             continue
-        kind, options = kinds(rng, dtype), options_of(rng, 3 if dtype == "int8" else len(OPTIONS) if FULL else 10)
+        kind, options = kinds(rng, dtype), options_of(rng, 3 if dtype == "int8" else len(OPTIONS) if FULL else 6)
         sl.set_threads(int(rng.integers(1, 3)))
         for which in order:
             if rng.random() < 0.4:  # to another length, in the same span or another

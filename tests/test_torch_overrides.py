@@ -251,6 +251,7 @@ ENCODER_MASKS = {
 }
 
 
+@pytest.mark.each("masks", "norm_first")
 @pytest.mark.parametrize("masks", ENCODER_MASKS)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_the_encoders_fast_path(masks, norm_first):
@@ -325,7 +326,7 @@ def trained(make, steps=20):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("make", [gpt, Encoder])
+@pytest.mark.parametrize("make", [gpt, *[Encoder] * FULL])
 def test_training(make):
     """20 steps of models that exist: the same losses."""
     want = trained(make)
@@ -511,7 +512,7 @@ def by_sequence(q, k, v, window, lengths_q, lengths_k):
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS if FULL else ["causal", "both sides"])
 def test_varlen(window):
     """torch.nn.attention.varlen, which PyTorch has for GPUs only: forwards and backwards."""
     lengths_q, lengths_k = [3, 1, 6], [5, 4, 6]
