@@ -276,7 +276,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
 
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"] if FULL else ["float32", "bfloat16", "int8"])
-def test_caches_and_pools(isa, rng, dtype):
+def test_caches_and_pools(isa, one_width, rng, dtype):
     """Prefill and decoding drop the same weights; a pool's sequence has its place as batch item."""
     n, options = 400, {"dropout": 0.3, "seed": 2**63 + 5}
     q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, n, n, 24, 24)

@@ -12,6 +12,7 @@ from tolerance import assert_accurate, assert_gradients
 import speedlight as sl
 from speedlight.tools.formula import read_formula
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 N = 300
 LEFT, RIGHT, HOLES = np.ones((3, 2, N), bool)
 LEFT[0, :170] = LEFT[1, :1] = False

@@ -11,6 +11,7 @@ from problems import numpy_dtype, qkv
 
 import speedlight as sl
 
+pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
 COUNT = 10_000 if FULL else 120  # of each kind
 D, LONGEST = 16, 2300  # two spans and a bit
 IDS = [sl.table(np.arange(LONGEST + 50) // n, "ids") for n in (7, 11)]

@@ -17,6 +17,7 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.torch import create_block_mask, flex_attention
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 BATCH, HEADS, KV_HEADS, SIDE = 2, 4, 2, 12
 LENGTH = SIDE * SIDE
 GENERATOR = torch.Generator().manual_seed(3)

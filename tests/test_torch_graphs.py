@@ -16,6 +16,7 @@ import speedlight.torch
 from speedlight.problem import Options
 from speedlight.torch.forms import options_of, tensors_of, text_of
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 attention = speedlight.torch.attention
 TABLE = sl.table(np.float32([1.0, 2.0]))
 WINDOW = sl.window(3, 0)

@@ -14,6 +14,7 @@ from torch import nn
 import speedlight as sl
 from speedlight.torch import Attention
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 N, DIM = 37, 32
 
 

@@ -20,6 +20,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 import speedlight as sl
 import speedlight.torch
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 F = torch.nn.functional
 attend = speedlight.torch.scaled_dot_product_attention
 
