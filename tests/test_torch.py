@@ -14,7 +14,7 @@ from speedlight.problem import Options
 from speedlight.torch import ops
 from speedlight.torch.forms import tensors_of, text_of
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 SHAPE = 2, 4, 2, 12, 8  # batch, q_heads, kv_heads, length, dim
 
 

@@ -19,7 +19,7 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.torch import patch, report, sdpa, unpatch
 
-pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
+pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 F = torch.nn.functional
 SDPA, FLASH = "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"
 FAST_PATH, WEIGHTS = "_native_multi_head_attention", "multi_head_attention_forward"
