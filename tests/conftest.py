@@ -68,6 +68,15 @@ def one_width(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(schedule, "blocking", lambda *_, **__: Blocking((1.0, 1e-9, 1e-9), 8, 800_000_000))
 
 
+@pytest.fixture
+def one_kernel(one_width: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A short run decodes nothing, either, where what is tested is above the engine: half of the kernels again."""
+    if not FULL:
+        from speedlight.cpu import schedule
+
+        monkeypatch.setattr(schedule, "DECODE_ROWS", 0)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A short run has the tests of every unit, dtype and option, not of each combination: kernels take long to make."""
     if FULL:

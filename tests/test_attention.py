@@ -45,7 +45,7 @@ def test_every_length(engine, rng, dtype, lengths):
 @pytest.mark.parametrize("seed", range(100 if FULL else 4))
 def test_random_problems(engine, seed):
     rng = np.random.default_rng(1000 + seed)
-    for _ in range((10 if engine.slow else 100) if FULL else (8 if engine.slow else 40)):
+    for _ in range((10 if engine.slow else 100) if FULL else (5 if engine.slow else 20)):
         arrays, options = random_problem(rng, engine.dtypes, engine.long)
         with engine.blocks():
             engine.check(*arrays, zeros_allowed=True, **options)

@@ -93,12 +93,12 @@ def test_a_hit_is_what_would_be_emitted(tmp_path, monkeypatch):
 
 
 def test_processes_race(tmp_path):
-    processes = [start(tmp_path / "cache") for _ in range(8 if FULL else 3)]
+    processes = [start(tmp_path / "cache") for _ in range(8 if FULL else 2)]
     assert all(result(p)[:2] == ["True", "0"] for p in processes)
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "foreign"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "foreign"] if FULL else ["truncated", "flipped"])
 def test_damage_is_compiled_over(own, damage):
     (file,) = own.iterdir()
     data = bytearray(file.read_bytes())

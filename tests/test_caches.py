@@ -106,7 +106,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dty
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
 def test_what_a_truncated_cache_still_holds_is_never_read(isa, rng, dtype):
     """Also not the other half of an odd last pair, in either kernel."""
     q, k, v = qkv(rng, dtype, 1, 4, 2, 40, 300, 16, 16)
@@ -619,7 +619,7 @@ def test_int8_rows_that_no_scale_fits(isa, rng):
 
 
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", *["float16"] * FULL])
 def test_a_window_is_the_mask_in_constant_memory(isa, one_width, rng, dtype):
     window, keep, n = 300, 20, 3000
     q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, n, n, 24, 24)

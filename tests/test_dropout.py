@@ -252,7 +252,7 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
 
 @pytest.mark.units
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
 def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeypatch):
     for case in range(60 if FULL else 6):
         kv_heads, group, n = (int(rng.integers(1, m)) for m in (3, 4, 4))
@@ -275,8 +275,8 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
 
 
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
-def test_caches_and_pools(isa, rng, dtype):
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"] if FULL else ["float32", "bfloat16", "int8"])
+def test_caches_and_pools(isa, one_width, rng, dtype):
     """Prefill and decoding drop the same weights; a pool's sequence has its place as batch item."""
     n, options = 400, {"dropout": 0.3, "seed": 2**63 + 5}
     q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, n, n, 24, 24)

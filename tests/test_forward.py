@@ -38,7 +38,7 @@ def test_tied_maxima_are_not_biased(isa, rng, dtype):
 # --- special values
 
 
-@pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "float64"])
+@pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32"])
 def test_any_finite_score_everywhere(rng, dtype):
     """Arrays of them, several at once, sinks; caches, pools and packed sequences have the same bits."""
     q, k, v = qkv(rng, dtype, 1, 2, 2, 40, 40, 16, 16)

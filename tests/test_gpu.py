@@ -114,7 +114,7 @@ def test_float32_products_by_tensor_cores(rng, precision):
 # --- masks and scores
 
 
-@settings(max_examples=400 if FULL else 12, deadline=None)
+@settings(max_examples=400 if FULL else 6, deadline=None)
 @given(
     mask=st.none() | masks(),
     score=st.none() | scores(),

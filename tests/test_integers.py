@@ -296,7 +296,7 @@ def test_bounds_are_sound_for_any_integers(x, y, compare, seed):
             assert not every or elements.all(), f"{mask} called full over {box}"
 
 
-@settings(max_examples=400 if FULL else 5, deadline=None)
+@settings(max_examples=400 if FULL else 4, deadline=None)
 @given(
     wide_integers(3),
     wide_integers(2),

@@ -23,7 +23,7 @@ from test_pages import check_accounts, forget_steps
 
 import speedlight as sl
 
-MOST = 100_000 if FULL else 36  # places of a call that are tried
+MOST = 100_000 if FULL else 24  # places of a call that are tried
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +241,7 @@ def test_a_signal_at_any_moment_leaves_everything_as_it_was(kind):
     rng, ended = np.random.default_rng(1), 0
     calls = POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE
     w = world(kind)
-    deadline = time.monotonic() + (60 if FULL else 0.8)
+    deadline = time.monotonic() + (60 if FULL else 0.5)
     while time.monotonic() < deadline:
         call, undo = calls[str(rng.choice(list(calls)))]
         before = w.state(w)

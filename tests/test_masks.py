@@ -93,7 +93,7 @@ def test_hidden_parts_of_dense_arrays_are_skipped(isa, rng):
     assert np.isnan(after).all()
 
 
-@settings(max_examples=2000 if FULL else 8, deadline=None)
+@settings(max_examples=2000 if FULL else 5, deadline=None)
 @given(masks(), scores(), st.booleans(), st.sampled_from(["float32", "float64", "bfloat16"]), st.integers(0, 1 << 30))
 def test_random_expressions(mask, score, causal, dtype, seed):
     rng = np.random.default_rng(seed)
@@ -139,7 +139,7 @@ def test_the_same_bits_as_causal(isa, rng, dtype):
 
 
 @pytest.mark.each("name")
-@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("name", PATTERNS if FULL else [*PATTERNS][1::2])
 def test_bits_do_not_depend_on_the_schedule(isa, one_width, rng, name):
     """Chunks of queries, threads, the batch: a row's bits stay, whichever tiles its neighbours make mixed."""
     q, k, v = qkv(rng, "float32", 2, 4, 2, 120, 480, 16, 16)

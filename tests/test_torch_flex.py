@@ -17,6 +17,7 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.torch import create_block_mask, flex_attention
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 BATCH, HEADS, KV_HEADS, SIDE = 2, 4, 2, 12
 LENGTH = SIDE * SIDE
 GENERATOR = torch.Generator().manual_seed(3)
@@ -166,6 +167,9 @@ def formulation(q, k, v, score_mod, block_mask, scale=None):
     return out, lse * math.log(2)
 
 
+BACKWARD = list(CASES) if FULL else list(CASES)[::2]  # whose gradients are looked at
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_what_people_write(name):
     """Out, log-sum-exps, and gradients of query, key, value and of what the score looks up."""
@@ -185,6 +189,8 @@ def test_what_people_write(name):
         bounds = sl.reference.error_bound(*every, q_start=0, scale=0.3, **options)
     assert_within(out, want_out.detach().numpy(), bounds.out)
     assert_within(aux.lse, want_lse.detach().numpy(), bounds.lse, "lse")
+    if name not in BACKWARD:
+        return
     seen = torch.isfinite(want_lse)
     d_out, d_lse = random(*out.shape), random(*aux.lse.shape)
     ((out * d_out).sum() + (aux.lse * d_lse)[seen].sum()).backward()
@@ -209,6 +215,7 @@ MASKS = {
 }
 
 
+@pytest.mark.each("block", "name")
 @pytest.mark.parametrize("block", [16, (32, 48), 100], ids=str)
 @pytest.mark.parametrize("name", MASKS)
 def test_block_masks_are_those_of_pytorch(name, block):

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import FULL
 from torch import nn
 
 import speedlight as sl
 from speedlight.torch import Attention
 
+pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 N, DIM = 37, 32
 
 
@@ -79,7 +81,7 @@ def test_a_llama_layer_loads_and_computes_the_same(bias):
     torch.testing.assert_close(plain(x, rotation=embedding).double(), want, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("options", ["window", "sinks", "padded", "window, padded, sinks"])
+@pytest.mark.parametrize("options", ["window, padded, sinks", *["window", "sinks", "padded"] * FULL])
 def test_it_trains_as_the_same_in_float64(options):
     theirs = Llama().double()
     window = 9 if "window" in options else None
@@ -107,6 +109,7 @@ def test_it_trains_as_the_same_in_float64(options):
         torch.testing.assert_close(p.grad, wanted[name], rtol=0, atol=1e-11, msg=name)
 
 
+@pytest.mark.each("bias", "context_dim")
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("context_dim", [None, 20])
 def test_weights_of_multihead_attention(bias, context_dim):

@@ -19,6 +19,7 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.torch import patch, report, sdpa, unpatch
 
+pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 F = torch.nn.functional
 SDPA, FLASH = "scaled_dot_product_attention", "_scaled_dot_product_flash_attention_for_cpu"
 FAST_PATH, WEIGHTS = "_native_multi_head_attention", "multi_head_attention_forward"
@@ -251,6 +252,7 @@ ENCODER_MASKS = {
 }
 
 
+@pytest.mark.each("masks", "norm_first")
 @pytest.mark.parametrize("masks", ENCODER_MASKS)
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_the_encoders_fast_path(masks, norm_first):
@@ -325,7 +327,7 @@ def trained(make, steps=20):
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("make", [gpt, Encoder])
+@pytest.mark.parametrize("make", [gpt, *[Encoder] * FULL])
 def test_training(make):
     """20 steps of models that exist: the same losses."""
     want = trained(make)
@@ -511,7 +513,7 @@ def by_sequence(q, k, v, window, lengths_q, lengths_k):
     return torch.cat(parts)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS if FULL else ["causal", "both sides"])
 def test_varlen(window):
     """torch.nn.attention.varlen, which PyTorch has for GPUs only: forwards and backwards."""
     lengths_q, lengths_k = [3, 1, 6], [5, 4, 6]

@@ -65,6 +65,7 @@ def forget() -> None:
     machine._chosen_isa.cache_clear()
 
 
+@pytest.mark.each("dtype", "rows")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16"])
 @pytest.mark.parametrize("rows", [1, 40])
 def test_its_bits_are_those_of_the_unit_it_is_made_from(isa, rng, dtype, rows, monkeypatch):

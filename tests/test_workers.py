@@ -116,7 +116,7 @@ def test_multiprocessing(rng, method):
         assert c.exitcode == 0
 
 
-@pytest.mark.parametrize("with_torch", [False, True])
+@pytest.mark.parametrize("with_torch", [False, True] if FULL else [True])
 def test_forks_while_computing(with_torch):
     """Children and grandchildren of a process whose other thread is inside a region."""
     code = (
@@ -260,7 +260,7 @@ print(ended > COUNT / 8, late, wrong, len(os.listdir("/proc/self/task")) - befor
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
-@pytest.mark.parametrize("with_torch", [False, True])
+@pytest.mark.parametrize("with_torch", [False, True] if FULL else [False])
 def test_signals_end_a_call_when_nobody_is_inside(with_torch):
     """Three signals some 0.2 ms apart: what comes during the wait for other threads neither ends it nor costs a
     thread.
@@ -309,7 +309,7 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, run
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
-@pytest.mark.parametrize("with_torch", [False, True])
+@pytest.mark.parametrize("with_torch", [False, True] if FULL else [True])
 def test_no_thread_can_be_started(with_torch):
     """There is no room for a stack: GNU OpenMP would end the process.
 
