@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .arrays import Array, is_followed, is_tensor
+from .arrays import Array, is_followed, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression
@@ -37,15 +37,61 @@ def followed(options: Options) -> Followed:
     scores = [_traced(x) for x in (score if isinstance(score, (list, tuple)) else [score])]
     known = [(x,) if isinstance(x, Table) else x.tables if isinstance(x, Expression) else () for x in scores]
     tables = [t for some in known for t in some if t.source is not None and is_followed(t.source)]
+    check_fresh(tables)
+    score = scores if isinstance(score, (list, tuple)) else scores[0]
+    return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
+
+
+def tables_of(score: Any) -> list[Table]:
+    """Which a score holds already; functions are not traced for it."""
+    scores = score if isinstance(score, (list, tuple)) else [score]
+    return [
+        t for x in scores if isinstance(x, (Table, Expression)) for t in ([x] if isinstance(x, Table) else x.tables)
+    ]
+
+
+def check_fresh(tables: Any) -> None:
+    """Of tensors, that they hold the numbers that these have now."""
     for t in tables:
-        if t.source._version != t.version:
+        if t.is_stale():
             raise ArgumentError(
                 f"{t.name}: expected a table of the numbers that its tensor has now; the tensor was written to since. "
                 "Make the table anew for each call (sl.table, sl.alibi …), or let a function read the tensor: "
                 "score=lambda s, b, h, i, j: s + tensor[h] * (j - i)."
             )
-    score = scores if isinstance(score, (list, tuple)) else scores[0]
-    return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
+
+
+def settled(known: Followed) -> tuple[Followed, list[tuple[Any, int]]]:
+    """The same with functions traced and lengths read, and the tensors that the call reads where they lie, with their
+    versions: a backward pass must find them as they were.
+    """
+    options = known.options
+    mask = options.mask
+    if callable(mask) and not isinstance(mask, (Expression, Table)) and not is_tensor(mask):
+        mask = expression(mask, "mask")
+    names = ("q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
+    lengths = {name: _read(getattr(options, name), name) for name in names}
+    options = options._replace(mask=mask, **lengths)
+    read: list[Any] = [] if is_tensor(known.sinks) else [options.sink_logits]
+    for x in (mask, *(options.score if isinstance(options.score, (list, tuple)) else [options.score])):
+        tables = x.tables if isinstance(x, Expression) else [x] if isinstance(x, Table) else []
+        read += [t.watched for t in tables] if tables else [x]
+    tensors = [x for x in read if is_tensor(x) and not x.is_inference()]
+    return known._replace(options=options), [(x, x._version) for x in tensors]
+
+
+def check_unwritten(tensors: list[tuple[Any, int]]) -> None:
+    for x, version in tensors:
+        if x._version != version:
+            raise ArgumentError(
+                f"mask: expected masks, scores and what they look up as the forward pass had them; a tensor of shape "
+                f"{tuple(x.shape)} was written to since. Give each call a tensor of its own (.clone()), or write to it "
+                "after backward()."
+            )
+
+
+def _read(x: Any, name: str) -> Any:
+    return x if x is None or isinstance(x, int) else listed(x, name, "ints")
 
 
 def _traced(x: Any) -> Any:

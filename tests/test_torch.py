@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from conftest import FULL
@@ -283,3 +285,36 @@ def test_inference_mode():
         got = speedlight.torch.attention(q, k, v, causal=True)
         assert got.is_inference() and torch.equal(got, want)
         assert torch.equal(speedlight.torch.attention(q.clone(), k.clone(), v.clone(), causal=True), want)
+
+
+def test_what_a_call_reads_must_stay_until_its_backward():
+    """Masks, scores and what functions look up are not copied: writing to them in between is an error, not a number."""
+    q = torch.randn(1, 2, 4, 8, requires_grad=True)
+    mask, bias, w = torch.ones(4, 4, dtype=torch.bool).tril(), torch.randn(4, 4), torch.randn(4)
+    for options, written in (
+        ({"mask": mask}, mask),
+        ({"score": bias}, bias),
+        ({"score": lambda s, b, h, i, j: s * w[j]}, w),
+        ({"mask": lambda b, h, i, j: (w[j] > -9) | (i == j)}, w),
+    ):
+        out = speedlight.torch.attention(q, q, q, **options)
+        written.fill_(1)
+        with pytest.raises(sl.ArgumentError, match="written to since"):
+            out.sum().backward()
+    lengths = torch.tensor([3])
+    out = speedlight.torch.attention(q, q, q, k_lengths=lengths, q_start=0)
+    (first,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+    lengths.fill_(1)
+    assert torch.equal(first, torch.autograd.grad(out.sum(), q)[0])
+
+
+def test_a_pattern_of_other_numbers_is_refused():
+    """Fused optimizers write without telling anybody; copies of a pattern are as good as it is."""
+    slopes, q = torch.nn.Parameter(torch.tensor([0.1, 0.2])), torch.randn(1, 2, 4, 8)
+    pattern = sl.alibi(slopes)
+    copied = speedlight.torch.attention(q, q, q, score=copy.deepcopy(pattern))
+    assert torch.equal(copied, speedlight.torch.attention(q, q, q, score=pattern))
+    slopes.data += 1
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mode(), pytest.raises(sl.ArgumentError, match="numbers that its tensor has now"):
+            speedlight.torch.attention(q, q, q, score=pattern)

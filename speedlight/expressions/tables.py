@@ -13,6 +13,8 @@ from .operations import INT_MAX
 from .symbols import Symbol, node_of
 from .tree import Node, kind_of
 
+_FEW = 16384  # entries
+
 
 class Table:
     """An array that masks and scores may look up: `t = sl.table(ids)`, then `t[j]` inside a function.
@@ -36,7 +38,7 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_ends", "array", "copies", "kind", "name", "of_keys", "source", "tensor", "version")
+    __slots__ = ("_ends", "array", "copies", "kind", "name", "of_keys", "source", "tensor", "version", "watched")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
@@ -48,6 +50,7 @@ class Table:
         self.of_keys = False  # whether its shape has to be (batch, k_len) of the call
         self.source: Any = None  # the tensor that these are the numbers of, if autograd or a graph follows it
         self.version = 0  # of its numbers
+        self.watched: Any = None  # a tensor whose memory these numbers are in
         if is_tensor(array) and is_traced(array):
             self.source, copy = array, False
             array = np.broadcast_to(np.ones((), _torch_dtype(array, name)), tuple(map(int, array.shape)))
@@ -55,6 +58,7 @@ class Table:
             check_plain_tensor(array, name, followed=True)
             if is_followed(array):
                 self.source, self.version = array, array._version
+            self.watched = None if copy else array
             array = array.detach()
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)
@@ -88,6 +92,15 @@ class Table:
             array.flags.writeable = False
         self.array, self.name = array, name
         self._ends: Any = None
+
+    def is_stale(self) -> bool:
+        """Whether its tensor has other numbers by now: a few are compared, many are known by their version."""
+        if self.source is None or is_traced(self.source):
+            return False
+        if self.array.size > _FEW:
+            return self.source._version != self.version
+        now = self.source.detach().cpu().double().numpy().reshape(self.array.shape)
+        return not np.array_equal(now, self.array.astype(np.float64), equal_nan=True)
 
     def reshaped(self, shape: tuple[int, ...]) -> None:
         """Takes another shape with leading ones."""

@@ -13,7 +13,7 @@ from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
 from ..errors import UnsupportedError
-from ..gradients import SINKS, Followed, followed
+from ..gradients import SINKS, Followed, check_fresh, check_unwritten, followed, settled, tables_of
 from ..problem import Options, new_options
 from . import further, ops
 from .forms import tensors_of, text_of
@@ -84,6 +84,8 @@ def attention(
             if known or any([is_tensor(x) and x.requires_grad for x in (q, k, v)]):
                 return attended(q, k, v, known, return_lse)
             options = known.options
+        else:
+            check_fresh(tables_of(options.score))
         return forward(q, k, v, return_lse=return_lse, **options._asdict())
     return _as_operation(q, k, v, options, return_lse)
 
@@ -116,7 +118,8 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
         )
     if not _is_plain(q, k, v):
         return _as_operation(q, k, v, known.options, return_lse)
-    out, lse = _Attention.apply(known, q, k, v, known.sinks, *(x.source for x in known.tables))
+    known, read = settled(known)
+    out, lse = _Attention.apply(known, read, q, k, v, known.sinks, *(x.source for x in known.tables))
     return (out, lse) if return_lse else out
 
 
@@ -156,20 +159,21 @@ class _Attention(torch.autograd.Function):
     """q, k, v, sinks and the tensors behind tables → out, lse: the operations, in half their time."""
 
     @staticmethod
-    def forward(ctx: Any, known: Followed, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
+    def forward(ctx: Any, known: Followed, read: Any, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
         out, lse = forward(*map(_alone, (q, k, v)), return_lse=True, **_plain(known))
-        ctx.known = known
+        ctx.known, ctx.read = known, read
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, *flows: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        known, needed, saved = ctx.known, ctx.needs_input_grad, ctx.saved_tensors
+        known, needed, saved = ctx.known, ctx.needs_input_grad[1:], ctx.saved_tensors
+        check_unwritten(ctx.read)
         if flows[0] is None and flows[1] is None:
-            return (None,) * len(needed)
+            return (None, *(None,) * len(needed))
         if torch.is_grad_enabled():  # create_graph=True
-            return _differentiable(known, needed, saved, flows)
+            return (None, *_differentiable(known, needed, saved, flows))
         q, k, v, out, lse = (x.detach() for x in saved[:5])
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
         grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
@@ -179,7 +183,7 @@ class _Attention(torch.autograd.Function):
         found = dict(zip(grads, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
         tables = (found[t].reshape(t.source.shape).to(t.source.dtype) if t in found else None for t in known.tables)
-        return (None, dq, dk, dv, sinks, *tables)
+        return (None, None, dq, dk, dv, sinks, *tables)
 
 
 def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any:
