@@ -53,8 +53,8 @@ class Gradients:
             shares = max(1, min(_SHARES, _SHARE_BYTES // (8 * max(1, entries))))
             self.single = frozenset(id(n.value) for n, _ in program.entries if _has_one_term(problem, program, n))
             # where sums have one term, or there would be one share, these shares give the same bits
-            few = shares == 1 or all(id(n.value) in self.single for n, _ in program.entries)
-            self.one_sum = few and all(at_positions(program, n) for n, _ in program.entries)
+            few = shares == 1 or all([id(n.value) in self.single for n, _ in program.entries])
+            self.one_sum = few and all([at_positions(program, n) for n, _ in program.entries])
             tickets = tickets_of_tables(problem, shares, by_positions=self.one_sum)
             how = schedule_backward(problem, isa, strides, program, tickets, threads)
             self.tables = BackwardCall(problem, "tables", program, lies, how)
