@@ -110,7 +110,7 @@ ROWWISE = {
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("name", ROWWISE)
 def test_rows_have_the_bits_of_entries_one_by_one(rng, name, dtype, monkeypatch):
-    """For any threads, with NaN that is seen, tables of either type, hidden keys beyond their ends; and packed."""
+    """For any threads, with NaN that is seen, and tables of either type."""
     shape, read = ROWWISE[name]
     monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
     more: dict[str, Any] = {"k_start": 1024, "q_start": 1024 + int(rng.integers(0, 190)), "dropout": 0.1, "seed": 3}
