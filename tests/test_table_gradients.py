@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from problems import flow_of, qkv
+from test_memory import Guarded
 from tolerance import assert_gradients
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.cpu import gradients
+from speedlight.cpu import differentiate, gradients
+from speedlight.problem import Problem
 
 RNG = np.random.default_rng(7)
 Q_HEADS, LENGTH = 4, 420
@@ -87,6 +92,118 @@ def test_shares_know_the_problem_alone(rng, monkeypatch):
     arrays, options = problem("float32", rng, score)
     monkeypatch.setattr(gradients, "_SHARE_BYTES", 3 * 8 * (BIAS.array.size + SLOPES.array.size))
     assert_gradients(arrays[:3], arrays[3:], grads=tables, **options)
+
+
+ONE = sl.table(np.array([1]))  # i * ONE[0 * b] is i, but nobody can tell: entries are added one by one, in one share
+ROWWISE = {
+    "one of all heads": ((LENGTH, LENGTH), lambda t, b, h, i, j: t[i, j]),
+    "one of each head": ((Q_HEADS, LENGTH, LENGTH), lambda t, b, h, i, j: t[h, i, j]),
+    "one of each pair": ((2, Q_HEADS, LENGTH, LENGTH), lambda t, b, h, i, j: t[b, h, i, j]),
+    "of keys": ((2 * LENGTH,), lambda t, b, h, i, j: t[j + LENGTH]),
+    "positions backwards": ((LENGTH, 2 * LENGTH), lambda t, b, h, i, j: t[LENGTH - 1 - i, j + 7]),
+    "sixteen positions": ((LENGTH // 16 + 1, LENGTH), lambda t, b, h, i, j: t[i // 16, j]),
+    "of heads last": ((LENGTH, LENGTH), lambda t, b, h, i, j: t[i, j + h]),
+}
+
+
+@pytest.mark.each("dtype", "name")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", ROWWISE)
+def test_rows_have_the_bits_of_entries_one_by_one(rng, name, dtype, monkeypatch):
+    """For any threads, with NaN that is seen, and tables of either type."""
+    shape, read = ROWWISE[name]
+    monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
+    more: dict[str, Any] = {"k_start": 1024, "q_start": 1024 + int(rng.integers(0, 190)), "dropout": 0.1, "seed": 3}
+    ends: dict[str, dict[str, Any]] = {
+        "float32": {"mask": sl.window(150, 40)},
+        "float64": {"mask": None, "causal": True},
+    }
+    for kind, hiding in ends.items():
+        t = sl.table(rng.standard_normal(shape).astype(kind))
+
+        def rowwise(s, b, h, i, j, t=t, first=1024):
+            return s * 0.5 + read(t, b, h, i - first, j - first)
+
+        def single(s, b, h, i, j, t=t, first=1024):
+            return s * 0.5 + read(t, b, h, (i - first) * ONE[0 * b], (j - first) * ONE[0 * b])
+
+        arrays, options = problem(dtype, rng, rowwise, **more, **hiding)
+        arrays[5][0, 1, 7, 2] = np.nan
+        same_bits(arrays, t, options, rowwise, single)
+
+
+@pytest.mark.parametrize("name", ["one of all heads", "one of each head"])
+def test_packed_rows_have_the_bits_of_entries_one_by_one(rng, name, monkeypatch):
+    shape, read = ROWWISE[name]
+    monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
+    t = sl.table(rng.standard_normal(shape).astype(np.float32))
+    scores = [
+        lambda s, b, h, i, j: s + read(t, b, h, i, j),
+        lambda s, b, h, i, j: s + read(t, b, h, i * ONE[0 * b], j * ONE[0 * b]),
+    ]
+    q, k, v = (x[0].swapaxes(0, 1) for x in qkv(rng, "float32", 1, Q_HEADS, 2, 200, 200, 8, 5))
+    options = {"cu_seqlens_q": [0, 130, 130, 200], "layout": "lhd", "causal": True}
+    out, lse = sl.attention(q, k, v, return_lse=True, score=scores[0], **options)
+    same_bits((q, k, v, out, lse, rng.standard_normal(out.shape).astype(np.float32)), t, options, *scores)
+
+
+def same_bits(arrays, t, options, rowwise, single):
+    results = []
+    for threads, score in ((1, single), (1, rowwise), (3, rowwise)):
+        sl.set_threads(threads)
+        results.append(sl.attention_backward(*arrays, grads=(t,), **{**options, "score": score})[3][0])
+    assert np.isfinite(results[0]).any() and (results[0] != 0).any()
+    for other in results[1:]:
+        assert other.dtype == results[0].dtype and np.array_equal(results[0], other, equal_nan=True)
+        assert (np.signbit(results[0]) == np.signbit(other))[results[0] == 0].all()
+
+
+class Numpy:
+    """NumPy, but that sums lie between guards."""
+
+    def __init__(self, memory, side):
+        self.memory, self.side = memory, side
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+    def zeros(self, shape, dtype=np.float64):
+        x = self.memory.array(shape, np.dtype(dtype), self.side) if len(shape) > 2 else np.zeros(shape, dtype)
+        x[...] = 0
+        return x
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
+def test_keys_that_a_table_lacks_are_hidden(rng, monkeypatch):
+    """Rows of 61 entries, 300 keys: nothing is written before a table's sums, or past them."""
+    monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
+    t, memory = sl.table(rng.standard_normal((103, 61))), Guarded(1 << 20)
+    for first, side in ((0, "over"), (90, "over"), (90, "under")):
+        arrays, options = problem(
+            "float32",
+            rng,
+            lambda s, b, h, i, j, first=first: s + t[i - 70, j - first],
+            mask=lambda b, h, i, j, first=first: (i < 70 + 103) & (j >= first) & (j < 61 + first),
+        )
+        with monkeypatch.context() as patch:
+            patch.setattr(gradients, "np", Numpy(memory, side))
+            assert_gradients(arrays[:3], arrays[3:], grads=(t,), **options)
+
+
+def test_shares_of_positions():
+    """Each has its blocks ascending by item and head, one after another; a ticket comes after what it waits for."""
+    sizes = {"head_dim": 8, "value_dim": 8, "q_lengths": (400, 100), "k_lengths": (300, 300), "q_starts": (70, 300)}
+    asked = Problem("float32", Q_HEADS, 2, k_start=0, causal=False, scale=1.0, **sizes)
+    for by_positions, shares in ((False, 5), (True, 3)):
+        tickets = differentiate.tickets_of_tables(asked, 5, by_positions=by_positions)
+        table = tickets.table.tolist()
+        assert tickets.progress == shares and tickets.number == len(table) == Q_HEADS * (3 + 2)
+        for share in range(shares):
+            rows = [row for row in table if row[3] == share]
+            heads = [(item, 2 * head + step % 2) for item, head, step, _, _ in rows]
+            assert [row[4] for row in rows] == list(range(len(rows))) and heads == sorted(heads)
+            places = {(70, 300)[item] // 192 + step // 2 for item, _, step, _, _ in rows}
+            assert len(places) == 1 or not by_positions
 
 
 def test_nothing_hidden_is_added(rng):

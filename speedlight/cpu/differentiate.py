@@ -19,7 +19,6 @@ from .layout import (
     BACKWARD,
     BACKWARD_PANEL,
     BACKWARD_SCRATCH,
-    BLOCK_OF,
     CALL,
     ENDLESS,
     GANG,
@@ -206,18 +205,32 @@ def _range_of(problem: Problem, threads: int, columns: int) -> int:
     return up(min(most, max(least, keys)), TILE)
 
 
-def tickets_of_tables(problem: Problem, most_shares: int) -> Tickets:
-    """Of blocks of queries, in shares whose number depends on the problem alone."""
+def tickets_of_tables(problem: Problem, most_shares: int, *, by_positions: bool) -> Tickets:
+    """Of blocks of queries, in shares that depend on the problem alone: cut evenly, or what is at the same positions.
+
+    Of every share the first block, then of every share the second one …: what a ticket waits for comes before it.
+    """
     blocks = [
-        (item, head // problem.group, block * problem.group + head % problem.group)
-        for item, steps in enumerate(_steps_of(problem))
+        (item, head // problem.group, block * problem.group + head % problem.group, start // QUERY_BLOCK + block)
+        for item, (steps, start) in enumerate(zip(_steps_of(problem), problem.q_starts, strict=True))
         for head in range(problem.q_heads if steps else 0)
         for block in range(steps // problem.group)
     ]
-    table = np.array(blocks, np.int64).reshape(-1, len(BLOCK_OF.names))
-    shares = max(1, min(most_shares, len(blocks)))
-    words = {"blocks": table.ctypes.data, "block_count": len(blocks), "share_count": shares, "range_keys": ENDLESS}
-    return Tickets(-(-len(blocks) // shares) * shares, table, shares, words)
+    count = len(blocks)
+    found = np.array(blocks, np.int64).reshape(count, 4)
+    if by_positions:
+        share = np.unique(found[:, 3], return_inverse=True)[1].reshape(count)
+    else:
+        shares = max(1, min(most_shares, count))
+        share = np.repeat(np.arange(shares), np.diff(np.arange(shares + 1) * count // shares))
+    each = np.bincount(share, minlength=1)
+    order = np.argsort(share, kind="stable")
+    turn = np.empty(count, np.int64)
+    turn[order] = np.arange(count) - np.repeat(np.cumsum(each) - each, each)
+    table = np.column_stack([found[:, :3], share, turn])[np.lexsort((share, turn))]
+    table = np.ascontiguousarray(table, np.int64)
+    words = {"blocks": table.ctypes.data, "range_keys": ENDLESS}
+    return Tickets(count, table, len(each), words)
 
 
 def shape_of(problem: Problem, kind: Kind, program: Program | None, how: BackwardSchedule) -> Shape:

@@ -8,6 +8,8 @@ import numpy as np
 
 from ..arrays import Array
 from ..expressions.program import Program
+from ..expressions.tables import Table
+from ..expressions.tree import Node
 from ..gradients import SINKS, Asked
 from ..machine import Isa, current_isa
 from ..modes import standard
@@ -25,6 +27,7 @@ from .differentiate import (
     tickets_of,
     tickets_of_tables,
 )
+from .flows import at_positions, by_rows
 from .layout import SHARE_OF
 from .operands import Operands, Strides
 from .prepare import program_of
@@ -47,7 +50,12 @@ class Gradients:
         if request.tables and problem.score is not None:
             entries = sum(x.array.size for x in request.tables)
             program = Program.of_entries(problem.mask, problem.score, problem.box(), request.tables)
-            tickets = tickets_of_tables(problem, max(1, min(_SHARES, _SHARE_BYTES // (8 * max(1, entries)))))
+            shares = max(1, min(_SHARES, _SHARE_BYTES // (8 * max(1, entries))))
+            self.single = frozenset(id(n.value) for n, _ in program.entries if _has_one_term(problem, program, n))
+            # where sums have one term, or there would be one share, these shares give the same bits
+            few = shares == 1 or all([id(n.value) in self.single for n, _ in program.entries])
+            self.one_sum = few and all([at_positions(program, n) for n, _ in program.entries])
+            tickets = tickets_of_tables(problem, shares, by_positions=self.one_sum)
             how = schedule_backward(problem, isa, strides, program, tickets, threads)
             self.tables = BackwardCall(problem, "tables", program, lies, how)
 
@@ -69,7 +77,7 @@ class Gradients:
     def _narrowed(self, x: np.ndarray) -> np.ndarray:
         """As it is returned."""
         with np.errstate(all="ignore"):
-            return x.astype(np.float64 if self.problem.storage == "f64" else np.float32)
+            return x.astype(np.float64 if self.problem.storage == "f64" else np.float32, copy=False)
 
     def _sums(self, x: Operands) -> list[np.ndarray]:
         """Where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
@@ -82,13 +90,14 @@ class Gradients:
         tables = self.request.tables
         if self.tables is None or self.tables.program is None:
             return {}
-        count = self.tables.how.tickets.progress
-        sums = {id(t): np.zeros((count, *t.shape)) for t in tables}
+        count = 1 if self.one_sum else self.tables.how.tickets.progress
+        narrow = self.single if self.one_sum and self.problem.storage != "f64" else frozenset()
+        sums = {id(t): np.zeros((count, *t.shape), _sum_type(t, id(t) in narrow)) for t in tables}
         shares = np.zeros((len(self.tables.program.tables), len(SHARE_OF.names)), np.int64)
         for table, slot in self.tables.program.tables.items():
             if id(table) in sums:
                 each = sums[id(table)]
-                shares[slot] = each.ctypes.data, each.strides[0]
+                shares[slot] = each.ctypes.data, 0 if self.one_sum else each.strides[0], each.itemsize
         self.tables.run(x, [x.dq.numpy()] * 3, seed, shares)
         return {at: _added(each) for at, each in sums.items()}
 
@@ -99,7 +108,20 @@ def _added(shares: np.ndarray) -> np.ndarray:
     with np.errstate(all="ignore"):
         for share in shares[1:]:
             shares[0] += share
-    return shares[0]
+    return shares[0] if len(shares) == 1 else shares[0].copy()
+
+
+def _has_one_term(problem: Problem, program: Program, lookup: Node) -> bool:
+    """Whether no two pairs read the same entry: items and heads, positions and keys all have entries of their own."""
+    symbols = {x.value for x in lookup.args if x.op == "symbol"}
+    heads = problem.q_heads == 1 or "h" in symbols
+    items = problem.batch == 1 or ("b" in symbols and problem.items is None)
+    return heads and items and at_positions(program, lookup) and by_rows(program, lookup)
+
+
+def _sum_type(table: Table, narrow: bool) -> type:
+    """A sum of one term is that term, whose type is the result's where the table's is: but for -0, which +0 + it is."""
+    return np.float32 if narrow and table.kind == "float" else np.float64
 
 
 @standard

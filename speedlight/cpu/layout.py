@@ -89,8 +89,11 @@ GRADIENT_ITEM_BYTES = 8 * len(GradientItem._fields)
 # words of progress before theirs
 GANG = Record("first", "column", "columns", "ranges", "progress")
 
-BLOCK_OF = Record("item", "head", "step")  # a block of queries, of the pass that makes gradients of tables
-SHARE_OF = Record("at", "bytes")  # of a table: its entries' sums, share after share, and the bytes of one
+# a block of queries, of the pass that makes gradients of tables; its share, and how many of that come before it
+BLOCK_OF = Record("item", "head", "step", "share", "turn")
+# of a table: its entries' sums, share after share (0 bytes: all shares have the same), and the bytes of one sum
+SHARE_OF = Record("at", "bytes", "number")
+SUM_OF = Record("at", "number")  # of a lookup, likewise, in one share
 
 # what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
 COUNTS = Record("full", "mixed", "panel_keys")
@@ -295,7 +298,7 @@ DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{nam
 
 BACKWARD = Record(
     *_COMMON, "drop_factor", "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",
-    "shares", "gangs", "gang_count", "blocks", "block_count", "share_count", "kv_heads", "range_keys", "panels",
+    "shares", "gangs", "gang_count", "blocks", "kv_heads", "range_keys", "panels",
     "panel_bytes", "pair_bytes",
     "d_out_head", "d_out_row", "d_out_column",
     *(f"{name}_{part}" for name in ("dq", "dk", "dv", "sq", "sk", "sv") for part in ("head", "row")),

@@ -214,13 +214,14 @@ class Lowering:
         position: Value,
         ends: tuple[Value, Value],
         key: Callable[[Value, Value], None],
+        after: Callable[[Value, Value], None] | None = None,
     ) -> None:
         """key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
 
-        `position`: of key 0.
+        `position`: of key 0. `after`: called with the ends of every group of keys, as many as lanes, but for the last.
         """
         k, lanes, (begin, end) = self.k, self.s.lanes, ends
-        if not streams:
+        if not streams and after is None:
             with k.range(begin, end) as j:
                 key(j, j)
             return
@@ -231,6 +232,8 @@ class Lowering:
                 index = self.wide(self.value(stream.node.args[-1], here, dict(self.values)))
                 stream.fill(index, group, last - group)
             k.unrolled(group, last, lambda j: key(j, j - group))
+            if after is not None:
+                after(group, last)
 
 
 def squares(program: Program) -> list[Node]:

@@ -1,14 +1,15 @@
 """The kernel that makes gradients of tables: what flows to every entry that a score looks up.
 
 Blocks of queries, ascending by (item, head, position), are cut into shares, whose number depends on the problem alone.
-A share has sums of its own, which its blocks join in order: one is a task, and waits for the one before.
+A share has sums of its own, which its blocks join in order: one is a task, and waits for the one before. Where no two
+positions of queries read the same entry, a share may be what is at the same positions, and all have the same sums.
 """
 
 from __future__ import annotations
 
 from ..problem import TILE
 from .flows import entries_tile
-from .layout import BLOCK_OF, GRADIENT_ITEM_BYTES, SHARE_OF, GradientItem
+from .layout import BLOCK_OF, GRADIENT_ITEM_BYTES, SHARE_OF, SUM_OF, GradientItem
 from .pairs import PairParts, PairWork, Panel, Tile
 from .region import entry, region
 from .shape import Shape
@@ -37,37 +38,37 @@ class _Task(PairWork):
 
     def __init__(self, k: Function, parts: _Parts) -> None:
         super().__init__(k, parts)
-        self.sums = k.buffer(I64, max(1, len(self.s.program.entries)))  # of each lookup, those of this share
+        # of each lookup, those of this share
+        self.sums = k.buffer(I64, max(1, len(self.s.program.entries) * len(SUM_OF.names)))
 
     def _find_item(self) -> GradientItem:
-        """Ticket t is for block t // shares of share t % shares."""
         k, a = self.k, self.a
-        self.share, self.turn = k.p["number"] % a.share_count, k.p["number"] // a.share_count
-        self.block = self.share * a.block_count // a.share_count + self.turn
-        self.end = (self.share + 1) * a.block_count // a.share_count
+        at = k.at(k.pointer(a.blocks), k.p["number"] * BLOCK_OF.bytes)
+        item, self.head, self.step, self.share, self.turn = (
+            k.load(I64, at, BLOCK_OF.offset(x)) for x in BLOCK_OF.names
+        )
         self.progress = k.at(k.pointer(a.progress), self.share * 8)
-        at = k.at(k.pointer(a.blocks), k.min(self.block, a.block_count - 1) * BLOCK_OF.bytes)
-        item, self.head, self.step = (k.load(I64, at, BLOCK_OF.offset(x)) for x in BLOCK_OF.names)
         self.range = k.i64(0)
         at = k.at(k.pointer(a.items), item * GRADIENT_ITEM_BYTES)
         return GradientItem._make(k.load(I64, at, 8 * word) for word in range(len(GradientItem._fields)))
 
     def run(self) -> None:
         k = self.k
-        with k.when(self.block < self.end):
-            self.wait(self.turn)
-            for n, (node, _) in enumerate(self.s.program.entries):
-                at = k.at(k.pointer(self.a.shares), self.s.program.tables[node.value] * SHARE_OF.bytes)
-                of, size = (k.load(I64, at, SHARE_OF.offset(x)) for x in SHARE_OF.names)
-                k.store(of + self.share * size, self.sums, n * 8)
-            most = self.pack_all()
-            with k.range(0, self.item.k_len, TILE) as start:
-                count = k.min(self.item.k_len - start, k.i64(TILE))
-                with k.when(self.sees(start, count, most)):
-                    tile = self.staged(start, count)
-                    with k.range(0, self.a.panels) as i:
-                        self.if_seen(Panel(self, i), tile, self.panel_tile)
-            k.fetch_add(self.progress, 0, 1)
+        self.wait(self.turn)
+        for n, (node, _) in enumerate(self.s.program.entries):
+            at = k.at(k.pointer(self.a.shares), self.s.program.tables[node.value] * SHARE_OF.bytes)
+            of, size, number = (k.load(I64, at, SHARE_OF.offset(x)) for x in SHARE_OF.names)
+            sums = k.at(self.sums, n * SUM_OF.bytes)
+            k.store(of + self.share * size, sums, SUM_OF.offset("at"))
+            k.store(number, sums, SUM_OF.offset("number"))
+        most = self.pack_all()
+        with k.range(0, self.item.k_len, TILE) as start:
+            count = k.min(self.item.k_len - start, k.i64(TILE))
+            with k.when(self.sees(start, count, most)):
+                tile = self.staged(start, count)
+                with k.range(0, self.a.panels) as i:
+                    self.if_seen(Panel(self, i), tile, self.panel_tile)
+        k.fetch_add(self.progress, 0, 1)
 
     def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
         """Keys [first, end) of a tile for one panel: P and dS, then what flows to entries."""

@@ -6,6 +6,7 @@ words of 64 bits.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,7 +54,8 @@ class Program:
         if not parts:
             return None
         if backward and score is not None:
-            flow = flows(score.root, ()).s
+            back = flows(score.root, ())
+            flow = None if back.s is None else _where_seen(back.score, back.s)
             roots = {x.role: x.root for x in parts} | {
                 "flow": Node("number", "float", value=0.0) if flow is None else flow
             }
@@ -75,7 +77,7 @@ class Program:
         flow = flows(score.root, tables)
         roots = {"score": score.root} if mask is None else {"mask": mask.root, "score": score.root}
         for n, (lookup, into) in enumerate(flow.entries):
-            roots |= {f"at{n}": lookup, f"into{n}": into}
+            roots |= {f"at{n}": lookup, f"into{n}": _where_seen(flow.score, into)}
         trees = dict(zip(roots, merged(list(roots.values())), strict=True))
         ends, known = {role: tree[-1] for role, tree in trees.items()}, integers(trees.items(), box)
         entries = tuple((ends[f"at{n}"], ends[f"into{n}"]) for n in range(len(flow.entries)))
@@ -189,6 +191,15 @@ def hiding_condition(score: Node | None) -> Node | None:
     if score is None or score.op != "where" or score.args[1].op != "number":
         return None
     return score.args[0]
+
+
+def _where_seen(score: Node, flow: Node) -> Node:
+    """What flows back through a score where a pair is seen: not by the branch that hides it."""
+    condition = hiding_condition(score)
+    if condition is None or score.args[1].value != -math.inf or flow.op != "where" or flow.args[0] is not condition:
+        return flow
+    nothing = flow.args[1].op == "number" and flow.args[1].value == 0
+    return flow.args[2] if nothing else flow
 
 
 def visibility(mask: Node | None, score: Node | None, ops: Any) -> tuple[Any, Any]:
