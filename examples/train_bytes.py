@@ -182,7 +182,7 @@ def main(
     console.print(f"{sum(p.numel() for p in model.parameters()):,} parameters, attention by {sdpa}")
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         losses = train(model, data, learning_rate, progress)
-    print(f"loss {losses[0]:.4f} → {losses[-1]:.4f}, nats a byte ({losses[-1] / math.log(2):.2f} bits)")
+    print(f"loss {losses[0]:.4f} → {losses[-1]:.4f} nats a byte ({losses[-1] / math.log(2):.2f} bits)")
     if digest is not None:
         print(f"attention's bits: {digest.sum.hexdigest()}")
     sizes = {"layers": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS}
