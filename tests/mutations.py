@@ -192,7 +192,7 @@ MUTATIONS = (
         "cpu/backward_tiles.py",
         "with k.when(x.fresh.equals(0)):",
         "with k.when(x.fresh.equals(2)):",
-        f"{BACKWARD} -k every_option",
+        f"{BACKWARD} -k whole_blocks",
     ),
     Mutation(
         "panels taken together add where one of them sees less",
