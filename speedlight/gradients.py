@@ -11,7 +11,7 @@ from .arrays import Array, is_followed, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression
-from .problem import LAYOUTS, Options, Problem
+from .problem import LAYOUTS, Options, Problem, scores_of
 from .resolve import check_beside
 
 SINKS = "sink_logits"  # in `grads`: the gradient of those
@@ -34,9 +34,8 @@ def followed(options: Options) -> Followed:
     sinks = sinks if is_tensor(sinks) and is_followed(sinks) else None
     if score is None:
         return Followed(options, sinks)
-    scores = [_traced(x) for x in (score if isinstance(score, (list, tuple)) else [score])]
-    known = [(x,) if isinstance(x, Table) else x.tables if isinstance(x, Expression) else () for x in scores]
-    tables = [t for some in known for t in some if t.source is not None and is_followed(t.source)]
+    scores = [_traced(x) for x in scores_of(score)]
+    tables = [t for t in tables_of(scores) if t.source is not None and is_followed(t.source)]
     check_fresh(tables)
     score = scores if isinstance(score, (list, tuple)) else scores[0]
     return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
@@ -44,10 +43,8 @@ def followed(options: Options) -> Followed:
 
 def tables_of(score: Any) -> list[Table]:
     """Which a score holds already; functions are not traced for it."""
-    scores = score if isinstance(score, (list, tuple)) else [score]
-    return [
-        t for x in scores if isinstance(x, (Table, Expression)) for t in ([x] if isinstance(x, Table) else x.tables)
-    ]
+    held = [x for x in scores_of(score) if isinstance(x, (Table, Expression))]
+    return [t for x in held for t in ([x] if isinstance(x, Table) else x.tables)]
 
 
 def check_fresh(tables: Any) -> None:
@@ -66,16 +63,13 @@ def settled(known: Followed) -> tuple[Followed, list[tuple[Any, int]]]:
     versions: a backward pass must find them as they were.
     """
     options = known.options
-    mask = options.mask
-    if callable(mask) and not isinstance(mask, (Expression, Table)) and not is_tensor(mask):
-        mask = expression(mask, "mask")
+    mask = _expression(options.mask, "mask")
     names = ("q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
     lengths = {name: _read(getattr(options, name), name) for name in names}
     options = options._replace(mask=mask, **lengths)
     read: list[Any] = [] if is_tensor(known.sinks) else [options.sink_logits]
-    for x in (mask, *(options.score if isinstance(options.score, (list, tuple)) else [options.score])):
-        tables = x.tables if isinstance(x, Expression) else [x] if isinstance(x, Table) else []
-        read += [t.watched for t in tables] if tables else [x]
+    for x in (mask, *scores_of(options.score)):
+        read += [x] if is_tensor(x) else [t.watched for t in tables_of(x)]
     tensors = [x for x in read if is_tensor(x) and not x.is_inference()]
     return known._replace(options=options), [(x, x._version) for x in tensors]
 
@@ -97,7 +91,12 @@ def _read(x: Any, name: str) -> Any:
 def _traced(x: Any) -> Any:
     if is_tensor(x):
         return Table(x, "score", copy=False) if is_followed(x) else x
-    return expression(x, "score") if callable(x) and not isinstance(x, Expression) else x
+    return _expression(x, "score")
+
+
+def _expression(x: Any, role: str) -> Any:
+    """Of a function; anything else is itself."""
+    return expression(x, role) if callable(x) and not isinstance(x, Expression) else x
 
 
 class Given(NamedTuple):

@@ -127,6 +127,11 @@ class Sizes(NamedTuple):
     value_dim: Any
 
 
+def scores_of(score: Any) -> list[Any]:
+    """The functions, patterns and arrays of the option `score`, left to right."""
+    return list(score) if isinstance(score, (list, tuple)) else [score]
+
+
 @dataclass(frozen=True)
 class Problem:
     """softmax(scale · QKᵀ)V for a batch of items, each with lengths and a first position of its own."""

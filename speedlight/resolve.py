@@ -20,7 +20,7 @@ from .expressions.tables import Table
 from .expressions.tracing import Expression, expression, score_chain
 from .modes import standard
 from .philox import MOST_POSITIONS
-from .problem import LAYOUTS, SPAN, Options, Problem, Sizes
+from .problem import LAYOUTS, SPAN, Options, Problem, Sizes, scores_of
 
 AXES = {
     "bhld": "(batch, heads, length, head_dim)",
@@ -208,7 +208,7 @@ def _check_alignment(q_lens: tuple[int, ...], k_lens: tuple[int, ...], options: 
 
 def _functions_of(mask: Any, score: Any) -> list[Any]:
     """Expressions among the masks and scores. A dense array has rows of its own, wherever queries are."""
-    scores = score if isinstance(score, (list, tuple)) else [score]
+    scores = scores_of(score)
     given = [(mask, "mask"), *((x, "score") for x in scores)]
     return [expression(x, role) for x, role in given if isinstance(x, Expression) or callable(x)]
 

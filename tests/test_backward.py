@@ -96,12 +96,11 @@ def test_every_option(rng, dtype, name):
     assert_gradients(arrays, flow_of(rng, arrays, **options), zeros_allowed=name == "no scale", **options)
 
 
+@pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (300, 100)}], ids=["full", "causal", "window"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_whole_blocks(rng, dtype, options):
     """Three blocks of queries, of dims that fill vectors: what whole blocks add to dk and dv joins totals at once."""
-    if options and not FULL and dtype != "float32":
-        pytest.skip("a short run has the other dtypes once")
     arrays = qkv(rng, dtype, 1, 2, 1, 576, 264, 16, 32)
     assert_gradients(arrays, flow_of(rng, arrays, q_start=0, **options), q_start=0, **options)
 

@@ -15,7 +15,7 @@ from .backward_tiles import into_keys, into_queries
 from .layout import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, SUMS, GradientItem, apart, together
 from .pairs import PairParts, PairWork, Panel, Tile
 from .products import units_of
-from .region import Box, entry, region
+from .region import Box, Words, entry, region
 from .rows import add_partial, clear, load_panel, store_panel
 from .shape import Shape
 from .vector import I1, I64, PTR, Function, Module, Value, Variable
@@ -163,7 +163,7 @@ class _Task(PairWork):
             with k.when(joined.get().equals(0)):
                 self.clear(count, begun)
                 for sums in self.sums:
-                    sums.add(start, count, fresh, end)
+                    sums.add(count)
 
     def may_join(self, count: Value, end: Value) -> Value:
         """Whether what a tile adds may go where it belongs without a stop: whole register tiles, as numbers."""
@@ -212,13 +212,13 @@ class _Task(PairWork):
             empty = panel.end("first").equals(panel.end("end"))
             whole.set(whole.get() & ((low.equals(0) & high.equals(count) & careful.equals(0)) | empty))
         whole = whole.get() & some.get()
-        with k.either(whole) as (at_once, apart):
+        with k.either(whole) as (at_once, in_turn):
             with at_once:
                 for sums in self.sums:
                     sums.of_panels(Panel(self, first), n, k.i64(0), k.i64(0), count)
                     sums.whole(begun.get().equals(0), joined.get())
                 begun.set(k.i64(1))
-            with apart:
+            with in_turn:
                 joined.set(k.i64(0))
                 with k.when(some.get()):
                     self.clear(count, begun)
@@ -246,7 +246,7 @@ class _Sums:
         self.length, self.columns = (a.head_dim, a.columns) if name == "k" else (a.value_dim, a.value_columns)
         self.at, self.partial = self.k.buffer(I64, len(SUMS.names)), task.part(f"d{name}")
         self.row = apart(self.columns * self.s.number_bytes)
-        self.put(partial_row=self.row, row=self.row, pair_bytes=a.pair_bytes, panel_bytes=a.panel_bytes)
+        self.put(row=self.row, pair_bytes=a.pair_bytes, panel_bytes=a.panel_bytes)
 
     def put(self, **words: Value) -> None:
         for name, x in words.items():
@@ -305,9 +305,8 @@ class _Sums:
                     with branch, k.range(0, self.columns, self.s.lanes) as c:
                         k.call(function, self.at, c * self.s.number_bytes)
 
-    def add(self, start: Value, count: Value, fresh: Value, end: Value) -> None:
+    def add(self, count: Value) -> None:
         """The tile's partial sums join those of the blocks before."""
-        k, a, task, name = self.k, self.task.a, self.task, self.name
-        total, out = (k.pointer(task.row_of(f"{x}{name}", task.head, start)) for x in "sd")
-        steps = (self.row, getattr(a, f"s{name}_row"), getattr(a, f"d{name}_row"), count, self.length)
-        k.call(task.parts.add, self.partial, total, out, *steps, k.zext(fresh, I64), k.zext(end, I64), self.factor())
+        k, x = self.k, Words(self.k, SUMS, self.at)
+        steps = (self.row, x.total_row, x.out_row, count, self.length, x.fresh, x.end)
+        k.call(self.task.parts.add, self.partial, k.pointer(x.total), k.pointer(x.out), *steps, self.factor())

@@ -291,7 +291,7 @@ def into_keys(
 
     with k.range(0, x.keys, rows) as j:
         keys = [k.min(j + m, last) if exactly or predicated else j + m for m in range(rows)]
-        accs = [k.at(partial, key * x.partial_row) for key in keys]
+        accs = [k.at(partial, key * x.row) for key in keys]
         total = accumulators(k, s, rows, vectors)
         with k.when(x.join.differs(0)):
             at = k.at(k.pointer(x.total), j * x.total_row + k.p["column"])

@@ -259,7 +259,8 @@ BACKWARD_PANEL: Mapping[str, Callable[[BackwardSizes], int]] = {
 
 # sums over queries for each of `keys` keys of a tile: weights [keys, panel] times rows [panel, columns] of each panel
 SUMS = Record(
-    "partial", "partial_row", "weights", "marks", "pair_bytes", "rows", "row", "panel", "panel_bytes",
+    "partial", "weights", "marks", "pair_bytes", "rows", "panel", "panel_bytes",
+    "row",  # from one of `rows` to the next, and of partial
     "panels", "keys",
     "begin",  # from +0, not from what partial has
     "join",  # partial is not written: totals are, or at the end what is returned

@@ -22,7 +22,7 @@ from ..expressions.operations import KINDS, OPERATIONS
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import SYMBOLS, Node, order
-from ..problem import MOST_SEEDS, Options
+from ..problem import MOST_SEEDS, Options, scores_of
 
 _LISTS = ("window", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
 _DEFAULTS = Options()._asdict()
@@ -39,7 +39,7 @@ def text_of(options: Options) -> str:
         if name == "mask" and x is not None:
             kept[name] = _written(x, name, slots)
         elif name == "score" and x is not None:
-            kept[name] = [_written(one, name, slots) for one in _listed(x)]
+            kept[name] = [_written(one, name, slots) for one in scores_of(x)]
         elif name not in ("sink_logits", "seed") and not (x is None or x is _DEFAULTS[name]):
             kept[name] = _number(x, name)
     return json.dumps(kept)
@@ -48,7 +48,7 @@ def text_of(options: Options) -> str:
 def tensors_of(options: Options) -> list[torch.Tensor]:
     """What mask and score look up, in the order of the text's numbers."""
     parts = [] if options.mask is None else [(options.mask, "mask")]
-    parts += [] if options.score is None else [(x, "score") for x in _listed(options.score)]
+    parts += [] if options.score is None else [(x, "score") for x in scores_of(options.score)]
     found: list[torch.Tensor] = []
     for x, role in parts:
         if isinstance(x, Table):
@@ -58,10 +58,6 @@ def tensors_of(options: Options) -> list[torch.Tensor]:
         else:
             found.append(x if is_tensor(x) else torch.tensor(np.asarray(x)))
     return found
-
-
-def _listed(score: Any) -> Any:
-    return score if isinstance(score, (list, tuple)) else [score]
 
 
 def options_of(
