@@ -169,8 +169,8 @@ MUTATIONS = (
     Mutation(
         "a task waits for one of the two before it",
         "cpu/backward.py",
-        "return super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)",
-        "return super().has_come(turn) | (k.fetch_add(before, 0, 0) >= wanted)",
+        "come = super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)",
+        "come = super().has_come(turn) | (k.fetch_add(before, 0, 0) >= wanted)",
         f"{RUNS} -k their_turn",
     ),
     Mutation(
@@ -200,6 +200,13 @@ MUTATIONS = (
         "low.equals(0) & high.equals(count) & careful.equals(0)",
         "low.equals(0) & careful.equals(0)",
         f"{BACKWARD} -k every_option",
+    ),
+    Mutation(
+        "heads that add to the same entries do not wait for each other",
+        "cpu/backward.py",
+        "k.select(free, k.i64(0), turn + a.group)",
+        "k.i64(0)",
+        f"{RUNS} -k followed",
     ),
     Mutation(
         "the halves of a pair of keys change places",

@@ -25,7 +25,7 @@ from test_workers import count_threads, run, wait_until
 
 import speedlight as sl
 from speedlight import arrays, backward
-from speedlight.cpu import differentiate, workers
+from speedlight.cpu import differentiate, gradients, workers
 from speedlight.cpu.layout import HEAD, LEFT, LIMIT, SCRATCH, TICKET, WORKER
 
 linux = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
@@ -140,14 +140,38 @@ def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype):
 @pytest.fixture
 def many(rng, monkeypatch) -> Any:
     """A call of six blocks of queries and five ranges of keys, and what it comes to."""
+    given = problem(rng, "float32", 4, 2, 500, 600, 16, 16)
+    yield from called(lambda: sl.attention_backward(*given), monkeypatch)
+
+
+@pytest.fixture
+def followed(rng, monkeypatch) -> Any:
+    """As `many`, where heads follow each other: all add to the same gradient of a table."""
+    table = sl.table(rng.standard_normal((500, 600)))
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + table[i - 100, j]
+
+    given = problem(rng, "float64", 4, 2, 500, 600, 16, 16, score=score)  # whose sums tell in what order they were made
+    monkeypatch.setattr(gradients, "_SHARE_BYTES", 1)
+    monkeypatch.setattr(gradients._TableSums, "beside", lambda *_: False)
+
+    def call() -> Any:
+        *others, (found,) = sl.attention_backward(*given, score=score, grads=(table,))
+        return *others, found
+
+    yield from called(call, monkeypatch)
+
+
+def called(call: Any, monkeypatch: Any) -> Any:
+    """The call, to be made by three threads, and what it comes to with one."""
     monkeypatch.setattr(differentiate, "_RANGES", (128, 128))
     monkeypatch.setattr(workers, "_openmp", lambda _: None)
     backward._prepared.clear()
-    given = problem(rng, "float32", 4, 2, 500, 600, 16, 16)
     sl.set_threads(1)
-    want = sl.attention_backward(*given)
+    want = call()
     sl.set_threads(3)
-    yield given, want
+    yield call, want
     backward._prepared.clear()
 
 
@@ -158,13 +182,14 @@ def from_ticket(words: Any, first: int, end: int) -> Any:
     return new
 
 
-def test_tasks_wait_for_their_turn(many, monkeypatch):
+@pytest.mark.parametrize("which", ["many", "followed"])
+def test_tasks_wait_for_their_turn(which, request, monkeypatch):
     """Somebody draws late tickets and is there long before those who have the earlier ones."""
-    given, want = many
+    call, want = request.getfixturevalue(which)
     cuts = []
 
     def out_of_turn(kernel: Any, words: Any, tickets: int, threads: int, seconds: float) -> None:
-        cut = max(1, tickets * len(cuts) // 6)
+        cut = max(1, 5 * len(cuts))  # of five ranges of keys: where a head begins, too
         cuts.append(cut)
         early, late = from_ticket(words, 0, cut), from_ticket(words, cut, tickets)
         scratch = (ctypes.c_char * late[HEAD.index("scratch_stride")])()
@@ -177,13 +202,14 @@ def test_tasks_wait_for_their_turn(many, monkeypatch):
         assert not thread.is_alive()
 
     monkeypatch.setattr(differentiate, "run_tickets", out_of_turn)
-    for _ in range(6):
-        same(sl.attention_backward(*given), want, f"from ticket {cuts}")
+    for _ in range(18):
+        same(call(), want, f"from ticket {cuts}")
 
 
-def test_a_call_may_stop_after_any_ticket(many, monkeypatch):
+@pytest.mark.parametrize("which", ["many", "followed"])
+def test_a_call_may_stop_after_any_ticket(which, request, monkeypatch):
     """Regions of a long call, one after another: whatever a ticket waits for is in its own or an earlier one."""
-    given, want = many
+    call, want = request.getfixturevalue(which)
     at = [0, 1]
 
     def in_two(kernel: Any, words: Any, tickets: int, threads: int, seconds: float) -> None:
@@ -194,37 +220,37 @@ def test_a_call_may_stop_after_any_ticket(many, monkeypatch):
 
     monkeypatch.setattr(differentiate, "run_tickets", in_two)
     while at[0] <= at[1]:
-        same(sl.attention_backward(*given), want, f"cut at {at[0]}")
+        same(call(), want, f"cut at {at[0]}")
         at[0] += 1 if FULL else 3
     assert at[1] > 30
 
 
 @pytest.mark.parametrize("helpers", [0, 1])
 def test_fewer_threads_than_asked(many, monkeypatch, helpers):
-    given, want = many
+    call, want = many
     started = workers._started
     monkeypatch.setattr(workers, "_started", lambda count: started(count)[:helpers])
     sl.set_threads(8)
-    same(sl.attention_backward(*given), want)
+    same(call(), want)
 
 
 def test_openmp_and_our_own_threads(many, monkeypatch):
     pytest.importorskip("torch")
-    given, want = many
-    same(sl.attention_backward(*given), want)
+    call, want = many
+    same(call(), want)
     monkeypatch.undo()
     sl.set_threads(3)
     for _ in range(5):
-        same(sl.attention_backward(*given), want)
+        same(call(), want)
 
 
 def test_concurrent_callers(many):
-    given, want = many
+    call, want = many
     wrong: list[int] = []
 
     def work(n: int) -> None:
         for _ in range(3):
-            got = sl.attention_backward(*given)
+            got = call()
             wrong.extend(n for a, b in zip(got, want, strict=True) if a.tobytes() != b.tobytes())
 
     threads = [threading.Thread(target=work, args=(n,)) for n in range(100 if FULL else 12)]
@@ -263,11 +289,8 @@ stop.append(1); thread.join(); print(good)
 @needs_places
 def test_an_interrupt_anywhere_leaves_threads_as_they_were(many, monkeypatch):
     """In a call of several regions: no slot stays taken, nobody inside, the next call right."""
-    given, want = many
+    call, want = many
     monkeypatch.setattr(workers, "_REGION_SECONDS", 1e-4)
-
-    def call() -> None:
-        sl.attention_backward(*given)
 
     call()
     wait_until(lambda: all(x.up.locked() for x in workers._helpers))
@@ -276,7 +299,7 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(many, monkeypatch):
         interrupted(call, n)
         assert workers._region == [None]
         wait_until(lambda: count_threads() <= threads)
-        same(sl.attention_backward(*given), want, f"after place {n}")
+        same(call(), want, f"after place {n}")
 
 
 # --- what is kept between calls (R31)

@@ -160,6 +160,43 @@ def same_bits(arrays, t, options, rowwise, single):
         assert (np.signbit(results[0]) == np.signbit(other))[results[0] == 0].all()
 
 
+DENSE = {
+    "all heads": ((700, 300), lambda t, b, h, i, j: t[i, j]),
+    "each head": ((Q_HEADS, 700, 300), lambda t, b, h, i, j: t[h, i, j]),
+    "each item": ((2, 700, 300), lambda t, b, h, i, j: t[b, i, j]),
+    "each pair": ((2, Q_HEADS, 700, 300), lambda t, b, h, i, j: t[b, h, i, j]),
+}
+
+
+@pytest.mark.each("dtype", "name")
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("name", DENSE)
+def test_dense_scores_beside_dq_dk_and_dv(rng, name, dtype, monkeypatch):
+    """Summed where dS is made, heads in turn, or by a kernel of their own: the same bits, for any threads."""
+    monkeypatch.setattr(differentiate, "_RANGES", (128, 128))
+    q, k, v = qkv(rng, dtype, 2, Q_HEADS, 2, 700, 300, 24, 9)
+    shape, read = DENSE[name]
+    t = sl.table(rng.standard_normal(shape).astype(np.float32))
+    options = {"score": lambda s, b, h, i, j: s + read(t, b, h, i, j), "mask": sl.window(400, 100)}
+    options |= {"q_start": 0, "sink_logits": rng.standard_normal(Q_HEADS), "dropout": 0.1, "seed": 3}
+    arrays = (q, k, v, *flow_of(rng, (q, k, v), **options))
+    sums, seen, results = gradients._sums_of, [], []
+    monkeypatch.setattr(gradients, "_sums_of", lambda *x: seen.append(sums(*x)) or seen[-1])
+    for threads, beside in ((1, True), (1, False), (2, False), (3, False), (3, True)):
+        sl.set_threads(threads)
+        with monkeypatch.context() as m:
+            if beside:
+                m.setattr(gradients._TableSums, "beside", lambda *_: True)
+            results.append(sl.attention_backward(*arrays, grads=(t, "sink_logits"), **options))
+        assert seen[-1].rows and seen[-1].alone == (name == "each pair")
+    want = reference.backward(*arrays, grads=(t,), **options)[3][0]
+    for other in results:
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(results[0][:3], other[:3], strict=True))
+        assert all(x.tobytes() == y.tobytes() for x, y in zip(results[0][3], other[3], strict=True))
+    close = np.abs(results[0][3][0] - want).max() <= 0.02 * np.abs(want).max()
+    assert close and (results[0][3][0] != 0).any()
+
+
 class Numpy:
     """NumPy, but that sums lie between guards."""
 

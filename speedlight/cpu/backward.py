@@ -6,12 +6,16 @@
 Tasks form a wavefront. (step, range) follows (step, range - 1), whose share of dQ comes first, and (step - 1, range),
 whose share of dK and dV does; `progress` counts the steps that are done in each range. Tickets are numbered along
 diagonals, so whatever is waited for has a smaller one and somebody works on it. No sum is shared between threads.
+
+Gradients of a table are added here, too, where no two positions or keys read the same entry. Where heads do, `skew` is
+not 0: each follows the head before, so many diagonals later.
 """
 
 from __future__ import annotations
 
 from ..problem import QUERY_BLOCK, TILE
 from .backward_tiles import into_keys, into_queries
+from .flows import find_sums
 from .layout import GANG, GRADIENT_ITEM_BYTES, QUERY_ENDS, SUMS, GradientItem, apart, together
 from .pairs import PairParts, PairWork, Panel, Tile
 from .products import units_of
@@ -56,9 +60,10 @@ class _Task(PairWork):
         gang = {name: k.load(I64, at, GANG.offset(name)) for name in GANG.names}
         local, width = k.p["number"] - gang["first"], gang["columns"] * gang["ranges"]
         diagonal, rest = local // width, local % width
-        column = gang["column"] + rest // gang["ranges"]
-        self.range = rest % gang["ranges"]
-        self.step = diagonal - self.range
+        column, self.ranges = gang["column"] + rest // gang["ranges"], gang["ranges"]
+        self.range = rest % self.ranges
+        self.step = diagonal - self.range - rest // self.ranges * a.skew
+        self.is_first = column.equals(0)
         self.head = column % a.kv_heads
         self.progress = k.at(k.pointer(a.progress), (gang["progress"] + rest) * 8)
         at = k.at(k.pointer(a.items), column // a.kv_heads * GRADIENT_ITEM_BYTES)
@@ -68,6 +73,7 @@ class _Task(PairWork):
         super().__init__(k, parts)
         weights = ("p_units", "ds_units") if self.s.elements > 1 else ("scores", "flows")
         self.sums = [_Sums(self, *names) for names in zip(("v", "k"), ("d_out", "q"), weights, strict=True)]
+        self.entries = None if parts.entries is None else find_sums(k, self.a, self.s.program)
 
     def run(self) -> None:
         k, item = self.k, self.item
@@ -77,11 +83,18 @@ class _Task(PairWork):
             k.fetch_add(self.progress, 0, 1)
 
     def has_come(self, turn: Value) -> Value:
-        """The step before is done in this range, and this step in the range before."""
-        k = self.k
+        """The step before is done in this range, and this step in the range before. Where heads add to the same
+        entries of a table, the head before has done so at these positions, in this range.
+        """
+        k, a = self.k, self.a
         before = k.select(self.range > 0, k.at(self.progress, -8), self.progress)
         wanted = k.select(self.range > 0, turn + 1, k.i64(0))
-        return super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)
+        come = super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)
+        if self.entries is None:
+            return come
+        free = a.skew.equals(0) | self.is_first | (turn % a.group).differs(0)
+        column = k.select(free, self.progress, k.at(self.progress, self.ranges * -8))
+        return come & (k.fetch_add(column, 0, 0) >= k.select(free, k.i64(0), turn + a.group))
 
     def work(self) -> None:
         """Panels are packed only where the block sees any of the range, or dQ begins or ends there."""
@@ -183,6 +196,8 @@ class _Task(PairWork):
         """Keys [first, end) of a tile for one panel: P and dS, then its share of dQ."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
         careful, count = self.weigh(panel, tile, first, end, clear), end - first
+        if self.entries is not None:
+            self.add_to_entries(panel, tile.start + first, count, self.entries)
         for name, x in (("key_first", first), ("key_end", end), ("careful", k.zext(careful, I64))):
             k.store(x, panel.at, QUERY_ENDS.offset(name))
         keys, key_row = k.at(tile.keys, first * tile.k_row), tile.k_row

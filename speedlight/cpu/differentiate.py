@@ -168,10 +168,11 @@ def _steps_of(problem: Problem) -> list[int]:
     ]
 
 
-def tickets_of(problem: Problem, threads: int) -> Tickets:
+def tickets_of(problem: Problem, threads: int, *, skew: int = 0) -> Tickets:
     """Of blocks of queries against ranges of keys, gang after gang.
 
     A gang is as small as keeps all threads busy: what it reads again and again then stays in the cache they share.
+    `skew`: so many diagonals each kv head comes after the one before.
     """
     steps = _steps_of(problem)
     columns = problem.batch * problem.kv_heads
@@ -188,11 +189,12 @@ def tickets_of(problem: Problem, threads: int) -> Tickets:
         most = max(ranges[i] for i in items)
         depth = max((steps[i] + ranges[i] - 1 if steps[i] else 0) for i in items)
         if depth:
+            depth += (heads - 1) * skew
             rows.append((count, first, heads, most, progress))
             count += depth * heads * most
             progress += heads * most
     gangs = np.array(rows, np.int64).reshape(-1, len(GANG.names))
-    words = {"gangs": gangs.ctypes.data, "gang_count": len(gangs), "range_keys": keys}
+    words = {"gangs": gangs.ctypes.data, "gang_count": len(gangs), "skew": skew, "range_keys": keys}
     return Tickets(count, gangs, progress, words)
 
 
@@ -203,6 +205,19 @@ def _range_of(problem: Problem, threads: int, columns: int) -> int:
     wanted = -(-_TASKS * threads // max(1, columns)) if threads > 1 else 1
     keys = -(-max(problem.k_lengths, default=0) // wanted)
     return up(min(most, max(least, keys)), TILE)
+
+
+def blocks_of_positions(problem: Problem) -> int:
+    """Of the longest item."""
+    return max(_steps_of(problem), default=0) // problem.group
+
+
+def side_by_side(problem: Problem, threads: int) -> int:
+    """How many tasks are worked on at once where each kv head follows the one before."""
+    if len(set(zip(problem.q_starts, problem.q_lengths, problem.k_lengths, strict=True))) != 1:
+        return 0  # where that one is cannot be told from where this one is
+    keys = _range_of(problem, threads, problem.batch * problem.kv_heads)
+    return blocks_of_positions(problem) * max(1, -(-problem.k_lengths[0] // keys))
 
 
 def tickets_of_tables(problem: Problem, most_shares: int, *, by_positions: bool) -> Tickets:

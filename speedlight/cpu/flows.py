@@ -10,7 +10,7 @@ from ..expressions.bounds import linear
 from ..expressions.program import Program
 from ..expressions.tree import FLOW, Node
 from .functions import like
-from .layout import SUM_OF
+from .layout import SHARE_OF, SUM_OF
 from .lookups import added, clamped, direction, length_of, splat_like
 from .lower import Lowering, of_queries, scale_of
 from .shape import Shape
@@ -27,7 +27,9 @@ def changes_flow(program: Program | None) -> bool:
 
 def needs_raw(program: Program | None) -> bool:
     """Whether scores are looked at again once an expression has changed them."""
-    return changes_flow(program) or (program is not None and bool(program.entries))
+    return changes_flow(program) or (
+        program is not None and any(["s" in x.uses for entry in program.entries for x in entry])
+    )
 
 
 def flow_tile(module: Module, s: Shape, program: Program) -> Any:
@@ -107,10 +109,12 @@ def entries_tile(module: Module, s: Shape, program: Program) -> Any:
 
         def key(j: Value, m: Value, v: Value = v) -> None:
             row = j * s.row_bytes + v * s.vector_bytes
-            raw, d, mark = (k.load(s.vector, p[x], row) for x in ("raw", "flows", "scores"))
+            d, mark = (k.load(s.vector, p[x], row) for x in ("flows", "scores"))
             bits = mark.bits(s.ivector)
             hidden.set(hidden.get() & bits)
-            now = env | {"j": lowering.integer(p["first"] + j), "s": raw * scale, FLOW: d}
+            now = env | {"j": lowering.integer(p["first"] + j), FLOW: d}
+            if needs_raw(program):
+                now["s"] = k.load(s.vector, p["raw"], row) * scale
             values = lowering.values | {id(x.node): x.value(m) for x in streams}
             for x in adders:
                 x.take(lowering, now, values, bits > -1, m)
@@ -129,6 +133,18 @@ def entries_tile(module: Module, s: Shape, program: Program) -> Any:
 
         lowering.each_key(streams, env, p["first"], (k.i64(0), p["n_keys"]), key, after if rows else None)
     return k.finish()
+
+
+def find_sums(k: Function, a: Any, program: Program, share: Value | None = None) -> Value:
+    """SUM_OF for every lookup, in memory of the task: of a share, or where all have the same sums."""
+    sums = k.buffer(I64, max(1, len(program.entries) * len(SUM_OF.names)))
+    for n, (node, _) in enumerate(program.entries):
+        at = k.at(k.pointer(a.shares), program.tables[node.value] * SHARE_OF.bytes)
+        first, size, number = (k.load(I64, at, SHARE_OF.offset(x)) for x in SHARE_OF.names)
+        into = k.at(sums, n * SUM_OF.bytes)
+        k.store(first if share is None else first + share * size, into, SUM_OF.offset("at"))
+        k.store(number, into, SUM_OF.offset("number"))
+    return sums
 
 
 class _Entries:

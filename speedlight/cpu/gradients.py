@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,42 +22,45 @@ from .differentiate import (
     BackwardCall,
     BackwardSchedule,
     Lies,
+    Tickets,
+    blocks_of_positions,
     schedule_backward,
     shape_of,
+    side_by_side,
     tickets_of,
     tickets_of_tables,
 )
-from .flows import at_positions, by_rows
+from .flows import at_positions, by_rows, changes_flow
 from .layout import SHARE_OF
 from .operands import Operands, Strides
 from .prepare import program_of
-from .shape import Shape
+from .shape import Kind, Shape
 
 _SHARES, _SHARE_BYTES = 64, 64 << 20  # of gradients of tables, and bytes of all shares together
+_POSITIONS = 4  # blocks of queries, from which on a share is what is at the same positions
 
 
 class Gradients:
     """A prepared request, for arrays at any addresses."""
 
     def __init__(self, request: Asked, lies: Lies, threads: int, isa: Isa) -> None:
-        problem = request.problem
-        self.request, self.problem, self.lies = request, problem, lies
-        self.untouched = _untouched(problem, lies)
-        program = program_of(problem, backward=True)
-        strides = lies.strides(problem.storage)
-        how = schedule_backward(problem, isa, strides, program, tickets_of(problem, threads), threads)
-        self.call, self.tables = BackwardCall(problem, "backward", program, lies, how), None
-        if request.tables and problem.score is not None:
-            entries = sum(x.array.size for x in request.tables)
-            program = Program.of_entries(problem.mask, problem.score, problem.box(), request.tables)
-            shares = max(1, min(_SHARES, _SHARE_BYTES // (8 * max(1, entries))))
-            self.single = frozenset(id(n.value) for n, _ in program.entries if _has_one_term(problem, program, n))
-            # where sums have one term, or there would be one share, these shares give the same bits
-            few = shares == 1 or all([id(n.value) in self.single for n, _ in program.entries])
-            self.one_sum = few and all([at_positions(program, n) for n, _ in program.entries])
-            tickets = tickets_of_tables(problem, shares, by_positions=self.one_sum)
-            how = schedule_backward(problem, isa, strides, program, tickets, threads)
-            self.tables = BackwardCall(problem, "tables", program, lies, how)
+        self.request, self.problem, self.lies = request, request.problem, lies
+        self.untouched = _untouched(self.problem, lies)
+        program, skew = program_of(self.problem, backward=True), 0
+        self.sums = _sums_of(self.problem, request.tables)
+        self.tables = None  # the call that adds to their gradients, where that of dq, dk and dv does not
+        if self.sums is not None:
+            if self.sums.beside(self.problem, program, threads):
+                tickets = tickets_of_tables(self.problem, self.sums.shares, by_positions=self.sums.one)
+                self.tables = self._call("tables", self.sums.program, tickets, threads, isa)
+            else:
+                program, skew = self.sums.program, 0 if self.sums.alone else self.problem.group
+        self.call = self._call("backward", program, tickets_of(self.problem, threads, skew=skew), threads, isa)
+
+    def _call(self, kind: Kind, program: Program | None, tickets: Tickets, threads: int, isa: Isa) -> BackwardCall:
+        strides = self.lies.strides(self.problem.storage)
+        how = schedule_backward(self.problem, isa, strides, program, tickets, threads)
+        return BackwardCall(self.problem, kind, program, self.lies, how)
 
     @property
     def size(self) -> int:
@@ -68,8 +71,12 @@ class Gradients:
         """Fills dq, dk and dv; the further gradients that are asked for. `seed` of the caller's, if given."""
         for name in self.untouched:
             getattr(x, name).numpy()[...] = 0
-        self.call.run(x, self._sums(x), seed)
-        tables = self._tables(x, seed)
+        count = 1 if self.tables is None else self.tables.how.tickets.progress
+        found, shares = ({}, None) if self.sums is None else self.sums.new(self.problem, count)
+        self.call.run(x, self._sums(x), seed, shares if self.tables is None else None)
+        if self.tables is not None:
+            self.tables.run(x, [x.dq.numpy()] * 3, seed, shares)
+        tables = {at: _added(each) for at, each in found.items()}
         grads = self.request.grads
         return tuple(self._narrowed(_sinks(self.problem, self.lies, x) if y == SINKS else tables[id(y)]) for y in grads)
 
@@ -85,21 +92,51 @@ class Gradients:
             return [a.numpy() for a in (x.dq, x.dk, x.dv)]
         return [np.empty(a.shape, np.float32) for a in (x.dq, x.dk, x.dv)]
 
-    def _tables(self, x: Operands, seed: int | None) -> dict[int, np.ndarray]:
-        """Gradients of tables, by the tables' ids: shares are added in order."""
-        tables = self.request.tables
-        if self.tables is None or self.tables.program is None:
-            return {}
-        count = 1 if self.one_sum else self.tables.how.tickets.progress
-        narrow = self.single if self.one_sum and self.problem.storage != "f64" else frozenset()
-        sums = {id(t): np.zeros((count, *t.shape), _sum_type(t, id(t) in narrow)) for t in tables}
-        shares = np.zeros((len(self.tables.program.tables), len(SHARE_OF.names)), np.int64)
-        for table, slot in self.tables.program.tables.items():
+
+class _TableSums(NamedTuple):
+    """In what order gradients of tables are summed, which depends on the problem alone."""
+
+    program: Program
+    tables: tuple[Table, ...]
+    shares: int
+    single: frozenset[int]  # ids of tables whose sums have one term each
+    one: bool  # all shares add to the same sums: each has positions of its own
+    rows: bool  # … and keys of a query add to entries side by side
+
+    @property
+    def alone(self) -> bool:
+        return all([id(node.value) in self.single for node, _ in self.program.entries])
+
+    def beside(self, problem: Problem, program: Program | None, threads: int) -> bool:
+        """Whether a kernel of its own sums them; dS is computed twice then."""
+        if not self.rows or changes_flow(program):
+            return True
+        return not self.alone and side_by_side(problem, threads) < 2 * threads
+
+    def new(self, problem: Problem, shares: int) -> tuple[dict[int, np.ndarray], np.ndarray]:
+        """Sums of so many shares, by the tables' ids, and where kernels find them."""
+        count = 1 if self.one else shares
+        narrow = self.single if self.one and problem.storage != "f64" else frozenset()
+        sums = {id(t): np.zeros((count, *t.shape), _sum_type(t, id(t) in narrow)) for t in self.tables}
+        words = np.zeros((len(self.program.tables), len(SHARE_OF.names)), np.int64)
+        for table, slot in self.program.tables.items():
             if id(table) in sums:
                 each = sums[id(table)]
-                shares[slot] = each.ctypes.data, 0 if self.one_sum else each.strides[0], each.itemsize
-        self.tables.run(x, [x.dq.numpy()] * 3, seed, shares)
-        return {at: _added(each) for at, each in sums.items()}
+                words[slot] = each.ctypes.data, 0 if self.one else each.strides[0], each.itemsize
+        return sums, words
+
+
+def _sums_of(problem: Problem, tables: tuple[Table, ...]) -> _TableSums | None:
+    if not tables or problem.score is None:
+        return None
+    program = Program.of_entries(problem.mask, problem.score, problem.box(), tables)
+    lookups = [node for node, _ in program.entries]
+    single = frozenset(id(n.value) for n in lookups if _has_one_term(problem, program, n))
+    shares = max(1, min(_SHARES, _SHARE_BYTES // (8 * max(1, sum(t.array.size for t in tables)))))
+    # where sums have one term, or there would be one share, shares by positions give the same bits
+    few = shares == 1 or blocks_of_positions(problem) >= _POSITIONS or all([id(n.value) in single for n in lookups])
+    one = few and all([at_positions(program, n) for n in lookups])
+    return _TableSums(program, tables, shares, single, one, one and all([by_rows(program, n) for n in lookups]))
 
 
 @standard

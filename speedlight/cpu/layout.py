@@ -299,7 +299,7 @@ DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{nam
 
 BACKWARD = Record(
     *_COMMON, "drop_factor", "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",
-    "shares", "gangs", "gang_count", "blocks", "kv_heads", "range_keys", "panels",
+    "shares", "gangs", "gang_count", "skew", "blocks", "kv_heads", "range_keys", "panels",
     "panel_bytes", "pair_bytes",
     "d_out_head", "d_out_row", "d_out_column",
     *(f"{name}_{part}" for name in ("dq", "dk", "dv", "sq", "sk", "sv") for part in ("head", "row")),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from ..problem import QUERY_BLOCK
 from .backward_tiles import UNITS, Weights, dot_of_panels, make_units, product
 from .dropping import drop_factors
-from .flows import changes_flow, flow_tile, needs_raw
+from .flows import changes_flow, entries_tile, flow_tile, needs_raw
 from .layout import QUERY_ENDS, QUERY_LANES, together
 from .lower import aim, expression_tile, squares
 from .products import units_of
@@ -47,6 +47,7 @@ class PairParts:
         last = self.flow is None and not s.dropout
         self.weights = Weights(m, s, last=last).function()
         self.units = make_units(m, s) if s.elements > 1 and not last else None
+        self.entries = entries_tile(m, s, program) if program and program.entries else None
 
 
 class Panel:
@@ -267,3 +268,11 @@ class PairWork(Work):
         if parts.units is not None:
             k.call(parts.units, scores, flows, count, *units)
         return careful
+
+    def add_to_entries(self, panel: Panel, first: Value, count: Value, sums: Value) -> None:
+        """What flows to entries of tables from P and dS of `count` keys from `first` on."""
+        k, pairs = self.k, (panel.pairs("scores"), panel.pairs("flows"))
+        where = (first + self.a.k_start, count, self.item.index)
+        k.call(
+            self.parts.entries, k.p["a"], self.part("raw"), *pairs, panel.lanes("position"), self.fetch, sums, *where
+        )

@@ -8,8 +8,8 @@ positions of queries read the same entry, a share may be what is at the same pos
 from __future__ import annotations
 
 from ..problem import TILE
-from .flows import entries_tile
-from .layout import BLOCK_OF, GRADIENT_ITEM_BYTES, SHARE_OF, SUM_OF, GradientItem
+from .flows import find_sums
+from .layout import BLOCK_OF, GRADIENT_ITEM_BYTES, GradientItem
 from .pairs import PairParts, PairWork, Panel, Tile
 from .region import entry, region
 from .shape import Shape
@@ -21,7 +21,6 @@ class _Parts(PairParts):
 
     def __init__(self, s: Shape) -> None:
         super().__init__(s, "tables")
-        self.entries = entries_tile(self.module, s, s.program)
 
 
 def tables_module(s: Shape, symbol: str) -> Module:
@@ -38,8 +37,7 @@ class _Task(PairWork):
 
     def __init__(self, k: Function, parts: _Parts) -> None:
         super().__init__(k, parts)
-        # of each lookup, those of this share
-        self.sums = k.buffer(I64, max(1, len(self.s.program.entries) * len(SUM_OF.names)))
+        self.sums = find_sums(k, self.a, self.s.program, self.share)
 
     def _find_item(self) -> GradientItem:
         k, a = self.k, self.a
@@ -55,12 +53,6 @@ class _Task(PairWork):
     def run(self) -> None:
         k = self.k
         self.wait(self.turn)
-        for n, (node, _) in enumerate(self.s.program.entries):
-            at = k.at(k.pointer(self.a.shares), self.s.program.tables[node.value] * SHARE_OF.bytes)
-            of, size, number = (k.load(I64, at, SHARE_OF.offset(x)) for x in SHARE_OF.names)
-            sums = k.at(self.sums, n * SUM_OF.bytes)
-            k.store(of + self.share * size, sums, SUM_OF.offset("at"))
-            k.store(number, sums, SUM_OF.offset("number"))
         most = self.pack_all()
         with k.range(0, self.item.k_len, TILE) as start:
             count = k.min(self.item.k_len - start, k.i64(TILE))
@@ -72,9 +64,5 @@ class _Task(PairWork):
 
     def panel_tile(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> None:
         """Keys [first, end) of a tile for one panel: P and dS, then what flows to entries."""
-        k, a = self.k, self.a
         self.weigh(panel, tile, first, end, clear)
-        where = (tile.start + first + a.k_start, end - first, self.item.index)
-        parts = (self.part("raw"), panel.pairs("scores"), panel.pairs("flows"))
-        lanes = panel.lanes("position")
-        k.call(self.parts.entries, k.p["a"], *parts, lanes, self.fetch, self.sums, *where)
+        self.add_to_entries(panel, tile.start + first, end - first, self.sums)

@@ -46,6 +46,7 @@ from .reports import console, print_json
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
 _DTYPES = ("float32", "float16", "bfloat16")
 GPU_KINDS = ("forward", "float32", "mask", "decode")
+MODEL_KINDS = ("gpt", "mask", "flex")
 
 
 def bench(
@@ -69,15 +70,21 @@ def bench(
     device: Annotated[
         str, typer.Option(help="cpu, or cuda: forward, masks and decode on a GPU, beside its own peers.")
     ] = "cpu",
-    only: Annotated[str, typer.Option(help="On a GPU: forward, float32, mask or decode.")] = "",
+    models: Annotated[
+        bool, typer.Option("--models", help="Whole models, and gradients that PyTorch has no kernel for, by PyTorch.")
+    ] = False,
+    only: Annotated[
+        str, typer.Option(help=f"On a GPU: forward, float32, mask or decode. Of --models: {', '.join(MODEL_KINDS)}.")
+    ] = "",
     base: Annotated[str | None, typer.Option(help="A commit of this clone to compare with, instead of peers.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the rows.")] = None,
     plot: Annotated[Path | None, typer.Option(help="A picture of the roofline: .png, .svg or .pdf.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused."""
-    if device != "cpu":
-        _on_gpu(device, only, turns, output, as_json, dtype or head_dim or length or peer or base or plot or backward)
+    if device != "cpu" or models:
+        others = dtype or head_dim or length or peer or base or plot or backward
+        _listed(device, models, only, turns, output, as_json, others)
         return
     shapes = _shapes(dtype, head_dim, length, mask, heads)
     names = _names(peer, backward)
@@ -115,22 +122,33 @@ def bench(
         raise typer.Exit(1)
 
 
-def _on_gpu(device: str, only: str, turns: int, output: Path | None, as_json: bool, others: Any) -> None:
-    """The GPU's own list of problems."""
-    if others:
-        raise ArgumentError("--device cuda: expected no more than --only, --turns, --output and --json beside it.")
-    if only not in ("", *GPU_KINDS):
-        raise ArgumentError(f"--only: expected one of {', '.join(GPU_KINDS)}; got {only!r}.")
+def _listed(device: str, models: bool, only: str, turns: int, output: Path | None, as_json: bool, others: Any) -> None:
+    """A list of problems of its own: the GPU's, or whole models."""
+    what, kinds = ("--models", MODEL_KINDS) if models else ("--device cuda", GPU_KINDS)
+    if others or (models and device != "cpu"):
+        raise ArgumentError(f"{what}: expected no more than --only, --turns, --output and --json beside it.")
+    if only not in ("", *kinds):
+        raise ArgumentError(f"--only: expected one of {', '.join(kinds)}; got {only!r}.")
+    if turns < 1:
+        raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
     if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
         raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
-    engine.resident().device_of(device)
-    from . import gpu
+    if models:
+        from . import models as whole
 
-    report = gpu.about() | {"roofs": gpu.roofs(turns), "rows": []}
-    for row in gpu.rows(turns, only):
+        report, rows, line = _about(), whole.rows(only, turns), whole.line
+    else:
+        engine.resident().device_of(device)
+        from . import gpu
+
+        roofs = gpu.roofs(turns)
+        report, rows = gpu.about() | {"roofs": roofs}, gpu.rows(turns, only)
+        line = lambda row: gpu.line(row, roofs)  # noqa: E731
+    report["rows"] = []
+    for row in rows:
         report["rows"].append(row)
         if not as_json:
-            print(gpu.line(row, report["roofs"]), flush=True)
+            print(line(row), flush=True)
         if output is not None:
             output.write_text(json.dumps(report, indent=1) + "\n")
     if as_json:
