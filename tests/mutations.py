@@ -322,7 +322,7 @@ MUTATIONS = (
         "cpu/operands.py",
         "index * pages.v_item",
         "index * pages.k_item",
-        "tests/test_combined.py -k 'squares or blocks'",
+        f"{ATTENTION} -k 'every_length and 255'",
     ),
     Mutation(
         "queries of a short item are aligned by the longest",

@@ -21,7 +21,7 @@ NAN = np.nan
 
 @pytest.mark.units
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES if FULL else ["bfloat16"])
 def test_dense_arrays(isa, one_width, rng, dtype):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 50, 300, 16, 16)
     visible = rng.random((2, 1, 50, 300)) < 0.5
@@ -139,7 +139,7 @@ def test_the_same_bits_as_causal(isa, rng, dtype):
 
 
 @pytest.mark.each("name")
-@pytest.mark.parametrize("name", PATTERNS if FULL else [*PATTERNS][1::2])
+@pytest.mark.parametrize("name", PATTERNS if FULL else [*PATTERNS][2::3])
 def test_bits_do_not_depend_on_the_schedule(isa, one_width, rng, name):
     """Chunks of queries, threads, the batch: a row's bits stay, whichever tiles its neighbours make mixed."""
     q, k, v = qkv(rng, "float32", 2, 4, 2, 120, 480, 16, 16)
