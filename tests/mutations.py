@@ -322,7 +322,7 @@ MUTATIONS = (
         "cpu/operands.py",
         "index * pages.v_item",
         "index * pages.k_item",
-        f"{ATTENTION} -k 'every_length and 255'",
+        f"{CACHES} -k TestMachine",
     ),
     Mutation(
         "queries of a short item are aligned by the longest",
