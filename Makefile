@@ -28,8 +28,7 @@ demo: $(VENV)/.cli
 test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
-	$(RUN) -m pytest -n auto -m "not slow"
+	$(VENV)/bin/pyright & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-all: $(VENV)/.test
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
