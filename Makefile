@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
+# tests start some sixty processes, each of which would compile the package's sources
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all mutations bench readme check-arm gpu-check gpu clean
 
 $(VENV)/bin/python:

@@ -100,7 +100,7 @@ def test_the_kernel_counts_what_was_planned_for_masks(isa, one_width, rng, dtype
     assert plan.visible_pairs == shown.sum() and plan.flops == plan.visible_pairs * 4 * 16
 
 
-@settings(max_examples=300 if FULL else 5, deadline=None)
+@settings(max_examples=300 if FULL else 3, deadline=None)
 @given(masks(), st.booleans(), st.integers(0, 1 << 30))
 def test_the_kernel_counts_what_was_planned_for_random_masks(mask, causal, seed):
     rng = np.random.default_rng(seed)
