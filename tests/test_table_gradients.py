@@ -229,6 +229,7 @@ BROKEN = (
 )
 
 
+@pytest.mark.each("name", "broken")
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("name", ["alibi", "relative positions", "two tables", "a learned soft cap"])
 def test_broken_sums_are_outside(rng, name, broken):
