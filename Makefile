@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
+# tests start some sixty processes, each of which would compile the package's sources
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all mutations bench readme check-arm gpu-check gpu clean
 
 $(VENV)/bin/python:
@@ -28,8 +31,7 @@ demo: $(VENV)/.cli
 test: $(VENV)/.test
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright
-	$(RUN) -m pytest -n auto -m "not slow"
+	$(VENV)/bin/pyright & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-all: $(VENV)/.test
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest

@@ -329,7 +329,7 @@ MUTATIONS = (
         "cpu/operands.py",
         "index * pages.v_item",
         "index * pages.k_item",
-        "tests/test_combined.py -k 'squares or blocks'",
+        f"{CACHES} -k TestMachine",
     ),
     Mutation(
         "queries of a short item are aligned by the longest",

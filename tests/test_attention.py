@@ -171,7 +171,7 @@ HUGE = {  # the first have products of 3.4e38, 1.8e308 and 65025
 def test_huge_logits_stay_finite(engine, dtype, rows, which):
     """The largest score, and those that equal it, take all, whatever rounding does to the products."""
     kind, size = numpy_dtype(dtype), HUGE[dtype][which]
-    for factor in np.linspace(0.3, 1.0, 3 if engine.slow else 23):
+    for factor in np.linspace(0.3, 1.0, 2 if engine.slow else 23):
         q = np.full((1, 2, rows, 1), size * factor).astype(kind)
         k = (np.array([1.0, -1.0, 0.5, -0.97, 1.0]) * size).reshape(1, 1, 5, 1).astype(kind)
         v = np.array([7.0, 1, 2, 3, 5]).reshape(1, 1, 5, 1).astype(kind)

@@ -122,7 +122,7 @@ def test_large_scores(rng, dtype, size):
     assert_gradients(arrays, flow_of(rng, arrays))
 
 
-@settings(max_examples=300 if FULL else 4, deadline=None)
+@settings(max_examples=300 if FULL else 3, deadline=None)
 @given(scores(3), masks(1), st.booleans(), st.integers(0, 1 << 30), st.sampled_from(DTYPES))
 def test_random_expressions(score, mask, masked, seed, dtype):
     rng = np.random.default_rng(seed)

@@ -10,6 +10,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import warnings
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 from conftest import FULL
 
 import speedlight as sl
+from speedlight import api
 from speedlight.cpu import compile as compiling
 from speedlight.cpu.shape import Shape
 from speedlight.machine import current_isa
@@ -52,7 +54,27 @@ def result(process: subprocess.Popen) -> list[str]:
 
 
 def use(directory: Path, **environment: str) -> list[str]:
-    return result(start(directory, **environment))
+    """What a fresh process says; a short run asks this one, as if it were fresh, and asks LLVM once."""
+    return result(start(directory, **environment)) if FULL else here(directory, **environment)
+
+
+def here(directory: Path, **environment: str) -> list[str]:
+    q = np.random.default_rng(0).standard_normal((1, 2, 10, 4)).astype(np.float32)
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for name, value in {"SPEEDLIGHT_CACHE_DIR": str(directory), **environment}.items():
+            patch.setenv(name, value)
+        patch.setattr(compiling, "_loaded", {})
+        patch.setattr(compiling, "_warned", False)
+        patch.setattr(compiling, "compile_ir", compiled)
+        api._prepared.clear()
+        right = float(np.abs(sl.attention(q, q, q) - sl.reference.attention(q, q, q)).max()) < 1e-5
+        (kernel,) = compiling._loaded.values()
+    api._prepared.clear()
+    return [str(right), str(len(said)), str(kernel.from_cache)]
+
+
+compiled = functools.cache(compiling.compile_ir)
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +93,11 @@ def own(tmp_path, used) -> Path:
 
 def test_compiles_once_then_hits(tmp_path):
     directory = tmp_path / "cache"
-    assert use(directory) == ["True", "0", "False"]
+    assert result(start(directory)) == ["True", "0", "False"]
     assert directory.stat().st_mode & 0o777 == 0o700
     (file,) = directory.iterdir()
     assert file.name.startswith("forward_f32_") and file.stat().st_mode & 0o777 == 0o600
-    assert use(directory) == ["True", "0", "True"]
+    assert result(start(directory)) == ["True", "0", "True"]
 
 
 def test_a_hit_is_what_would_be_emitted(tmp_path, monkeypatch):
@@ -98,7 +120,7 @@ def test_processes_race(tmp_path):
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "foreign"] if FULL else ["truncated", "flipped"])
+@pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "foreign"])
 def test_damage_is_compiled_over(own, damage):
     (file,) = own.iterdir()
     data = bytearray(file.read_bytes())
@@ -113,8 +135,7 @@ def test_damage_is_compiled_over(own, damage):
             data = bytearray(b"#!/bin/sh\n")
     file.write_bytes(data)
     assert use(own) == ["True", "0", "False"]
-    if FULL or damage == "flipped":
-        assert use(own) == ["True", "0", "True"]
+    assert use(own) == ["True", "0", "True"]
 
 
 def test_an_unfinished_file_of_a_killed_process_is_not_read(tmp_path):

@@ -21,7 +21,7 @@ NAN = np.nan
 
 @pytest.mark.units
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", DTYPES if FULL else ["bfloat16"])
 def test_dense_arrays(isa, one_width, rng, dtype):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 50, 300, 16, 16)
     visible = rng.random((2, 1, 50, 300)) < 0.5
@@ -102,7 +102,7 @@ def test_random_expressions(mask, score, causal, dtype, seed):
     assert_accurate(q, k, v, mask=mask, score=score, causal=causal, q_start=start, zeros_allowed=True)
 
 
-@settings(max_examples=200 if FULL else 3, deadline=None)
+@settings(max_examples=200 if FULL else 2, deadline=None)
 @given(masks(), scores(), st.sampled_from(["float32", "bfloat16"]), st.integers(0, 1 << 30))
 def test_random_expressions_give_the_same_bits_in_any_schedule(mask, score, dtype, seed):
     """One row alone, one thread, one item; and whatever stands in keys that nobody sees."""
@@ -139,7 +139,7 @@ def test_the_same_bits_as_causal(isa, rng, dtype):
 
 
 @pytest.mark.each("name")
-@pytest.mark.parametrize("name", PATTERNS if FULL else [*PATTERNS][1::2])
+@pytest.mark.parametrize("name", PATTERNS if FULL else [*PATTERNS][2::3])
 def test_bits_do_not_depend_on_the_schedule(isa, one_width, rng, name):
     """Chunks of queries, threads, the batch: a row's bits stay, whichever tiles its neighbours make mixed."""
     q, k, v = qkv(rng, "float32", 2, 4, 2, 120, 480, 16, 16)

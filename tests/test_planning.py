@@ -84,7 +84,7 @@ MASKS = {
 
 
 @pytest.mark.each("dtype", "name")
-@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("name", MASKS if FULL else list(MASKS)[::2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"] if FULL else ["float32"])
 def test_the_kernel_counts_what_was_planned_for_masks(isa, one_width, rng, dtype, name):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 500, 1500, 16, 16)
@@ -100,7 +100,7 @@ def test_the_kernel_counts_what_was_planned_for_masks(isa, one_width, rng, dtype
     assert plan.visible_pairs == shown.sum() and plan.flops == plan.visible_pairs * 4 * 16
 
 
-@settings(max_examples=300 if FULL else 5, deadline=None)
+@settings(max_examples=300 if FULL else 3, deadline=None)
 @given(masks(), st.booleans(), st.integers(0, 1 << 30))
 def test_the_kernel_counts_what_was_planned_for_random_masks(mask, causal, seed):
     rng = np.random.default_rng(seed)
@@ -165,7 +165,7 @@ def test_the_backward_kernel_counts_what_was_planned(isa, rng, dtype, q_len, k_l
         assert plan.bytes_written == (rows * 16 + keys * (16 + 8)) * size
 
 
-BACKWARD_MASKS = ["documents and causal", "heads", "scored"]
+BACKWARD_MASKS = ["heads", "scored"]
 
 
 @pytest.mark.each("dtype", "name")

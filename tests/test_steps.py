@@ -12,7 +12,8 @@ from problems import numpy_dtype, qkv
 import speedlight as sl
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
-COUNT = 10_000 if FULL else 120  # of each kind
+COUNT = 10_000 if FULL else 100  # of each kind
+FEW = 3 if FULL else 2  # of OPTIONS, where rings and codes are what is tested
 D, LONGEST = 16, 2300  # two spans and a bit
 IDS = [sl.table(np.arange(LONGEST + 50) // n, "ids") for n in (7, 11)]
 
@@ -79,7 +80,10 @@ def test_a_pool_that_lives_long_says_what_a_fresh_one_says(rng, dtype):
         counts = [int(rng.choice([0, 1, 1, 1, 2, 20])) for _ in order]
         if not sum(counts):
             continue
-        kind, options = kinds(rng, dtype), options_of(rng, 3 if dtype == "int8" else len(OPTIONS) if FULL else 6)
+        kind, options = (
+            kinds(rng, dtype),
+            options_of(rng, FEW if dtype == "int8" else len(OPTIONS) if FULL else 6),
+        )
         sl.set_threads(int(rng.integers(1, 3)))
         for which in order:
             if rng.random() < 0.4:  # to another length, in the same span or another
@@ -127,7 +131,10 @@ def test_a_cache_that_lives_long_says_what_a_fresh_one_says(rng, dtype, window):
     _, k, v = qkv(rng, "float32", 2, 4, 2, 1, LONGEST, D, D)
     base.append(0, k, v)
     for step in range(COUNT):
-        kind, options = kinds(rng, dtype), options_of(rng, 3 if window or dtype == "int8" else len(OPTIONS))
+        kind, options = (
+            kinds(rng, dtype),
+            options_of(rng, FEW if window or dtype == "int8" else len(OPTIONS)),
+        )
         sl.set_threads(int(rng.integers(1, 3)))
         n = int(rng.choice([1, 1, 2, 20]))
         if rng.random() < 0.5:

@@ -78,7 +78,7 @@ def test_layouts(rng, layout):
 
 def test_same_bits_for_any_threads(rng):
     score, tables = FORMS["two tables"]
-    arrays, options = problem("float32", rng, score)
+    arrays, options = problem("bfloat16", rng, score, dropout=0.2, seed=5)
     results = []
     for threads in (1, 2, 3, 8):
         sl.set_threads(threads)
@@ -90,7 +90,7 @@ def test_same_bits_for_any_threads(rng):
 def test_shares_know_the_problem_alone(rng, monkeypatch):
     """Few where tables are large: the sums of all of them stay within a limit."""
     score, tables = FORMS["two tables"]
-    arrays, options = problem("float32", rng, score)
+    arrays, options = problem("bfloat16", rng, score, dropout=0.2, seed=5)
     monkeypatch.setattr(gradients, "_SHARE_BYTES", 3 * 8 * (BIAS.array.size + SLOPES.array.size))
     assert_gradients(arrays[:3], arrays[3:], grads=tables, **options)
 
@@ -109,7 +109,7 @@ ROWWISE = {
 
 @pytest.mark.each("dtype", "name")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("name", ROWWISE)
+@pytest.mark.parametrize("name", ROWWISE if FULL else list(ROWWISE)[2:])  # the first is packed, below
 def test_rows_have_the_bits_of_entries_one_by_one(rng, name, dtype, monkeypatch):
     """For any threads, with NaN that is seen, and tables of either type."""
     shape, read = ROWWISE[name]
@@ -266,6 +266,7 @@ BROKEN = (
 )
 
 
+@pytest.mark.each("name", "broken")
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("name", ["alibi", "relative positions", "two tables", "a learned soft cap"])
 def test_broken_sums_are_outside(rng, name, broken):

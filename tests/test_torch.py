@@ -59,7 +59,7 @@ def close(got, want, atol=1e-12):
     assert got is None or torch.allclose(got, want, rtol=1e-11, atol=atol), (got - want).abs().max()
 
 
-@pytest.mark.parametrize("flows", ["out", "lse", "both"])
+@pytest.mark.parametrize("flows", ["both", *["out", "lse"] * FULL])
 def test_gradients_of_everything(flows):
     q, k, v = tensors()
     x = learned()
@@ -163,7 +163,8 @@ def test_opcheck():
     out, lse = (y.detach() for y in ops.attention_op(*arguments))
     flows = (torch.randn_like(out).requires_grad_(), None)
     detached = (q, k, v, out, lse, *flows, *arguments[3:])
-    torch.library.opcheck(ops.attention_backward_op, (*detached, [0, 2, -1]))
+    quick = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ops.attention_backward_op, (*detached, [0, 2, -1]), **{} if FULL else {"test_utils": quick})
     if FULL:
         torch.library.opcheck(ops.attention_op, (*(y.detach() for y in (q, k, v)), *operands(causal=True)))
         torch.library.opcheck(ops.attention_backward_op, (*detached, []))

@@ -167,7 +167,7 @@ def formulation(q, k, v, score_mod, block_mask, scale=None):
     return out, lse * math.log(2)
 
 
-BACKWARD = list(CASES) if FULL else list(CASES)[::2]  # whose gradients are looked at
+BACKWARD = list(CASES) if FULL else list(CASES)[::3]  # whose gradients are looked at
 
 
 @pytest.mark.parametrize("name", CASES)
