@@ -194,7 +194,9 @@ def main(
         from generate import Model as Trained
         from generate import generate
 
-        for letter in generate(Trained(checkpoint=output), "The for statement", sample, 64):
+        prompt = "The for statement"
+        print(prompt, end="")
+        for letter in generate(Trained(checkpoint=output), prompt, sample, 64):
             print(letter, end="", flush=True)
         print()
     sys.stdout.flush()

@@ -24,8 +24,13 @@ def leaves_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def in_graph() -> bool:
-    """Whether torch.compile is looking at this call."""
-    return "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_compiling()
+    """Whether torch.compile is looking at this call, or would at what it calls: a frame without tensors it passes by,
+    and from then on every frame of the same code.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return False
+    torch = sys.modules["torch"]
+    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 _untraced: dict[Any, Any] = {}

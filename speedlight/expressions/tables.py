@@ -9,6 +9,7 @@ import numpy as np
 
 from ..arrays import check_plain_tensor, is_followed, is_masked, is_tensor, is_traced
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
+from . import foreign
 from .operations import INT_MAX
 from .symbols import Symbol, node_of
 from .tree import Node, kind_of
@@ -191,6 +192,11 @@ class TableRows:
 
     def __getitem__(self, index: Any) -> Any:
         return self.table[(*self.index, *as_index(index))]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        """torch.dot(table[b, i], table[b, j]) …"""
+        raise foreign.unknown("torch", function)
 
     def _refused(self, *_: Any) -> Any:
         raise wrong_count(self.table, self.index)

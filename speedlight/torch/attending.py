@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..problem import Options, new_options
 from . import further, ops
 from .forms import tensors_of, text_of
 from .graphs import in_graph
-from .transforms import Transformed
+from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -172,7 +173,9 @@ class _Attention(torch.autograd.Function):
         check_unwritten(ctx.read)
         if flows[0] is None and flows[1] is None:
             return (None, *(None,) * len(needed))
-        if torch.is_grad_enabled():  # create_graph=True
+        if is_batched(flows):
+            return of_each(partial(_Attention.backward, ctx), flows)
+        if torch.is_grad_enabled() or peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
             return (None, *_differentiable(known, needed, saved, flows))
         q, k, v, out, lse = (x.detach() for x in saved[:5])
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
@@ -200,9 +203,13 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
     if sinks is None and known.options.sink_logits is not None:
         sinks = torch.as_tensor(known.options.sink_logits)
     wanted = [slot for n, at in places.items() if needed[5 + n] for slot in at] + [ops.SINKS] * needed[4]
-    dq, dk, dv, *more = ops.attention_backward_op(
-        q, k, v, out, lse, *flows, sinks, tables, text_of(known.options), ops.signed(known.options.seed), wanted
-    )
+    form, seed = text_of(known.options), ops.signed(known.options.seed)
+    if peek_interpreter_stack() is None:
+        dq, dk, dv, *more = ops.attention_backward_op(q, k, v, out, lse, *flows, sinks, tables, form, seed, wanted)
+    else:
+        flows = [torch.zeros_like(x) if flow is None else flow for x, flow in zip((out, lse), flows, strict=True)]
+        given = (*flows, out, lse, q, k, v, sinks, *tables)
+        dq, dk, dv, *more = TransformedBackward.apply(form, seed, tuple(wanted), *given)
     found = dict(zip(wanted, more, strict=True))
     of_tables = [sum(found[slot] for slot in at) if at and needed[5 + n] else None for n, at in places.items()]
     return (None, dq, dk, dv, found.get(ops.SINKS), *of_tables)

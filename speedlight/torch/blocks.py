@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.attention import flex_attention as flex
+from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import ArgumentError
+from ..arrays import is_traced
+from ..errors import ArgumentError, UnsupportedError
 from ..expressions.bounds import integers, visible
 from ..expressions.symbols import Symbol
 from ..expressions.tables import Table
@@ -21,7 +23,7 @@ from ..panels import Many
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _AT_ONCE = 1 << 13  # blocks that are classified together
-_ENTRIES = 1 << 18  # positions that are looked at together
+_MOST = 1 << 18  # positions that are looked at together
 Sizes = tuple[int, int, int, int]  # batch, heads, q_len, k_len
 
 
@@ -45,7 +47,7 @@ def mask_of(block_mask: flex.BlockMask, sizes: Sizes) -> Expression | None:
     tables = (getattr(block_mask, name) for name in _TABLES)
     key = (
         mask, sizes, block_mask.BLOCK_SIZE, block_mask.seq_lengths,
-        *(None if x is None else (x.shape, x.dtype, x.detach().cpu().numpy().tobytes()) for x in tables),
+        *(None if x is None else (x.shape, x.dtype, _entries(x).tobytes()) for x in tables),
     )  # fmt: skip
     known = _known.get(block_mask)
     if known is None or known[0] != key:
@@ -103,9 +105,20 @@ def _listed(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
     return Blocks(partial, full, (q_size, k_size))
 
 
+def _entries(x: torch.Tensor) -> np.ndarray:
+    """Of a table, as they are now; also where a graph is being made, of which they are no part."""
+    if is_traced(x):
+        raise UnsupportedError(
+            "block_mask: expected tables whose numbers lie in memory; got those of a graph. Make the BlockMask outside "
+            "of what is exported."
+        )
+    with _disable_current_modes():
+        return x.detach().cpu().numpy()
+
+
 def _dense(counts: Any, indices: Any, columns: int) -> np.ndarray:
     """Lists of blocks as bools, of 4 dimensions; blocks past the last key are none."""
-    counts, indices = counts.detach().cpu().numpy(), indices.detach().cpu().numpy()
+    counts, indices = _entries(counts), _entries(indices)
     within = np.arange(indices.shape[-1]) < counts[..., None]
     dense = np.zeros((*indices.shape[:-1], columns + 1), bool)
     wanted = within & (indices >= 0) & (indices < columns)
@@ -175,7 +188,7 @@ def _whole(sizes: Sizes, size: tuple[int, int]) -> np.ndarray:
 def _told(mask: Expression, b: int, h: int, i: slice, j: slice) -> tuple[bool, bool]:
     """Whether something in a block is visible, and whether all is: entry by entry, some rows at a time."""
     some, every = False, True
-    step = max(1, _ENTRIES // (j.stop - j.start))
+    step = max(1, _MOST // (j.stop - j.start))
     for row in range(i.start, i.stop, step):
         rows, columns = np.ogrid[row : min(row + step, i.stop), j]
         env = {"b": b, "h": h, "i": rows, "j": columns}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._functorch import is_legacy_batchedtensor
 
 from . import further, ops
 from .forms import is_same_for_items
@@ -88,3 +90,26 @@ def _folded(x: Any, at: int | None, count: int) -> Any:
 def _one(given: Any, dims: Any, n: int) -> list[Any]:
     """Tensors of an example."""
     return [x if at is None else x.select(at, n) for x, at in zip(given, dims, strict=True)]
+
+
+_private: Any = torch  # pyright minds its names
+
+
+def is_batched(flows: tuple[Any, ...]) -> bool:
+    """Whether these come of torch.autograd.grad(is_grads_batched=True), whose vmap is not torch.func's."""
+    return any([x is not None and is_legacy_batchedtensor(x) for x in flows])
+
+
+def of_each(function: Callable[..., Any], flows: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a function makes of such flows, example by example."""
+    torch._C._vmapmode_increment_nesting()
+    level = torch._C._vmapmode_decrement_nesting()  # the innermost
+
+    def apart(x: Any, count: int) -> Any:
+        return x if x is None else _private._remove_batch_dim(x, level, count, 0)
+
+    count = max([len(apart(x, 1)) for x in flows if x is not None])
+    given = [apart(x, count) for x in flows]
+    results = [function(*(x if x is None else x[n] for x in given)) for n in range(count)]
+    of = zip(*results, strict=True)
+    return tuple(x[0] if x[0] is None else _private._add_batch_dim(torch.stack(x), 0, level) for x in of)
