@@ -256,6 +256,7 @@ def test_wrong_calls():
             lambda: layer.load_multihead(nn.MultiheadAttention(16, 4).state_dict()),
             "state: expected .32, 32. for q_proj",
         ),
+        (lambda: Attention(DIM, 4)(x, positions=3), "positions: expected None without rotary="),
         (lambda: Attention(DIM, 4, kv_heads=2).multihead_state(), "expected what nn.MultiheadAttention has"),
         (
             lambda: layer.load_multihead(nn.MultiheadAttention(DIM, 4, add_bias_kv=True).state_dict()),

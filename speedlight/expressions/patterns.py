@@ -146,6 +146,7 @@ def softcap(c: Any) -> Expression:
     if not 2.0**-126 <= number < 2.0**127:  # float32 holds it and its inverse
         raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.")
     if of is not None:
+        of.origin = None if of.origin is None else c  # itself, which may come to require grad, not a view
         number = of[0]
     return expression(lambda s, b, h, i, j: number * tanh(s / number))
 

@@ -108,12 +108,12 @@ class Expression:
 
 
 def is_immutable(x: Any) -> bool:
-    """Safe as a memo key: None, or an Expression whose tables are its own, and followed by nobody; not an array, nor a
-    function.
+    """Safe as a memo key: None, or an Expression whose tables are its own, and followed by nobody now; not an array,
+    nor a function.
     """
     return x is None or (
         type(x) is Expression
-        and all([t.source is None and t.array.base is None and not t.array.flags.writeable for t in x.tables])
+        and all([t.array.base is None and not t.array.flags.writeable and t.is_left_alone() for t in x.tables])
     )
 
 

@@ -119,7 +119,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
     if not _is_plain(q, k, v):
         return _as_operation(q, k, v, known.options, return_lse)
     known, read = settled(known)
-    out, lse = _Attention.apply(known, read, q, k, v, known.sinks, *(x.source for x in known.tables))
+    out, lse = _Attention.apply(known, read, q, k, v, known.sinks, *(x.origin for x in known.tables))
     return (out, lse) if return_lse else out
 
 
@@ -182,7 +182,7 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, flows[1], grads=tuple(grads), **options)
         found = dict(zip(grads, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
-        tables = (found[t].reshape(t.source.shape).to(t.source.dtype) if t in found else None for t in known.tables)
+        tables = (found[t].reshape(t.origin.shape).to(t.origin.dtype) if t in found else None for t in known.tables)
         return (None, None, dq, dk, dv, sinks, *tables)
 
 
@@ -192,7 +192,7 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
     tables = tensors_of(known.options)
     free, places = list(range(len(tables))), {}  # of a tensor, which may be behind several tables, by its first
     for n, table in enumerate(known.tables):
-        at = [slot for slot in free if tables[slot] is table.source]
+        at = [slot for slot in free if tables[slot] is table.origin]
         free = [slot for slot in free if slot not in at]
         places[n] = at
         for slot in at:

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from ..arrays import is_tensor
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
+from ..gradients import check_attached
 from ..problem import Options
 from . import ops
 from .forms import ARRAY, text_of
@@ -57,8 +59,10 @@ def _handle(x: Any, role: str, tables: list[Any]) -> tuple[Any, Any]:
         return None, None
     if isinstance(x, (Expression, Table)):
         for table in [x] if isinstance(x, Table) else [x.tables[n] for n in range(_count(x))]:
-            if table.source is not None:
-                tables.append(table.source)
+            if table.origin is not None and table.origin.requires_grad:
+                tables.append(table.origin)
+            elif isinstance(table.watched, torch.Tensor):
+                tables.append(table.watched)
         return x, None
     function, owner = (x.__func__, x.__self__) if isinstance(x, types.MethodType) else (x, None)
     id(function)  # Dynamo guards its code alone, which closures of other numbers share
@@ -94,12 +98,21 @@ def _text(count: int, *given: Any) -> str:
 
 def _traced(x: Any, owner: Any, role: str) -> Any:
     if isinstance(x, (Expression, Table)):
+        known = [x] if isinstance(x, Table) else x.tables
+        check_attached([t for t in known if t.source is not None])
+        if [t for t in known if t.watched is not None and not is_tensor(t.watched)]:
+            raise UnsupportedError(
+                f"{role}: expected tensors, or sl.table(array), to be looked up in a graph; got a NumPy array, whose "
+                "later numbers it would not see."
+            )
         return x
     traced = expression(x if owner is None else types.MethodType(x, owner), role)
     for table in traced.tables:
-        if table.source is not None:
+        if table.given is not None or table.watched is not None:
             raise UnsupportedError(
-                f"{table.name}: requires grad inside a function, where no graph sees it. Pass sl.expression(function) "
-                "of tables made outside of what is compiled."
+                f"{table.name}: expected a function that looks up sl.table(…), which holds a copy; got one that looks "
+                "up a tensor or an array, of which no graph sees later numbers and gradients. Make "
+                "sl.expression(function) outside of what is compiled, which looks tensors up where they lie, and pass "
+                "that."
             )
     return traced

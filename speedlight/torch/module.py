@@ -136,7 +136,7 @@ class Attention(nn.Module):
         Returns:
             (batch, length, dim).
         """
-        self._check(x, context, cache)
+        self._check(x, context, cache, positions, rotation)
         source = x if context is None else context
         q, k, v = (
             proj(of).unflatten(-1, (-1, self.head_dim))
@@ -163,7 +163,7 @@ class Attention(nn.Module):
             )  # fmt: skip
         return self.o_proj(out.flatten(-2))
 
-    def _check(self, x: Any, context: Any, cache: Any) -> None:
+    def _check(self, x: Any, context: Any, cache: Any, positions: Any, rotation: Any) -> None:
         """Shapes, and that options go together."""
         for name, y, dim in (("x", x, self.dim), ("context", context, self.context_dim)):
             if y is None:
@@ -174,6 +174,11 @@ class Attention(nn.Module):
                 raise ArgumentError(f"{name}: expected shape (batch, length, {dim}); got {tuple(y.shape)}.")
         if context is None and self.context_dim != self.dim:
             raise ArgumentError(f"context: expected shape (batch, length, {self.context_dim}); got None.")
+        if positions is not None and self.rotary is None and rotation is None:
+            raise ArgumentError(
+                "positions: expected None without rotary= in Attention(…), or rotation= beside; got positions, which "
+                "nothing turns by."
+            )
         if context is not None and self.rotary is not None:
             raise ArgumentError("context: expected None beside rotary=: its tokens have no positions among those of x.")
         if cache is None:

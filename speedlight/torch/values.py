@@ -37,6 +37,7 @@ def value_of(root: Node, env: dict[str, Any], tables: dict[Any, torch.Tensor], n
 
 
 def _look_up(node: Node, table: torch.Tensor, index: list[torch.Tensor], seen: Any) -> Any:
+    table = table if table.ndim else table.reshape(1)
     inside = [x.clamp(0, max(n - 1, 0)) for x, n in zip(index, table.shape, strict=True)]
     for at, (x, y) in enumerate(zip(index, inside, strict=True)):
         wrong = (x != y) & seen
