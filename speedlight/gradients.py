@@ -183,7 +183,9 @@ def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
 def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
     what = f"a tuple of the score's tables (sl.table) and {SINKS!r}"
     if not isinstance(grads, (tuple, list)):
-        raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.")
+        way = f" Use grads=({shown(grads) if isinstance(grads, str) else 'table'},)."
+        alone = isinstance(grads, (Table, str))
+        raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.{way if alone else ''}")
     for at, x in enumerate(grads):
         if not (isinstance(x, Table) or (isinstance(x, str) and x == SINKS)):
             raise ArgumentTypeError(f"grads: expected {what}; got {shown(x)} at [{at}].")

@@ -396,3 +396,25 @@ def test_lists_are_read_once():
     for x in lists.values():
         x[:] = [1] * len(x)
     assert torch.equal(torch.autograd.grad(out, q)[0], want[0])
+
+
+def test_messages_say_the_way_out():
+    q, k, v = tensors(grad=False)
+    tokens = torch.ones(2, 12, dtype=torch.int64)
+    table = sl.table(torch.rand(4))
+    attend = speedlight.torch.attention
+    for call, message in (
+        (lambda: attend(q, k, v, is_causal=True), "is_causal: .* causal='top-left'"),
+        (lambda: attend(q, k, v, attn_mask=tokens), "attn_mask: .* Use mask="),
+        (lambda: attend(q, k, v, dropout_p=0.1), "dropout_p: .* dropout= and seed="),
+        (lambda: attend(q, k, v, mask=tokens), r"mask: .* sl\.padding\(attention_mask\)"),
+        (lambda: attend(q, k, v, score=sl.alibi([0.5, 0.25])), "slopes: .* Give an entry for each query head"),
+        (lambda: attend(q, k, v, score=2.0), "score: .* A factor of scores is scale="),
+        (lambda: sl.softcap(torch.ones(2)), r"c: expected a number, or a tensor of one; got shape \(2,\)"),
+        (
+            lambda: sl.attention_backward(q, k, v, q, q[..., 0], q, grads=table, score=sl.alibi(table)),
+            r"grads: .* Use grads=\(table,\)",
+        ),
+    ):
+        with pytest.raises(sl.Error, match=f"^{message}"):
+            call()

@@ -212,3 +212,11 @@ def test_captured_tensors_of_a_graph(q):
             torch.compile(lambda q, score: attention(q, q, q, score=score), fullgraph=True, backend="aot_eager")(
                 q, score
             )
+
+
+@pytest.mark.parametrize(
+    "make", [lambda q: sl.window(3, 0), lambda q: WINDOW & WINDOW, lambda q: sl.alibi(q[0, :, 0, 0])]
+)
+def test_patterns_made_in_a_graph_are_refused(q, make):
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="to be called outside of what is compiled"):
+        torch.compile(lambda q: attention(q, q, q, mask=make(q)), fullgraph=True, backend="aot_eager")(q)

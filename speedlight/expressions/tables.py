@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
+from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from .operations import INT_MAX
 from .symbols import Symbol, node_of
@@ -107,6 +108,10 @@ class Table:
         return source is None or not (
             sys.modules["torch"].is_grad_enabled() or has_tangent(source) or is_traced(source)
         )
+
+    def may_be_kept(self) -> bool:
+        """Whether a memo may hold it: nobody follows it now, and its tensor holds no graph of autograd's."""
+        return self.origin is None or (self.origin.is_leaf and self.is_left_alone())
 
     @property
     def given(self) -> Any:
@@ -258,6 +263,7 @@ def _torch_dtype(x: Any, name: str) -> Any:
 
 
 def table(array: Any, name: str = "table") -> Table:
+    check_outside(name if isinstance(name, str) else "table", "sl.table")
     return Table(array, name)
 
 

@@ -69,6 +69,8 @@ def options_of(
 ) -> tuple[Options, list[Table]]:
     """The options of a form, and tables of its tensors. `seed`: 64 bits, of either sign."""
     kept, tables = _read(text), [Table(t.detach(), f"tables[{at}]", copy=False) for at, t in enumerate(tensors)]
+    if kept.get("dropout") and seed is None and tensors:
+        seed = int(tensors[-1])  # drawn in a graph
     for table in tables:
         table.origin = None  # whoever follows it has the tensor
     options = {name: x for name, x in kept.items() if name not in ("mask", "score")}

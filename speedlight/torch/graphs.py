@@ -7,14 +7,14 @@ objects, are marked as constants. torch.export without strict=True runs none of 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from ..arrays import is_tensor
+from ..compiling import constant
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
@@ -22,14 +22,6 @@ from ..gradients import check_attached
 from ..problem import Options
 from . import ops
 from .forms import ARRAY, text_of
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _constant(function: F) -> F:
-    """What torch.compiler.assume_constant_result() marks functions with, without loading Dynamo."""
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
 
 
 def in_graph(q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:
@@ -44,8 +36,11 @@ def in_graph(q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:
     form = _text(len(rest), *rest, *handles)
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         sinks = torch.tensor([_fixed(x) for x in sinks])
-    if options[14] and (seed is None or not isinstance(seed, int) or seed < 0):
-        raise ArgumentTypeError("seed: expected an int of 64 bits beside dropout=.")
+    if isinstance(seed, torch.Tensor):
+        tables.append(seed)
+        seed = None
+    elif options[14] and (seed is None or not isinstance(seed, int) or seed < 0):
+        raise ArgumentTypeError("seed: expected an int of 64 bits, or a tensor of one, beside dropout=.")
     results = ops.attention_op(q, k, v, sinks, tables, form, ops.signed(seed))
     return results if return_lse else results[0]
 
@@ -78,13 +73,13 @@ def _fixed(x: Any) -> Any:
     return guard_scalar(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 
-@_constant
+@constant
 def _count(x: Expression) -> int:
     """Also lets the expression know its tables, where Dynamo finds them."""
     return len(x.tables)
 
 
-@_constant
+@constant
 def _text(count: int, *given: Any) -> str:
     """The other options, then of every mask and score its role, a function or an expression, and whose method it is."""
     rest, handles = given[:count], given[count:]

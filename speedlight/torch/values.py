@@ -42,7 +42,7 @@ def _look_up(node: Node, table: torch.Tensor, index: list[torch.Tensor], seen: A
     for at, (x, y) in enumerate(zip(index, inside, strict=True)):
         wrong = (x != y) & seen
         if not is_traced(wrong) and wrong.any():
-            raise out_of_range(node.value, at, int(x.expand(wrong.shape)[wrong][0]))
+            raise out_of_range(node, at, int(x.expand(wrong.shape)[wrong][0]))
     return table[tuple(torch.broadcast_tensors(*inside))]
 
 
