@@ -11,6 +11,7 @@ same bits and every other row is computed alone.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -70,14 +71,15 @@ class Model:
         from safetensors import safe_open
 
         with safe_open(path, "numpy") as file:
-            sizes, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if sizes is None or "kv_heads" not in sizes:
+            notes, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if notes is None or "sizes" not in notes:
             raise SystemExit(f"--checkpoint: expected a file that examples/train_bytes.py wrote; got {path}.")
-        heads, self.kv_heads = int(sizes["heads"]), int(sizes["kv_heads"])
+        sizes = json.loads(notes["sizes"])
+        heads, self.kv_heads = sizes["heads"], sizes["kv_heads"]
         self.embedding, self.output = stored["embedding.weight"], stored["output.weight"]
         names = {x: f"attention.{x}_proj" for x in "qkvo"} | {x: x for x in ("gate", "up", "down")}
         weights = lambda n: {x: stored[f"layers.{n}.{name}.weight"].T for x, name in names.items()}  # noqa: E731
-        self.layers = [weights(n) for n in range(int(sizes["layers"]))]
+        self.layers = [weights(n) for n in range(sizes["layers"])]
         self.head_dim = self.layers[0]["q"].shape[1] // heads
 
     def tokens(self, text: str) -> np.ndarray:

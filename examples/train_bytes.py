@@ -10,6 +10,7 @@ with other --threads print the same digest of all that attention and its gradien
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import pydoc_data.topics
 import sys
@@ -186,7 +187,7 @@ def main(
     if digest is not None:
         print(f"attention's bits: {digest.sum.hexdigest()}")
     sizes = {"layers": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS}
-    save_file(model.state_dict(), output, metadata={name: str(n) for name, n in sizes.items()})
+    save_file(model.state_dict(), output, metadata={"sizes": json.dumps(sizes)})  # of several, the order would vary
     picture = output.with_suffix(".png") if curve is None else curve
     draw(losses, picture)
     print(f"{output}, {picture}", flush=True)

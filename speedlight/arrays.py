@@ -174,9 +174,12 @@ def _from_numpy(x: np.ndarray, name: str, kind: str, owner: Any) -> Array:
 def is_followed(x: Any) -> bool:
     """Whether autograd follows what is made of a tensor now: it requires grad, or carries a tangent."""
     torch = sys.modules["torch"]
-    if x.requires_grad and torch.is_grad_enabled():
-        return True
-    forward_ad = torch.autograd.forward_ad
+    return (x.requires_grad and torch.is_grad_enabled()) or has_tangent(x)
+
+
+def has_tangent(x: Any) -> bool:
+    """Whether forward mode follows a tensor."""
+    forward_ad = sys.modules["torch"].autograd.forward_ad
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 

@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from .errors import UnsupportedError
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def leaves_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -31,6 +34,22 @@ def in_graph() -> bool:
         return False
     torch = sys.modules["torch"]
     return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def constant(function: _F) -> _F:
+    """One that Dynamo calls as it is, once, with arguments that are constants of the graph; loads no Dynamo."""
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+def check_outside(name: str, what: str) -> None:
+    """Refuses what Dynamo would look into: it makes trees and tables of Python's objects, which no graph has."""
+    if "torch._dynamo" in sys.modules and sys.modules["torch"].compiler.is_dynamo_compiling():
+        raise UnsupportedError(
+            f"{name}: expected {what} to be called outside of what is compiled; got a call in a graph. Make it once, "
+            "before, and let the compiled function use it: gradients of tensors flow through it, and their numbers are "
+            "those of each call."
+        )
 
 
 _untraced: dict[Any, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Any
 
@@ -27,6 +28,12 @@ class Error(Exception):
     ...     print(error)
     q: expected 4 dimensions (batch, heads, length, head_dim) for layout='bhld'; got shape (2, 2).
     """
+
+
+def rename(error: Error, names: dict[str, str]) -> None:
+    """Gives arguments in a message the names that the caller knows them by."""
+    text = re.sub(rf"\b({'|'.join(names)})\b(?![-(])", lambda found: names[found[0]], str(error))
+    error.args = (text, *error.args[1:])
 
 
 class ArgumentError(Error, ValueError):

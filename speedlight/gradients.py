@@ -4,10 +4,13 @@ a call PyTorch's autograd follows.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .arrays import Array, is_followed, is_tensor, listed
+import numpy as np
+
+from .arrays import Array, is_followed, is_tensor, is_traced, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression
@@ -35,7 +38,8 @@ def followed(options: Options) -> Followed:
     if score is None:
         return Followed(options, sinks)
     scores = [_traced(x) for x in scores_of(score)]
-    tables = [t for t in tables_of(scores) if t.source is not None and is_followed(t.source)]
+    tables = [t for t in tables_of(scores) if not t.is_left_alone()]
+    check_attached(tables)
     check_fresh(tables)
     score = scores if isinstance(score, (list, tuple)) else scores[0]
     return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
@@ -45,6 +49,18 @@ def tables_of(score: Any) -> list[Table]:
     """Which a score holds already; functions are not traced for it."""
     held = [x for x in scores_of(score) if isinstance(x, (Table, Expression))]
     return [t for x in held for t in ([x] if isinstance(x, Table) else x.tables)]
+
+
+def check_attached(tables: Any) -> None:
+    """That what flows to them reaches the tensor: not where they were made of a part of it while nobody followed."""
+    for t in tables:
+        whole = None if is_traced(t.source) else t.source._base
+        if whole is not None and whole.requires_grad and t.source.grad_fn is None:
+            raise ArgumentError(
+                f"{t.name}: expected a tensor that autograd follows, or a detached one; got a part of one that "
+                "requires grad now, taken while it was frozen or under torch.no_grad(), which no gradient flows "
+                "through. Make the table anew for each call, or of tensor.detach()."
+            )
 
 
 def check_fresh(tables: Any) -> None:
@@ -58,30 +74,44 @@ def check_fresh(tables: Any) -> None:
             )
 
 
-def settled(known: Followed) -> tuple[Followed, list[tuple[Any, int]]]:
-    """The same with functions traced and lengths read, and the tensors that the call reads where they lie, with their
-    versions: a backward pass must find them as they were.
+def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
+    """The same with functions traced and lists read, and the tensors and arrays that the call reads where they lie,
+    with their versions: a backward pass must find them as they were.
     """
     options = known.options
     mask = _expression(options.mask, "mask")
     names = ("q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
     lengths = {name: _read(getattr(options, name), name) for name in names}
-    options = options._replace(mask=mask, **lengths)
+    window, sinks = options.window, options.sink_logits
+    options = options._replace(
+        mask=mask, window=tuple(window) if isinstance(window, list) else window,
+        sink_logits=list(sinks) if isinstance(sinks, list) else sinks, **lengths,
+    )  # fmt: skip
     read: list[Any] = [] if is_tensor(known.sinks) else [options.sink_logits]
     for x in (mask, *scores_of(options.score)):
-        read += [x] if is_tensor(x) else [t.watched for t in tables_of(x)]
-    tensors = [x for x in read if is_tensor(x) and not x.is_inference()]
-    return known._replace(options=options), [(x, x._version) for x in tensors]
+        tables = tables_of(x)
+        read += [t.watched for t in tables] if tables else [x]
+    there = [x for x in read if is_tensor(x) or isinstance(x, np.ndarray)]
+    return known._replace(options=options), [(x, _version(x)) for x in there]
 
 
-def check_unwritten(tensors: list[tuple[Any, int]]) -> None:
-    for x, version in tensors:
-        if x._version != version:
+def check_unwritten(read: list[tuple[Any, Any]]) -> None:
+    for x, version in read:
+        if _version(x) != version:
+            what, copy = ("a tensor", ".clone()") if is_tensor(x) else ("an array", ".copy()")
             raise ArgumentError(
-                f"mask: expected masks, scores and what they look up as the forward pass had them; a tensor of shape "
-                f"{tuple(x.shape)} was written to since. Give each call a tensor of its own (.clone()), or write to it "
+                f"mask: expected masks, scores and what they look up as the forward pass had them; {what} of shape "
+                f"{tuple(x.shape)} was written to since. Give each call {what} of its own ({copy}), or write to it "
                 "after backward()."
             )
+
+
+def _version(x: Any) -> Any:
+    """What tells whether numbers have been written to since: PyTorch counts writes, of others the numbers tell."""
+    if is_tensor(x):
+        return None if x.is_inference() else x._version
+    once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.strides)]  # of what is broadcast
+    return hashlib.sha256(np.ascontiguousarray(once).view(np.uint8).data).digest()
 
 
 def _read(x: Any, name: str) -> Any:
@@ -153,7 +183,9 @@ def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
 def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
     what = f"a tuple of the score's tables (sl.table) and {SINKS!r}"
     if not isinstance(grads, (tuple, list)):
-        raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.")
+        way = f" Use grads=({shown(grads) if isinstance(grads, str) else 'table'},)."
+        alone = isinstance(grads, (Table, str))
+        raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.{way if alone else ''}")
     for at, x in enumerate(grads):
         if not (isinstance(x, Table) or (isinstance(x, str) and x == SINKS)):
             raise ArgumentTypeError(f"grads: expected {what}; got {shown(x)} at [{at}].")

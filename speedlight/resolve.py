@@ -385,7 +385,7 @@ def _mask(x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None
     table = _dense("mask", x, problem, packed, square)
     if table.kind != "bool":
         way = (
-            "Use mask.bool() or mask.astype(bool)"
+            "Use mask.bool() or mask.astype(bool), or sl.padding(mask) for a tokenizer's (batch, k_len)"
             if table.kind == "int"
             else "Pass an array that is added to scores as score=[array]"
         )
@@ -423,17 +423,20 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
             "own."
         )
     if not (is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
+        way = " A factor of scores is scale=." if isinstance(x, (int, float)) else ""
         raise ArgumentTypeError(
-            f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}."
+            f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.{way}"
         )
     table = x if isinstance(x, Table) else Table(x, name, copy=False)
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
     if any([a not in (1, b) for a, b in zip(shape, whole, strict=True)]):
+        of_tokens = name == "mask" and table.shape == (problem.batch, k_len)
+        way = " A tokenizer's mask of (batch, k_len) is mask=sl.padding(attention_mask)." if of_tokens else ""
         raise ArgumentError(
             f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got "
-            f"{table.array.shape}."
+            f"{table.array.shape}.{way}"
         )
     if table is not x:
         table.reshaped(shape)

@@ -254,6 +254,15 @@ def check_out(out: Any, x: Any) -> None:
         raise ArgumentError(
             f"out: expected shape {tuple(x.shape)} of {x.dtype}, as x; got {tuple(out.shape)} of {out.dtype}."
         )
+    steps = out.stride() if is_tensor(out) else [x // out.itemsize for x in out.strides]
+    reach = 1
+    for step, n in sorted([(abs(step), n) for step, n in zip(steps, out.shape, strict=True) if n > 1]):
+        if step < reach and 0 not in out.shape:
+            raise ArgumentError(
+                f"out: expected a place of its own for every element; got strides {tuple(steps)}. Use a contiguous "
+                "array."
+            )
+        reach += step * (n - 1)
     if not is_tensor(out):
         if not out.flags.writeable:
             raise ArgumentError("out: expected an array that can be written; got a read-only one.")

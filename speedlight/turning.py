@@ -97,12 +97,26 @@ def _by_numpy(x: Any, rotation: Rotation) -> Any:
 
 def _may_be_cut(x: Any, rotation: Rotation, out: Any) -> bool:
     """Whether nobody follows the call, and a piece that is written is no part of another that is not yet read."""
-    if library(x) is np:
-        return out is None or out is x or not np.may_share_memory(x, out)
-    known = [y for y in (x, rotation.cos, rotation.sin, out) if y is not None]
-    if any([y.device.type != "cpu" or not is_plain(y) for y in known]):
-        return False
-    return out is None or out is x or out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+    read = [x, rotation.cos, rotation.sin]
+    if library(x) is not np:
+        known = read if out is None else [*read, out]
+        if any([y.device.type != "cpu" or not is_plain(y) for y in known]):
+            return False
+    return out is None or not any([y is not out and _may_meet(y, out) for y in read])
+
+
+def _may_meet(a: Any, b: Any) -> bool:
+    """Whether two arrays, or tensors on the CPU, lie in memory that overlaps."""
+    if library(a) is np:
+        return np.may_share_memory(a, b)
+    (a_low, a_high), (b_low, b_high) = _ends(a), _ends(b)
+    return a_low < b_high and b_low < a_high
+
+
+def _ends(x: Any) -> tuple[int, int]:
+    """First byte and one past the last."""
+    last = sum([(n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)])
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
 
 
 def _by_pieces(x: Any, rotation: Rotation, out: Any) -> None:

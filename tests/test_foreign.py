@@ -169,7 +169,7 @@ def test_captured_arrays_are_looked_up():
     )  # fmt: skip
     traced = sl.expression(capturing())
     np.testing.assert_allclose(evaluate(traced.root, ENV), want)
-    assert len(traced.tables) == 6  # one of each array, wherever it is looked up, and one of 2 * bias
+    assert len(traced.tables) == 7  # one of each array, wherever it is looked up, of 2 * bias, and of bias[0, 0, 1]
     assert {t.name for t in traced.tables} >= {"ids", "bias", "whole", "more"}
 
 

@@ -232,6 +232,27 @@ def test_what_is_long_is_turned_piece_by_piece(rng, monkeypatch, layout):
         assert (twice[: len(x)] == sl.rotary(again, **options)).all()
 
 
+def test_tables_in_the_memory_of_out(rng, monkeypatch):
+    """What is written piece by piece is not what angles are still read from."""
+    monkeypatch.setattr("speedlight.turning._PIECE", 16)
+    x = drawn(rng, (2, 3, 5, 8))
+    for make in (np.array, lambda a: torch.from_numpy(a.copy())):
+        out = make(np.zeros_like(x))
+        cos, sin = (part.reshape(5, 4) for part in (out[0, 0, :, :4], out[1, 2, :, 4:]))
+        for table, given in zip((cos, sin), tables(rng, 5, 4), strict=True):
+            table[...] = make(given)
+        want = sl.rotary(make(x), make(plain(cos)), make(plain(sin)))
+        sl.rotary(make(x), cos, sin, out=out)
+        np.testing.assert_array_equal(plain(out), plain(want))
+
+
+def test_out_has_a_place_for_every_element(rng):
+    x = drawn(rng, (2, 3, 5, 8))
+    for out in (torch.zeros(1, 3, 5, 8).expand(2, -1, -1, -1), np.lib.stride_tricks.as_strided(x, strides=(4,) * 4)):
+        with pytest.raises(sl.ArgumentError, match=r"^out: expected a place of its own for every element; got strides"):
+            sl.rotary(torch.from_numpy(x) if isinstance(out, torch.Tensor) else x, out=out)
+
+
 def test_in_place_with_gradients():
     leaf = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from conftest import FULL
@@ -319,3 +320,102 @@ def test_a_pattern_of_other_numbers_is_refused():
     for mode in (torch.enable_grad, torch.no_grad):
         with mode(), pytest.raises(sl.ArgumentError, match="numbers that its tensor has now"):
             speedlight.torch.attention(q, q, q, score=pattern)
+
+
+def frozen_patterns(p):
+    """Patterns of a tensor that nobody follows when they are made: they are kept."""
+    return {
+        "alibi": lambda: sl.alibi(p),
+        "table": lambda: sl.expression(lambda s, b, h, i, j, t=sl.table(p): s * t[h]),
+        "captured": lambda: sl.expression(lambda s, b, h, i, j: s + p[h] * (j - i)),
+    }
+
+
+@pytest.mark.parametrize("name", ["alibi", "table", "captured"])
+@pytest.mark.parametrize("how", ["frozen", "no_grad"])
+def test_patterns_of_what_is_followed_later(name, how):
+    """Whether a gradient flows is what holds when a call is made, not when its pattern was."""
+    q, k, v = tensors(grad=False)
+    p = torch.nn.Parameter(torch.rand(4, dtype=torch.float64), requires_grad=how != "frozen")
+    with torch.no_grad():
+        kept = frozen_patterns(p)[name]()
+        want = speedlight.torch.attention(q, k, v, score=kept)
+    p.requires_grad_()
+    for call in (speedlight.torch.attention, sl.attention):
+        out = call(q, k, v, score=kept)
+        assert torch.equal(out, want)
+        (got,) = torch.autograd.grad(out.square().sum(), p)
+        (anew,) = torch.autograd.grad(call(q, k, v, score=frozen_patterns(p)[name]()).square().sum(), p)
+        assert torch.equal(got, anew) and got.abs().sum() > 0
+    p.requires_grad_(False)
+    assert not speedlight.torch.attention(q, k, v, score=kept).requires_grad
+
+
+def test_numbers_of_what_is_followed_later():
+    """Tensors of one number, and parts of tensors, of which no gradient would arrive."""
+    q, k, v = tensors(grad=False)
+    c, p = torch.tensor(3.0), torch.rand(8, requires_grad=True)
+    kept = [sl.softcap(c), sl.expression(lambda s, b, h, i, j: s * c)]
+    with torch.no_grad():
+        part = sl.alibi(p[:4])
+    c.requires_grad_()
+    speedlight.torch.attention(q, k, v, score=kept).square().sum().backward()
+    got, c.grad = c.grad, None
+    formula = (q @ k.repeat_interleave(2, 1).mT) / 8**0.5
+    weights = (c * torch.tanh(formula / c) * c).softmax(-1)
+    (weights @ v.repeat_interleave(2, 1)).square().sum().backward()
+    assert torch.allclose(got, c.grad, rtol=1e-6)
+    for call in (speedlight.torch.attention, sl.attention):
+        with pytest.raises(sl.ArgumentError, match="^slopes: expected a tensor that autograd follows"):
+            call(q, k, v, score=part)
+    speedlight.torch.attention(q, k, v, score=sl.alibi(p.detach()[:4]))
+
+
+@pytest.mark.parametrize("what", ["mask", "score", "captured", "broadcast"])
+def test_arrays_that_a_call_reads_must_stay(what):
+    """NumPy counts no writes: the numbers themselves are compared."""
+    q, k, v = tensors()
+    array = np.zeros((12, 12)) if what != "mask" else np.tri(12, dtype=bool)
+    given = {
+        "mask": lambda: {"mask": array},
+        "score": lambda: {"score": [array]},
+        "captured": lambda: {"score": lambda s, b, h, i, j: s + array[i, j]},
+        "broadcast": lambda: {"score": np.broadcast_to(array[:1], (4, 12, 12))},
+    }[what]
+    out = speedlight.torch.attention(q, k, v, **given())
+    array[0, 3] = 1
+    with pytest.raises(sl.ArgumentError, match="an array of shape .* was written to since"):
+        out.sum().backward()
+    speedlight.torch.attention(q, k, v, **given()).sum().backward()
+
+
+def test_lists_are_read_once():
+    q, k, v = tensors()
+    lists = {"q_lengths": [12, 9], "k_lengths": [12, 8], "sink_logits": [0.0, 1.0, 2.0, 3.0], "window": [3, 2]}
+    want = torch.autograd.grad(speedlight.torch.attention(q, k, v, q_start=0, **lists).square().sum(), q)
+    out = speedlight.torch.attention(q, k, v, q_start=0, **lists).square().sum()
+    for x in lists.values():
+        x[:] = [1] * len(x)
+    assert torch.equal(torch.autograd.grad(out, q)[0], want[0])
+
+
+def test_messages_say_the_way_out():
+    q, k, v = tensors(grad=False)
+    tokens = torch.ones(2, 12, dtype=torch.int64)
+    table = sl.table(torch.rand(4))
+    attend = speedlight.torch.attention
+    for call, message in (
+        (lambda: attend(q, k, v, is_causal=True), "is_causal: .* causal='top-left'"),
+        (lambda: attend(q, k, v, attn_mask=tokens), "attn_mask: .* Use mask="),
+        (lambda: attend(q, k, v, dropout_p=0.1), "dropout_p: .* dropout= and seed="),
+        (lambda: attend(q, k, v, mask=tokens), r"mask: .* sl\.padding\(attention_mask\)"),
+        (lambda: attend(q, k, v, score=sl.alibi([0.5, 0.25])), "slopes: .* Give an entry for each query head"),
+        (lambda: attend(q, k, v, score=2.0), "score: .* A factor of scores is scale="),
+        (lambda: sl.softcap(torch.ones(2)), r"c: expected a number, or a tensor of one; got shape \(2,\)"),
+        (
+            lambda: sl.attention_backward(q, k, v, q, q[..., 0], q, grads=table, score=sl.alibi(table)),
+            r"grads: .* Use grads=\(table,\)",
+        ),
+    ):
+        with pytest.raises(sl.Error, match=f"^{message}"):
+            call()

@@ -337,10 +337,10 @@ X = torch.zeros(2, 4, 8, 16)
 REFUSED = [
     (lambda: flex_attention(X[0], X, X), sl.UnsupportedError, "query: expected a plain tensor of 4 dimensions"),
     (lambda: flex_attention(X, X[:, :2], X[:, :2]), ValueError, "enable_gqa=True"),
-    (lambda: flex_attention(X, X[:, :3], X[:, :3], enable_gqa=True), ValueError, "k: expected a number of kv heads"),
+    (lambda: flex_attention(X, X[:, :3], X[:, :3], enable_gqa=True), ValueError, "key: expected a number of kv heads"),
     (lambda: flex_attention(X, X[:1], X[:1]), ValueError, "key: expected batch 2"),
-    (lambda: flex_attention(X, X.double(), X), TypeError, "k: expected dtype float32"),
-    (lambda: flex_attention(X, X[..., :8], X), ValueError, "k: expected head_dim 16"),
+    (lambda: flex_attention(X, X.double(), X), TypeError, "key: expected dtype float32"),
+    (lambda: flex_attention(X, X[..., :8], X), ValueError, "key: expected head_dim 16"),
     (lambda: flex_attention(X.numpy(), X, X), TypeError, "query: expected a tensor"),
     (lambda: flex_attention(X, X, X, block_mask=causal), TypeError, "block_mask: expected a BlockMask"),
     (lambda: flex_attention(X, X, X, block_mask=made(9, 8)), ValueError, "got shape .*9, 8"),
@@ -385,3 +385,31 @@ def test_dtypes(dtype):
     near = {torch.float64: 1e-12, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
     for x, y in zip((out, q.grad, k.grad, v.grad), (want, *(x.grad for x in wide)), strict=True):
         assert_within(x, y.detach().numpy(), np.full(y.shape, near * max(1.0, float(y.abs().max()))))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"BLOCK_SIZE": 2.5}, "BLOCK_SIZE: expected an int from 1; got 2.5"),
+        ({"BLOCK_SIZE": (1, 2, 3)}, "BLOCK_SIZE: expected an int from 1, or two"),
+        ({"B": True}, "B: expected an int from 1; got True"),
+        ({"device": "foo"}, "device: expected a device of PyTorch's"),
+        ({"mask_mod": 3}, "mask_mod: expected a function"),
+    ],
+)
+def test_wrong_arguments_of_block_masks(wrong, message):
+    given = {"mask_mod": lambda b, h, i, j: i >= j, "B": None, "H": None, "Q_LEN": 8, "KV_LEN": 8, "device": "cpu"}
+    with pytest.raises(sl.Error, match=f"^{message}"):
+        create_block_mask(**{**given, **wrong})
+
+
+def test_errors_name_the_callers_arguments():
+    q, k, v = tensors()
+    for call, message in (
+        (lambda: flex_attention(q, k.double(), v, enable_gqa=True), "key: expected dtype float32, as query has"),
+        (lambda: flex_attention(q, k, v[:, :, :3], enable_gqa=True), "value: expected .* as key has"),
+        (lambda: flex_attention(q, k, v, 2.0, enable_gqa=True), "score_mod: expected a function"),
+        (lambda: flex_attention(q, k, v, None, lambda b, h, i, j: i > j), "block_mask: .* Use create_block_mask"),
+    ):
+        with pytest.raises(sl.Error, match=f"^{message}"):
+            call()

@@ -179,3 +179,44 @@ def test_text_and_back():
                   '{"mask": {"tables": [], "nodes": [["lt", "bool", [], null]]}}'):  # fmt: skip
         with pytest.raises(sl.ArgumentError, match="^form: expected operations"):
             options_of(wrong, [], None, None)
+
+
+def test_captured_tensors_of_a_graph(q):
+    """Numbers that change later are seen, or a graph refuses what would not see them."""
+    slopes, cap, frozen = torch.rand(2), torch.tensor(2.0), torch.nn.Parameter(torch.rand(2), requires_grad=False)
+    captured = sl.expression(lambda s, b, h, i, j: torch.tanh(s / cap) * cap + slopes[h] * (j - i))
+    hidden = sl.expression(lambda b, h, i, j: slopes[h] < j + 1)
+    kept = sl.alibi(frozen)
+
+    def function(q):
+        return attention(q, q, q, score=[captured, kept], mask=hidden)
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(q), function(q))
+        slopes.mul_(2).sub_(0.5)
+        cap.add_(1)
+    frozen.requires_grad_()
+    compiled(q).sin().sum().backward()
+    got, frozen.grad = frozen.grad, None
+    function(q).sin().sum().backward()
+    assert got.abs().sum() > 0 and torch.equal(got, frozen.grad)
+    array = np.ones(2, np.float32)
+    for score, message in (
+        (lambda s, b, h, i, j: s * slopes[h], "looks up a tensor or an array, of which no graph sees later numbers"),
+        (lambda s, b, h, i, j: s * array[h], "looks up a tensor or an array, of which no graph sees later numbers"),
+        (sl.expression(lambda s, b, h, i, j: s * array[h]), "got a NumPy array, whose later numbers"),
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException, match=message):
+            torch.compile(lambda q, score: attention(q, q, q, score=score), fullgraph=True, backend="aot_eager")(
+                q, score
+            )
+
+
+@pytest.mark.parametrize(
+    "make", [lambda q: sl.window(3, 0), lambda q: WINDOW & WINDOW, lambda q: sl.alibi(q[0, :, 0, 0])]
+)
+def test_patterns_made_in_a_graph_are_refused(q, make):
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="to be called outside of what is compiled"):
+        torch.compile(lambda q: attention(q, q, q, mask=make(q)), fullgraph=True, backend="aot_eager")(q)

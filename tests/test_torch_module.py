@@ -230,6 +230,13 @@ MADE = [
     (lambda: Attention(32, 4, window=3), "window: expected causal=True beside it"),
     (lambda: Attention(32, 4, bias=1), "bias: expected True or False; got 1"),
     (lambda: Attention(32, 0), "heads: expected a size from 1"),
+    (lambda: Attention(32, 4, rotary=-1), "rotary: expected the base .* got -1"),
+    (lambda: Attention(32, 4, rotary_dims=3), "rotary_dims: expected an even number up to head_dim, 8; got 3"),
+    (lambda: Attention(32, 4, score="x"), "score: expected a function, a pattern"),
+    (lambda: Attention(32, 4, scale="x"), "scale: expected a number"),
+    (lambda: Attention(32, 4, dropout=3), "dropout: expected a probability from 0 to 1; got 3"),
+    (lambda: Attention(32, 4, device="foo"), "device: expected a device of PyTorch's"),
+    (lambda: Attention(32, 4, dtype=torch.int64), "dtype: expected a floating dtype"),
 ]
 
 
@@ -249,13 +256,19 @@ def test_wrong_calls():
         (lambda: Attention(DIM, 4, context_dim=20)(x), r"context: expected shape \(batch, length, 20\); got None"),
         (lambda: layer(x, cache={}), "cache: expected a speedlight.KVCache; got dict"),
         (lambda: Attention(DIM, 4)(x, cache=cache), "cache: expected None beside causal=False"),
-        (lambda: layer(x, cache=cache), "k: requires grad"),
+        (lambda: layer(x, cache=cache), "cache: expected no gradients beside it"),
         (lambda: layer(x, attention_mask=torch.ones(2, 5, dtype=int)), r"\(batch, k_len\) = \(2, 37\).*got \(2, 5\)"),
         (lambda: layer(x, attention_mask=torch.ones(2, N, dtype=int), mask=causal()), "mask: expected a function or"),
         (
             lambda: layer.load_multihead(nn.MultiheadAttention(16, 4).state_dict()),
             "state: expected .32, 32. for q_proj",
         ),
+        (lambda: Attention(DIM, 4)(x, positions=3), "positions: expected None without rotary="),
+        (lambda: layer(x, rotation=3), r"rotation: expected a pair \(cos, sin\) of tensors; got int"),
+        (lambda: layer(x, rotation=(x,)), r"rotation: expected a pair .* got 1 of them"),
+        (lambda: layer(x.long()), "x: expected dtype torch.float32, as the layer's parameters; got torch.int64"),
+        (lambda: layer.load_multihead(nn.MultiheadAttention(DIM, 4)), r"state: expected .* Use \.state_dict\(\)"),
+        (lambda: layer.load_multihead(3), "state: expected a state_dict"),
         (lambda: Attention(DIM, 4, kv_heads=2).multihead_state(), "expected what nn.MultiheadAttention has"),
         (
             lambda: layer.load_multihead(nn.MultiheadAttention(DIM, 4, add_bias_kv=True).state_dict()),
@@ -265,3 +278,20 @@ def test_wrong_calls():
         with pytest.raises(sl.Error, match=message):
             call()
     assert cache.length(0) == 0
+
+
+@pytest.mark.parametrize("name", ["window", "attention_mask", "dropout"])
+def test_in_a_graph(name):
+    """One graph, with the bits of the call without it; dropout draws anew in every call."""
+    torch._dynamo.reset()
+    x, tokens = torch.randn(2, 12, DIM), torch.ones(2, 12, dtype=torch.int64)
+    tokens[0, :5] = 0
+    layer = Attention(DIM, 4, causal=True, rotary=10000.0, window=3, dropout=0.5 if name == "dropout" else 0.0)
+    given = {"attention_mask": tokens} if name == "attention_mask" else {}
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for seed in (1, 2) if name == "dropout" else (1,):
+        torch.manual_seed(seed)
+        got = compiled(x, **given)
+        got.sum().backward()
+        torch.manual_seed(seed)
+        assert torch.equal(got, layer(x, **given))

@@ -83,6 +83,18 @@ def test_an_exception_leaves():
     assert not is_ours(F.scaled_dot_product_attention(q, q, q))
 
 
+def test_contexts_that_overlap_without_nesting():
+    """As of generators that are not exhausted in turn: leaving one leaves the others."""
+    q = drawn(1, 2, 8, 8, grad=True)
+    first, second = sdpa(), sdpa()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert is_ours(F.scaled_dot_product_attention(q, q, q))
+    second.__exit__(None, None, None)
+    assert not is_ours(F.scaled_dot_product_attention(q, q, q))
+
+
 def test_threads_have_contexts_of_their_own():
     q, found, turn = drawn(1, 2, 8, 8, grad=True), {}, threading.Barrier(2)
 
@@ -265,6 +277,23 @@ def test_the_encoders_fast_path(masks, norm_first):
             got = layer(x, **ENCODER_MASKS[masks])
     assert_equal(got, want)
     assert report() == ({FAST_PATH: 1}, {})
+
+
+def test_float_masks_of_the_fast_path():
+    """PyTorch reads them as bool there: what is not 0 hides. 0 and -inf mean the same to both."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
+    x, added = drawn(2, 8, 16).float(), torch.zeros(8, 8).masked_fill(CAUSAL, -torch.inf)
+    for mask, reports in ((added, ({FAST_PATH: 1}, {})), (torch.rand(8, 8) + 1, None)):
+        with torch.no_grad():
+            want = layer(x, src_mask=mask)
+            with sdpa():
+                got = layer(x, src_mask=mask)
+        assert torch.allclose(got, want, atol=1e-5, equal_nan=True)
+        found = report(reset=True)
+        assert found == reports or list(found.left) == [
+            (FAST_PATH, "a float mask of other numbers than 0 and -inf, which PyTorch reads as bool")
+        ]
 
 
 def test_nested_tensors_of_the_encoder():

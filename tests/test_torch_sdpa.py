@@ -246,13 +246,20 @@ REFUSED = {
     "mask of one dim": (lambda q: (q, q, q, torch.ones(4)), {}, r"attn_mask: expected a shape of 2 dims at least"),
     "mask beyond": (lambda q: (q[:1], q[:1], q[:1], torch.ones(2, 1, 4, 4)), {}, r"attn_mask: .* \(1, 3, 4, 4\); got"),
     "no mask": (lambda q: (q, q, q, [[True]]), {}, r"attn_mask: expected a bool tensor.*; got list"),
-    "dropout": (lambda q: (q, q, q), {"dropout_p": 1.5}, r"dropout: expected a probability from 0 to 1; got 1\.5"),
+    "dropout": (lambda q: (q, q, q), {"dropout_p": 1.5}, r"dropout_p: expected a probability from 0 to 1; got 1\.5"),
     "scale": (lambda q: (q, q, q), {"scale": math.nan}, r"scale: expected a finite number"),
-    "dtypes": (lambda q: (q, q.float(), q), {}, r"k: expected dtype float64"),
+    "dtypes": (lambda q: (q, q.float(), q), {}, r"key: expected dtype float64, as query has"),
+    "nested mask": (
+        lambda q: (q, q, q, torch.nested.nested_tensor([torch.ones(4, 4)] * 2)),
+        {},
+        "attn_mask: expected a strided tensor; got a nested one",
+    ),
+    "sparse mask": (lambda q: (q, q, q, torch.ones(4, 4).to_sparse()), {}, "attn_mask: expected a strided tensor"),
     "no tensor": (lambda q: (q.numpy(), q, q), {}, r"query: expected a tensor; got ndarray"),
 }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     arguments, options, message = REFUSED[name]

@@ -186,7 +186,7 @@ def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
     """The first of the indices that kernels have noted as out of range."""
     for n, (node, dimension) in enumerate(lookups):
         if wrong[2 * n]:
-            raise out_of_range(node.value, dimension, wrong[2 * n + 1])
+            raise out_of_range(node, dimension, wrong[2 * n + 1])
 
 
 def program_of(problem: Problem, *, backward: bool = False) -> Program | None:

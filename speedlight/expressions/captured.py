@@ -31,9 +31,8 @@ class Tables:
     def __call__(self, array: Any, index: Any) -> Any:
         """LOOKUP of a trace."""
         if id(array) not in self.of:
-            entries = array.reshape(1) if getattr(array, "ndim", 1) == 0 else array
             name = self.names.get(id(array), "table")
-            self.of[id(array)] = array, Table(entries, name, copy=isinstance(array, list))
+            self.of[id(array)] = array, Table(array, name, copy=isinstance(array, list))
         table = self.of[id(array)][1]
         return table[as_index(index) or (0,)]
 

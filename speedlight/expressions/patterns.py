@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import is_tensor
+from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from .functions import minimum, tanh
 from .tables import Table, table
@@ -81,6 +82,7 @@ def padding(attention_mask: Any) -> Expression:
     >>> sl.padding([[0, 0, 1, 1], [1, 1, 1, 1]]) & sl.causal()
     mask (((j >= 4) | attention_mask[b, min(j, 3)]) & (j <= i))
     """
+    check_outside("attention_mask", "sl.padding")
     given = attention_mask if isinstance(attention_mask, Table) else table(attention_mask, "attention_mask")
     if given.kind not in ("bool", "int"):
         raise ArgumentTypeError(
@@ -138,14 +140,21 @@ def softcap(c: Any) -> Expression:
     >>> sl.softcap(30.0)
     score (30.0 * tanh((s / 30.0)))
     """
+    check_outside("c", "sl.softcap")
     of = _table(c.reshape(1), "c", _FLOATS, (1,)) if is_tensor(c) and c.numel() == 1 else None
     given = c if of is None else of.array[0].item()
+    if is_tensor(c) and of is None:
+        raise ArgumentTypeError(
+            f"c: expected a number, or a tensor of one; got shape {tuple(c.shape)}. One for each head is a function: "
+            "lambda s, b, h, i, j: c[h] * sl.tanh(s / c[h])."
+        )
     if isinstance(given, (bool, np.bool_)) or not isinstance(given, numbers.Real):
         raise ArgumentTypeError(f"c: expected a number; got {shown(c)}.")
     number: Any = given
     if not 2.0**-126 <= number < 2.0**127:  # float32 holds it and its inverse
         raise ArgumentError(f"c: expected a positive number up to 1.7e38; got {shown(c)}.")
     if of is not None:
+        of.origin = None if of.origin is None else c  # itself, which may come to require grad, not a view
         number = of[0]
     return expression(lambda s, b, h, i, j: number * tanh(s / number))
 
@@ -175,6 +184,7 @@ def _integer(name: str, x: Any, least: int) -> int:
 
 def _table(x: Any, name: str, kinds: tuple[str, ...], dims: tuple[int, ...]) -> Table:
     """A table of the kinds and dimensions that a pattern needs."""
+    check_outside(name, "patterns of arrays, tensors and tables")
     of = x if isinstance(x, Table) else table(x, name)
     if of.kind not in kinds:
         raise ArgumentTypeError(f"{name}: expected {' or '.join(kinds)} entries; got dtype {of.array.dtype}.")

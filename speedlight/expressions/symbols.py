@@ -47,10 +47,10 @@ def node_of(x: Any) -> Node:
 
 
 def _scalar_of(x: Any) -> Any:
-    """A number of a tensor without dimensions; what can be learned stays a tensor's entry."""
+    """A number of a tensor without dimensions; what can be learned, now or later, stays a tensor's entry."""
     if not is_tensor(x) or x.ndim:
         return None
-    return _looked_up(x, ()) if x.requires_grad else x.item()
+    return _looked_up(x, ()) if x.is_floating_point() else x.item()
 
 
 def _looked_up(array: Any, index: Any) -> Any:

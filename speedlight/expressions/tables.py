@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numbers
+import sys
 from typing import Any
 
 import numpy as np
 
-from ..arrays import check_plain_tensor, is_followed, is_masked, is_tensor, is_traced
+from ..arrays import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
+from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from . import foreign
 from .operations import INT_MAX
@@ -23,7 +25,7 @@ class Table:
     Args:
         array: 1 to 4 dimensions of bool, integers, float16, bfloat16, float32 or float64; on a GPU or not. It is
             copied, so later changes do not matter; its gradient is what attention_backward(grads=(t,)) gives, or, if
-            it is a tensor that requires grad, what speedlight.torch.attention() passes back to it.
+            it is a tensor that requires grad when a call is made, what speedlight.torch.attention() passes back to it.
         name: what error messages call it.
 
     An index must lie in 0 … n - 1 wherever the mask leaves the key visible; elsewhere it may be anything. Integers
@@ -39,7 +41,7 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_ends", "array", "copies", "kind", "name", "of_keys", "source", "tensor", "version", "watched")
+    __slots__ = ("_ends", "array", "copies", "kind", "name", "of_keys", "origin", "tensor", "version", "watched")
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
@@ -49,17 +51,16 @@ class Table:
         )
         self.copies: dict[str, Any] = {}  # by device
         self.of_keys = False  # whether its shape has to be (batch, k_len) of the call
-        self.source: Any = None  # the tensor that these are the numbers of, if autograd or a graph follows it
+        self.origin: Any = None  # the tensor of floats that these are the numbers of
         self.version = 0  # of its numbers
-        self.watched: Any = None  # a tensor whose memory these numbers are in
+        self.watched: Any = None if copy else array  # the tensor, or array, whose memory these numbers are in
         if is_tensor(array) and is_traced(array):
-            self.source, copy = array, False
+            self.origin, self.watched, copy = array, None, False
             array = np.broadcast_to(np.ones((), _torch_dtype(array, name)), tuple(map(int, array.shape)))
         elif is_tensor(array):
             check_plain_tensor(array, name, followed=True)
-            if is_followed(array):
-                self.source, self.version = array, array._version
-            self.watched = None if copy else array
+            if array.is_floating_point() and not array.is_inference():  # which nothing ever flows to
+                self.origin, self.version = array, array._version
             array = array.detach()
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)
@@ -94,13 +95,39 @@ class Table:
         self.array, self.name = array, name
         self._ends: Any = None
 
+    @property
+    def source(self) -> Any:
+        """The tensor that these are the numbers of, if autograd or a graph follows it by now: it may have been frozen
+        when the table was made.
+        """
+        x = self.origin
+        return x if x is None or x.requires_grad or has_tangent(x) or is_traced(x) else None
+
+    def is_left_alone(self) -> bool:
+        """Whether nobody follows it now."""
+        source = self.source
+        return source is None or not (
+            sys.modules["torch"].is_grad_enabled() or has_tangent(source) or is_traced(source)
+        )
+
+    def may_be_kept(self) -> bool:
+        """Whether a memo may hold it: nobody follows it now, and its tensor holds no graph of autograd's."""
+        return self.origin is None or (self.origin.is_leaf and self.is_left_alone())
+
+    @property
+    def given(self) -> Any:
+        """The tensor that an operation of a graph is given: one that is followed, or is read where it lies."""
+        source = self.source
+        return self.watched if source is None and is_tensor(self.watched) else source
+
     def is_stale(self) -> bool:
         """Whether its tensor has other numbers by now: a few are compared, many are known by their version."""
-        if self.source is None or is_traced(self.source):
+        source = self.source
+        if source is None or is_traced(source):
             return False
         if self.array.size > _FEW:
-            return self.source._version != self.version
-        now = self.source.detach().cpu().double().numpy().reshape(self.array.shape)
+            return source._version != self.version
+        now = source.detach().cpu().double().numpy().reshape(self.array.shape)
         return not np.array_equal(now, self.array.astype(np.float64), equal_nan=True)
 
     def reshaped(self, shape: tuple[int, ...]) -> None:
@@ -158,7 +185,7 @@ class Table:
                 )
         if (
             all([isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index])
-            and self.tensor is self.source is None
+            and self.tensor is self.origin is None
         ):
             return self.array[tuple(int(x) for x in index)].item()
         nodes = tuple(node_of(x) for x in index)
@@ -242,6 +269,7 @@ def _torch_dtype(x: Any, name: str) -> Any:
 
 
 def table(array: Any, name: str = "table") -> Table:
+    check_outside(name if isinstance(name, str) else "table", "sl.table")
     return Table(array, name)
 
 

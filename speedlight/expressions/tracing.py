@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from .captured import LIBRARIES, Tables, looking_up
 from .operations import LOOKUP_COST, OPERATIONS
@@ -38,6 +39,7 @@ class Expression:
     __slots__ = ("__dict__", "role", "root", "size")
 
     def __init__(self, role: str, root: Node, size: int) -> None:
+        check_outside(role, "& | ~ of patterns")
         self.role, self.root, self.size = role, root, size  # size: operations, at most
 
     @lazily
@@ -108,12 +110,12 @@ class Expression:
 
 
 def is_immutable(x: Any) -> bool:
-    """Safe as a memo key: None, or an Expression whose tables are its own, and followed by nobody; not an array, nor a
-    function.
+    """Safe as a memo key: None, or an Expression whose tables are its own, and followed by nobody now; not an array,
+    nor a function.
     """
     return x is None or (
         type(x) is Expression
-        and all([t.source is None and t.array.base is None and not t.array.flags.writeable for t in x.tables])
+        and all([t.array.base is None and not t.array.flags.writeable and t.may_be_kept() for t in x.tables])
     )
 
 
@@ -132,6 +134,7 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     >>> sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4))
     mask ((j <= i) & ((i - j) < 4))
     """
+    check_outside(role or "function", "sl.expression, and patterns,")
     if not (role is None or (isinstance(role, str) and role in ("mask", "score"))):
         raise ArgumentError(f"role: expected 'mask', 'score' or None; got {shown(role)}.")
     if isinstance(function, Expression):

@@ -212,7 +212,7 @@ def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
     for at, (x, y, n) in enumerate(zip(index, inside, array.shape, strict=True)):
         x, wrong = np.broadcast_arrays(x, (np.asarray(x != y) | (n == 0)) & seen)
         if wrong.any():
-            raise out_of_range(node.value, at, int(x[wrong][0]))
+            raise out_of_range(node, at, int(x[wrong][0]))
     return (
         array[tuple(inside)]
         if array.size
@@ -220,12 +220,14 @@ def _look_up(node: Node, index: list[Any], seen: Any) -> Any:
     )
 
 
-def out_of_range(table: Any, at: int, value: int) -> ArgumentError:
+def out_of_range(lookup: Node, at: int, value: int) -> ArgumentError:
     """The error of an index outside its table."""
+    table, of_heads = lookup.value, lookup.args[at].op == "symbol" and lookup.args[at].value == "h"
     return ArgumentError(
         f"{table.name}: expected index {at + 1} from 0 to {table.array.shape[at] - 1} where the key is visible; "
-        f"got {value} (shape {table.array.shape}). Hide those keys with a mask, or bound the index "
-        "with sl.minimum and sl.maximum."
+        f"got {value} (shape {table.array.shape}). "
+        + ("Give an entry for each query head. " if of_heads else "")
+        + "Hide those keys with a mask, or bound the index with sl.minimum and sl.maximum."
     )
 
 

@@ -223,4 +223,4 @@ def _raise_wrong(uploads: Uploads, wrong: torch.Tensor) -> None:
     assert uploads.program is not None
     for (flag, index), (node, d) in zip(wrong.cpu().reshape(-1, 2).tolist(), uploads.program.lookups, strict=True):
         if flag:
-            raise out_of_range(node.value, d, index)
+            raise out_of_range(node, d, index)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
@@ -13,7 +14,7 @@ from ..api import attention as forward
 from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
-from ..errors import UnsupportedError
+from ..errors import ArgumentTypeError, UnsupportedError
 from ..gradients import SINKS, Followed, check_fresh, check_unwritten, followed, settled, tables_of
 from ..problem import Options, new_options
 from . import further, ops
@@ -21,9 +22,38 @@ from .forms import tensors_of, text_of
 from .graphs import in_graph
 from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
+_P = ParamSpec("_P")
+_THEIRS = {
+    "is_causal": "causal='top-left', or causal=True, which aligns the last query with the last key",
+    "attn_mask": "mask= (True where a key is seen), or score= for what is added to scores",
+    "dropout_p": "dropout= and seed=",
+    "enable_gqa": "k and v of fewer heads as they are",
+    "score_mod": "score=",
+    "mask_mod": "mask=",
+    "block_mask": "mask=",
+    "attention_mask": "mask=sl.padding(attention_mask)",
+    "key_padding_mask": "mask=sl.padding(~key_padding_mask)",
+}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+def names_ours(function: Callable[_P, Any]) -> Callable[_P, Any]:
+    """Says what other libraries' arguments are called here."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> Any:
+        for name in options:
+            if name in _THEIRS:
+                raise ArgumentTypeError(
+                    f"{name}: expected the arguments of speedlight.attention(); got another library's. Use "
+                    f"{_THEIRS[name]}; speedlight.torch.scaled_dot_product_attention has PyTorch's arguments."
+                )
+        return function(*args, **options)
+
+    return call
+
+
+@names_ours
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -56,7 +86,8 @@ def attention(
             tables: sl.table(t), sl.alibi(slopes), sl.relative_bias(t), sl.softcap(c).
         sink_logits: gradients flow to a tensor.
         causal, window, mask, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, q_lengths, k_lengths,
-        return_lse, precision, dropout, seed: as for speedlight.attention().
+        return_lse, precision, dropout, seed: as for speedlight.attention(); the seed may be a tensor of one integer,
+            as graphs draw it.
 
     Returns:
         out, or with return_lse (out, lse), as speedlight.attention() does; gradients flow through both.
@@ -79,6 +110,8 @@ def attention(
         return in_graph(q, k, v, options, return_lse)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         q, k, v = _cast(q, k, v)
+    if is_tensor(options.seed) and not is_traced(options.seed):
+        options = options._replace(seed=int(options.seed))
     if _is_plain(q, k, v):
         if torch.is_grad_enabled():
             known = followed(options)
@@ -120,7 +153,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
     if not _is_plain(q, k, v):
         return _as_operation(q, k, v, known.options, return_lse)
     known, read = settled(known)
-    out, lse = _Attention.apply(known, read, q, k, v, known.sinks, *(x.source for x in known.tables))
+    out, lse = _Attention.apply(known, read, q, k, v, known.sinks, *(x.origin for x in known.tables))
     return (out, lse) if return_lse else out
 
 
@@ -129,7 +162,9 @@ def _as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) ->
     form, tables, sinks, seed = text_of(options), tensors_of(options), options.sink_logits, options.seed
     if sinks is not None and not is_tensor(sinks):
         sinks = torch.tensor(listed(sinks, "sink_logits", "numbers, one per query head"))
-    if options.dropout:
+    if is_tensor(seed):  # of a trace, which has no number yet
+        tables, seed = [*tables, seed], None
+    elif options.dropout:
         seed = seed_of(seed)
     if torch.compiler.is_exporting() and [
         x for x in (sinks, *tables) if x is not None and x.requires_grad and not is_traced(x)
@@ -174,7 +209,7 @@ class _Attention(torch.autograd.Function):
         if flows[0] is None and flows[1] is None:
             return (None, *(None,) * len(needed))
         if is_batched(flows):
-            return of_each(partial(_Attention.backward, ctx), flows)
+            return of_each(functools.partial(_Attention.backward, ctx), flows)
         if torch.is_grad_enabled() or peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
             return (None, *_differentiable(known, needed, saved, flows))
         q, k, v, out, lse = (x.detach() for x in saved[:5])
@@ -185,7 +220,7 @@ class _Attention(torch.autograd.Function):
         dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, flows[1], grads=tuple(grads), **options)
         found = dict(zip(grads, more[0] if more else (), strict=True))
         sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
-        tables = (found[t].reshape(t.source.shape).to(t.source.dtype) if t in found else None for t in known.tables)
+        tables = (found[t].reshape(t.origin.shape).to(t.origin.dtype) if t in found else None for t in known.tables)
         return (None, None, dq, dk, dv, sinks, *tables)
 
 
@@ -195,7 +230,7 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
     tables = tensors_of(known.options)
     free, places = list(range(len(tables))), {}  # of a tensor, which may be behind several tables, by its first
     for n, table in enumerate(known.tables):
-        at = [slot for slot in free if tables[slot] is table.source]
+        at = [slot for slot in free if tables[slot] is table.origin]
         free = [slot for slot in free if slot not in at]
         places[n] = at
         for slot in at:

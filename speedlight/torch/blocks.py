@@ -163,10 +163,9 @@ def _steps(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, int, slice]
 
 
 def block_mask_of(
-    mask_mod: Callable[..., Any], sizes: Sizes, size: Any, device: Any, separate_full: bool
+    mask_mod: Callable[..., Any], mask: Expression, sizes: Sizes, size: Any, device: Any, separate_full: bool
 ) -> flex.BlockMask:
-    """The BlockMask of a function."""
-    mask = expression(mask_mod, "mask")
+    """The BlockMask of a function, which `mask` was traced from."""
     some, every = _classes(mask, sizes[:2], sizes, size)
     whole = _whole(sizes, size)
     for b, h, row, column in np.argwhere(some & ~every).tolist():

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, Error, rename
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+_NAMES = {"q": "query", "k": "key", "v": "value", "dropout": "dropout_p", "mask": "attn_mask", "score": "attn_mask"}
 _MASKS = "a bool tensor, True where a key takes part, or one of float32 or of query's dtype, which is added to scores"
 
 
@@ -73,7 +74,11 @@ def scaled_dot_product_attention(
             mask, score = (found, None) if found.dtype == torch.bool else (None, found)
     q, k, v = joined(query, key, value, shape)
     dropout, seed = (dropout_p, drawn_seed()) if dropout_p else (0.0, None)
-    out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
+    try:
+        out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
+    except Error as error:
+        rename(error, _NAMES)
+        raise
     return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
 
 
@@ -91,6 +96,7 @@ def weights_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.")
+        _check_strided(name, x)
         if x.dim() < least:
             what = "(heads, length, dim) at least, for enable_gqa" if enable_gqa else "(length, dim) at least"
             raise ArgumentError(f"{name}: expected {what}; got shape {tuple(x.shape)}.")
@@ -115,6 +121,14 @@ def weights_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
             f"key: expected query, key and value that broadcast; got shapes {tuple(q)}, {tuple(k)}, {tuple(v)}.{way}"
         ) from None
     return (*lead, *q[cut:-1], k[-2])
+
+
+def _check_strided(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise ArgumentTypeError(
+            f"{name}: expected a strided tensor; got a nested one. Use {name}.to_padded_tensor(0) and a mask, or "
+            "torch.nn.attention.varlen."
+        )
 
 
 def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,6 +162,7 @@ def mask_of(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A mask as attention() takes them: it broadcasts to (batch, q_heads, L, S). Raises for one that does not fit."""
     if not isinstance(attn_mask, Tensor):
         raise ArgumentTypeError(f"attn_mask: expected {_MASKS}; got {type(attn_mask).__name__}.")
+    _check_strided("attn_mask", attn_mask)
     fits = attn_mask.dtype in (torch.bool, torch.float32, query.dtype)
     if not fits and not (attn_mask.is_floating_point() and torch.is_autocast_enabled("cpu")):
         raise ArgumentTypeError(

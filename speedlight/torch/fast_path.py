@@ -50,6 +50,8 @@ def _taken(
         why = "query, key and value are not one tensor"
     elif mask is not None and (mask_type not in (0, 1, 2) or query.is_nested):
         why = f"a mask of type {mask_type}"
+    elif mask is not None and mask.is_floating_point() and not ((mask == 0) | (mask == -torch.inf)).all():
+        why = "a float mask of other numbers than 0 and -inf, which PyTorch reads as bool"
     if why is not None:
         count_left(FAST_PATH, why)
         return None

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as flex
 
+from ..checks import check_flag
 from ..compiling import leaves_graph
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
-from ..expressions.tracing import expression
+from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, rename, shown
+from ..expressions.tracing import Expression, expression
 from .attending import attention
 from .blocks import block_mask_of, mask_of
 
@@ -18,6 +19,7 @@ from .blocks import block_mask_of, mask_of
 _TUNING = {"num_warps", "num_stages", "kpack", "matrix_instr_nonkdim", "waves_per_eu"} | {
     x for x in flex.FlexKernelOptions.__annotations__ if x.isupper()
 }
+_NAMES = {"q": "query", "k": "key", "v": "value"}
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 
@@ -72,18 +74,33 @@ def flex_attention(
     _check_options(kernel_options)
     _check_aux(return_lse, return_aux)
     if block_mask is not None and not isinstance(block_mask, flex.BlockMask):
-        raise ArgumentTypeError(f"block_mask: expected a BlockMask or None; got {shown(block_mask)}.")
+        way = " Use create_block_mask(function, B, H, Q_LEN, KV_LEN)." if callable(block_mask) else ""
+        raise ArgumentTypeError(f"block_mask: expected a BlockMask or None; got {shown(block_mask)}.{way}")
     batch, q_heads, q_len, k_len = _check_tensors(query, key, value, enable_gqa, block_mask)
     mask = None if block_mask is None else mask_of(block_mask, (batch, q_heads, q_len, k_len))
-    score = None if score_mod is None else expression(score_mod, "score")
+    score = None if score_mod is None else _traced("score_mod", score_mod, "score")
     if key.shape[0] != batch:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    found = attention(query, key, value, mask=mask, score=score, q_start=0, scale=scale, return_lse=wants_lse)
+    try:
+        found = attention(query, key, value, mask=mask, score=score, q_start=0, scale=scale, return_lse=wants_lse)
+    except Error as error:
+        rename(error, _NAMES)
+        raise
     if return_aux is None:
         return found
     out, lse = found if wants_lse else (found, None)
     return out, flex.AuxOutput(lse=lse)
+
+
+def _traced(name: str, function: Any, role: str) -> Expression:
+    """A function, whose errors say what PyTorch calls it."""
+    try:
+        return expression(function, role)
+    except Error as error:
+        if str(error).startswith(f"{role}: "):
+            error.args = (name + str(error).removeprefix(role),)
+        raise
 
 
 def _check_options(options: Any) -> None:
@@ -133,6 +150,18 @@ def _check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any, block_mask
     return batch, q_heads, q_len, k_len
 
 
+def _device(device: Any) -> Any:
+    """Where block tables lie."""
+    if device is None:
+        return torch.accelerator.current_accelerator() or torch.device("cpu")
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ArgumentError(
+            f"device: expected a device of PyTorch's, as 'cpu' or 'cuda:0', or None; got {shown(device)}."
+        ) from None
+
+
 @leaves_graph
 def create_block_mask(
     mask_mod: Callable[..., Any],
@@ -174,12 +203,24 @@ def create_block_mask(
     >>> mask.full_kv_num_blocks.sum().item()
     32640
     """
-    device = device or torch.accelerator.current_accelerator() or "cpu"
-    block = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
+    pair = BLOCK_SIZE if isinstance(BLOCK_SIZE, (tuple, list)) else (BLOCK_SIZE, BLOCK_SIZE)
+    if len(pair) != 2:
+        raise ArgumentError(
+            f"BLOCK_SIZE: expected an int from 1, or two, of queries and keys; got {shown(BLOCK_SIZE)}."
+        )
+    block = pair[0], pair[1]
     for name, x in (("B", B), ("H", H), ("Q_LEN", Q_LEN), ("KV_LEN", KV_LEN), *(("BLOCK_SIZE", x) for x in block)):
-        if not (x is None and name in "BH") and (not isinstance(x, int) or x < 1):
+        if not (x is None and name in "BH") and (not isinstance(x, int) or isinstance(x, bool) or x < 1):
             raise ArgumentError(f"{name}: expected an int from 1; got {shown(x)}.")
-    mask = block_mask_of(mask_mod, (B or 1, H or 1, Q_LEN, KV_LEN), block, device, separate_full_blocks)
+    for name, x in (
+        ("separate_full_blocks", separate_full_blocks),
+        ("compute_dq_write_order", compute_dq_write_order),
+        ("dq_kv_order", dq_kv_order),
+    ):
+        check_flag(name, x)
+    function = _traced("mask_mod", mask_mod, "mask")
+    at = _device(device)
+    mask = block_mask_of(mask_mod, function, (B or 1, H or 1, Q_LEN, KV_LEN), block, at, separate_full_blocks)
     if compute_dq_write_order:
         order = flex._compute_dq_write_order_from_block_mask(mask, dq_kv_order=dq_kv_order)
         mask.dq_write_order, mask.dq_write_order_full = order

@@ -1,7 +1,7 @@
 """A call without its tensors, as text: what graphs and exported programs carry.
 
 The text has every option that is not its default, and the trees of mask and score. Tables of arrays are in it; those of
-tensors that autograd or a graph follows are numbers of tensors beside it. It means the same in any process.
+tensors that are followed, or read where they lie, are numbers of tensors beside it. It means the same in any process.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def tensors_of(options: Options) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for x, role in parts:
         if isinstance(x, Table):
-            found += [] if x.source is None else [x.source]
+            found += [] if x.given is None else [x.given]
         elif isinstance(x, Expression) or callable(x):
-            found += [t.source for t in expression(x, role).tables if t.source is not None]
+            found += [t.given for t in expression(x, role).tables if t.given is not None]
         else:
             found.append(x if is_tensor(x) else torch.tensor(np.asarray(x)))
     return found
@@ -65,8 +65,10 @@ def options_of(
 ) -> tuple[Options, list[Table]]:
     """The options of a form, and tables of its tensors. `seed`: 64 bits, of either sign."""
     kept, tables = _read(text), [Table(t.detach(), f"tables[{at}]", copy=False) for at, t in enumerate(tensors)]
+    if kept.get("dropout") and seed is None and tensors:
+        seed = int(tensors[-1])  # drawn in a graph
     for table in tables:
-        table.source = None  # whoever follows it has the tensor
+        table.origin = None  # whoever follows it has the tensor
     options = {name: x for name, x in kept.items() if name not in ("mask", "score")}
     if "mask" in kept:
         options["mask"] = kept["mask"].over(tables)
@@ -135,8 +137,8 @@ def _written(x: Any, role: str, slots: Iterator[int]) -> Any:
 
 
 def _entries(table: Table, slots: Iterator[int]) -> Any:
-    """The number of a table's tensor; or name, dtype, shape and bytes of an array that nobody follows."""
-    if table.source is not None:
+    """The number of a table's tensor; or name, dtype, shape and bytes of an array that stays as it is."""
+    if table.given is not None:
         return next(slots)
     array = np.ascontiguousarray(table.host())
     return [table.name, array.dtype.name, array.shape, base64.b64encode(array.tobytes()).decode()]

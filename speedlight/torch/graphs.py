@@ -7,27 +7,21 @@ objects, are marked as constants. torch.export without strict=True runs none of 
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
+from ..arrays import is_tensor
+from ..compiling import constant
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
+from ..gradients import check_attached
 from ..problem import Options
 from . import ops
 from .forms import ARRAY, text_of
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _constant(function: F) -> F:
-    """What torch.compiler.assume_constant_result() marks functions with, without loading Dynamo."""
-    vars(function)["_dynamo_marked_constant"] = True
-    return function
 
 
 def in_graph(q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:
@@ -42,8 +36,11 @@ def in_graph(q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:
     form = _text(len(rest), *rest, *handles)
     if sinks is not None and not isinstance(sinks, torch.Tensor):
         sinks = torch.tensor([_fixed(x) for x in sinks])
-    if options[14] and (seed is None or not isinstance(seed, int) or seed < 0):
-        raise ArgumentTypeError("seed: expected an int of 64 bits beside dropout=.")
+    if isinstance(seed, torch.Tensor):
+        tables.append(seed)
+        seed = None
+    elif options[14] and (seed is None or not isinstance(seed, int) or seed < 0):
+        raise ArgumentTypeError("seed: expected an int of 64 bits, or a tensor of one, beside dropout=.")
     results = ops.attention_op(q, k, v, sinks, tables, form, ops.signed(seed))
     return results if return_lse else results[0]
 
@@ -57,8 +54,10 @@ def _handle(x: Any, role: str, tables: list[Any]) -> tuple[Any, Any]:
         return None, None
     if isinstance(x, (Expression, Table)):
         for table in [x] if isinstance(x, Table) else [x.tables[n] for n in range(_count(x))]:
-            if table.source is not None:
-                tables.append(table.source)
+            if table.origin is not None and table.origin.requires_grad:
+                tables.append(table.origin)
+            elif isinstance(table.watched, torch.Tensor):
+                tables.append(table.watched)
         return x, None
     function, owner = (x.__func__, x.__self__) if isinstance(x, types.MethodType) else (x, None)
     id(function)  # Dynamo guards its code alone, which closures of other numbers share
@@ -74,13 +73,13 @@ def _fixed(x: Any) -> Any:
     return guard_scalar(x) if isinstance(x, (int, float)) and not isinstance(x, bool) else x
 
 
-@_constant
+@constant
 def _count(x: Expression) -> int:
     """Also lets the expression know its tables, where Dynamo finds them."""
     return len(x.tables)
 
 
-@_constant
+@constant
 def _text(count: int, *given: Any) -> str:
     """The other options, then of every mask and score its role, a function or an expression, and whose method it is."""
     rest, handles = given[:count], given[count:]
@@ -94,12 +93,21 @@ def _text(count: int, *given: Any) -> str:
 
 def _traced(x: Any, owner: Any, role: str) -> Any:
     if isinstance(x, (Expression, Table)):
+        known = [x] if isinstance(x, Table) else x.tables
+        check_attached([t for t in known if t.source is not None])
+        if [t for t in known if t.watched is not None and not is_tensor(t.watched)]:
+            raise UnsupportedError(
+                f"{role}: expected tensors, or sl.table(array), to be looked up in a graph; got a NumPy array, whose "
+                "later numbers it would not see."
+            )
         return x
     traced = expression(x if owner is None else types.MethodType(x, owner), role)
     for table in traced.tables:
-        if table.source is not None:
+        if table.given is not None or table.watched is not None:
             raise UnsupportedError(
-                f"{table.name}: requires grad inside a function, where no graph sees it. Pass sl.expression(function) "
-                "of tables made outside of what is compiled."
+                f"{table.name}: expected a function that looks up sl.table(…), which holds a copy; got one that looks "
+                "up a tensor or an array, of which no graph sees later numbers and gradients. Make "
+                "sl.expression(function) outside of what is compiled, which looks tensors up where they lie, and pass "
+                "that."
             )
     return traced

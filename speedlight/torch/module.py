@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checks import check_flag, number, size
-from ..errors import ArgumentError, ArgumentTypeError
+from ..checks import check_flag, dropout_of, number, scale_of, size
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.patterns import padding, window
+from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
 from ..kv.cache import KVCache
 from ..rotations import Options as RotaryOptions
@@ -20,14 +22,75 @@ from ..turning import turned
 from .attending import attention
 
 _SEEDS = 1 << 62  # that are drawn of PyTorch's generator
+_BASE = "the base of rotary positions, as 10000.0"
 _window = functools.lru_cache(maxsize=64)(window)
+
+
+def _joined(limit: Expression | None, attention_mask: Any, mask: Any) -> Any:
+    """All that hides keys, but for causality."""
+    parts: list[Any] = [] if limit is None else [limit]
+    if attention_mask is not None:
+        parts.append(attention_mask if isinstance(attention_mask, Expression) else padding(attention_mask))
+    if mask is not None and not parts:
+        return mask
+    if mask is not None and not (isinstance(mask, Expression) or callable(mask)):
+        raise ArgumentTypeError(
+            "mask: expected a function or a pattern beside window= and attention_mask=; got an array. Join them."
+        )
+    parts += [] if mask is None else [expression(mask, "mask")]
+    return functools.reduce(operator.and_, parts) if parts else None
+
+
+def _joined_in_graph(_: None, attention_mask: Any, mask: Any) -> Any:
+    """The same of tensors whose numbers nobody has looked at yet."""
+    if attention_mask is None:
+        return mask
+    if mask is not None:
+        raise UnsupportedError(
+            "mask: expected None beside attention_mask= in a graph; got both. Join them outside of what is compiled: "
+            "mask=sl.padding(attention_mask) & mask."
+        )
+    if not isinstance(attention_mask, torch.Tensor):
+        return attention_mask
+    return (attention_mask != 0)[:, None, None, :]
+
+
+def _check_score(score: Any) -> None:
+    """What attention() could take; functions are traced, to learn of what is wrong with them before they are used."""
+    for x in score if isinstance(score, (list, tuple)) else [] if score is None else [score]:
+        if callable(x) or isinstance(x, Expression):
+            expression(x, "score")
+        elif not isinstance(x, Table) and not (hasattr(x, "dtype") and hasattr(x, "shape")):
+            raise ArgumentTypeError(
+                f"score: expected a function, a pattern such as sl.softcap(50.0), or a float array; got {shown(x)}."
+            )
+
+
+def _made(device: Any, dtype: Any) -> dict[str, Any]:
+    """How parameters are made."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentTypeError(f"dtype: expected a floating dtype of PyTorch's, or None; got {shown(dtype)}.")
+    try:
+        return {"device": None if device is None else torch.device(device), "dtype": dtype}
+    except (RuntimeError, TypeError):
+        raise ArgumentError(
+            f"device: expected a device of PyTorch's, as 'cpu', or None; got {shown(device)}."
+        ) from None
+
+
+def _pair(rotation: Any) -> Any:
+    if not isinstance(rotation, (tuple, list)) or len(rotation) != 2:
+        got = f"{len(rotation)} of them" if isinstance(rotation, (tuple, list)) else type(rotation).__name__
+        raise ArgumentTypeError(f"rotation: expected a pair (cos, sin) of tensors; got {got}.")
+    return rotation
 
 
 class Attention(nn.Module):
     """Attention with its projections: grouped heads, rotary positions, windows, sinks, dropout, a key-value cache.
 
     Parameters are named as transformers' LlamaAttention names them (q_proj, k_proj, v_proj, o_proj), whose state_dict
-    loads as it is; load_multihead() takes nn.MultiheadAttention's.
+    loads as it is; load_multihead() takes nn.MultiheadAttention's, and multihead_state() gives them back. forward() is
+    what help(speedlight.torch.Attention.forward) says; all other methods are nn.Module's.
 
     Args:
         dim: of what comes in and goes out.
@@ -97,11 +160,18 @@ class Attention(nn.Module):
         self.causal, self.window = causal, None if window is None else size("window", window, 1)
         if self.window is not None and not causal:
             raise ArgumentError("window: expected causal=True beside it; got False. Give forward() mask=sl.window(…).")
-        self.rotary = None if rotary is None else number("rotary", rotary, "the base of rotary positions, as 10000.0")
-        self.rotary_dims, self.interleaved = rotary_dims, interleaved
-        self.score, self.scale, self.layer = score, scale, size("layer", layer)
-        self.dropout = number("dropout", dropout, "a probability from 0 to 1")
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.rotary = None if rotary is None else number("rotary", rotary, _BASE)
+        if self.rotary is not None and not 0 < self.rotary < math.inf:
+            raise ArgumentError(f"rotary: expected {_BASE}, positive and finite; got {shown(rotary)}.")
+        self.rotary_dims = None if rotary_dims is None else size("rotary_dims", rotary_dims, 2)
+        turning = self.head_dim if self.rotary_dims is None else self.rotary_dims
+        if (self.rotary is not None or rotary_dims is not None) and (turning % 2 or turning > self.head_dim):
+            raise ArgumentError(f"rotary_dims: expected an even number up to head_dim, {self.head_dim}; got {turning}.")
+        self.interleaved, self.score, self.layer = interleaved, score, size("layer", layer)
+        _check_score(score)
+        self.scale = None if scale is None else scale_of(scale, self.head_dim)
+        self.dropout = dropout_of(dropout)
+        made = _made(device, dtype)
         self.q_proj = nn.Linear(self.dim, self.heads * self.head_dim, bias, **made)
         self.k_proj = nn.Linear(self.context_dim, self.kv_heads * self.head_dim, bias, **made)
         self.v_proj = nn.Linear(self.context_dim, self.kv_heads * self.head_dim, bias, **made)
@@ -136,44 +206,68 @@ class Attention(nn.Module):
         Returns:
             (batch, length, dim).
         """
-        self._check(x, context, cache)
+        self._check(x, context, cache, positions, rotation)
         source = x if context is None else context
         q, k, v = (
             proj(of).unflatten(-1, (-1, self.head_dim))
             for proj, of in ((self.q_proj, x), (self.k_proj, source), (self.v_proj, source))
         )
         if self.rotary is not None or rotation is not None:
-            cos, sin = (None, None) if rotation is None else rotation
+            cos, sin = (None, None) if rotation is None else _pair(rotation)
             at = self._first(cache, x.shape[1]) if positions is None and rotation is None else positions
             base = self.rotary if rotation is None else None
             options = RotaryOptions(cos, sin, at, base, self.interleaved, self.rotary_dims, "blhd")
             turn = rotation_of(q, options)
             q, k = turned(q, turn), turned(k, turn)
-        seen, sinks = self._mask(attention_mask, mask), self.sinks
+        sinks = self.sinks
         if cache is not None:
             q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-            options = {"scale": self.scale, "mask": seen, "score": self.score, "sink_logits": sinks}
+            limit = None if self.window is None else _window(self.window - 1)
+            options = {
+                "scale": self.scale,
+                "mask": _joined(limit, attention_mask, mask),
+                "score": self.score,
+                "sink_logits": sinks,
+            }
             out = cache.attend(self.layer, q, k, v, **options).transpose(1, 2)
         else:
             dropout = self.dropout if self.training else 0.0
-            seed = int(torch.randint(_SEEDS, ())) if dropout else None
+            seed: Any = torch.randint(_SEEDS, ()) if dropout else None
+            join = _joined_in_graph if torch.compiler.is_compiling() else _joined
+            seen = join(None, attention_mask, mask)
             out = attention(
-                q, k, v, causal=self.causal, mask=seen, score=self.score, sink_logits=sinks, scale=self.scale,
-                layout="blhd", dropout=dropout, seed=seed,
+                q, k, v, causal=self.causal, window=None if self.window is None else (self.window - 1, None),
+                mask=seen, score=self.score, sink_logits=sinks, scale=self.scale, layout="blhd", dropout=dropout,
+                seed=seed,
             )  # fmt: skip
         return self.o_proj(out.flatten(-2))
 
-    def _check(self, x: Any, context: Any, cache: Any) -> None:
+    def _check(self, x: Any, context: Any, cache: Any, positions: Any, rotation: Any) -> None:
         """Shapes, and that options go together."""
         for name, y, dim in (("x", x, self.dim), ("context", context, self.context_dim)):
             if y is None:
                 continue
             if not isinstance(y, torch.Tensor):
                 raise ArgumentTypeError(f"{name}: expected a tensor; got {type(y).__name__}.")
+            if y.is_nested or y.layout is not torch.strided:
+                what = "nested" if y.is_nested else "sparse"
+                raise ArgumentTypeError(
+                    f"{name}: expected a strided tensor; got a {what} one. Pad it, or make it dense."
+                )
             if y.ndim != 3 or y.shape[-1] != dim:
                 raise ArgumentError(f"{name}: expected shape (batch, length, {dim}); got {tuple(y.shape)}.")
+            own = self.q_proj.weight.dtype
+            if y.dtype != own and not (y.is_floating_point() and torch.is_autocast_enabled(y.device.type)):
+                raise ArgumentTypeError(
+                    f"{name}: expected dtype {own}, as the layer's parameters; got {y.dtype}. Use {name}.to({own})."
+                )
         if context is None and self.context_dim != self.dim:
             raise ArgumentError(f"context: expected shape (batch, length, {self.context_dim}); got None.")
+        if positions is not None and self.rotary is None and rotation is None:
+            raise ArgumentError(
+                "positions: expected None without rotary= in Attention(…), or rotation= beside; got positions, which "
+                "nothing turns by."
+            )
         if context is not None and self.rotary is not None:
             raise ArgumentError("context: expected None beside rotary=: its tokens have no positions among those of x.")
         if cache is None:
@@ -185,6 +279,11 @@ class Attention(nn.Module):
             raise ArgumentError(
                 f"cache: expected None beside {what}; got one. Caches are for causal inference: eval()."
             )
+        if torch.is_grad_enabled() and (x.requires_grad or any([p.requires_grad for p in self.parameters()])):
+            raise UnsupportedError(
+                "cache: expected no gradients beside it, which no cache keeps; x or a parameter requires grad. Call "
+                "the layer under torch.no_grad() or torch.inference_mode()."
+            )
 
     def _first(self, cache: KVCache | None, length: int) -> Any:
         """Positions of the new tokens: those that follow what the cache has."""
@@ -195,20 +294,6 @@ class Attention(nn.Module):
             return lengths[0]
         return torch.tensor(lengths)[:, None] + torch.arange(length)
 
-    def _mask(self, attention_mask: Any, mask: Any) -> Any:
-        """All that hides keys, but for causality."""
-        parts: list[Any] = [] if self.window is None else [_window(self.window - 1)]
-        if attention_mask is not None:
-            parts.append(attention_mask if isinstance(attention_mask, Expression) else padding(attention_mask))
-        if mask is not None and not parts:
-            return mask
-        if mask is not None and not (isinstance(mask, Expression) or callable(mask)):
-            raise ArgumentTypeError(
-                "mask: expected a function or a pattern beside window= and attention_mask=; got an array. Join them."
-            )
-        parts += [] if mask is None else [expression(mask, "mask")]
-        return functools.reduce(operator.and_, parts) if parts else None
-
     # --- weights of nn.MultiheadAttention
 
     def load_multihead(self, state: dict[str, torch.Tensor]) -> Attention:
@@ -218,6 +303,10 @@ class Attention(nn.Module):
         >>> theirs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
         >>> ours = speedlight.torch.Attention(32, 4, bias=True).load_multihead(theirs.state_dict())
         """
+        odd = not isinstance(state, dict) or not all([isinstance(x, torch.Tensor) for x in state.values()])
+        if odd:
+            way = " Use .state_dict()." if isinstance(state, nn.Module) else ""
+            raise ArgumentTypeError(f"state: expected a state_dict() of tensors; got {type(state).__name__}.{way}")
         extra = sorted(state.keys() & {"bias_k", "bias_v"})
         if extra:
             raise ArgumentError(f"state: expected an nn.MultiheadAttention with add_bias_kv=False; got {extra[0]}.")

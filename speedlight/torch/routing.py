@@ -57,7 +57,7 @@ class _Thread(threading.local):
     """The innermost sdpa() of a thread says whose attention it computes with."""
 
     def __init__(self) -> None:
-        self.asked: list[bool] = []
+        self.asked: list[tuple[object, bool]] = []  # a token of each, and what it says
 
 
 _counts = _Counts()
@@ -68,19 +68,18 @@ _patches: list[None] = []  # one for each patch() that stands
 def ours() -> bool:
     """Whether this thread's calls of PyTorch's attention go to speedlight now."""
     asked = _thread.asked
-    return asked[-1] if asked else bool(_patches)
+    return asked[-1][1] if asked else bool(_patches)
 
 
 @contextlib.contextmanager
 def asked(which: bool) -> Iterator[None]:
     """In this thread, calls go to speedlight (True), or to PyTorch (False)."""
-    stack = _thread.asked
-    depth = len(stack)
+    stack, token = _thread.asked, object()
     try:
-        stack.append(which)
+        stack.append((token, which))
         yield
-    finally:
-        del stack[depth:]
+    finally:  # which may come after that of one that was entered before
+        stack[:] = [x for x in stack if x[0] is not token]
 
 
 def patched(number: int) -> int | None:

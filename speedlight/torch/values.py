@@ -37,11 +37,12 @@ def value_of(root: Node, env: dict[str, Any], tables: dict[Any, torch.Tensor], n
 
 
 def _look_up(node: Node, table: torch.Tensor, index: list[torch.Tensor], seen: Any) -> Any:
+    table = table if table.ndim else table.reshape(1)
     inside = [x.clamp(0, max(n - 1, 0)) for x, n in zip(index, table.shape, strict=True)]
     for at, (x, y) in enumerate(zip(index, inside, strict=True)):
         wrong = (x != y) & seen
         if not is_traced(wrong) and wrong.any():
-            raise out_of_range(node.value, at, int(x.expand(wrong.shape)[wrong][0]))
+            raise out_of_range(node, at, int(x.expand(wrong.shape)[wrong][0]))
     return table[tuple(torch.broadcast_tensors(*inside))]
 
 
