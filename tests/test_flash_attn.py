@@ -6,7 +6,9 @@ import doctest
 import importlib
 import inspect
 import math
+import re
 import sys
+from pathlib import Path
 
 import flash
 import pytest
@@ -90,6 +92,15 @@ def test_examples(name):
                   == module.__name__ and inspect.isfunction(vars(module)[x])]  # fmt: skip
         undocumented = [x for x in public if ">>>" not in (vars(module)[x].__doc__ or "")]
         assert set(undocumented) <= {"absorbed", "check_absorbed"}
+
+
+def test_examples_of_the_page():
+    page = Path(__file__).parent.parent / "docs" / "flash_attn.md"
+    names: dict = {}
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
+        exec(code, names)
+    assert torch.equal(names["out"], names["same"]) and torch.equal(names["out"], names["also"])
+    assert names["padded"].shape == (2, 4, 8, 64) and (names["padded"][1, 2:] == 0).all()
 
 
 def made(seed: int, *shapes: tuple[int, ...], grad: bool = False) -> list[torch.Tensor]:
