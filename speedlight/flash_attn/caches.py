@@ -13,7 +13,7 @@ from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedErr
 from ..expressions.tables import Table
 from ..expressions.tracing import expression
 from ..turning import rotary
-from .sequences import Side, attended_pages
+from .sequences import Side, attended, attended_pages
 
 
 class Cache(NamedTuple):
@@ -54,7 +54,8 @@ def attended_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor |
     _check(q, cache, new)
     q_lens = None if offsets is None else packed_lengths(offsets, q.shape[0], len(offsets) - 1)
     batch = q.shape[0] if q_lens is None else len(q_lens)
-    table, capacity = _table(cache, batch)
+    cache = _known(cache, batch)
+    capacity = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
     before = _seqlens(cache, new, batch, capacity)
     counts = _counts(new, batch)
     _check_room(cache, before, counts, capacity)
@@ -62,27 +63,35 @@ def attended_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor |
     after = [a + b for a, b in zip(before, counts, strict=True)]
     queries = Side("q", offsets)
     if new.k is None:
-        return attended_pages(*_absorbed(q, qv, cache), table, after, queries, said)
+        return _attended(q, qv, cache, after, queries, said)
     assert new.v is not None
-    at = _places(cache, table, before, counts, new)
+    at = _places(cache, before, counts, new)
     q, k = _turned(q, q_lens, new, at, before, said)
     # what stands in the slots is kept until the call is through
     kept = [x[at.page, at.slot] for x in cache[:2]]
     try:
         cache.k[at.page, at.slot] = k
         cache.v[at.page, at.slot] = new.v
-        return attended_pages(*_absorbed(q, qv, cache), table, after, queries, said)
+        return _attended(q, qv, cache, after, queries, said)
     except BaseException:
         for x, was in zip(cache[:2], kept, strict=True):
             x[at.page, at.slot] = was
         raise
 
 
-def _absorbed(q: Tensor, qv: Tensor | None, cache: Cache) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Queries and keys; with qv longer ones, of which each score is the sum of two."""
-    if qv is None:
-        return q, (cache.k, cache.v)
-    return torch.cat((q, qv), -1), (torch.cat((cache.k, cache.v), -1), cache.v)
+def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], queries: Side, said: Any) -> Any:
+    """Over what is in the cache now. Rows of a contiguous cache that are picked are pages, one for each sequence.
+
+    With qv, queries and keys are longer, and each score is the sum of two.
+    """
+    k, v, table = cache.k, cache.v, cache.table
+    if qv is not None:
+        q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    if table is None and cache.rows is None and queries.offsets is None:
+        return attended(q, k[: len(after)], v[: len(after)], queries, Side("k", None, after), said, True)
+    if table is None:
+        table = (torch.arange(len(after)) if cache.rows is None else cache.rows)[:, None]
+    return attended_pages(q, (k, v), table, after, queries, said)
 
 
 def _check(q: Any, cache: Cache, new: New) -> None:
@@ -117,8 +126,8 @@ def _check(q: Any, cache: Cache, new: New) -> None:
         )
 
 
-def _table(cache: Cache, batch: int) -> tuple[Tensor, int]:
-    """Pages of every sequence, and how many tokens they hold; a contiguous cache is one page for each."""
+def _known(cache: Cache, batch: int) -> Cache:
+    """The same, its rows or pages as tensors that go with a batch."""
     name = cache.table_name
     if cache.table is not None:
         for other, x in (("cache_batch_idx", cache.rows), ("cache_leftpad", cache.leftpad)):
@@ -129,15 +138,15 @@ def _table(cache: Cache, batch: int) -> tuple[Tensor, int]:
             raise ArgumentError(
                 f"{name}: expected ints of shape ({batch}, most pages); got {tuple(table.shape)} of {table.dtype}."
             )
-        return table, table.shape[1] * cache.k.shape[1]
-    rows = range(batch) if cache.rows is None else item_lengths(
-        "cache_batch_idx", cache.rows, batch, cache.k.shape[0] - 1, "a row of k_cache"
-    )  # fmt: skip
-    if cache.rows is None and cache.k.shape[0] < batch:
+        return cache._replace(table=table)
+    if cache.rows is not None:
+        rows = item_lengths("cache_batch_idx", cache.rows, batch, cache.k.shape[0] - 1, "a row of k_cache")
+        return cache._replace(rows=torch.tensor(rows, dtype=torch.int64))
+    if cache.k.shape[0] < batch:
         raise ArgumentError(
             f"k_cache: expected {batch} rows or more, as q has; got {cache.k.shape[0]}. Or give cache_batch_idx."
         )
-    return torch.tensor([[n] for n in rows], dtype=torch.int64).reshape(batch, 1), cache.k.shape[1]
+    return cache
 
 
 def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ...]:
@@ -189,7 +198,7 @@ def _with_leftpad(
     return {**said, "mask": expression(lambda b, h, i, j: j >= of[b], "mask")}
 
 
-def _places(cache: Cache, table: Tensor, before: tuple[int, ...], counts: tuple[int, ...], new: New) -> Places:
+def _places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new: New) -> Places:
     """Where new tokens go; the tokens fit there, in shape, too."""
     k, v, page_size = new.k, new.v, cache.k.shape[1]
     assert k is not None and v is not None
@@ -205,7 +214,10 @@ def _places(cache: Cache, table: Tensor, before: tuple[int, ...], counts: tuple[
         if x.shape != shape:
             raise ArgumentError(f"{name}: expected shape {shape}, by q and {name}_cache; got {tuple(x.shape)}.")
     at = starts[item] + nth
-    page = table.cpu().to(torch.int64)[item, at // page_size]
+    if cache.table is None:
+        page = item if cache.rows is None else cache.rows[item]
+        return Places(page.to(device), at.to(device), item, nth)
+    page = cache.table.cpu().to(torch.int64)[item, at // page_size]
     if page.numel() and not 0 <= int(page.min()) <= int(page.max()) < cache.k.shape[0]:
         raise ArgumentError(
             f"{cache.table_name}: expected pages from 0 to {cache.k.shape[0] - 1} where new tokens go; got "

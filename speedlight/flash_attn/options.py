@@ -12,7 +12,6 @@ from torch import Tensor
 from ..checks import check_flag, integer, number
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.patterns import softcap as softcap_score
-from ..expressions.tracing import Expression
 from ..torch.attending import attention
 from ..torch.dot_product import drawn_seed
 from ..torch.flash_kernels import alibi_of, window_of
@@ -52,11 +51,9 @@ def sides(window_size: Any) -> tuple[int | None, int | None]:
     return tuple(None if n is None else integer("window_size", n) for n in (left, right))  # type: ignore[return-value]
 
 
-def _scores(q: Tensor, softcap: Any, alibi_slopes: Any) -> list[Expression]:
+def _scores(q: Tensor, softcap: Any, alibi_slopes: Any) -> Any:
     """Softcapped first, then biased. A softcap up to 0 is none."""
-    found = []
-    if number("softcap", softcap, "a number") > 0:
-        found.append(_softcap(float(softcap)))
+    capped = _softcap(float(softcap)) if number("softcap", softcap, "a number") > 0 else None
     if alibi_slopes is not None:
         heads, shape = q.shape[-2], tuple(getattr(alibi_slopes, "shape", ()))
         batch = q.shape[0] if q.dim() == 4 else shape[0] if shape else 0
@@ -64,8 +61,9 @@ def _scores(q: Tensor, softcap: Any, alibi_slopes: Any) -> list[Expression]:
             raise ArgumentError(
                 f"alibi_slopes: expected shape ({heads},) or (batch, {heads}), by q's heads; got {shape}."
             )
-        found.append(alibi_of(alibi_slopes))
-    return found
+        biased = alibi_of(alibi_slopes)
+        return biased if capped is None else [capped, biased]
+    return capped
 
 
 def dropout_of(dropout_p: Any) -> float:

@@ -41,9 +41,12 @@ def attended(q: Tensor, k: Tensor, v: Tensor, queries: Side, keys: Side, said: d
             said = {**said, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
             return attention(q, k, v, layout="lhd", return_lse=return_lse, **said)
     if queries.offsets is keys.offsets is None:
-        q_lens, k_lens = lengths(queries, q), lengths(keys, k)
-        starts = [b - a for a, b in zip(q_lens, k_lens, strict=False)]
-        said = {**said, "q_lengths": q_lens, "k_lengths": k_lens, "q_start": starts}
+        said = {**said, "k_lengths": lengths(keys, k)}
+        if queries.used is not None:
+            said["q_lengths"] = lengths(queries, q)
+        if q.shape[1] == k.shape[1]:  # where attention() asks for starts: the last query is at the last key
+            both = zip(lengths(queries, q), said["k_lengths"], strict=False)
+            said["q_start"] = [n - m for m, n in both]
         return attention(q, k, v, layout="blhd", return_lse=return_lse, **said)
     packing = packed(queries, q)
     offsets, rows = packed(keys, k)
