@@ -50,6 +50,7 @@ SIDES = {
     "packed": (True, True, None, None),
     "packed, used": (True, True, [3, 0, 2], [4, 2, 5]),
     "padded, used": (False, False, [3, 0, 5], [4, 2, 7]),
+    "square, keys used": (False, False, None, [4, 2, 7]),
     "queries packed": (True, False, None, [4, 2, 7]),
     "keys packed": (False, True, [3, 1, 5], None),
 }
@@ -59,9 +60,10 @@ SIDES = {
 @pytest.mark.parametrize("version", [3, 4])
 def test_sequences(version, name):
     q_packed, k_packed, q_used, k_used = SIDES[name]
+    most = 7 if name.startswith("square") else 5
     cu_q, cu_k = flash.offsets(4, 1, 2), flash.offsets(6, 2, 5)
     q, k, v = made(
-        4, (7, 4, 8) if q_packed else (3, 5, 4, 8), *[(13, 2, 8) if k_packed else (3, 7, 2, 8)] * 2, grad=True
+        4, (7, 4, 8) if q_packed else (3, most, 4, 8), *[(13, 2, 8) if k_packed else (3, 7, 2, 8)] * 2, grad=True
     )
     ends_q, ends_k = cu_q if q_packed else None, cu_k if k_packed else None
     used = {n: None if x is None else torch.tensor(x, dtype=torch.int32) for n, x in
@@ -74,7 +76,7 @@ def test_sequences(version, name):
         )
     true, true_lse = torch.zeros(out.shape, dtype=torch.float64), torch.full(lse.shape, -math.inf, dtype=torch.float64)
     for n in range(3):
-        rows, keys = row_range(cu_q, n, q_packed, q_used, 5), row_range(cu_k, n, k_packed, k_used, 7)
+        rows, keys = row_range(cu_q, n, q_packed, q_used, most), row_range(cu_k, n, k_packed, k_used, 7)
         own = (q[rows] if q_packed else q[n, rows], *(x[keys] if k_packed else x[n, keys] for x in (k, v)))
         found, found_lse = flash.attended(*own, causal=True)
         if q_packed:
