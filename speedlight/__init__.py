@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .kv.cache import KVCache
     from .kv.pool import PagePool
     from .kv.sequence import Sequence
-    from .merging import merge
+    from .merging import merge, merge_states
     from .planning import Plan
     from .turning import rotary
 
@@ -48,6 +48,7 @@ _HOMES = {
     "attention_backward": "backward",
     "attention_paged": "api",
     "merge": "merging",
+    "merge_states": "merging",
     "plan": "api",
     "rotary": "turning",
     "synchronize": "api",
@@ -132,6 +133,7 @@ __all__ = [
     "log2",
     "maximum",
     "merge",
+    "merge_states",
     "minimum",
     "padding",
     "plan",

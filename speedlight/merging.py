@@ -10,10 +10,12 @@ from typing import Any, overload
 from . import arrays
 from . import engine as engines
 from .arrays import STORAGE_BYTES, Array
+from .checks import check_flag
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
 from .results import empty_like, like_input
+from .rotations import check_array, check_out, converted
 
 _TICKET_BYTES = 128 << 10  # of outputs that a thread takes at a time
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
@@ -72,6 +74,67 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any
         lse, lse_to = empty_like(first_lse, first_lse.shape, first_lse.dtype)
         _run(outs, lses, to, lse_to)
     return like_input(first, out), like_input(first_lse, lse)
+
+
+@leaves_graph
+def merge_states(v: Any, s: Any, *, base2: bool = False, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+    """merge() of states that lie in one array, or several, in FlashInfer's order, with its logarithms if so wanted.
+
+    Args:
+        v: (n, states, heads, value_dim), the outputs for n queries over disjoint keys; or a list or tuple of arrays
+            (n, heads, value_dim), one for each state.
+        s: (n, states, heads), their log-sum-exps; or a list or tuple of (n, heads). NumPy arrays or PyTorch tensors.
+        base2: whether s, and what is returned for it, are logarithms to the base of 2, as FlashInfer has them.
+        out: (v, s) to write to, (n, heads, value_dim) and (n, heads) of the dtypes of the first state: of those of the
+            states, too, so merge_states([v, v_other], [s, s_other], out=(v, s)) is in place.
+
+    Returns:
+        (v, s): (n, heads, value_dim) and (n, heads); `out`, if it is given.
+
+    Raises:
+        speedlight.Error: as merge() does.
+
+    Source: Ye et al., FlashInfer (2025); merge() says how it is computed.
+
+    >>> import numpy as np, speedlight as sl
+    >>> v, s = np.ones((5, 3, 8, 16), np.float32), np.zeros((5, 3, 8), np.float32)
+    >>> out, lse = sl.merge_states(v, s, base2=True)
+    >>> out.shape, round(float(lse[0, 0]), 4)
+    ((5, 8, 16), 1.585)
+    """
+    check_flag("base2", base2)
+    vs, ss = _states(v, "v", "(n, states, heads, value_dim)", 4), _states(s, "s", "(n, states, heads)", 3)
+    if out is not None:
+        if not isinstance(out, (tuple, list)) or len(out) != 2:
+            raise ArgumentTypeError(f"out: expected (v, s), two arrays; got {type(out).__name__}.")
+        for x, like in zip(out, (vs[0], ss[0]), strict=True):
+            check_out(x, like)
+    natural = ss
+    if base2:
+        wide = "float32" if arrays.on_gpu(ss[0]) else "float64"
+        natural = [converted(x, wide) * math.log(2) for x in ss]
+    merged_v, merged_s = merge(vs, natural)
+    if base2:
+        merged_s = merged_s / math.log(2)
+        merged_s = merged_s.to(ss[0].dtype) if arrays.is_tensor(merged_s) else merged_s.astype(ss[0].dtype)
+    if out is None:
+        return merged_v, merged_s
+    for x, y in zip(out, (merged_v, merged_s), strict=True):
+        x[...] = y
+    return out[0], out[1]
+
+
+def _states(x: Any, name: str, shape: str, dims: int) -> list[Any]:
+    """One array for each state."""
+    several = isinstance(x, (list, tuple))
+    for one in x if several else [x]:
+        check_array(name, one)
+        if one.ndim != dims - several:
+            raise ArgumentError(f"{name}: expected shape {shape}, or a list without states; got {tuple(one.shape)}.")
+    each = list(x) if several else [x[:, n] for n in range(x.shape[1])]
+    if not each:
+        raise ArgumentError(f"{name}: expected one state or more; got none.")
+    return each
 
 
 def _described(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[list[Array], list[Array]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -418,3 +419,47 @@ def test_wrong_arguments(rng):
             call()
     with torch.no_grad():
         assert same([sl.merge([tensor], [la])[0].numpy()], [sl.merge([a], [la])[0]])
+
+
+# --- in FlashInfer's order
+
+
+@pytest.mark.parametrize("base2", [False, True])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_states_in_one_array(kind, base2):
+    rng = np.random.default_rng(3)
+    outs, lses = states(rng, 3, (5, 4, 8))
+    lses[0][0] = lses[1][0] = lses[2][0] = -INF
+    factor = math.log(2) if base2 else 1.0
+    want = reference.merge(outs, [x.astype(np.float64) * factor for x in lses])
+    v, s = np.stack(outs, 1), np.stack(lses, 1)
+    v, s = (v, s) if kind == "numpy" else (torch.from_numpy(v), torch.from_numpy(s))
+    out, lse = sl.merge_states(v, s, base2=base2)
+    assert type(out) is type(v) and out.dtype == v.dtype and lse.dtype == s.dtype and out.shape == (5, 4, 8)
+    np.testing.assert_allclose(out, want[0], rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(lse, want[1] / factor, rtol=1e-6, atol=1e-7)
+    assert (np.asarray(lse)[0] == -INF).all() and (np.asarray(out)[0] == 0).all()
+    if not base2:
+        assert same((out, lse), sl.merge(outs, lses))
+    mine = [x[:, 0] for x in (v, s)]  # in place, in a view
+    lists = [v[:, n] for n in range(3)], [s[:, n] for n in range(3)]
+    found = sl.merge_states(*lists, base2=base2, out=tuple(mine))
+    assert found[0] is mine[0] and found[1] is mine[1] and same(found, (out, lse)) and same((v[:, 0], s[:, 0]), found)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"v": np.ones((5, 4, 8), np.float32)}, "v"),
+        ({"s": np.ones((5, 3, 4, 1), np.float32)}, "s"),
+        ({"v": [], "s": []}, "v"),
+        ({"v": 3}, "v"),
+        ({"base2": 2}, "base2"),
+        ({"out": np.ones((5, 4, 8), np.float32)}, "out"),
+        ({"out": (np.ones((5, 4, 9), np.float32), np.ones((5, 4), np.float32))}, "out"),
+        ({"s": np.ones((5, 2, 4), np.float32)}, "lses"),
+    ],
+)
+def test_errors_of_states(given, name):
+    with pytest.raises(sl.Error, match=f"^{name}: expected"):
+        sl.merge_states(**{"v": np.ones((5, 3, 4, 8), np.float32), "s": np.ones((5, 3, 4), np.float32)} | given)

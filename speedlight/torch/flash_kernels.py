@@ -133,8 +133,8 @@ def _varlen_out(
         )
     if dropout_p or return_debug_mask:
         raise UnsupportedError("dropout_p: expected 0, and no debug mask; speedlight's kernel has neither.")
-    window = _window(window_size_left, window_size_right)
-    said = {"causal": is_causal, "score": _alibi(alibi_slopes), "scale": scale, "return_lse": True, "out": out}
+    window = window_of(window_size_left, window_size_right)
+    said = {"causal": is_causal, "score": alibi_of(alibi_slopes), "scale": scale, "return_lse": True, "out": out}
     with torch.no_grad():
         if block_table is not None:
             if cum_seq_q is None or seqused_k is None:
@@ -162,7 +162,7 @@ def _varlen_backward(
     window_size_right: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """PyTorch has none for the CPU: whoever has the forward's results has them from here."""
-    said = {"causal": is_causal, "scale": scale, "window": _window(window_size_left, window_size_right)}
+    said = {"causal": is_causal, "scale": scale, "window": window_of(window_size_left, window_size_right)}
     if cum_seq_q is None:
         said |= {"layout": "blhd"}
     else:
@@ -171,13 +171,13 @@ def _varlen_backward(
         return attention_backward(query, key, value, out, logsumexp, grad_out, **said)
 
 
-def _window(left: int | None, right: int | None) -> tuple[int | None, int | None] | None:
+def window_of(left: int | None, right: int | None) -> tuple[int | None, int | None] | None:
     """attention()'s window of FlashAttention's, in which a negative number is no limit."""
     sides = [None if n is None or n < 0 else n for n in (left, right)]
     return None if sides == [None, None] else (sides[0], sides[1])
 
 
-def _alibi(slopes: Tensor | None) -> Expression | None:
+def alibi_of(slopes: Tensor | None) -> Expression | None:
     """FlashAttention's: the distance counts, not its sign; slopes by head, or by item and head."""
     if slopes is None:
         return None

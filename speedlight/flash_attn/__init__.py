@@ -1,0 +1,75 @@
+"""flash-attn's calls, on speedlight: the order of arguments of flash-attn 2 here, of 3 and 4 in `v3` and `v4`.
+
+>>> import torch, speedlight.flash_attn
+>>> q = k = v = torch.ones(1, 5, 2, 16, requires_grad=True)
+>>> speedlight.flash_attn.flash_attn_func(q, k, v, 0.0, None, True).sum().backward()
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import bert_padding, v3, v4
+    from .installing import install, uninstall
+    from .interface import (
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+        flash_attn_with_kvcache,
+    )
+    from .kernels import _flash_attn_backward as _flash_attn_backward
+    from .kernels import _flash_attn_forward as _flash_attn_forward
+    from .kernels import _flash_attn_varlen_backward as _flash_attn_varlen_backward
+    from .kernels import _flash_attn_varlen_forward as _flash_attn_varlen_forward
+
+_HOMES = {
+    "flash_attn_func": "interface",
+    "flash_attn_kvpacked_func": "interface",
+    "flash_attn_qkvpacked_func": "interface",
+    "flash_attn_varlen_func": "interface",
+    "flash_attn_varlen_kvpacked_func": "interface",
+    "flash_attn_varlen_qkvpacked_func": "interface",
+    "flash_attn_with_kvcache": "interface",
+    "install": "installing",
+    "uninstall": "installing",
+    "_flash_attn_backward": "kernels",
+    "_flash_attn_forward": "kernels",
+    "_flash_attn_varlen_backward": "kernels",
+    "_flash_attn_varlen_forward": "kernels",
+}
+_MODULES = ("bert_padding", "v3", "v4")
+
+__all__ = [
+    "bert_padding",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "install",
+    "uninstall",
+    "v3",
+    "v4",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{home}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

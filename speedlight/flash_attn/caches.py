@@ -1,0 +1,255 @@
+"""Attention over a cache that is the caller's own tensors, contiguous or paged, and new tokens put into it in place."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checks import item_lengths, packed_lengths
+from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedError
+from ..expressions.tables import Table
+from ..expressions.tracing import expression
+from ..turning import rotary
+from .sequences import Side, attended, attended_pages
+
+
+class Cache(NamedTuple):
+    """Keys and values, (batch, capacity, heads, dim) or (pages, page, heads, dim), and whose rows or pages they are."""
+
+    k: Tensor
+    v: Tensor
+    seqlens: Any = None
+    rows: Any = None  # cache_batch_idx
+    leftpad: Any = None
+    table: Any = None
+    table_name: str = "block_table"
+
+
+class New(NamedTuple):
+    """Tokens to append: (batch, length, heads, dim), or packed beside offsets; and how they and the queries turn."""
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+    offsets: Any = None
+    cos: Any = None
+    sin: Any = None
+    interleaved: bool = True
+    rotary_seqlens: Any = None
+
+
+class Places(NamedTuple):
+    """Where new tokens go: page and slot of each; which sequence it is of, and which token of the new ones."""
+
+    page: Tensor
+    slot: Tensor
+    item: Tensor
+    nth: Tensor
+
+
+def attended_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor | None, said: dict[str, Any]) -> Any:
+    """(out, lse). New tokens are in the cache then; if anything is raised, the cache is as it was."""
+    _check(q, cache, new)
+    q_lens = None if offsets is None else packed_lengths(offsets, q.shape[0], len(offsets) - 1)
+    batch = q.shape[0] if q_lens is None else len(q_lens)
+    cache = _known(cache, batch)
+    capacity = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
+    before = _seqlens(cache, new, batch, capacity)
+    counts = _counts(new, batch)
+    _check_room(cache, before, counts, capacity)
+    said = _with_leftpad(cache, before, counts, said)
+    after = [a + b for a, b in zip(before, counts, strict=True)]
+    queries = Side("q", offsets)
+    if new.k is None:
+        return _attended(q, qv, cache, after, queries, said)
+    assert new.v is not None
+    at = _places(cache, before, counts, new)
+    q, k = _turned(q, q_lens, new, at, before, said)
+    # what stands in the slots is kept until the call is through
+    kept = [x[at.page, at.slot] for x in cache[:2]]
+    try:
+        cache.k[at.page, at.slot] = k
+        cache.v[at.page, at.slot] = new.v
+        return _attended(q, qv, cache, after, queries, said)
+    except BaseException:
+        for x, was in zip(cache[:2], kept, strict=True):
+            x[at.page, at.slot] = was
+        raise
+
+
+def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], queries: Side, said: Any) -> Any:
+    """Over what is in the cache now. Rows of a contiguous cache that are picked are pages, one for each sequence.
+
+    With qv, queries and keys are longer, and each score is the sum of two.
+    """
+    k, v, table = cache.k, cache.v, cache.table
+    if qv is not None:
+        q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
+    if table is None and cache.rows is None and queries.offsets is None:
+        return attended(q, k[: len(after)], v[: len(after)], queries, Side("k", None, after), said, True)
+    if table is None:
+        table = (torch.arange(len(after)) if cache.rows is None else cache.rows)[:, None]
+    return attended_pages(q, (k, v), table, after, queries, said)
+
+
+def _check(q: Any, cache: Cache, new: New) -> None:
+    """What must be right before anything is written; all else attention_paged() checks."""
+    known = [("q", q), ("k_cache", cache.k), ("v_cache", cache.v)]
+    known += [(name, x) for name, x in (("k", new.k), ("v", new.v)) if x is not None]
+    for name, x in known:
+        if not isinstance(x, Tensor):
+            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name}: expected a tensor that does not require grad, there is no backward pass over a cache; got "
+                "one that does. Call under torch.no_grad(), or use .detach()."
+            )
+        if x.dtype != q.dtype or x.device != q.device:
+            raise ArgumentTypeError(
+                f"{name}: expected {q.dtype} on {q.device}, as q; got {x.dtype} on {x.device}. Convert one of them."
+            )
+    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
+        if x.dim() != 4 or x.shape[:3] != cache.k.shape[:3]:
+            raise ArgumentError(
+                f"{name}: expected 4 dimensions, (batch, length, heads, dim) or (pages, page, heads, dim), the first "
+                f"three as k_cache has; got {tuple(x.shape)} beside {tuple(cache.k.shape)}."
+            )
+    if (new.k is None) != (new.v is None):
+        missing, given = ("v", "k") if new.v is None else ("k", "v")
+        raise ArgumentError(f"{missing}: expected a tensor beside {given}; got None.")
+    if (new.cos is None) != (new.sin is None) or (new.cos is not None and new.k is None):
+        raise ArgumentError(
+            "rotary_cos: expected rotary_sin beside it, and k and v to append: what is in the cache has been turned "
+            "before. Use speedlight.rotary() for queries alone."
+        )
+
+
+def _known(cache: Cache, batch: int) -> Cache:
+    """The same, its rows or pages as tensors that go with a batch."""
+    name = cache.table_name
+    if cache.table is not None:
+        for other, x in (("cache_batch_idx", cache.rows), ("cache_leftpad", cache.leftpad)):
+            if x is not None:
+                raise ArgumentError(f"{other}: expected None beside {name}; got {type(x).__name__}.")
+        table = torch.as_tensor(cache.table)
+        if table.dim() != 2 or table.shape[0] != batch or table.is_floating_point():
+            raise ArgumentError(
+                f"{name}: expected ints of shape ({batch}, most pages); got {tuple(table.shape)} of {table.dtype}."
+            )
+        return cache._replace(table=table)
+    if cache.rows is not None:
+        rows = item_lengths("cache_batch_idx", cache.rows, batch, cache.k.shape[0] - 1, "a row of k_cache")
+        return cache._replace(rows=torch.tensor(rows, dtype=torch.int64))
+    if cache.k.shape[0] < batch:
+        raise ArgumentError(
+            f"k_cache: expected {batch} rows or more, as q has; got {cache.k.shape[0]}. Or give cache_batch_idx."
+        )
+    return cache
+
+
+def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ...]:
+    """Keys of every sequence before the call."""
+    given = cache.seqlens
+    if given is None:
+        if new.k is not None:
+            raise ArgumentError("cache_seqlens: expected the lengths of the cache beside k; got None.")
+        return (capacity,) * batch
+    given = [given] * batch if isinstance(given, int) else given
+    return item_lengths("cache_seqlens", given, batch, capacity, "what the cache holds")
+
+
+def _counts(new: New, batch: int) -> tuple[int, ...]:
+    """New tokens of every sequence."""
+    if new.k is None or new.v is None:
+        return (0,) * batch
+    if new.k.dim() != (4 if new.offsets is None else 3):
+        lead = "batch, length" if new.offsets is None else "total"
+        raise ArgumentError(f"k: expected shape ({lead}, heads, dim); got {tuple(new.k.shape)}.")
+    if new.offsets is not None:
+        return packed_lengths(new.offsets, new.k.shape[0], batch)
+    return (new.k.shape[1],) * batch
+
+
+def _check_room(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], capacity: int) -> None:
+    way = "Make k_cache and v_cache longer" if cache.table is None else f"Give {cache.table_name} more pages"
+    for item, (n, more) in enumerate(zip(before, counts, strict=True)):
+        if n + more > capacity:
+            raise CacheFull(
+                f"cache_seqlens: sequence {item} has {n} keys, {more} new ones need room, {capacity - n} of {capacity} "
+                f"are free. {way}.",
+                more,
+                capacity - n,
+            )
+
+
+def _with_leftpad(
+    cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], said: dict[str, Any]
+) -> dict[str, Any]:
+    """A mask that hides what is left of where each sequence begins."""
+    if cache.leftpad is None:
+        return said
+    pads = item_lengths("cache_leftpad", cache.leftpad, len(before), cache.k.shape[1])
+    for item, (pad, n) in enumerate(zip(pads, before, strict=True)):
+        if pad > n:
+            raise ArgumentError(f"cache_leftpad: expected at most cache_seqlens, {n}; got {pad} for sequence {item}.")
+    of = Table(np.array(pads, np.int64), "cache_leftpad")
+    return {**said, "mask": expression(lambda b, h, i, j: j >= of[b], "mask")}
+
+
+def _places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new: New) -> Places:
+    """Where new tokens go; the tokens fit there, in shape, too."""
+    k, v, page_size = new.k, new.v, cache.k.shape[1]
+    assert k is not None and v is not None
+    device, batch, starts = cache.k.device, len(before), torch.tensor(before, dtype=torch.int64)
+    if new.offsets is None:
+        item = torch.arange(batch)[:, None].expand(batch, k.shape[1])
+        nth = torch.arange(k.shape[1]).expand(batch, -1)
+    else:
+        item = torch.repeat_interleave(torch.arange(batch), torch.tensor(counts))
+        nth = torch.cat([torch.arange(n) for n in counts])
+    for name, x, like in (("k", k, cache.k), ("v", v, cache.v)):
+        shape = (*item.shape, *like.shape[2:])
+        if x.shape != shape:
+            raise ArgumentError(f"{name}: expected shape {shape}, by q and {name}_cache; got {tuple(x.shape)}.")
+    at = starts[item] + nth
+    if cache.table is None:
+        page = item if cache.rows is None else cache.rows[item]
+        return Places(page.to(device), at.to(device), item, nth)
+    page = cache.table.cpu().to(torch.int64)[item, at // page_size]
+    if page.numel() and not 0 <= int(page.min()) <= int(page.max()) < cache.k.shape[0]:
+        raise ArgumentError(
+            f"{cache.table_name}: expected pages from 0 to {cache.k.shape[0] - 1} where new tokens go; got "
+            f"{int(page.min())} to {int(page.max())}."
+        )
+    return Places(page.to(device), (at % page_size).to(device), item, nth)
+
+
+def _turned(
+    q: Tensor, q_lens: tuple[int, ...] | None, new: New, at: Places, before: tuple[int, ...], said: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Queries and new keys by their positions; without a mask of positions every query is at the first new key."""
+    k = new.k
+    assert k is not None
+    if new.cos is None:
+        return q, k
+    given = before if new.rotary_seqlens is None else item_lengths(
+        "rotary_seqlens", new.rotary_seqlens, len(before), new.cos.shape[0]
+    )  # fmt: skip
+    starts = torch.tensor(given, dtype=torch.int64)
+    moves = said["causal"] or said.get("window") is not None
+    if q_lens is None:
+        nth = torch.arange(q.shape[1])
+        q_at, q_layout = starts[:, None] + (nth if moves else nth * 0), "blhd"
+    else:
+        each = [n + torch.arange(m) * bool(moves) for n, m in zip(given, q_lens, strict=True)]
+        q_at, q_layout = torch.cat(each), "lhd"
+    dims = 2 * new.cos.shape[-1]
+    turn = {"interleaved": new.interleaved, "dims": dims}
+    k_layout = "blhd" if new.offsets is None else "lhd"
+    k_at = (starts[at.item] + at.nth).to(k.device)
+    return (
+        rotary(q, new.cos, new.sin, positions=q_at.to(q.device), layout=q_layout, **turn),
+        rotary(k, new.cos, new.sin, positions=k_at, layout=k_layout, **turn),
+    )

@@ -1,0 +1,96 @@
+"""install() and uninstall(): code that imports flash_attn finds speedlight's."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+from ..errors import ArgumentError, shown
+from . import bert_padding, interface, kernels, v3, v4
+
+VERSION = "2.8.4"  # of flash-attn, whose calls these are
+_PRIVATE = (
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+)
+_CALLS = tuple(name for name in vars(interface) if name.startswith("flash_attn_"))
+_PADDING = (
+    "index_first_axis",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+)
+_before: dict[str, types.ModuleType | None] = {}
+
+
+def install(versions: tuple[int, ...] = (2,)) -> None:
+    """Puts speedlight's calls where code looks for flash_attn, until uninstall(): `import flash_attn` finds them.
+
+    Args:
+        versions: 2: the modules flash_attn, flash_attn.flash_attn_interface and flash_attn.bert_padding. 3:
+            flash_attn_interface. 4: flash_attn.cute (and flash_attn, with version 2's calls).
+
+    A flash_attn that was imported before is put aside; modules that took functions from it keep them. A library that
+    asks for a GPU before it uses flash_attn still does.
+
+    >>> import speedlight.flash_attn
+    >>> speedlight.flash_attn.install()
+    >>> from flash_attn import flash_attn_func
+    >>> from flash_attn.bert_padding import unpad_input
+    >>> speedlight.flash_attn.uninstall()
+    """
+    if not isinstance(versions, (tuple, list)) or not versions or [n for n in versions if n not in (2, 3, 4)]:
+        raise ArgumentError(f"versions: expected a tuple of 2, 3 and 4; got {shown(versions)}.")
+    new = {}
+    if 2 in versions or 4 in versions:
+        new |= _version_2()
+    if 3 in versions:
+        new["flash_attn_interface"] = _module("flash_attn_interface", v3, (*v3.__all__, *_PRIVATE[:2]))
+    if 4 in versions:
+        new["flash_attn.cute"] = _module("flash_attn.cute", v4, v4.__all__, package=True)
+        new["flash_attn.cute.interface"] = _module("flash_attn.cute.interface", v4, v4.__all__)
+        vars(new["flash_attn.cute"])["interface"] = new["flash_attn.cute.interface"]
+        vars(new["flash_attn"])["cute"] = new["flash_attn.cute"]
+    uninstall()
+    parts = [name for name in sys.modules if name.startswith("flash_attn.")] if "flash_attn" in new else []
+    for name in {*parts, *new}:
+        _before[name] = sys.modules.pop(name, None)
+    sys.modules.update(new)
+
+
+def uninstall() -> None:
+    """Takes away what install() put there, and puts back what was there before. Does nothing without it.
+
+    >>> import speedlight.flash_attn
+    >>> speedlight.flash_attn.uninstall()
+    """
+    for name, module in _before.items():
+        sys.modules.pop(name, None)
+        if module is not None:
+            sys.modules[name] = module
+    _before.clear()
+
+
+def _version_2() -> dict[str, types.ModuleType]:
+    top = _module("flash_attn", interface, _CALLS, package=True)
+    calls = _module("flash_attn.flash_attn_interface", interface, _CALLS)
+    vars(calls).update({name: getattr(kernels, name) for name in _PRIVATE})
+    padding = _module("flash_attn.bert_padding", bert_padding, _PADDING)
+    vars(top).update(flash_attn_interface=calls, bert_padding=padding)
+    return {x.__name__: x for x in (top, calls, padding)}
+
+
+def _module(name: str, source: types.ModuleType, names: Any, *, package: bool = False) -> types.ModuleType:
+    """A module of that name with some of what another one has."""
+    made = types.ModuleType(name, f"{source.__doc__} Installed by speedlight.flash_attn.install().")
+    made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=package)
+    made.__package__ = name if package else name.rpartition(".")[0]
+    if package:
+        made.__path__ = []
+    vars(made).update({x: getattr(source, x) for x in names}, __version__=VERSION)
+    return made

@@ -1,0 +1,128 @@
+"""What flash_attn's own autograd functions call, and other libraries import: forward and backward, each alone."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arrays import listed
+from ..backward import attention_backward
+from ..checks import packed_offsets
+from ..errors import ArgumentError
+from .options import dropped_weights, infinite_where_empty, options_of
+from .sequences import Side, attended, attended_pages
+
+
+def _flash_attn_forward(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """(out, softmax_lse, S_dmask, rng_state); rng_state holds the seed of dropout."""
+    window = window_size_left, window_size_right
+    with torch.no_grad():
+        said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
+        out, lse = attended(q, k, v, Side("q"), Side("k"), said, True)
+        weights = dropped_weights(q, k, said) if return_softmax else q.new_empty(0)
+        return out, infinite_where_empty(lse), weights, _state_of(said, q)
+
+
+def _flash_attn_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+    seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The same of packed sequences; S_dmask is not offered."""
+    if leftpad_k is not None:
+        raise ArgumentError("leftpad_k: expected None; got a tensor. Slice k, or use flash_attn_with_kvcache().")
+    window = window_size_left, window_size_right
+    with torch.no_grad():
+        said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
+        if return_softmax:
+            check_no_weights(said)
+        queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k, seqused_k)
+        if block_table is None:
+            out, lse = attended(q, k, v, queries, keys, said, True)
+        else:
+            out, lse = attended_pages(q, (k, v), block_table, paged_lengths(keys), queries, said)
+        return out, infinite_where_empty(lse), q.new_empty(0), _state_of(said, q)
+
+
+def _flash_attn_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, dropout_p: float, softmax_scale: float | None, causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Writes dq, dk and dv; returns the row sums of dout · out, (batch, heads, q_len)."""
+    window = window_size_left, window_size_right
+    said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes) | _dropping(dropout_p, rng_state)
+    write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), {**said, "layout": "blhd"})
+    return row_sums(dout, out).transpose(1, 2)
+
+
+def _flash_attn_varlen_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
+    rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
+    """The same of packed sequences; row sums (heads, total)."""
+    window = window_size_left, window_size_right
+    said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes) | _dropping(dropout_p, rng_state)
+    said |= {"layout": "lhd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), said)
+    return row_sums(dout, out).transpose(0, 1)
+
+
+def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], said: dict[str, Any]) -> None:
+    """What flows back to q, k and v, into tensors that may be of another dtype."""
+    with torch.no_grad():
+        found = attention_backward(*given, **said)
+        for name, x, y in zip(("dq", "dk", "dv"), to, found, strict=True):
+            if x is not None and x.shape != y.shape:
+                raise ArgumentError(f"{name}: expected shape {tuple(y.shape)}; got {tuple(x.shape)}.")
+        for x, y in zip(to, found, strict=True):
+            if x is not None:
+                x.copy_(y)
+
+
+def row_sums(dout: Tensor, out: Tensor) -> Tensor:
+    """Of what flows in, times what came out."""
+    with torch.no_grad():
+        return (dout.float() * out.float()).sum(-1)
+
+
+def check_no_weights(said: dict[str, Any]) -> None:
+    """Of packed sequences, weights that tell what was dropped are not offered."""
+    if "dropout" in said:
+        raise ArgumentError(
+            "return_attn_probs: expected False beside dropout_p for packed sequences; got True. Their weights are not "
+            "kept: call flash_attn_func() for each sequence, or speedlight.reference.keep_mask()."
+        )
+
+
+def paged_lengths(keys: Side) -> Any:
+    """Keys of every sequence that lies in pages: those that are used, or by its offsets."""
+    if keys.used is not None:
+        return keys.used
+    ends = listed(keys.offsets, "cu_seqlens_k", "a sequence of ints")
+    return [b - a for a, b in itertools.pairwise(packed_offsets("cu_seqlens_k", ends, ends[-1] if ends else 0))]
+
+
+def _state_of(said: dict[str, Any], q: Tensor) -> Tensor:
+    return torch.tensor([said.get("seed", 0), 0], dtype=torch.int64, device=q.device)
+
+
+def _dropping(dropout_p: float, rng_state: Tensor | None) -> dict[str, Any]:
+    """Dropout of a forward call, by what it returned."""
+    if not dropout_p:
+        return {}
+    if rng_state is None:
+        raise ArgumentError("rng_state: expected what the forward call returned, beside dropout_p; got None.")
+    return {"dropout": dropout_p, "seed": int(rng_state[0])}

@@ -1,0 +1,111 @@
+"""What flash-attn's functions are asked for, in attention()'s words."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checks import check_flag, integer, number
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..expressions.patterns import softcap as softcap_score
+from ..torch.attending import attention
+from ..torch.dot_product import drawn_seed
+from ..torch.flash_kernels import alibi_of, window_of
+
+_softcap = functools.lru_cache(64)(softcap_score)
+
+
+def options_of(
+    q: Tensor,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any = None,
+    dropout_p: Any = 0.0,
+) -> dict[str, Any]:
+    """attention()'s options; a seed of dropout is drawn."""
+    check_flag("causal", causal)
+    said: dict[str, Any] = {"causal": causal}
+    if softmax_scale is not None:
+        said["scale"] = number("softmax_scale", softmax_scale, "a number or None (1/sqrt(headdim))")
+    if window_size != (-1, -1):
+        said["window"] = window_of(*sides(window_size))
+    if softcap or alibi_slopes is not None:
+        said["score"] = _scores(q, softcap, alibi_slopes)
+    if dropout_p:
+        said["dropout"], said["seed"] = dropout_of(dropout_p), drawn_seed()
+    return said
+
+
+def sides(window_size: Any) -> tuple[int | None, int | None]:
+    """Left and right of a window, as they were given."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ArgumentTypeError(f"window_size: expected (left, right); got {shown(window_size)}.") from None
+    return tuple(None if n is None else integer("window_size", n) for n in (left, right))  # type: ignore[return-value]
+
+
+def _scores(q: Tensor, softcap: Any, alibi_slopes: Any) -> Any:
+    """Softcapped first, then biased. A softcap up to 0 is none."""
+    capped = _softcap(float(softcap)) if number("softcap", softcap, "a number") > 0 else None
+    if alibi_slopes is not None:
+        heads, shape = q.shape[-2], tuple(getattr(alibi_slopes, "shape", ()))
+        batch = q.shape[0] if q.dim() == 4 else shape[0] if shape else 0
+        if shape not in ((heads,), (batch, heads)):
+            raise ArgumentError(
+                f"alibi_slopes: expected shape ({heads},) or (batch, {heads}), by q's heads; got {shape}."
+            )
+        biased = alibi_of(alibi_slopes)
+        return biased if capped is None else [capped, biased]
+    return capped
+
+
+def dropout_of(dropout_p: Any) -> float:
+    """A probability, by flash-attn's name."""
+    value = number("dropout_p", dropout_p, "a probability from 0 to 1")
+    if not 0.0 <= value <= 1.0:
+        raise ArgumentError(f"dropout_p: expected a probability from 0 to 1; got {value}.")
+    return value
+
+
+def refuse(*given: tuple[str, Any, str]) -> None:
+    """Options that are not offered: name, value, and why or what to use."""
+    for name, x, why in given:
+        if x is not None:
+            raise UnsupportedError(f"{name}: expected None; got {type(x).__name__}. {why}")
+
+
+def infinite_where_empty(lse: Tensor) -> Tensor:
+    """flash-attn 2's log-sum-exps: +inf, not -inf, for a row that sees nothing."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def unpacked(x: Any, name: str, count: int, packed: bool = False) -> tuple[Tensor, ...]:
+    """Views of what is stacked: (batch, length, count, heads, dim), or (total, count, heads, dim)."""
+    axis = 1 if packed else 2
+    if not isinstance(x, Tensor) or x.dim() != axis + 3 or x.shape[axis] != count:
+        lead = "total" if packed else "batch, seqlen"
+        got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError(f"{name}: expected a tensor of shape ({lead}, {count}, nheads, headdim); got {got}.")
+    return x.unbind(axis)
+
+
+def dropped_weights(q: Tensor, k: Tensor, said: dict[str, Any]) -> Tensor:
+    """S_dmask, (batch, heads, q_len, k_len): weights, negative where they were dropped; empty without dropout."""
+    if "dropout" not in said:
+        return q.new_empty(0)
+    length = k.shape[1]
+    # with the unit matrix for values, weights come out
+    unit = torch.eye(max(length, 1), dtype=q.dtype, device=q.device)[:length, None]
+    values = unit.expand(k.shape[0], length, k.shape[2], -1)
+    plain = {name: x for name, x in said.items() if name not in ("dropout", "seed")}
+    with torch.no_grad():
+        whole = attention(q, k, values, layout="blhd", **plain)
+        kept = attention(q, k, values, layout="blhd", **said)
+    return torch.where((kept == 0) & (whole != 0), -whole, whole)[..., :length].transpose(1, 2)

@@ -1,0 +1,325 @@
+"""flash-attn 4's calls (its module flash_attn.cute): its order of arguments and its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError, UnsupportedError
+from ..expressions.tables import Table, table
+from ..expressions.tracing import Expression, expression
+from . import v3
+from .options import options_of, refuse, sides
+from .sequences import Side, attended, attended_pages, lengths, packed
+
+__all__ = ["SeqlenInfo", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+
+_MLA_DIM = 512  # of values that are their own keys: flash-attn 4 then orders log-sum-exps as it does with qv
+
+
+class SeqlenInfo(NamedTuple):
+    """What score_mod and mask_mod learn of a sequence: numbers, or entries of tables by its place in the batch.
+
+    >>> from speedlight.flash_attn.v4 import SeqlenInfo
+    >>> SeqlenInfo(0, 0, 5, 7).seqlen_k
+    7
+    """
+
+    offset_q: Any
+    offset_k: Any
+    seqlen_q: Any
+    seqlen_k: Any
+
+
+class Mods(NamedTuple):
+    """Functions of scores and positions, and what they are given beside."""
+
+    score: Callable[..., Any] | None
+    mask: Callable[..., Any] | None
+    tensors: Any
+    scalars: Any
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    aux_tensors: list[Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """flash_attn_func of flash-attn 4.
+
+    Args:
+        q: (batch, seqlen, nheads, headdim).
+        k: (batch, seqlen_k, nheads_k, headdim).
+        v: (batch, seqlen_k, nheads_k, headdim_v).
+        qv: (batch, seqlen, nheads, headdim_v): scores are of q·k + qv·v. Keys and values are copied for that.
+        softmax_scale: factor of the scores. Default 1/sqrt(headdim), with qv 1/sqrt(headdim + headdim_v).
+        causal: hides keys after the query; the last query is at the last key.
+        window_size: (left, right): keys further away are hidden; None: no limit on that side.
+        learnable_sink: (nheads,): a score that joins the softmax and has no value; it counts in log-sum-exps.
+        softcap: c > 0: scores become c · tanh(s / c). Not beside score_mod.
+        score_mod: a function (score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors) -> score, with aux_scalars an
+            argument more; indices count from 0 in each sequence. It is called once, with symbols: operators, PyTorch's
+            and speedlight's functions of numbers work on them, those of CUTLASS do not.
+        mask_mod: likewise (b, h, q_idx, kv_idx, seqlen_info, aux_tensors) -> bool. Not beside causal and window_size,
+            which flash-attn would not look at.
+        aux_tensors: what they look up: aux_tensors[0][b, kv_idx]. Gradients flow to float ones in a score_mod.
+        num_splits, pack_gqa, deterministic: mean nothing here.
+        gather_kv_indices, score_mod_bwd, block_sparse_tensors, block_sparse_tensors_bwd: refused.
+        return_lse: also return log-sum-exps.
+
+    Returns:
+        (out, lse): out (batch, seqlen, nheads, headdim_v); lse None, or (batch, nheads, seqlen), with qv (batch,
+        seqlen, nheads); -inf in a row that sees nothing. Gradients flow, through lse, too, and to learnable_sink.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came.
+
+    >>> import torch, speedlight.flash_attn
+    >>> q, k, v = torch.ones(2, 5, 8, 16), torch.ones(2, 7, 2, 16), torch.ones(2, 7, 2, 24)
+    >>> near = lambda b, h, q_idx, kv_idx, seqlen_info, aux_tensors: abs(q_idx - kv_idx) < 3
+    >>> out, lse = speedlight.flash_attn.v4.flash_attn_func(q, k, v, mask_mod=near)
+    >>> out.shape, lse
+    (torch.Size([2, 5, 8, 24]), None)
+    """
+    sparse = "Which keys are seen, mask_mod says."
+    refuse(
+        ("gather_kv_indices", gather_kv_indices, sparse),
+        ("block_sparse_tensors", block_sparse_tensors, sparse),
+        ("block_sparse_tensors_bwd", block_sparse_tensors_bwd, sparse),
+        ("score_mod_bwd", score_mod_bwd, "The derivative of score_mod is taken here."),
+    )
+    heads_last = _is_absorbed(k, v, qv)
+    q, k = v3.absorbed(q, k, v, qv)
+    mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
+    said = _said(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
+    queries, keys = Side("q"), Side("k")
+    if score_mod is not None or mask_mod is not None:
+        batch = q.shape[0]
+        said |= _modified(mods, _info([0], [0], [q.shape[1]] * batch, [k.shape[1]] * batch))
+    found = attended(q, k, v, queries, keys, said, return_lse)
+    return _results(found, return_lse, heads_last)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Callable[..., Any] | None = None,
+    score_mod_bwd: Callable[..., Any] | None = None,
+    mask_mod: Callable[..., Any] | None = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: list[Tensor] | None = None,
+    aux_scalars: tuple[Any, ...] | None = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """flash_attn_func() of sequences of their own lengths.
+
+    Args:
+        q: (total_q, nheads, headdim), or (batch, seqlen, nheads, headdim) where cu_seqlens_q is None.
+        k, v: the same of keys and values, by cu_seqlens_k; beside page_table (pages, page_size, nheads_k, dim), pages
+            of any size, without gradients.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of the sequences, from 0 to the total.
+        seqused_q, seqused_k: (batch,): of each sequence only so many count. Rows of out past them are 0, their
+            log-sum-exps -inf.
+        page_table: (batch, most pages): which pages hold a sequence, of seqused_k keys.
+        max_seqlen_q, max_seqlen_k, min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata:
+            mean nothing here.
+        The others are flash_attn_func()'s.
+
+    Returns:
+        (out, lse): out shaped as q with headdim_v last; lse None, or (nheads, total_q), or (batch, nheads, seqlen);
+        with qv heads come last.
+
+    >>> import torch, speedlight.flash_attn
+    >>> q, offsets = torch.ones(7, 8, 16), torch.tensor([0, 3, 7])
+    >>> out, lse = speedlight.flash_attn.v4.flash_attn_varlen_func(
+    ...     q, q, q, cu_seqlens_q=offsets, cu_seqlens_k=offsets, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    (torch.Size([7, 8, 16]), torch.Size([8, 7]))
+    """
+    sparse = "Which keys are seen, mask_mod says."
+    refuse(
+        ("gather_kv_indices", gather_kv_indices, sparse),
+        ("block_sparse_tensors", block_sparse_tensors, sparse),
+        ("score_mod_bwd", score_mod_bwd, "The derivative of score_mod is taken here."),
+    )
+    heads_last = _is_absorbed(k, v, qv)
+    q, k = v3.absorbed(q, k, v, qv)
+    mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
+    said = _said(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
+    queries, keys = Side("q", cu_seqlens_q, seqused_q), Side("k", cu_seqlens_k, seqused_k)
+    if page_table is not None and (seqused_k is None or cu_seqlens_k is not None):
+        raise ArgumentError("seqused_k: expected lengths of sequences beside page_table, and no cu_seqlens_k.")
+    if score_mod is not None or mask_mod is not None:
+        q_lens = lengths(queries, q)
+        k_lens = [int(n) for n in seqused_k] if page_table is not None and seqused_k is not None else lengths(keys, k)
+        said |= _modified(mods, _info(_offsets(queries, q), _offsets(keys, k), q_lens, k_lens))
+    if page_table is None:
+        return _results(attended(q, k, v, queries, keys, said, return_lse), return_lse, heads_last)
+    found = attended_pages(q, (k, v), page_table, seqused_k, queries, said)
+    return _results(found if return_lse else found[0], return_lse, heads_last)
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    cu_seqlens: Tensor | None = None,
+    seqused: Tensor | None = None,
+    virtual_batch_idx: Tensor | None = None,
+    return_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention over several sets of keys, from the attention over each.
+
+    Args:
+        out_partial: (splits, batch, seqlen, nheads, headdim), or (splits, total_q, nheads, headdim).
+        lse_partial: (splits, batch, seqlen, nheads), or (splits, total_q, nheads), natural logarithms.
+        out, out_dtype: where to write the first result, or its dtype.
+        cu_seqlens, virtual_batch_idx: mean nothing here. seqused: refused.
+        return_lse: whether the second result is wanted.
+
+    Returns:
+        (out, lse), as out_partial and lse_partial without their first dim; lse may be None. There are no gradients.
+
+    >>> import torch, speedlight.flash_attn
+    >>> out, lse = speedlight.flash_attn.v4.flash_attn_combine(torch.ones(3, 7, 8, 16), torch.zeros(3, 7, 8))
+    >>> out.shape, lse.shape
+    (torch.Size([7, 8, 16]), torch.Size([7, 8]))
+    """
+    refuse(("seqused", seqused, "Every row is combined: leave it out, or slice."))
+    found, lse = v3.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return found, lse if return_lse else None
+
+
+def _is_absorbed(k: Tensor, v: Tensor, qv: Tensor | None) -> bool:
+    """Whether flash-attn 4 takes this for MLA, whose log-sum-exps have heads last."""
+    shared = k is v and v.shape[-1] == _MLA_DIM
+    if shared and qv is not None:
+        raise UnsupportedError(
+            f"qv: expected None where k is v, of {_MLA_DIM} elements; got a tensor. flash-attn would not look at q: "
+            "give qv as q, or k.clone()."
+        )
+    return shared or qv is not None
+
+
+def _said(
+    q: Tensor, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, sink: Any, mods: Mods
+) -> dict[str, Any]:
+    """attention()'s options, without the functions."""
+    limits = _limits(window_size, causal)
+    if mods.mask is not None and limits != (None, None):
+        raise ArgumentError(
+            "mask_mod: expected causal=False and window_size=(None, None) beside it, which flash-attn would not look "
+            "at; got more. Say it in mask_mod."
+        )
+    if mods.score is not None and softcap:
+        raise ArgumentError("softcap: expected 0.0 beside score_mod; got both. Say it in score_mod.")
+    limited = limits[0] is not None or (limits[1] is not None and causal is not True)
+    said = options_of(q, softmax_scale, causal, limits if limited else (-1, -1), softcap)
+    if sink is not None:
+        heads = q.shape[-2]
+        if not isinstance(sink, Tensor) or sink.shape != (heads,):
+            got = tuple(sink.shape) if isinstance(sink, Tensor) else type(sink).__name__
+            raise ArgumentError(f"learnable_sink: expected a tensor of shape ({heads},), by q's heads; got {got}.")
+        said["sink_logits"] = sink
+    return said
+
+
+def _limits(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
+    """Left and right, None for no limit; causal takes the right side's place."""
+    left, right = sides(window_size)
+    if causal is True:
+        left, right = None if left == -1 else left, 0
+    elif left == right == -1:
+        left = right = None
+    if min(left or 0, right or 0) < 0:
+        raise ArgumentError(
+            f"window_size: expected sides from 0, or None for no limit; got {window_size}. flash-attn 4 gives -1 "
+            "another meaning than no limit."
+        )
+    return left, right
+
+
+def _offsets(side: Side, x: Tensor) -> list[int]:
+    """Where sequences begin in a packed tensor; 0 in a padded one."""
+    return [0] if side.offsets is None else packed(side._replace(used=None), x).offsets[:-1]
+
+
+def _info(q_offsets: Any, k_offsets: Any, q_lengths: Any, k_lengths: Any) -> dict[str, list[int]]:
+    """Of every sequence, by the names of SeqlenInfo."""
+    known = (q_offsets, k_offsets, q_lengths, k_lengths)
+    return {name: list(x) for name, x in zip(SeqlenInfo._fields, known, strict=True)}
+
+
+def _modified(mods: Mods, info: dict[str, list[int]]) -> dict[str, Expression]:
+    """score and mask of functions whose queries count from 0."""
+    tables = {name: Table(np.array(x, np.int64), name) for name, x in info.items() if len(set(x)) > 1}
+    starts = [b - a for a, b in zip(info["seqlen_q"], info["seqlen_k"], strict=True)]
+    starts_table = Table(np.array(starts, np.int64), "q_start")
+    looked = [table(t, f"aux_tensors[{n}]") for n, t in enumerate(mods.tensors or ())]
+
+    def more(b: Any) -> tuple[Any, ...]:
+        each = [tables[name][b] if name in tables else (x[0] if x else 0) for name, x in info.items()]
+        given = (SeqlenInfo(*each), looked)
+        return given if mods.scalars is None else (*given, tuple(mods.scalars))
+
+    def first(b: Any) -> Any:
+        return starts_table[b] if len(set(starts)) > 1 else starts[0] if starts else 0
+
+    found, score_mod, mask_mod = {}, mods.score, mods.mask
+    if score_mod is not None:
+        found["score"] = expression(lambda s, b, h, i, j: score_mod(s, b, h, i - first(b), j, *more(b)), "score")
+    if mask_mod is not None:
+        found["mask"] = expression(lambda b, h, i, j: mask_mod(b, h, i - first(b), j, *more(b)), "mask")
+    return found
+
+
+def _results(found: Any, return_lse: bool, heads_last: bool) -> tuple[Tensor, Tensor | None]:
+    if not return_lse:
+        return found, None
+    out, lse = found
+    return out, lse.transpose(-1, -2) if heads_last else lse

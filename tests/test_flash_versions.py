@@ -1,0 +1,260 @@
+"""flash-attn 3's and 4's calls, and merge_states(), mean what their documentation says."""
+
+from __future__ import annotations
+
+import math
+
+import flash
+import pytest
+import torch
+from test_flash_attn import close, flown, made
+
+import speedlight as sl
+from speedlight.flash_attn import v3, v4
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "window": (3, 0)}, {"softcap": 1.5, "scale": 0.2}])
+def test_version_3(options):
+    q, k, v = made(1, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 12), grad=True)
+    given = {"window_size" if name == "window" else name: x for name, x in options.items()}
+    given["softmax_scale"] = given.pop("scale", None)
+    out, lse = v3.flash_attn_func(q, k, v, **given, return_attn_probs=True)
+    true = flash.batched(q, k, v, **options)
+    close(out, true[0])
+    close(lse, true[1])
+    for x, y in zip(flown((out, lse), (q, k, v)), flown(true, (q, k, v)), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("call", [v3.flash_attn_func, v4.flash_attn_func])
+def test_scores_of_values(call):
+    """MLA's form: scores of q·k + qv·v. flash-attn 4 has heads last in its log-sum-exps then."""
+    q, k, v, qv = made(2, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 12), (2, 5, 4, 12), grad=True)
+    lse_too = {"return_attn_probs": True} if call is v3.flash_attn_func else {"return_lse": True}
+    out, lse = call(q, k, v, qv=qv, causal=True, **lse_too)
+    true = flash.batched(q, k, v, qv=qv, causal=True)
+    close(out, true[0])
+    close(lse if call is v3.flash_attn_func else lse.transpose(1, 2), true[1])
+    for x, y in zip(flown((out,), (q, k, v, qv)), flown(true[:1], (q, k, v, qv)), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("heads", [None, 4])
+def test_version_3_in_one_tensor(heads):
+    (qkv,) = made(3, (2, 5, 3, 4, 8) if heads is None else (2, 5, 8, 8))
+    q, k, v = qkv.unbind(2) if heads is None else qkv.split([4, 2, 2], 2)
+    close(v3.flash_attn_qkvpacked_func(qkv, num_heads_q=heads, causal=True), flash.batched(q, k, v, causal=True)[0])
+
+
+SIDES = {
+    "packed": (True, True, None, None),
+    "packed, used": (True, True, [3, 0, 2], [4, 2, 5]),
+    "padded, used": (False, False, [3, 0, 5], [4, 2, 7]),
+    "square, keys used": (False, False, None, [4, 2, 7]),
+    "queries packed": (True, False, None, [4, 2, 7]),
+    "keys packed": (False, True, [3, 1, 5], None),
+}
+
+
+@pytest.mark.parametrize("name", SIDES)
+@pytest.mark.parametrize("version", [3, 4])
+def test_sequences(version, name):
+    q_packed, k_packed, q_used, k_used = SIDES[name]
+    most = 7 if name.startswith("square") else 5
+    cu_q, cu_k = flash.offsets(4, 1, 2), flash.offsets(6, 2, 5)
+    q, k, v = made(
+        4, (7, 4, 8) if q_packed else (3, most, 4, 8), *[(13, 2, 8) if k_packed else (3, 7, 2, 8)] * 2, grad=True
+    )
+    ends_q, ends_k = cu_q if q_packed else None, cu_k if k_packed else None
+    used = {n: None if x is None else torch.tensor(x, dtype=torch.int32) for n, x in
+            (("seqused_q", q_used), ("seqused_k", k_used))}  # fmt: skip
+    if version == 3:
+        out, lse = v3.flash_attn_varlen_func(q, k, v, ends_q, ends_k, 5, 7, **used, causal=True, return_attn_probs=True)
+    else:
+        out, lse = v4.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, **used, causal=True, return_lse=True
+        )
+    true, true_lse = torch.zeros(out.shape, dtype=torch.float64), torch.full(lse.shape, -math.inf, dtype=torch.float64)
+    for n in range(3):
+        rows, keys = row_range(cu_q, n, q_packed, q_used, most), row_range(cu_k, n, k_packed, k_used, 7)
+        own = (q[rows] if q_packed else q[n, rows], *(x[keys] if k_packed else x[n, keys] for x in (k, v)))
+        found, found_lse = flash.attended(*own, causal=True)
+        if q_packed:
+            true[rows], true_lse[:, rows] = found, found_lse
+        else:
+            true[n, rows], true_lse[n, :, rows] = found, found_lse
+    close(out, true)
+    close(lse, true_lse)
+    for x, y in zip(flown((out,), (q, k, v)), flown((true,), (q, k, v)), strict=True):
+        close(x, y)
+
+
+def row_range(ends, n, packed, used, most):
+    start = int(ends[n]) if packed else 0
+    room = int(ends[n + 1] - ends[n]) if packed else most
+    return slice(start, start + (room if used is None else used[n]))
+
+
+def test_private_calls_of_version_3():
+    q, k, v = made(5, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), grad=True)
+    used_q, used_k = torch.tensor([5, 3]), torch.tensor([4, 7])
+    true = torch.zeros(2, 5, 4, 8, dtype=torch.float64)
+    for n in range(2):
+        a, b = int(used_q[n]), int(used_k[n])
+        true[n, :a] = flash.attended(q[n, :a], k[n, :b], v[n, :b], causal=True)[0]
+    mine = torch.empty(2, 5, 4, 8)
+    out, lse, *rest = v3._flash_attn_forward(q, k, v, out_=mine, seqused_q=used_q, seqused_k=used_k, causal=True)
+    close(out, true)
+    assert out is mine and [x.numel() for x in rest] == [0, 0]
+    dout, grads = torch.randn(2, 5, 4, 8), [torch.empty_like(x) for x in (q, k, v)]
+    used = {"sequed_q": used_q, "sequed_k": used_k}
+    v3._flash_attn_backward(dout, q, k, v, out, lse, **used, dq=grads[0], dk=grads[1], dv=grads[2], is_causal=True)
+    for x, y in zip(grads, torch.autograd.grad(true, (q, k, v), dout.double()), strict=True):
+        close(x, y)
+    ends = flash.offsets(3, 4)
+    q, k, v = made(6, (7, 4, 8), (7, 2, 8), (7, 2, 8), grad=True)
+    out, lse, *_ = v3._flash_attn_forward(q, k, v, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=4, max_seqlen_k=4)
+    true, _ = flash.ragged(q, k, v, ends, ends)
+    close(out, true)
+    dout, grads = torch.randn(7, 4, 8), [torch.empty_like(x) for x in (q, k, v)]
+    v3._flash_attn_backward(dout, q, k, v, out, lse, ends, ends, None, None, 4, 4, *grads)
+    for x, y in zip(grads, torch.autograd.grad(true, (q, k, v), dout.double()), strict=True):
+        close(x, y)
+    cache, (one,) = torch.randn(2, 8, 2, 8), made(7, (2, 1, 2, 8))
+    out, *_ = v3._flash_attn_forward(
+        out[None, :2].expand(2, -1, -1, -1)[:, :1], cache, cache, one, one, seqused_k=used_q
+    )
+    assert torch.equal(cache[0, 5], one[0, 0]) and out.shape == (2, 1, 4, 8)
+
+
+@pytest.mark.parametrize("window", [(None, None), (2, None), (None, 1), (3, 0), (-1, -1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_version_4_windows(window, causal):
+    q, k, v = made(8, (1, 6, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8))
+    out, lse = v4.flash_attn_func(q, k, v, causal=causal, window_size=window, return_lse=True)
+    true = flash.batched(q, k, v, causal=causal, window=window)
+    close(out, true[0])
+    close(lse, true[1])
+    assert v4.flash_attn_func(q, k, v)[1] is None
+
+
+def test_version_4_sinks():
+    q, k, v = made(9, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), grad=True)
+    sink = torch.randn(4, requires_grad=True)
+    out, lse = v4.flash_attn_func(q, k, v, learnable_sink=sink, causal=True, return_lse=True)
+    true = flash.batched(q, k, v, sink=sink, causal=True)
+    close(out, true[0])
+    close(lse, true[1])
+    for x, y in zip(flown((out, lse), (q, k, v, sink)), flown(true, (q, k, v, sink)), strict=True):
+        close(x, y)
+
+
+def test_version_4_functions():
+    """Indices count from 0, causal is aligned at the end, what functions look up has gradients."""
+    q, k, v = made(10, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), grad=True)
+    bias = torch.randn(4, 7, requires_grad=True)
+    odd = torch.tensor([1, 0, 1, 1, 0, 1, 1])
+
+    def score_mod(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):
+        near = q_idx + seqlen_info.seqlen_k - seqlen_info.seqlen_q - kv_idx
+        return torch.tanh(score) + aux_tensors[0][h, kv_idx] - aux_scalars[0] * near
+
+    out, lse = v4.flash_attn_func(
+        q, k, v, causal=True, score_mod=score_mod, aux_tensors=[bias], aux_scalars=(0.25,), return_lse=True
+    )
+    true = flash.batched(
+        q, k, v, causal=True, score=lambda s, h, i, j: s.tanh() + bias[h].double() - 0.25 * (i + 2 - j)
+    )
+    close(out, true[0])
+    for x, y in zip(flown((out, lse), (q, k, v, bias)), flown(true, (q, k, v, bias)), strict=True):
+        close(x, y)
+    out, lse = v4.flash_attn_func(
+        q, k, v, mask_mod=lambda b, h, m, n, info, aux: (aux[0][n] != 0) & (n <= m), aux_tensors=[odd], return_lse=True
+    )
+    true = flash.batched(q, k, v, mask=lambda i, j: (odd[j] != 0) & (j <= i))
+    close(out, true[0])
+    close(lse, true[1])
+
+
+def test_version_4_functions_of_sequences():
+    ends_q, ends_k = flash.offsets(4, 3), flash.offsets(6, 5)
+    q, k, v = made(11, (7, 4, 8), (11, 2, 8), (11, 2, 8))
+    bias = torch.randn(11)
+
+    def score_mod(score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors):
+        return score + aux_tensors[0][seqlen_info.offset_k + kv_idx] * (q_idx + seqlen_info.offset_q)
+
+    ends = {"cu_seqlens_q": ends_q, "cu_seqlens_k": ends_k}
+    out, _ = v4.flash_attn_varlen_func(q, k, v, **ends, score_mod=score_mod, aux_tensors=[bias], causal=True)
+    for n in range(2):
+        a, b = slice(*ends_q[n : n + 2]), slice(*ends_k[n : n + 2])
+        own = bias[b].double()
+        first = int(ends_q[n])
+        score = lambda s, h, i, j, own=own, first=first: s + own * (i + first)  # noqa: E731
+        close(out[a], flash.attended(q[a], k[b], v[b], causal=True, score=score)[0])
+    pages_k, pages_v = made(12, (5, 3, 2, 8), (5, 3, 2, 8))
+    table, used = torch.tensor([[4, 1], [2, 0]], dtype=torch.int32), torch.tensor([4, 6], dtype=torch.int32)
+    out, lse = v4.flash_attn_varlen_func(
+        q, pages_k, pages_v, cu_seqlens_q=ends_q, page_table=table, seqused_k=used, return_lse=True,
+        mask_mod=lambda b, h, m, n, info, aux: n < info.seqlen_k - 1 - m,
+    )  # fmt: skip
+    for n in range(2):
+        rows, count = slice(*ends_q[n : n + 2]), int(used[n])
+        keys, values = (x[table[n]].flatten(0, 1)[:count] for x in (pages_k, pages_v))
+        true = flash.attended(q[rows], keys, values, mask=lambda i, j, c=count: j < c - 1 - i)
+        close(out[rows], true[0])
+        close(lse[:, rows], true[1])
+
+
+def test_combine():
+    out, lse = made(13, (3, 2, 5, 4, 8), (3, 2, 5, 4))
+    lse[1, 0] = -math.inf
+    weights = (lse.double() - lse.double().logsumexp(0)).exp()
+    true = (weights[..., None] * out.double()).sum(0)
+    for version in (v3, v4):
+        found, total = version.flash_attn_combine(out, lse)
+        close(found, true)
+        close(total, lse.double().logsumexp(0))
+        mine = torch.empty(2, 5, 4, 8, dtype=torch.bfloat16)
+        assert version.flash_attn_combine(out, lse, mine)[0] is mine
+        torch.testing.assert_close(mine, true.bfloat16(), atol=0.02, rtol=0.02)
+        assert version.flash_attn_combine(out, lse, None, torch.float16)[0].dtype == torch.float16
+    assert v4.flash_attn_combine(out[:, 0], lse[:, 0], return_lse=False)[1] is None
+    with pytest.raises(sl.ArgumentError, match="^out: expected shape"):
+        v3.flash_attn_combine(out, lse, torch.empty(2, 5, 4, 9))
+
+
+REFUSED = [
+    (v3.flash_attn_func, "q_descale", {"q_descale": torch.ones(2, 2)}),
+    (v3.flash_attn_func, "attention_chunk", {"attention_chunk": 4}),
+    (v3.flash_attn_func, "qv", {"qv": torch.ones(2, 5, 4, 9)}),
+    (v3.flash_attn_func, "causal", {"causal": 1}),
+    (v4.flash_attn_func, "gather_kv_indices", {"gather_kv_indices": torch.ones(2, 5, 8)}),
+    (v4.flash_attn_func, "block_sparse_tensors", {"block_sparse_tensors": ()}),
+    (v4.flash_attn_func, "score_mod_bwd", {"score_mod_bwd": max}),
+    (v4.flash_attn_func, "mask_mod", {"mask_mod": lambda b, h, m, n, info, aux: n < 3, "causal": True}),
+    (v4.flash_attn_func, "softcap", {"score_mod": lambda s, b, h, m, n, info, aux: s, "softcap": 1.0}),
+    (v4.flash_attn_func, "window_size", {"window_size": (-1, 0)}),
+    (v4.flash_attn_func, "window_size", {"window_size": (4, -1)}),
+    (v4.flash_attn_func, "learnable_sink", {"learnable_sink": torch.ones(3)}),
+    (v4.flash_attn_varlen_func, "seqused_k", {"page_table": torch.zeros(2, 1, dtype=torch.int32)}),
+    (v4.flash_attn_varlen_func, "seqused_q", {"seqused_q": torch.tensor([6, 1])}),
+]
+
+
+@pytest.mark.parametrize(("call", "name", "options"), REFUSED, ids=[f"{x[1]}-{n}" for n, x in enumerate(REFUSED)])
+def test_what_is_not_offered_is_named(call, name, options):
+    q, k, v = made(14, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+    with pytest.raises(sl.Error, match=f"^{name}: expected"):
+        call(q, k, v, **options)
+
+
+def test_values_that_are_their_own_keys():
+    """flash-attn 4 takes k that is v, of 512 elements, for MLA: its log-sum-exps have heads last then."""
+    q, v = made(15, (1, 2, 2, 512), (1, 3, 1, 512))
+    out, lse = v4.flash_attn_func(q, v, v, return_lse=True)
+    true = flash.batched(q, v, v)
+    close(out, true[0])
+    close(lse.transpose(1, 2), true[1])
+    with pytest.raises(sl.UnsupportedError, match="^qv: expected None"):
+        v4.flash_attn_func(q, v, v, qv=q)
