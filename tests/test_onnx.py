@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
 import warnings
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -345,3 +347,12 @@ def test_docstrings(name):
         return
     [found] = doctest.DocTestFinder(recurse=False).find(thing, name)
     assert found.examples and doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF).run(found).failed == 0
+
+
+def test_examples():
+    """Those of docs/onnx.md."""
+    names: dict = {}
+    text = (Path(__file__).parent.parent / "docs" / "onnx.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code.replace("512", "16"), names)
+    assert (names["out"] == names["same"]).all()
