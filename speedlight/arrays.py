@@ -118,10 +118,21 @@ def _described(x: Any, name: str) -> Array:
     if not isinstance(x, type) and hasattr(x, "__array_interface__"):
         array = _as_numpy(x, name)  # of a NumPy scalar a copy, which nobody else holds
         return _from_numpy(array, name, "numpy", array)
+    _check_not_traced(x, name)
     raise ArgumentTypeError(
         f"{name}: expected a NumPy array, a PyTorch tensor, or an object with DLPack or __array_interface__; "
         f"got {type(x).__name__}. Try numpy.asarray({name}, dtype='float32')."
     )
+
+
+def _check_not_traced(x: Any, name: str) -> None:
+    """JAX's tracers have no numbers for anybody but JAX."""
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(x, jax.core.Tracer):
+        raise UnsupportedError(
+            f"{name}: expected an array with numbers; got one that JAX traces ({type(x).__name__}): under jit, "
+            "grad and vmap call speedlight.jax.dot_product_attention()."
+        )
 
 
 def listed(x: Any, name: str, what: str) -> list[Any]:
