@@ -434,10 +434,8 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
     if any([a not in (1, b) for a, b in zip(shape, whole, strict=True)]):
         of_tokens = name == "mask" and table.shape == (problem.batch, k_len)
         way = " A tokenizer's mask of (batch, k_len) is mask=sl.padding(attention_mask)." if of_tokens else ""
-        raise ArgumentError(
-            f"{name}: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}; got "
-            f"{table.array.shape}.{way}"
-        )
+        what = f"a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}"
+        raise ArgumentError(f"{name}: expected {what}; got {table.array.shape}.{way}")
     if table is not x:
         table.reshaped(shape)
     return table

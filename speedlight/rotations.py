@@ -254,6 +254,8 @@ def check_out(out: Any, x: Any) -> None:
         raise ArgumentError(
             f"out: expected shape {tuple(x.shape)} of {x.dtype}, as x; got {tuple(out.shape)} of {out.dtype}."
         )
+    if not is_tensor(out) and not out.flags.writeable:
+        raise ArgumentError("out: expected an array that can be written; got a read-only one.")
     steps = out.stride() if is_tensor(out) else [x // out.itemsize for x in out.strides]
     reach = 1
     for step, n in sorted([(abs(step), n) for step, n in zip(steps, out.shape, strict=True) if n > 1]):
@@ -264,8 +266,6 @@ def check_out(out: Any, x: Any) -> None:
             )
         reach += step * (n - 1)
     if not is_tensor(out):
-        if not out.flags.writeable:
-            raise ArgumentError("out: expected an array that can be written; got a read-only one.")
         return
     torch = sys.modules["torch"]
     if out.device != x.device:

@@ -134,9 +134,9 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     >>> sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4))
     mask ((j <= i) & ((i - j) < 4))
     """
-    check_outside(role or "function", "sl.expression, and patterns,")
     if not (role is None or (isinstance(role, str) and role in ("mask", "score"))):
         raise ArgumentError(f"role: expected 'mask', 'score' or None; got {shown(role)}.")
+    check_outside(role or "function", "sl.expression, and patterns,")
     if isinstance(function, Expression):
         if role and function.role != role:
             raise ExpressionError(f"{role}: expected a {role}; got the {function!r}.")
