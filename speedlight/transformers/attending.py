@@ -10,7 +10,6 @@ from transformers import masking_utils
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.utils.output_capturing import _active_collector
 
-from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.patterns import softcap as softcap_pattern
 from ..torch.attending import attention
@@ -22,7 +21,8 @@ from .masks import MaskSpec
 _HARMLESS = frozenset((
     "position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "deterministic", "seq_idx",
     "max_length_q", "max_length_k", "read_index", "write_index", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "logits_to_keep", "position_embeddings", "debug_io", "debug_io_dir", "prune_layers",
+    "output_router_logits", "logits_to_keep", "logits_indices", "logits_processor_args", "position_embeddings",
+    "debug_io", "debug_io_dir", "prune_layers",
 ))  # fmt: skip
 _READ = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))
 _EAGER = "Use model.set_attn_implementation('eager'), which keeps weights."
@@ -30,7 +30,7 @@ harmless: frozenset[str] = _HARMLESS | _READ  # and what register(harmless=…) 
 _softcap = functools.lru_cache(64)(softcap_pattern)
 
 
-@leaves_graph
+@torch.compiler.disable
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -88,6 +88,8 @@ def attention_forward(
         key, value = _paged(module, key, value, cache, more)
     if attention_mask is None:
         _check_masked(module)
+    elif type(attention_mask) is MaskSpec:
+        _check_fits(attention_mask, query, key)
     options: dict[str, Any] = {"scale": scaling}
     if softcap is not None or position_bias is not None:
         options["score"] = _score(softcap, position_bias)
@@ -147,7 +149,8 @@ def _check_masked(module: Any) -> None:
 def _paged(module: Any, key: Any, value: Any, cache: Any, more: dict[str, Any]) -> tuple[Any, Any]:
     if not isinstance(cache, PagedAttentionCache):
         raise ArgumentTypeError(f"cache: expected a PagedAttentionCache; got {type(cache).__name__}.")
-    return cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=more)
+    paged: Any = cache
+    return paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=more)
 
 
 def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
@@ -161,7 +164,6 @@ def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
 def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool) -> dict[str, Any]:
     """Options of attention() that say what is hidden."""
     if type(mask) is MaskSpec:
-        _check_fits(mask, query, key)
         return mask.options()
     if mask is None:
         return {"causal": "top-left"} if is_causal and query.shape[2] > 1 else {}

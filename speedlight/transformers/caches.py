@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from transformers import cache_utils as theirs
 
 from ..checks import cache_dtype, new_totals
@@ -36,6 +37,9 @@ class Kept(torch.Tensor):
         made.layer, made.part, made.length = layer, part, layer.get_seq_length()
         return made
 
+    # what is computed of it is a plain tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Kept({self.part}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
@@ -46,8 +50,7 @@ class Kept(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         plain = lambda x: x.stored() if isinstance(x, Kept) else x  # noqa: E731
-        tree = torch.utils._pytree.tree_map
-        return function(*tree(plain, args), **tree(plain, options or {}))
+        return function(*tree_map(plain, args), **tree_map(plain, options or {}))
 
 
 class Layer(theirs.CacheLayerMixin):
@@ -64,7 +67,6 @@ class Layer(theirs.CacheLayerMixin):
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
         self.waiting: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.record_past = False  # whether every token is kept, for crop(), though a window hides most
 
     def __repr__(self) -> str:
         return f"Layer(capacity={self.capacity}, window={self.window}, length={self.get_seq_length()})"
@@ -109,7 +111,7 @@ class Layer(theirs.CacheLayerMixin):
             value_dim=value_states.shape[-1],
             capacity=self.capacity,
             dtype=self.dtype or _DTYPES[key_states.dtype],
-            window=None if self.record_past else self.window,
+            window=self.window,
             device="cpu" if key_states.device.type == "cpu" else key_states.device,
         )
 
@@ -162,11 +164,6 @@ class Layer(theirs.CacheLayerMixin):
         if self.cache is not None and tokens_to_remove:
             self.cache.truncate(max(self.get_seq_length() + tokens_to_remove, 0))
 
-    def activate_past_recording(self) -> None:
-        """From the start, every token is kept: crop() may go back further than a window's ring holds."""
-        if self.cache is None:
-            self.record_past = True
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self._select(beam_idx.tolist())
 
@@ -188,22 +185,19 @@ class Layer(theirs.CacheLayerMixin):
     def attended(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """(batch, q_len, q_heads, value_dim), read from where the tokens lie; None where copies have to do."""
         self._check(key)
-        rows, pattern = query.shape[2], mask.pattern if type(mask) is MaskSpec else None
-        if pattern is None and mask is not None:
+        spec = mask if type(mask) is MaskSpec else None
+        if spec is None and mask is not None:
             return None
-        new, cache = self.waiting, self._made()
-        if new is not None and new[0].shape[2] == rows and pattern is not None and (pattern.causal or rows == 1):
-            if pattern.right is not None and not pattern.causal:
+        rows, new, window = query.shape[2], self.waiting, self.window
+        if spec is not None and new is not None and new[0].shape[2] == rows and _is_causal(spec, rows):
+            if window is not None and spec.pattern.left != window - 1:
                 return None
-            if self.window is not None and not self.record_past and pattern.left != self.window - 1:
-                return None
-            held = None if self.record_past else self.window
             self.waiting = None
-            return self._computed(query, new, options | {"mask": mask.in_cache(held)})
-        if cache.window is not None or (mask.looks_at_queries if pattern is not None else rows > 1):
+            return self._computed(query, new, options | {"mask": spec.in_cache(window)})
+        if window is not None or (rows > 1 if spec is None else spec.looks_at_queries):
             return None
         self._append()
-        return self._computed(query, (None, None), options | {"mask": None if mask is None else mask.in_cache(None)})
+        return self._computed(query, (None, None), options | {"mask": None if spec is None else spec.in_cache(None)})
 
     def _computed(self, query: torch.Tensor, new: tuple[Any, Any], options: dict[str, Any]) -> torch.Tensor:
         cache, (k, v) = self._made(), new
@@ -297,6 +291,11 @@ class Cache(theirs.DynamicCache):
 
     def __repr__(self) -> str:
         return f"Cache({self.layers})"
+
+
+def _is_causal(spec: MaskSpec, rows: int) -> bool:
+    """Whether a query sees no key after it; the last token has none."""
+    return spec.pattern.causal or (rows == 1 and spec.pattern.right is None)
 
 
 def _layer(kind: str, options: dict[str, Any], capacity: int, dtype: str | None) -> Any:

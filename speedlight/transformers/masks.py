@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from transformers import masking_utils as theirs
 
-from ..compiling import leaves_graph
 from ..errors import UnsupportedError
 from ..expressions.patterns import documents, padding, window
 from ..expressions.tables import table
@@ -73,11 +72,23 @@ class MaskSpec:
         parts += [f"others={len(p.others)}"] if p.others else []
         return f"MaskSpec({', '.join(parts)})"
 
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor that it stands for."""
+        return torch.Size((self.batch, 1, self.q_len, self.k_len))
+
+    ndim = 4
+
+    def contiguous(self) -> MaskSpec:
+        """Itself: generate() asks, where a cache is static."""
+        return self
+
     def __getitem__(self, index: Any) -> Any:
-        raise UnsupportedError(
-            "attention_mask: this model changes its mask as a tensor; speedlight's is none. Use "
-            "attn_implementation='sdpa' inside speedlight.torch.sdpa(), which takes masks of any kind."
-        )
+        raise _no_tensor()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        raise _no_tensor()
 
     @property
     def looks_at_queries(self) -> bool:
@@ -136,7 +147,14 @@ class MaskSpec:
         return _all(masks) if masks else None
 
 
-@leaves_graph
+def _no_tensor() -> UnsupportedError:
+    return UnsupportedError(
+        "attention_mask: this model computes with its mask as a tensor; speedlight's is none. Use "
+        "attn_implementation='sdpa' inside speedlight.torch.sdpa(), which takes masks of any kind."
+    )
+
+
+@torch.compiler.disable
 def attention_mask(
     batch_size: int,
     q_length: int,
@@ -144,7 +162,7 @@ def attention_mask(
     q_offset: Any = 0,
     kv_offset: int = 0,
     mask_function: Callable[..., Any] = _CAUSAL,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | MaskSpec | None = None,
     **more: Any,
 ) -> MaskSpec:
     """What transformers calls to make a mask for `attn_implementation="speedlight"`.
@@ -165,6 +183,8 @@ def attention_mask(
     >>> attention_mask(2, 4, 4)
     MaskSpec(batch=2, q_len=4, k_len=4, q_offset=0, kv_offset=0, causal=True)
     """
+    if isinstance(attention_mask, MaskSpec):  # generate() has made it before
+        return attention_mask
     offsets, seen, end = (int(q_offset), int(kv_offset)), attention_mask, int(kv_offset) + kv_length
     if seen is not None:
         seen = seen if seen.dtype == torch.bool else seen != 0
