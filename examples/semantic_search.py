@@ -98,7 +98,7 @@ def indexed(encoder: Encoder, texts: list[str], done: Callable[[int], object]) -
     return vectors
 
 
-def compared(encoder: Encoder, texts: list[str], runs: int = 3) -> dict[str, float]:
+def compared(encoder: Encoder, texts: list[str], runs: int = 2) -> dict[str, float]:
     """Seconds for the same texts with each attention, the best of some runs taken by turns."""
     best = dict.fromkeys(IMPLEMENTATIONS, float("inf"))
     for _ in range(runs):
@@ -179,7 +179,7 @@ def index(console: Console, encoder: Encoder, found: list[Section], path: Path) 
     seconds = time.perf_counter() - start
     save_file({"vectors": vectors}, path, {"sections": digest(found)})
     console.print(f"{len(found)} sections in {seconds:.1f} s, kept in {path}")
-    some = sorted(texts, key=len)[-BATCH:]
+    some = sorted(texts, key=len)[-BATCH // 2 :]
     times = compared(encoder, some)
     encoder.model.set_attn_implementation("speedlight")
     said = ", ".join(f"{name} {t * 1e3:.0f} ms" for name, t in times.items())

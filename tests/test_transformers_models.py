@@ -136,12 +136,12 @@ def test_models(name):
     model, config = made(MODELS[name])
     tokens, left = drawn(2, TOKENS), torch.ones(2, TOKENS, dtype=torch.int64)
     left[0, :4] = 0
-    for shown in (torch.ones_like(left), left, left.flip(0, 1)):
+    for shown in (torch.ones_like(left), left, left.flip(0, 1)) if FULL else (left,):
         assert_alike(model, shown.bool(), input_ids=tokens, attention_mask=shown)
     if not MODELS[name].generates:
         return
     model.eval()
-    for options in ({}, {"attention_mask": left}):
+    for options in ({}, {"attention_mask": left}) if FULL else ({},):
         want = tokens_of(model, "eager", tokens, **options)
         for cache in (None, speedlight.transformers.Cache(config)):
             assert torch.equal(tokens_of(model, "speedlight", tokens, past_key_values=cache, **options), want)
