@@ -12,6 +12,7 @@ measured on the same batches.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
 import os
 import re
@@ -121,8 +122,6 @@ def loaded(path: Path, found: list[Section]) -> torch.Tensor | None:
 
 
 def digest(found: list[Section]) -> str:
-    import hashlib
-
     return hashlib.sha256("\0".join(f"{x.topic}\0{x.text}" for x in found).encode()).hexdigest()
 
 

@@ -192,8 +192,9 @@ class Layer(theirs.CacheLayerMixin):
         if spec is not None and new is not None and new[0].shape[2] == rows and _is_causal(spec, rows):
             if window is not None and spec.pattern.left != window - 1:
                 return None
+            options = options | {"mask": spec.in_cache(window)}
             self.waiting = None
-            return self._computed(query, new, options | {"mask": spec.in_cache(window)})
+            return self._computed(query, new, options)
         if window is not None or (rows > 1 if spec is None else spec.looks_at_queries):
             return None
         self._append()

@@ -52,7 +52,7 @@ class MaskSpec:
     MaskSpec(batch=1, q_len=8, k_len=8, q_offset=0, kv_offset=0, causal=True, window=(3, None))
     """
 
-    __slots__ = ("_options", "batch", "k_len", "kv_offset", "padded", "pattern", "q_len", "q_offset")
+    __slots__ = ("_in_cache", "_options", "batch", "k_len", "kv_offset", "padded", "pattern", "q_len", "q_offset")
 
     def __init__(
         self, batch: int, lengths: tuple[int, int], offsets: tuple[int, int], pattern: _Pattern, padded: Any
@@ -61,6 +61,7 @@ class MaskSpec:
         self.pattern = pattern
         self.padded: torch.Tensor | None = padded  # (batch, at least kv_offset + k_len), if it hides anything
         self._options: dict[str, Any] | None = None
+        self._in_cache: dict[int | None, Expression | None] = {}
 
     def __repr__(self) -> str:
         p = self.pattern
@@ -104,14 +105,12 @@ class MaskSpec:
 
     def _made(self) -> dict[str, Any]:
         p, first = self.pattern, self.kv_offset
-        start = self.q_offset - first
+        start = self.q_offset - first  # of the first query, counted from the first key
         options: dict[str, Any] = {}
         if p.packed is not None and self.batch == 1 and not p.others:
             ends = [*(p.packed[0].diff().nonzero()[:, 0] + 1).tolist(), self.k_len]
             options["cu_seqlens_q"] = [0, *ends]
-        elif self.looks_at_queries:
-            options["q_start"] = start
-        if p.causal and (start or self.q_len > 1 or self.k_len > 1):
+        if p.causal and start < self.k_len - 1:
             options["causal"] = True
         left = None if p.left is None or start + self.q_len - 1 <= p.left else p.left
         right = None if p.right is None or self.k_len - 1 - start <= p.right else p.right
@@ -127,30 +126,31 @@ class MaskSpec:
                 masks.append(_padding(seen))
             else:
                 options["k_lengths"] = lengths
-                options["q_start"] = start
         if masks:
             options["mask"] = _all(masks)
-        return options
+        return options | {"q_start": start} if options else options
 
     def in_cache(self, length: int | None) -> Expression | None:
         """What is hidden of a cache that holds every token, or (length) shows the last so many itself, from queries
         that see no later key anyway.
         """
-        p = self.pattern
-        masks = [expression(f, "mask") for f in p.others]
-        if p.packed is not None:
-            masks.append(documents(p.packed))
-        if p.left is not None and p.left + 1 != length:
-            masks.append(window(p.left, None))
-        if self.padded is not None:
-            masks.append(_padding(self.padded, in_cache=True))
-        return _all(masks) if masks else None
+        if length not in self._in_cache:
+            p = self.pattern
+            masks = [expression(f, "mask") for f in p.others]
+            if p.packed is not None:
+                masks.append(documents(p.packed))
+            if p.left is not None and p.left + 1 != length:
+                masks.append(window(p.left, None))
+            if self.padded is not None:
+                masks.append(_padding(self.padded, in_cache=True))
+            self._in_cache[length] = _all(masks) if masks else None
+        return self._in_cache[length]
 
 
 def _no_tensor() -> UnsupportedError:
     return UnsupportedError(
-        "attention_mask: this model computes with its mask as a tensor; speedlight's is none. Use "
-        "attn_implementation='sdpa' inside speedlight.torch.sdpa(), which takes masks of any kind."
+        "attention_mask: this model computes with its mask as a tensor; speedlight's is none. Leave "
+        "attn_implementation out; inside speedlight.torch.sdpa() what the model asks of PyTorch's attention comes here."
     )
 
 
@@ -263,7 +263,8 @@ def _padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
     if _last_padding is not None:
         known, found = _last_padding
         n = known.shape[1]
-        fits = known.shape[0] == seen.shape[0] and (n <= seen.shape[1] if in_cache else n == seen.shape[1])
+        alike = known.shape[0] == seen.shape[0] and known.device == seen.device
+        fits = alike and (n <= seen.shape[1] if in_cache else n == seen.shape[1])
         if fits and torch.equal(known, seen[:, :n]) and seen[:, n:].all():
             return found
     found = padding(seen)
