@@ -57,6 +57,7 @@ class Mutation:
 ATTENTION, FORWARD, MASKS = "tests/test_attention.py", "tests/test_forward.py", "tests/test_masks.py"
 CACHES, POOLS = "tests/test_caches.py", "tests/test_pages.py"
 GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
+TRANSFORMERS = "tests/test_transformers.py"
 BACKWARD, RUNS = "tests/test_backward.py", "tests/test_backward_runs.py"
 MUTATIONS = (
     # --- kernels
@@ -438,6 +439,42 @@ MUTATIONS = (
         "((a ^ by) < 0)",
         "(a < 0)",
         f"{GPU} -k 'every_operation or random_expressions'",
+    ),
+    # --- transformers
+    Mutation(
+        "a sliding window of transformers is one key wider",
+        "transformers/masks.py",
+        '_captured(f)["sliding_window"] - 1)',
+        '_captured(f)["sliding_window"])',
+        f"{TRANSFORMERS} -k test_masks",
+    ),
+    Mutation(
+        "a padding mask is read from its first key where a window's cache begins later",
+        "transformers/masks.py",
+        "self.padded[:, first : first + self.k_len]",
+        "self.padded[:, : self.k_len]",
+        f"{TRANSFORMERS} -k test_masks",
+    ),
+    Mutation(
+        "without a mask, one query of transformers sees the first key alone",
+        "transformers/attending.py",
+        "if is_causal and query.shape[2] > 1 else",
+        "if is_causal else",
+        f"{TRANSFORMERS} -k without_a_mask",
+    ),
+    Mutation(
+        "nothing flows to the sinks of transformers' models",
+        "transformers/attending.py",
+        "s_aux if torch.is_grad_enabled() else s_aux.detach()",
+        "s_aux.detach()",
+        f"{TRANSFORMERS} -k test_options",
+    ),
+    Mutation(
+        "a ring of transformers' cache is said to show one key more",
+        "transformers/caches.py",
+        "max(length - self.window + 1, 0)",
+        "max(length - self.window, 0)",
+        f"{TRANSFORMERS} -k test_rings",
     ),
 )
 

@@ -64,7 +64,7 @@ def _to(apply: Apply, x: Any, dtype: Any = None, **options: Any) -> Any:
     for name in ("device", "copy", "non_blocking"):
         options.pop(name, None)
     _nothing_left("to", options)
-    return x if dtype is None else apply("cast", x, dtype)
+    return x if dtype is None or type(dtype).__name__ == "device" else apply("cast", x, dtype)
 
 
 def _as(dtype: Any) -> Callable[..., Any]:

@@ -1,0 +1,196 @@
+"""attention_forward(): what transformers calls for each layer, in attention()'s terms."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import masking_utils
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.utils.output_capturing import _active_collector
+
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..expressions.patterns import softcap as softcap_pattern
+from ..torch.attending import attention
+from ..torch.dot_product import drawn_seed
+from .caches import Kept
+from .masks import MaskSpec
+
+# What models hand on to every layer and attention has no use for. sliding_window: the mask says it, too.
+_HARMLESS = frozenset((
+    "position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "deterministic", "seq_idx",
+    "max_length_q", "max_length_k", "read_index", "write_index", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "logits_to_keep", "logits_indices", "logits_processor_args", "position_embeddings",
+    "debug_io", "debug_io_dir", "prune_layers",
+))  # fmt: skip
+_READ = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))
+_EAGER = "Use model.set_attn_implementation('eager'), which keeps weights."
+harmless: frozenset[str] = _HARMLESS | _READ  # and what register(harmless=…) names
+_softcap = functools.lru_cache(64)(softcap_pattern)
+
+
+@torch.compiler.disable
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: Any = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """A layer's attention, as transformers calls it under `attn_implementation="speedlight"`.
+
+    Args:
+        module: the layer. Its `is_causal` counts where there is no mask and more than one query, as in PyTorch's:
+            aligned at the first query and key.
+        query: (batch, q_heads, q_len, head_dim), of any strides.
+        key: (batch, kv_heads, k_len, head_dim), not repeated; or what speedlight.transformers.Cache.update() gave.
+        value: (batch, kv_heads, k_len, value_dim).
+        attention_mask: what attention_mask() made; or a tensor that broadcasts to (batch, q_heads, q_len, k_len):
+            bool, True where a key is seen, or one that is added to scores; or None, where the model makes no mask.
+        dropout: how likely a weight is dropped; the seed comes from PyTorch's default generator.
+        scaling: factor of the scores. Default 1/sqrt(head_dim).
+        is_causal: instead of the module's.
+        sliding_window: nothing; the mask says it.
+        softcap: scores become softcap · tanh(score / softcap).
+        s_aux: a logit per query head that joins the softmax's denominator, as gpt-oss has it.
+        position_bias: added to scores; broadcasts to (batch, q_heads, q_len, k_len).
+        cache: a PagedAttentionCache of continuous batching, which takes key and value and gives those to attend to.
+        more: cu_seq_lens_q and cu_seq_lens_k, offsets of packed sequences (batch 1); names that change nothing; any
+            other, if it is not None or False, is an error.
+
+    Returns:
+        (output, None): (batch, q_len, q_heads, value_dim), contiguous. There are no weights.
+
+    Raises:
+        speedlight.Error: weights are asked for; a padding mask would be dropped; a mask that does not fit; an unknown
+            option.
+
+    >>> import torch
+    >>> from speedlight.transformers import attention_forward, attention_mask
+    >>> q, k = torch.ones(2, 4, 8, 16), torch.ones(2, 2, 8, 16)
+    >>> attention_forward(torch.nn.Module(), q, k, k, attention_mask(2, 8, 8))[0].shape
+    torch.Size([2, 8, 4, 16])
+    """
+    _check_weights(more)
+    if more and not harmless.issuperset(more):
+        _check_unknown(module, more)
+    if cache is not None:
+        key, value = _paged(module, key, value, cache, more)
+    if attention_mask is None:
+        _check_masked(module)
+    elif type(attention_mask) is MaskSpec:
+        _check_fits(attention_mask, query, key)
+    options: dict[str, Any] = {"scale": scaling}
+    if softcap is not None or position_bias is not None:
+        options["score"] = _score(softcap, position_bias)
+    if s_aux is not None:
+        options["sink_logits"] = s_aux if torch.is_grad_enabled() else s_aux.detach()
+    if dropout:
+        options |= {"dropout": dropout, "seed": drawn_seed()}
+    if type(key) is Kept and type(value) is Kept:
+        out = key.layer.attended(query, key, attention_mask, options)
+        if out is not None:
+            return out, None
+        key, value = key.stored(), value.stored()
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    hidden = _masked(query, key, attention_mask, causal)
+    if "score" in options and "score" in hidden:
+        hidden = {"score": [options["score"], hidden["score"]]}
+    options |= hidden
+    offsets = options.get("cu_seqlens_q", more.get("cu_seq_lens_q"))
+    if offsets is not None and not isinstance(attention_mask, torch.Tensor):
+        return _packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
+    if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
+        query = query.expand(key.shape[0], -1, -1, -1)
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return attention(q, k, v, layout="blhd", **options), None
+
+
+def _check_weights(more: dict[str, Any]) -> None:
+    """Weights are never made."""
+    asked = _active_collector.get()
+    if more.get("output_attentions") or (asked and any(["attentions" in name for name in asked])):
+        raise UnsupportedError(f"output_attentions: expected False; speedlight makes no matrix of weights. {_EAGER}")
+
+
+def _check_unknown(module: Any, more: dict[str, Any]) -> None:
+    for name in more.keys() - harmless:
+        if more[name] is not None and more[name] is not False:
+            raise UnsupportedError(
+                f"{name}: {type(module).__name__} gives attention an option that speedlight does not know; got "
+                f"{shown(more[name])}. If it changes nothing of the attention, register(harmless=({name!r},)); else "
+                "use another attn_implementation."
+            )
+
+
+def _check_masked(module: Any) -> None:
+    """No mask comes from models that make none, and from names under which only the function was registered:
+    transformers then drops padding without a word.
+    """
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if name is not None and name not in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+        raise UnsupportedError(
+            f"attention_mask: transformers makes no masks for attn_implementation={name!r}, so padding would be "
+            f"dropped. Call AttentionMaskInterface.register({name!r}, speedlight.transformers.attention_mask), or use "
+            "speedlight.transformers.register()."
+        )
+
+
+def _paged(module: Any, key: Any, value: Any, cache: Any, more: dict[str, Any]) -> tuple[Any, Any]:
+    if not isinstance(cache, PagedAttentionCache):
+        raise ArgumentTypeError(f"cache: expected a PagedAttentionCache; got {type(cache).__name__}.")
+    paged: Any = cache
+    return paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=more)
+
+
+def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
+    if softcap is None:
+        return position_bias
+    if position_bias is not None:
+        raise UnsupportedError("position_bias: expected None beside softcap, as no model has both; got a tensor.")
+    return _softcap(float(softcap))
+
+
+def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool) -> dict[str, Any]:
+    """Options of attention() that say what is hidden."""
+    if type(mask) is MaskSpec:
+        return mask.options()
+    if mask is None:
+        return {"causal": "top-left"} if is_causal and query.shape[2] > 1 else {}
+    if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
+        raise ArgumentTypeError(
+            "attention_mask: expected what speedlight.transformers.attention_mask() makes, or a tensor of 4 dimensions "
+            f"that broadcasts to (batch, q_heads, q_len, k_len); got {shown(mask)}."
+        )
+    return {"mask" if mask.dtype == torch.bool else "score": mask}
+
+
+def _check_fits(mask: MaskSpec, query: torch.Tensor, key: torch.Tensor) -> None:
+    if key.shape[2] != mask.k_len:
+        raise ArgumentError(f"key: expected {mask.k_len} keys, for which the mask was made; got {key.shape[2]}.")
+    if query.shape[2] != mask.q_len and mask.looks_at_queries:
+        raise ArgumentError(f"query: expected {mask.q_len} queries, for which the mask was made; got {query.shape[2]}.")
+
+
+def _packed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: Any, options: dict[str, Any], of_keys: Any
+) -> torch.Tensor:
+    """Sequences one after the other in a batch of one."""
+    if query.shape[0] != 1:
+        raise ArgumentError(f"cu_seq_lens_q: expected a batch of one, whose tokens they cut; got {query.shape[0]}.")
+    if "mask" in options or "k_lengths" in options:
+        raise UnsupportedError("cu_seq_lens_q: expected no attention_mask beside them; got one.")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    options = {name: x for name, x in options.items() if name not in ("cu_seqlens_q", "q_start")}
+    out = attention(q, k, v, layout="lhd", cu_seqlens_q=offsets, cu_seqlens_k=of_keys, **options)
+    return out[None]

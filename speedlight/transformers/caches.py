@@ -1,0 +1,334 @@
+"""Cache: transformers' cache over KVCache, which attention reads where it lies."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map
+from transformers import cache_utils as theirs
+
+from ..checks import cache_dtype, new_totals
+from ..errors import ArgumentError, UnsupportedError
+from ..kv.cache import KVCache
+from .masks import MaskSpec
+
+_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_WORDS, _BF16 = torch.int16, np.dtype(ml_dtypes.bfloat16)
+_IN_PLACE = 16  # rows from which on results are written where they go, instead of being moved there
+
+
+class Kept(torch.Tensor):
+    """Keys or values that lie in a cache: what Cache.update() gives a model, which hands it on to attention_forward().
+
+    To anything else it is the tensor that it stands for: an operation copies the tokens out of the cache.
+    """
+
+    layer: Layer
+    part: str
+    length: int  # tokens of the layer, with those of the update() that made it
+
+    @staticmethod
+    def of(layer: Layer, part: str, like: torch.Tensor, shape: tuple[int, ...]) -> Kept:
+        made = torch.Tensor._make_wrapper_subclass(Kept, shape, dtype=like.dtype, device=like.device)
+        made.layer, made.part, made.length = layer, part, layer.get_seq_length()
+        return made
+
+    # what is computed of it is a plain tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Kept({self.part}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def stored(self) -> torch.Tensor:
+        """A copy."""
+        return self.layer.stored(self)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        plain = lambda x: x.stored() if isinstance(x, Kept) else x  # noqa: E731
+        return function(*tree_map(plain, args), **tree_map(plain, options or {}))
+
+
+class Layer(theirs.CacheLayerMixin):
+    """A layer of a Cache: a KVCache of its own.
+
+    What update() takes waits for attention_forward(), which appends it and attends in one call; whatever else is asked
+    first, it is appended before.
+    """
+
+    is_croppable = True
+
+    def __init__(self, capacity: int | None, window: int | None, dtype: str | None) -> None:
+        self.capacity, self.window, self.dtype = capacity, window, dtype
+        self.is_sliding = window is not None
+        self.cache: KVCache | None = None
+        self.waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __repr__(self) -> str:
+        return f"Layer(capacity={self.capacity}, window={self.window}, length={self.get_seq_length()})"
+
+    def __deepcopy__(self, memo: Any) -> Layer:
+        self._append()
+        new = copy.copy(self)
+        new.cache = None if self.cache is None else self.cache.copy()
+        return new
+
+    # --- what transformers asks of a layer
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.cache is not None
+
+    @property
+    def batch_size(self) -> int:
+        if self.cache is None:
+            raise AttributeError("batch_size")  # transformers asks with hasattr()
+        return self.cache.batch
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self._all("keys")
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        return self._all("values")
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes room, for tokens like these."""
+        if key_states.dtype not in _DTYPES:
+            raise UnsupportedError(f"key: expected float32, float64, float16 or bfloat16; got {key_states.dtype}.")
+        batch, heads, _, head_dim = key_states.shape
+        self.like = key_states.new_empty(0)
+        self.cache = KVCache(
+            layers=1,
+            batch=batch,
+            kv_heads=heads,
+            head_dim=head_dim,
+            value_dim=value_states.shape[-1],
+            capacity=self.capacity,
+            dtype=self.dtype or _DTYPES[key_states.dtype],
+            window=self.window,
+            device="cpu" if key_states.device.type == "cpu" else key_states.device,
+        )
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **more: Any
+    ) -> tuple[Kept, Kept]:
+        """Takes tokens; gives what attention_forward() knows them by."""
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise UnsupportedError(
+                "key: expected a call under torch.no_grad(), as generate() is one: no gradient passes a Cache. To "
+                "train, give use_cache=False."
+            )
+        self._append()
+        if self.cache is None:
+            self.lazy_initialization(key_states, value_states)
+        batch, heads, new, head_dim = key_states.shape
+        new_totals(0, [self.get_seq_length()] * batch, [new] * batch, self._made().capacity)
+        shown = self.get_mask_sizes(new)[0]
+        self.waiting = key_states, value_states
+        return (
+            Kept.of(self, "keys", key_states, (batch, heads, shown, head_dim)),
+            Kept.of(self, "values", value_states, (batch, heads, shown, value_states.shape[-1])),
+        )
+
+    def get_seq_length(self) -> int:
+        if self.cache is None:
+            return 0
+        return self.cache.length(0) + (0 if self.waiting is None else self.waiting[0].shape[2])
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that a chunk of so many queries is shown, and the position of the first."""
+        length = self.get_seq_length()
+        first = 0 if self.window is None else max(length - self.window + 1, 0)
+        return length - first + query_length, first
+
+    def get_max_length(self) -> int:
+        """-1 where there is no limit."""
+        return -1 if self.capacity is None else self.capacity
+
+    def reset(self) -> None:
+        self.waiting = None
+        if self.cache is not None:
+            self.cache.clear()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last -tokens_to_remove tokens, as transformers counts them."""
+        if tokens_to_remove > 0:
+            raise ArgumentError(f"tokens_to_remove: expected a number up to 0, -2 for two; got {tokens_to_remove}.")
+        self._append()
+        if self.cache is not None and tokens_to_remove:
+            self.cache.truncate(max(self.get_seq_length() + tokens_to_remove, 0))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.cache is not None:
+            self._select([item for item in range(self.cache.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        chosen = indices.nonzero()[:, 0] if indices.dtype == torch.bool else indices
+        self._select(chosen.tolist())
+
+    def offload(self) -> None:
+        raise UnsupportedError("offload: expected a Cache without offloading; its tokens stay where they are.")
+
+    prefetch = offload
+
+    # --- what attention_forward() asks
+
+    def attended(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
+        """(batch, q_len, q_heads, value_dim), read from where the tokens lie; None where copies have to do."""
+        self._check(key)
+        spec = mask if type(mask) is MaskSpec else None
+        if spec is None and mask is not None:
+            return None
+        rows, new, window = query.shape[2], self.waiting, self.window
+        if spec is not None and new is not None and new[0].shape[2] == rows and _is_causal(spec, rows):
+            if window is not None and spec.pattern.left != window - 1:
+                return None
+            options = options | {"mask": spec.in_cache(window)}
+            self.waiting = None
+            return self._computed(query, new, options)
+        if window is not None or (rows > 1 if spec is None else spec.looks_at_queries):
+            return None
+        self._append()
+        return self._computed(query, (None, None), options | {"mask": None if spec is None else spec.in_cache(None)})
+
+    def _computed(self, query: torch.Tensor, new: tuple[Any, Any], options: dict[str, Any]) -> torch.Tensor:
+        cache, (k, v) = self._made(), new
+        if cache.device != "cpu":
+            return cache.attend(0, query, k, v, **options).transpose(1, 2).contiguous()
+        q, k, v = (None if x is None else _array(x) for x in (query, k, v))
+        if query.shape[2] <= _IN_PLACE:
+            return _tensor(cache.attend(0, q, k, v, **options)).transpose(1, 2).contiguous()
+        batch, heads, rows, _ = query.shape
+        out = query.new_empty(batch, rows, heads, cache.value_dim)
+        cache.attend(0, q, k, v, out=_array(out).swapaxes(1, 2), **options)
+        return out
+
+    def stored(self, kept: Kept) -> torch.Tensor:
+        """A copy of what a Kept stands for."""
+        self._check(kept)
+        found = getattr(self._made(), kept.part)(0)
+        past = (_tensor(found) if isinstance(found, np.ndarray) else found).to(kept.dtype)
+        if self.waiting is not None:
+            past = torch.cat([past, self.waiting[kept.part == "values"]], 2)
+        if past.shape != kept.shape:
+            raise ArgumentError(f"key: expected tokens that the window still has; got {kept!r}. Call update() once.")
+        return past
+
+    # ---
+
+    def _made(self) -> KVCache:
+        assert self.cache is not None
+        return self.cache
+
+    def _all(self, part: str) -> torch.Tensor | None:
+        """All tokens that are shown to the next."""
+        if self.cache is None:
+            return None
+        self._append()
+        dim = self.cache.head_dim if part == "keys" else self.cache.value_dim
+        shape = (self.cache.batch, self.cache.kv_heads, self.get_mask_sizes(0)[0], dim)
+        return Kept.of(self, part, self.like, shape)
+
+    def _check(self, kept: Kept) -> None:
+        if kept.length != self.get_seq_length():
+            raise ArgumentError(
+                f"key: expected what the last update() gave; the cache has {self.get_seq_length()} tokens by now, and "
+                f"had {kept.length} then."
+            )
+
+    def _append(self) -> None:
+        """Stores what nobody attended to."""
+        if self.waiting is not None:
+            k, v = self.waiting
+            self.waiting = None
+            at_home = self._made().device == "cpu"
+            self._made().append(0, _array(k) if at_home else k, _array(v) if at_home else v)
+
+    def _select(self, items: list[int]) -> None:
+        self._append()
+        if self.cache is not None:
+            self.cache = self.cache.select(items)
+
+
+class Cache(theirs.DynamicCache):
+    """A transformers cache whose layers are KVCaches: a token is appended in place, and attention reads it there.
+
+    Pass one as past_key_values, to a model or to generate(), with `attn_implementation="speedlight"`; any other
+    implementation gets copies. Sliding layers are rings, whose memory does not grow; beams, crop() and assisted
+    generation work; shapes never change. No gradient passes it.
+
+    Args:
+        config: of the model, which says what each layer is.
+        capacity: most tokens of a sequence. Memory is reserved for so many and used as tokens come. Default what the
+            model was made for, config.max_position_embeddings.
+        dtype: "int8" keeps codes with a scale for each token and head. Default that of keys and values.
+
+    Raises:
+        speedlight.Error: a kind of layer that is no attention. CacheFull: a sequence would pass the capacity.
+
+    >>> from transformers import LlamaConfig
+    >>> from speedlight.transformers import Cache
+    >>> Cache(LlamaConfig(num_hidden_layers=2), capacity=128).get_max_length()
+    128
+    """
+
+    def __init__(self, config: Any, *, capacity: int | None = None, dtype: str | None = None) -> None:
+        config = config.get_text_config(decoder=True)
+        kinds, options = theirs.get_layer_types_and_kwargs(config)
+        room = _capacity(config) if capacity is None else capacity
+        if dtype is not None:
+            cache_dtype(dtype)
+        layers = [_layer(kind, of, room, dtype) for kind, of in zip(kinds, options, strict=True)]
+        theirs.Cache.__init__(self, layers=layers)
+
+    def __repr__(self) -> str:
+        return f"Cache({self.layers})"
+
+
+def _is_causal(spec: MaskSpec, rows: int) -> bool:
+    """Whether a query sees no key after it; the last token has none."""
+    return spec.pattern.causal or (rows == 1 and spec.pattern.right is None)
+
+
+def _layer(kind: str, options: dict[str, Any], capacity: int, dtype: str | None) -> Any:
+    match kind:
+        case "full_attention" | "chunked_attention":
+            return Layer(capacity, None, dtype)
+        case "sliding_attention":
+            return Layer(capacity, options["sliding_window"], dtype)
+        case "dummy":
+            return theirs.DummyLayer()
+    raise UnsupportedError(
+        f"config: expected layers of full, sliding or chunked attention; got one of {kind!r}. Leave past_key_values "
+        "out: speedlight reads the keys and values of transformers' own caches, too."
+    )
+
+
+def _capacity(config: Any) -> int:
+    for name in ("max_position_embeddings", "max_target_positions", "n_positions"):
+        found = getattr(config, name, None)
+        if isinstance(found, int) and found > 0:
+            return found
+    raise ArgumentError("capacity: expected a number of tokens, as the config names no most; got None.")
+
+
+def _array(x: torch.Tensor) -> np.ndarray:
+    """A view of a tensor on the CPU."""
+    if x.dtype == torch.bfloat16:
+        return x.detach().view(_WORDS).numpy().view(_BF16)
+    return x.detach().numpy()
+
+
+def _tensor(x: np.ndarray) -> torch.Tensor:
+    if x.dtype == _BF16:
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)

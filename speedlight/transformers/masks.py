@@ -1,0 +1,279 @@
+"""What transformers wants masked, as a few numbers and expressions: no tensor of q_len x kv_len is made.
+
+transformers composes a mask of small functions of positions. Those that it makes itself are known by their code, and
+become options of attention(); any other is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from transformers import masking_utils as theirs
+
+from ..errors import UnsupportedError
+from ..expressions.patterns import documents, padding, window
+from ..expressions.tables import table
+from ..expressions.tracing import Expression, expression
+
+_CAUSAL, _ALL = theirs.causal_mask_function, theirs.bidirectional_mask_function
+_AND = theirs.and_masks().__code__
+_SLIDING = theirs.sliding_window_overlay(1).__code__
+_SLIDING_BOTH = theirs.sliding_window_bidirectional_overlay(1).__code__
+_NONE = torch.empty(0)
+_CHUNKED = theirs.chunked_overlay(1, _NONE).__code__
+_PACKED = theirs.packed_sequence_mask_function(_NONE).__code__
+_REMAPPED = theirs.remap_positions_for_packed_sequence(_CAUSAL, _NONE).__code__
+# the padding seen last, of all models: its expression is taken again while masks say the same, as they do from token
+# to token of a generation
+_last_padding: tuple[torch.Tensor, Expression] | None = None
+
+
+class _Pattern(NamedTuple):
+    """What a mask function says, taken apart; all of it holds."""
+
+    causal: bool = False
+    left: int | None = None  # keys that a query sees before its own
+    right: int | None = None
+    packed: torch.Tensor | None = None  # (batch, length): which of its sequences a token belongs to
+    others: tuple[Callable[..., Any], ...] = ()
+
+
+class MaskSpec:
+    """A mask as attention_mask() gives it to a model, which hands it on to attention_forward().
+
+    It is what a tensor of shape (batch, 1, q_len, k_len) would say. Positions count from a sequence's first token: of
+    the queries from q_offset on, of the keys from kv_offset on.
+
+    >>> from transformers.masking_utils import sliding_window_causal_mask_function
+    >>> from speedlight.transformers import attention_mask
+    >>> attention_mask(1, 8, 8, mask_function=sliding_window_causal_mask_function(4))
+    MaskSpec(batch=1, q_len=8, k_len=8, q_offset=0, kv_offset=0, causal=True, window=(3, None))
+    """
+
+    __slots__ = ("_in_cache", "_options", "batch", "k_len", "kv_offset", "padded", "pattern", "q_len", "q_offset")
+
+    def __init__(
+        self, batch: int, lengths: tuple[int, int], offsets: tuple[int, int], pattern: _Pattern, padded: Any
+    ) -> None:
+        self.batch, (self.q_len, self.k_len), (self.q_offset, self.kv_offset) = batch, lengths, offsets
+        self.pattern = pattern
+        self.padded: torch.Tensor | None = padded  # (batch, at least kv_offset + k_len), if it hides anything
+        self._options: dict[str, Any] | None = None
+        self._in_cache: dict[int | None, Expression | None] = {}
+
+    def __repr__(self) -> str:
+        p = self.pattern
+        parts = [f"{n}={getattr(self, n)}" for n in ("batch", "q_len", "k_len", "q_offset", "kv_offset")]
+        parts += [f"causal={p.causal}"]
+        parts += [f"window={(p.left, p.right)}"] if p.left is not None or p.right is not None else []
+        parts += ["padded"] if self.padded is not None else []
+        parts += ["packed"] if p.packed is not None else []
+        parts += [f"others={len(p.others)}"] if p.others else []
+        return f"MaskSpec({', '.join(parts)})"
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the tensor that it stands for."""
+        return torch.Size((self.batch, 1, self.q_len, self.k_len))
+
+    ndim = 4
+
+    def contiguous(self) -> MaskSpec:
+        """Itself: generate() asks, where a cache is static."""
+        return self
+
+    def __getitem__(self, index: Any) -> Any:
+        raise _no_tensor()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        raise _no_tensor()
+
+    @property
+    def looks_at_queries(self) -> bool:
+        """Whether it matters which position a query has."""
+        p = self.pattern
+        return bool(p.causal or p.left is not None or p.right is not None or p.packed is not None or p.others)
+
+    def options(self) -> dict[str, Any]:
+        """What attention() is asked for over keys of which the first is at kv_offset; of one mask, made once."""
+        if self._options is None:
+            self._options = self._made()
+        return self._options
+
+    def _made(self) -> dict[str, Any]:
+        p, first = self.pattern, self.kv_offset
+        start = self.q_offset - first  # of the first query, counted from the first key
+        options: dict[str, Any] = {}
+        if p.packed is not None and self.batch == 1 and not p.others:
+            ends = [*(p.packed[0].diff().nonzero()[:, 0] + 1).tolist(), self.k_len]
+            options["cu_seqlens_q"] = [0, *ends]
+        if p.causal and start < self.k_len - 1:
+            options["causal"] = True
+        left = None if p.left is None or start + self.q_len - 1 <= p.left else p.left
+        right = None if p.right is None or self.k_len - 1 - start <= p.right else p.right
+        if left is not None or right is not None:
+            options["window"] = (left, right)
+        masks = [_from(f, first) for f in p.others]
+        if p.packed is not None and "cu_seqlens_q" not in options:
+            masks.append(documents(p.packed))
+        if self.padded is not None:
+            seen = self.padded[:, first : first + self.k_len]
+            lengths = _right_padded(seen)
+            if lengths is None:
+                masks.append(_padding(seen))
+            else:
+                options["k_lengths"] = lengths
+        if masks:
+            options["mask"] = _all(masks)
+        return options | {"q_start": start} if options else options
+
+    def in_cache(self, length: int | None) -> Expression | None:
+        """What is hidden of a cache that holds every token, or (length) shows the last so many itself, from queries
+        that see no later key anyway.
+        """
+        if length not in self._in_cache:
+            p = self.pattern
+            masks = [expression(f, "mask") for f in p.others]
+            if p.packed is not None:
+                masks.append(documents(p.packed))
+            if p.left is not None and p.left + 1 != length:
+                masks.append(window(p.left, None))
+            if self.padded is not None:
+                masks.append(_padding(self.padded, in_cache=True))
+            self._in_cache[length] = _all(masks) if masks else None
+        return self._in_cache[length]
+
+
+def _no_tensor() -> UnsupportedError:
+    return UnsupportedError(
+        "attention_mask: this model computes with its mask as a tensor; speedlight's is none. Leave "
+        "attn_implementation out; inside speedlight.torch.sdpa() what the model asks of PyTorch's attention comes here."
+    )
+
+
+@torch.compiler.disable
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = _CAUSAL,
+    attention_mask: torch.Tensor | MaskSpec | None = None,
+    **more: Any,
+) -> MaskSpec:
+    """What transformers calls to make a mask for `attn_implementation="speedlight"`.
+
+    Args:
+        batch_size, q_length, kv_length: sizes of the mask.
+        q_offset, kv_offset: positions of the first query and of the first key.
+        mask_function: (b, h, q_idx, kv_idx) -> bool, True where a key is seen, as transformers.masking_utils makes
+            them, or any function of numbers and of tensors that it looks up.
+        attention_mask: (batch_size, length) of bool, False where a token is padding; keys past its end are hidden.
+        more: config, dtype, device, use_vmap, local_size, allow_is_causal_skip, allow_is_bidirectional_skip: what
+            other implementations need.
+
+    Raises:
+        speedlight.Error: a mask function that cannot be traced, with the line.
+
+    >>> from speedlight.transformers import attention_mask
+    >>> attention_mask(2, 4, 4)
+    MaskSpec(batch=2, q_len=4, k_len=4, q_offset=0, kv_offset=0, causal=True)
+    """
+    if isinstance(attention_mask, MaskSpec):  # generate() has made it before
+        return attention_mask
+    offsets, seen, end = (int(q_offset), int(kv_offset)), attention_mask, int(kv_offset) + kv_length
+    if seen is not None:
+        seen = seen if seen.dtype == torch.bool else seen != 0
+        if seen.shape[1] < end:
+            seen = torch.nn.functional.pad(seen, (0, end - seen.shape[1]))
+        seen = None if bool(seen[:, offsets[1] : end].all()) else seen
+    return MaskSpec(batch_size, (q_length, kv_length), offsets, _pattern(_leaves(mask_function)), seen)
+
+
+def _leaves(f: Callable[..., Any]) -> list[Callable[..., Any]]:
+    """The functions that a mask function joins."""
+    if getattr(f, "__code__", None) is _AND:
+        return [x for part in _captured(f)["mask_functions"] for x in _leaves(part)]
+    return [f]
+
+
+def _pattern(leaves: list[Callable[..., Any]]) -> _Pattern:
+    causal, left, right, packed, others = False, [], [], None, []
+    for f in leaves:
+        code = getattr(f, "__code__", None)
+        if f is _CAUSAL:
+            causal = True
+        elif f is _ALL:
+            continue
+        elif code is _SLIDING:
+            left.append(_captured(f)["sliding_window"] - 1)
+        elif code is _SLIDING_BOTH:
+            left.append(_captured(f)["sliding_window"])
+            right.append(_captured(f)["sliding_window"])
+        elif code is _PACKED:
+            packed = _captured(f)["packed_sequence_mask"]
+        elif code is _REMAPPED and not (inner := _pattern(_leaves(_captured(f)["mask_function"]))).others:
+            # of two tokens of one packed sequence, whose distance is what it is without the others before them
+            causal = causal or inner.causal
+            left += [] if inner.left is None else [inner.left]
+            right += [] if inner.right is None else [inner.right]
+        else:
+            others.append(_chunked(**_captured(f)) if code is _CHUNKED else f)
+    return _Pattern(causal, min(left, default=None), min(right, default=None), packed, tuple(others))
+
+
+def _captured(f: Any) -> dict[str, Any]:
+    """What a function of transformers has closed over, by name."""
+    return dict(zip(f.__code__.co_freevars, [cell.cell_contents for cell in f.__closure__], strict=True))
+
+
+def _chunked(chunk_size: int, left_padding: torch.Tensor) -> Callable[..., Any]:
+    """chunked_overlay(), of numbers that are as they are now."""
+    if not left_padding.any():
+        return lambda b, h, i, j: j // chunk_size == i // chunk_size
+    first = table(left_padding, "left_padding")
+    return lambda b, h, i, j: (j - first[b]) // chunk_size == (i - first[b]) // chunk_size
+
+
+def _from(f: Callable[..., Any], first: int) -> Expression:
+    """A mask function of positions, where positions are counted from `first` on."""
+    if not first:
+        return expression(f, "mask")
+    return expression(lambda b, h, i, j: f(b, h, i + first, j + first), "mask")
+
+
+def _right_padded(seen: torch.Tensor) -> list[int] | None:
+    """How many keys of each item are seen, if they are its first ones."""
+    counts = seen.sum(1, keepdim=True)
+    if torch.equal(seen, torch.arange(seen.shape[1], device=seen.device) < counts):
+        return counts[:, 0].tolist()
+    return None
+
+
+def _padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
+    """padding() of a mask, or that of an earlier one which says the same.
+
+    In a cache it may be shorter: all keys past its end are seen.
+    """
+    global _last_padding
+    if _last_padding is not None:
+        known, found = _last_padding
+        n = known.shape[1]
+        alike = known.shape[0] == seen.shape[0] and known.device == seen.device
+        fits = alike and (n <= seen.shape[1] if in_cache else n == seen.shape[1])
+        if fits and torch.equal(known, seen[:, :n]) and seen[:, n:].all():
+            return found
+    found = padding(seen)
+    _last_padding = seen.clone(), found
+    return found
+
+
+def _all(masks: list[Expression]) -> Expression:
+    joined = masks[0]
+    for x in masks[1:]:
+        joined = joined & x
+    return joined
