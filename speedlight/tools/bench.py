@@ -46,7 +46,7 @@ from .reports import console, print_json
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
 _DTYPES = ("float32", "float16", "bfloat16")
 GPU_KINDS = ("forward", "float32", "mask", "decode")
-MODEL_KINDS = ("gpt", "mask", "flex")
+MODEL_KINDS = ("gpt", "mask", "flex", "minilm", "prefill", "generate")
 
 
 def bench(

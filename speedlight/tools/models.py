@@ -76,6 +76,10 @@ def problems(kind: str) -> Iterator[Problem]:
         yield from (_float_mask(d, heads) for d, heads in ((64, 1), (64, 8), (128, 1)))
     if kind in ("", "flex"):
         yield from (_documents(forward_only) for forward_only in (True, False))
+    if kind in ("", "minilm", "prefill", "generate"):
+        from . import language_models
+
+        yield from language_models.problems(kind)
 
 
 def rows(kind: str, turns: int) -> Iterator[dict[str, Any]]:
