@@ -41,6 +41,7 @@ class Model(NamedTuple):
 ENCODER = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0,
     "num_attention_heads": 4, "max_position_embeddings": 64, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 DECODER = {
     "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0,
@@ -81,7 +82,7 @@ MODELS = {
     "modernbert": Model(
         "ModernBertConfig",
         "ModernBertModel",
-        {x: y for x, y in ENCODER.items() if x != "hidden_dropout_prob"}
+        {x: y for x, y in ENCODER.items() if "dropout" not in x}
         | {"local_attention": 6, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2,
            "bos_token_id": 1, "eos_token_id": 2},
         generates=False,
