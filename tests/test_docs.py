@@ -54,11 +54,14 @@ def test_readme_example(capsys):
     assert printed.endswith(f"\n{n} True\n")
 
 
-def test_examples_of_pytorch():
+@pytest.mark.parametrize(("page", "made"), [("torch", "layer"), ("coming-from", "v_ab")])
+def test_examples_of_pages(page, made):
     names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", (PACKAGE.parent / "docs" / "torch.md").read_text(), re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", (PACKAGE.parent / "docs" / f"{page}.md").read_text(), re.DOTALL):
         exec(code, names)
-    assert "layer" in names and "out" in names
+        if "theirs" in names:  # beside ours
+            assert abs(names.pop("theirs") - names["ours"]).max() < 1e-5
+    assert made in names and "out" in names
 
 
 def test_first_result_within_90_words():
