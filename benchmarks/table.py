@@ -1,7 +1,8 @@
 """Writes the README's tables from the rows of one machine: python benchmarks/table.py
 [benchmarks/results/<machine>.json]
 
-Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`.
+Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`; whole models in
+results/models, of `speedlight bench --models -o`, of which the pictures in docs are drawn.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from speedlight.tools.pictures import roofline
+from speedlight.tools.pictures import model_bars, roofline
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- rows: begin -->\n", "<!-- rows: end -->\n"
@@ -115,6 +116,8 @@ def main() -> None:
     text = between(README.read_text(), START, END, table(path))
     gradients = sorted((Path(__file__).parent / "results" / "backward").glob("*.json"))
     README.write_text(between(text, BACKWARD_START, BACKWARD_END, backward_table(gradients)))
+    for models in sorted((Path(__file__).parent / "results" / "models").glob("*.json")):
+        model_bars(json.loads(models.read_text()), README.parent / "docs" / f"models-{models.stem}.png")
     data = json.loads(path.read_text())
     rows = [
         row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row

@@ -293,6 +293,30 @@ def test_bench_of_gradients(here, tmp_path):
     assert rows[0]["flops"] == 2 * 300 * 300 * 10 * 16
 
 
+def test_bench_of_models(here, tmp_path, monkeypatch):
+    """Small ones; the whole, attention alone, and one whose results differ."""
+    torch = pytest.importorskip("torch")
+    from speedlight.tools import models
+
+    def problems(kind):
+        yield models._gpt(torch.float32, layers=1, dim=16, heads=2, length=20)
+        yield models._documents(False, heads=1, length=64, head_dim=8)
+        wrong = models._float_mask(8, 1, heads=1, length=16)
+        zeros = models.Contender(lambda: ([torch.zeros_like(x) for x in wrong.contenders["torch"].run()[0]], None))
+        yield wrong._replace(contenders=wrong.contenders | {"torch": zeros})
+
+    monkeypatch.setattr(models, "problems", problems)
+    words = ["bench", "--models", "--turns", 1, "-o", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
+    done = here(*words)
+    assert done.returncode == 1 and "attention alone" in done.stdout and "torch dense takes" in done.stdout, done.stderr
+    gpt, flex, wrong = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert gpt["attention"]["torch"][0] > 0 and "attention" not in flex and len(flex["ratios"]["torch dense"]) == 5
+    assert wrong["refused"] == "torch has another result than ours, by 1" and "ratios" not in wrong
+    assert (tmp_path / "r.png").stat().st_size > 10_000
+    assert "--only: expected one of gpt," in here("bench", "--models", "--only", "cats").stderr
+    assert "--models: expected no more than" in here("bench", "--models", "--length", 5).stderr
+
+
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_bench_refuses_wrong_gradients(monkeypatch, at):
     from speedlight.tools import bench

@@ -40,7 +40,7 @@ from .measuring import (
     tensors,
     with_gradients,
 )
-from .pictures import check_path, roofline
+from .pictures import check_path, model_bars, roofline
 from .reports import console, print_json
 
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
@@ -83,8 +83,8 @@ def bench(
 ) -> None:
     """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused."""
     if device != "cpu" or models:
-        others = dtype or head_dim or length or peer or base or plot or backward
-        _listed(device, models, only, turns, output, as_json, others)
+        others = dtype or head_dim or length or peer or base or backward or (plot and not models)
+        _listed(device, models, only, turns, output, plot, as_json, others)
         return
     shapes = _shapes(dtype, head_dim, length, mask, heads)
     names = _names(peer, backward)
@@ -122,17 +122,22 @@ def bench(
         raise typer.Exit(1)
 
 
-def _listed(device: str, models: bool, only: str, turns: int, output: Path | None, as_json: bool, others: Any) -> None:
+def _listed(
+    device: str, models: bool, only: str, turns: int, output: Path | None, plot: Path | None, as_json: bool, others: Any
+) -> None:
     """A list of problems of its own: the GPU's, or whole models."""
     what, kinds = ("--models", MODEL_KINDS) if models else ("--device cuda", GPU_KINDS)
     if others or (models and device != "cpu"):
-        raise ArgumentError(f"{what}: expected no more than --only, --turns, --output and --json beside it.")
+        more = "--plot, " if models else ""
+        raise ArgumentError(f"{what}: expected no more than --only, --turns, --output, {more}and --json beside it.")
     if only not in ("", *kinds):
         raise ArgumentError(f"--only: expected one of {', '.join(kinds)}; got {only!r}.")
     if turns < 1:
         raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
     if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
         raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
+    if plot is not None:
+        check_path(plot, "--plot")
     if models:
         from . import models as whole
 
@@ -151,6 +156,8 @@ def _listed(device: str, models: bool, only: str, turns: int, output: Path | Non
             print(line(row), flush=True)
         if output is not None:
             output.write_text(json.dumps(report, indent=1) + "\n")
+    if plot is not None:
+        model_bars(report, plot)
     if as_json:
         print_json(report)
     if any("refused" in row for row in report["rows"]):

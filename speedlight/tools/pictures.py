@@ -256,3 +256,33 @@ def roofline(report: dict[str, Any], path: Path) -> None:
     figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=max(1, len(tops)))
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def model_bars(report: dict[str, Any], path: Path) -> None:
+    """How much longer whole models take with PyTorch's attention, and attention alone, where it was told apart."""
+    plt = _pyplot()
+    rows = [r for r in report["rows"] if "ratios" in r][::-1]
+    bars = [(f"{r['name']}\nbeside {peer}", r, peer) for r in rows for peer in list(r["ratios"])[::-1]]
+    figure, axes = plt.subplots(figsize=(8.5, 1.2 + 0.42 * len(bars)), layout="constrained")
+    for n, (_, row, peer) in enumerate(bars):
+        alone = row.get("attention_ratios", {}).get(peer)
+        for at, spread, colour, label in (
+            (n + 0.2, row["ratios"][peer], "#3465a4", "whole"),
+            (n - 0.2, alone, "#f57900", "attention alone"),
+        ):
+            if spread is not None:
+                axes.barh(at, spread[2] - 1, left=1, height=0.36, color=colour, label=label)
+                axes.annotate(f" {spread[2]:.2f}", (spread[2], at), va="center", fontsize=7)
+    axes.axvline(1.0, color="black", linewidth=0.8)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(bars)), [name for name, *_ in bars], fontsize=7)
+    ticks = [x for x in (1, 2, 5, 10, 20, 50, 100) if x <= 1.2 * axes.get_xlim()[1]]
+    axes.set_xticks(ticks, [f"{x}" for x in ticks])
+    axes.xaxis.set_minor_formatter("")
+    axes.set_xlim(min(0.8, axes.get_xlim()[0]), 1.3 * axes.get_xlim()[1])
+    figure.suptitle("Their time over ours, median of turns: to the right of 1, speedlight is faster", fontsize=10)
+    axes.set_title(f"{report['machine']}, {report['threads']} threads, {report['isa']}", fontsize=8)
+    handles = dict(zip(axes.get_legend_handles_labels()[1], axes.get_legend_handles_labels()[0], strict=True))
+    figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
