@@ -296,7 +296,8 @@ def test_bench_of_gradients(here, tmp_path):
 def test_bench_of_models(here, tmp_path, monkeypatch):
     """Small ones; the whole, attention alone, and one whose results differ."""
     torch = pytest.importorskip("torch")
-    from speedlight.tools import models
+    pytest.importorskip("transformers")
+    from speedlight.tools import language_models, models
 
     def problems(kind):
         yield models._gpt(torch.float32, layers=1, dim=16, heads=2, length=20)
@@ -306,6 +307,7 @@ def test_bench_of_models(here, tmp_path, monkeypatch):
         yield wrong._replace(contenders=wrong.contenders | {"torch": zeros})
 
     monkeypatch.setattr(models, "problems", problems)
+    monkeypatch.setattr(language_models, "problems", lambda kind: iter(()))
     words = ["bench", "--models", "--turns", 1, "-o", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
     done = here(*words)
     assert done.returncode == 1 and "attention alone" in done.stdout and "torch dense takes" in done.stdout, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -141,7 +143,14 @@ def _listed(
     if models:
         from . import models as whole
 
-        report, rows, line = _about(), whole.rows(only, turns), whole.line
+        problems = whole.problems(only)
+        if only not in whole.KINDS:
+            if find_spec("transformers") is None:
+                raise ArgumentError("--models: expected transformers beside PyTorch: pip install 'speedlight[bench]'.")
+            from . import language_models
+
+            problems = itertools.chain(problems, language_models.problems(only))
+        report, rows, line = _about(), (whole.measured(x, turns) for x in problems), whole.line
     else:
         engine.resident().device_of(device)
         from . import gpu

@@ -15,6 +15,7 @@ import speedlight.torch
 
 from .measuring import quantiles, settle
 
+KINDS = ("gpt", "mask", "flex")  # those of transformers: language_models.py
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}  # of norms of differences
 
 
@@ -76,19 +77,9 @@ def problems(kind: str) -> Iterator[Problem]:
         yield from (_float_mask(d, heads) for d, heads in ((64, 1), (64, 8), (128, 1)))
     if kind in ("", "flex"):
         yield from (_documents(forward_only) for forward_only in (True, False))
-    if kind in ("", "minilm", "prefill", "generate"):
-        from . import language_models
-
-        yield from language_models.problems(kind)
 
 
-def rows(kind: str, turns: int) -> Iterator[dict[str, Any]]:
-    """A row for each problem: in turn, A B A B; one whose results differ is refused."""
-    for problem in problems(kind):
-        yield _row(problem, turns)
-
-
-def _row(problem: Problem, turns: int) -> dict[str, Any]:
+def measured(problem: Problem, turns: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {name: [] for name in problem.contenders}
     parts: dict[str, list[float]] = {name: [] for name in problem.contenders}
     want: list[torch.Tensor] = []
