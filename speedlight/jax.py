@@ -245,7 +245,7 @@ def _given(call: _Call, operands: list[np.ndarray], lead: tuple[int, ...], share
 
 def _folded(x: np.ndarray, lead: tuple[int, ...], batch: int) -> np.ndarray:
     shape = x.shape[len(lead) + 1 :]
-    return np.broadcast_to(x, (*lead, batch, *shape)).reshape(-1, *shape)
+    return np.broadcast_to(x, (*lead, batch, *shape)).reshape(math.prod(lead) * batch, *shape)
 
 
 def _run(operands: list[np.ndarray], results: list[np.ndarray], text: bytes) -> None:
@@ -311,7 +311,7 @@ def _run_backward(operands: list[np.ndarray], results: list[np.ndarray], text: b
 
 def _store_bias(d_bias: np.ndarray, result: np.ndarray, lead: tuple[int, ...]) -> None:
     """What flows to a bias of many items is the sum over them."""
-    each = d_bias.reshape(*lead, -1, *d_bias.shape[1:])
+    each = d_bias.reshape(*lead, len(d_bias) // math.prod(lead), *d_bias.shape[1:])
     shared = result.shape[len(lead)] == 1
     result[...] = each.sum(len(lead), keepdims=True) if shared else each
 

@@ -102,7 +102,8 @@ class Attention(OpRun):
         )
         weights = _output_mode(qk_matmul_output_mode) == 3 and len(self.output) > 3
         out, lse = call.run(q, k, v, weights)
-        y = out if Q.ndim == 4 else np.ascontiguousarray(out.swapaxes(1, 2)).reshape(*Q.shape[:2], -1)
+        width = out.shape[1] * out.shape[3]
+        y = out if Q.ndim == 4 else np.ascontiguousarray(out.swapaxes(1, 2)).reshape(*Q.shape[:2], width)
         results = y.astype(Q.dtype, copy=False), k, v
         if len(self.output) > 3:
             results += (call.products(q, k, lse, qk_matmul_output_mode).astype(Q.dtype, copy=False),)
@@ -166,7 +167,7 @@ class _Call(NamedTuple):
         """qk_matmul_output: (batch, q_heads, rows, keys), all of it."""
         dtype = np.float64 if self.dtype == np.float64 else np.float32
         (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
-        grouped = q.astype(dtype, copy=False).reshape(batch, kv_heads, -1, rows, dim)
+        grouped = q.astype(dtype, copy=False).reshape(batch, kv_heads, heads // kv_heads, rows, dim)
         with np.errstate(all="ignore"):
             s = grouped @ k.astype(dtype, copy=False)[:, :, None].swapaxes(-1, -2)
             s = s.reshape(batch, heads, rows, keys) * dtype(self.scale)

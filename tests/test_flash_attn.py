@@ -257,6 +257,24 @@ def test_forward_and_backward_alone():
         fa._flash_attn_backward(dout, *given, 0.3, None, True, -1, -1, 0.0, None, False)
 
 
+@pytest.mark.parametrize("dv", [torch.zeros(1, 3, 2, 8, dtype=torch.int32), torch.zeros(8).expand(1, 3, 2, 8)])
+def test_gradients_are_written_where_they_fit_or_nowhere(dv):
+    q, k, v = made(2, (1, 3, 2, 8), (1, 3, 2, 8), (1, 3, 2, 8))
+    out, lse, *_ = fa._flash_attn_forward(q, k, v, 0.0, None, False, -1, -1, 0.0, None, False)
+    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
+    with pytest.raises(sl.ArgumentError, match="^dv: expected shape .* of floats, each in memory of its own"):
+        fa._flash_attn_backward(out, q, k, v, out, lse, dq, dk, dv, 0.0, None, False, -1, -1, 0.0, None, False)
+    assert not dq.any() and not dk.any()
+
+
+def test_slopes_of_packed_sequences_are_of_each():
+    q, _, _ = made(2, (7, 4, 8), (1,), (1,))
+    ends = flash.offsets(3, 4)
+    for count in (1, 3):
+        with pytest.raises(sl.ArgumentError, match=r"^alibi_slopes: expected shape .* or \(2, 4\), by"):
+            fa.flash_attn_varlen_func(q, q, q, ends, ends, 4, 4, alibi_slopes=torch.ones(count, 4))
+
+
 def test_varlen_forward_and_backward_alone():
     """Rows that see nothing come with +inf, and the backward pass takes it."""
     cu_q, cu_k = flash.offsets(4, 3), flash.offsets(2, 5)
@@ -287,6 +305,8 @@ def test_varlen_forward_and_backward_alone():
         ({"window_size": 3}, "window_size"),
         ({"window_size": (1.5, 0)}, "window_size"),
         ({"softcap": "x"}, "softcap"),
+        ({"softcap": math.nan}, "softcap"),
+        ({"softcap": INF}, "softcap"),
         ({"alibi_slopes": torch.ones(3)}, "alibi_slopes"),
         ({"alibi_slopes": torch.ones(3, 4)}, "alibi_slopes"),
         ({"k": torch.ones(2, 7, 2, 9)}, "k"),

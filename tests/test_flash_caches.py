@@ -201,3 +201,33 @@ def test_an_interrupt_puts_the_cache_back(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fa.flash_attn_with_kvcache(q, room.k, room.v, k, v, cache_seqlens=4)
     assert torch.equal(room.k, room.given[0]) and torch.equal(room.v, room.given[1])
+
+
+def test_what_is_given_may_lie_in_the_cache():
+    """It is read before anything is written: new tokens, and queries, from the very slots that they go to."""
+    torch.manual_seed(4)
+    k, v = torch.randn(2, 8, HEADS, D), torch.randn(2, 8, HEADS, D)
+    seen, values = k.clone(), v.clone()
+    seen[:, 4:6], values[:, 4:6] = v[:, 4:6], k[:, 3:5]
+    expected = fa.flash_attn_with_kvcache(k[:, 4:6].clone(), seen, values, cache_seqlens=6)
+    out = fa.flash_attn_with_kvcache(k[:, 4:6], k, v, v[:, 4:6], k[:, 3:5], cache_seqlens=4)
+    assert torch.equal(k, seen) and torch.equal(v, values) and torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_an_expanded_cache_holds_no_new_tokens(name):
+    given = {x: torch.zeros(2, 8, KV, D) for x in ("k_cache", "v_cache")}
+    given[name] = torch.zeros(1, 8, KV, D).expand(2, -1, -1, -1)
+    q, k = torch.ones(2, 1, HEADS, D), torch.ones(2, 1, KV, D)
+    with pytest.raises(sl.ArgumentError, match=f"^{name}: expected memory of its own"):
+        fa.flash_attn_with_kvcache(q, **given, k=k, v=k, cache_seqlens=3)
+    assert not any(x.any() for x in given.values())
+    assert fa.flash_attn_with_kvcache(q, **given, cache_seqlens=3).shape == q.shape
+
+
+def test_a_wrong_place_for_results_leaves_the_cache_alone():
+    q, k = torch.ones(2, 1, HEADS, D), torch.ones(2, 1, KV, D)
+    cache, used = torch.zeros(2, 8, KV, D), torch.tensor([3, 4])
+    with pytest.raises(sl.ArgumentError, match="^out_: expected shape"):
+        v3._flash_attn_forward(q, cache, cache.clone(), k, k, seqused_k=used, out_=torch.zeros(3, 2, 1, HEADS, D))
+    assert not cache.any()

@@ -222,6 +222,10 @@ def test_combine():
     assert v4.flash_attn_combine(out[:, 0], lse[:, 0], return_lse=False)[1] is None
     with pytest.raises(sl.ArgumentError, match="^out: expected shape"):
         v3.flash_attn_combine(out, lse, torch.empty(2, 5, 4, 9))
+    with pytest.raises(sl.ArgumentError, match="^out: expected shape .* of floats"):
+        v3.flash_attn_combine(out, lse, torch.empty(2, 5, 4, 8, dtype=torch.int32))
+    with pytest.raises(sl.ArgumentError, match="^out_dtype: expected a dtype of floats"):
+        v3.flash_attn_combine(out, lse, None, torch.int32)
 
 
 REFUSED = [

@@ -176,6 +176,21 @@ def test_without_a_batch():
     assert out.shape == (3, 4, 8) and lse.shape == (3, 4) and float(out[2, 3, 7]) == 1
 
 
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3)])
+def test_no_queries_at_all(shape):
+    """Under vmap, with a bias that gradients flow to, too."""
+    (batch, rows), key = shape, jnp.ones((shape[0], 5, 2, 8))
+    q, bias = jnp.ones((batch, rows, 2, 8)), jnp.ones((1, 1, 1, 5))
+
+    def total(q, k, bias):
+        return attend(q, k, k, bias, is_causal=True).sum()
+
+    each = jax.grad(total, (0, 1, 2))(q, key, bias)
+    stacked = jax.vmap(jax.grad(total, (0, 1, 2)), (None, None, 0))(q, key, jnp.stack([bias] * 3))
+    for x, many, like in zip(each, stacked, (q, key, bias), strict=True):
+        assert x.shape == like.shape and many.shape == (3, *like.shape) and not x.any() and not many.any()
+
+
 def test_what_is_not_followed_costs_nothing():
     """A bias that nobody differentiates has no gradient kernel; what flows into the residual stays there."""
     q, bias = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 1, 3, 3))

@@ -332,6 +332,15 @@ def test_tensor_scatter_refuses():
             run("TensorScatter", inputs, 1, **attributes)
 
 
+@pytest.mark.parametrize("shape", [(2, 0, 8), (2, 2, 0, 4)])
+def test_no_queries_at_all(shape):
+    heads = {"q_num_heads": 2, "kv_num_heads": 1} if len(shape) == 3 else {}
+    k = np.ones((2, 5, 4) if heads else (2, 1, 5, 4), np.float32)
+    node = h.make_node("Attention", ["q", "k", "v"], ["y", "", "", "s"], qk_matmul_output_mode=3, **heads)
+    y, *_, s = speedlight.onnx.run_node(node, [np.ones(shape, np.float32), k, k])
+    assert y.shape == shape and s.shape == (2, 2, 0, 5)
+
+
 def test_backend():
     q = np.ones((1, 1, 2, 8), np.float32)
     node = h.make_node("Attention", ["q", "q", "q"], ["y"])

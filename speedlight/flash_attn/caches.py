@@ -13,6 +13,7 @@ from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedErr
 from ..expressions.tables import Table
 from ..expressions.tracing import expression
 from ..turning import rotary
+from .options import overlaps_itself
 from .sequences import Side, attended, attended_pages
 
 
@@ -64,14 +65,14 @@ def attended_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor |
     queries = Side("q", offsets)
     if new.k is None:
         return _attended(q, qv, cache, after, queries, said)
-    assert new.v is not None
     at = _places(cache, before, counts, new)
-    q, k = _turned(q, q_lens, new, at, before, said)
+    q, qv, k, v = _apart(cache, q, qv, new.k, new.v)
+    q, k = _turned(q, q_lens, new._replace(k=k), at, before, said)
     # what stands in the slots is kept until the call is through
     kept = [x[at.page, at.slot] for x in cache[:2]]
     try:
         cache.k[at.page, at.slot] = k
-        cache.v[at.page, at.slot] = new.v
+        cache.v[at.page, at.slot] = v
         return _attended(q, qv, cache, after, queries, said)
     except BaseException:
         for x, was in zip(cache[:2], kept, strict=True):
@@ -116,6 +117,11 @@ def _check(q: Any, cache: Cache, new: New) -> None:
                 f"{name}: expected 4 dimensions, (batch, length, heads, dim) or (pages, page, heads, dim), the first "
                 f"three as k_cache has; got {tuple(x.shape)} beside {tuple(cache.k.shape)}."
             )
+        if new.k is not None and overlaps_itself(x):
+            raise ArgumentError(
+                f"{name}: expected memory of its own for every token that is put there; got an expanded tensor. Use "
+                ".clone()."
+            )
     if (new.k is None) != (new.v is None):
         missing, given = ("v", "k") if new.v is None else ("k", "v")
         raise ArgumentError(f"{missing}: expected a tensor beside {given}; got None.")
@@ -124,6 +130,17 @@ def _check(q: Any, cache: Cache, new: New) -> None:
             "rotary_cos: expected rotary_sin beside it, and k and v to append: what is in the cache has been turned "
             "before. Use speedlight.rotary() for queries alone."
         )
+
+
+def _apart(cache: Cache, *tensors: Any) -> list[Any]:
+    """The same numbers, in memory that new tokens are not written to."""
+    ends = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in (cache.k.untyped_storage(), cache.v.untyped_storage())]
+    found = []
+    for x in tensors:
+        first = None if x is None else x.untyped_storage().data_ptr()
+        shared = first is not None and any([start <= first < end for start, end in ends])
+        found.append(x.clone() if x is not None and shared else x)
+    return found
 
 
 def _known(cache: Cache, batch: int) -> Cache:

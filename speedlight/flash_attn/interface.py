@@ -147,7 +147,7 @@ def flash_attn_varlen_func(
     >>> speedlight.flash_attn.flash_attn_varlen_func(q, q, q, offsets, offsets, 4, 4, causal=True).shape
     torch.Size([7, 8, 16])
     """
-    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
+    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
     if return_attn_probs:
         check_no_weights(said)
     queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k)

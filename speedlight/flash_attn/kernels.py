@@ -12,7 +12,7 @@ from ..arrays import listed
 from ..backward import attention_backward
 from ..checks import packed_offsets
 from ..errors import ArgumentError
-from .options import dropped_weights, infinite_where_empty, options_of
+from .options import check_written, dropped_weights, infinite_where_empty, options_of
 from .sequences import Side, attended, attended_pages
 
 
@@ -41,7 +41,7 @@ def _flash_attn_varlen_forward(
         raise ArgumentError("leftpad_k: expected None; got a tensor. Slice k, or use flash_attn_with_kvcache().")
     window = window_size_left, window_size_right
     with torch.no_grad():
-        said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
+        said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
         if return_softmax:
             check_no_weights(said)
         queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k, seqused_k)
@@ -74,7 +74,8 @@ def _flash_attn_varlen_backward(
 ) -> Tensor:  # fmt: skip
     """The same of packed sequences; row sums (heads, total)."""
     window = window_size_left, window_size_right
-    said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes) | _dropping(dropout_p, rng_state)
+    said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, offsets=cu_seqlens_q)
+    said |= _dropping(dropout_p, rng_state)
     said |= {"layout": "lhd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), said)
     return row_sums(dout, out).transpose(0, 1)
@@ -85,8 +86,8 @@ def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], sa
     with torch.no_grad():
         found = attention_backward(*given, **said)
         for name, x, y in zip(("dq", "dk", "dv"), to, found, strict=True):
-            if x is not None and x.shape != y.shape:
-                raise ArgumentError(f"{name}: expected shape {tuple(y.shape)}; got {tuple(x.shape)}.")
+            if x is not None:
+                check_written(name, x, y.shape)
         for x, y in zip(to, found, strict=True):
             if x is not None:
                 x.copy_(y)

@@ -27,8 +27,9 @@ def options_of(
     softcap: Any,
     alibi_slopes: Any = None,
     dropout_p: Any = 0.0,
+    offsets: Any = None,
 ) -> dict[str, Any]:
-    """attention()'s options; a seed of dropout is drawn."""
+    """attention()'s options; a seed of dropout is drawn. `offsets`: of packed queries."""
     check_flag("causal", causal)
     said: dict[str, Any] = {"causal": causal}
     if softmax_scale is not None:
@@ -36,7 +37,7 @@ def options_of(
     if window_size != (-1, -1):
         said["window"] = window_of(*sides(window_size))
     if softcap or alibi_slopes is not None:
-        said["score"] = _scores(q, softcap, alibi_slopes)
+        said["score"] = _scores(q, softcap, alibi_slopes, offsets)
     if dropout_p:
         said["dropout"], said["seed"] = dropout_of(dropout_p), drawn_seed()
     return said
@@ -51,15 +52,18 @@ def sides(window_size: Any) -> tuple[int | None, int | None]:
     return tuple(None if n is None else integer("window_size", n) for n in (left, right))  # type: ignore[return-value]
 
 
-def _scores(q: Tensor, softcap: Any, alibi_slopes: Any) -> Any:
+def _scores(q: Tensor, softcap: Any, alibi_slopes: Any, offsets: Any) -> Any:
     """Softcapped first, then biased. A softcap up to 0 is none."""
-    capped = _softcap(float(softcap)) if number("softcap", softcap, "a number") > 0 else None
+    cap = number("softcap", softcap, "a number")
+    if not cap < 2.0**127:
+        raise ArgumentError(f"softcap: expected a number up to 1.7e38; got {cap}.")
+    capped = _softcap(cap) if cap > 0 else None
     if alibi_slopes is not None:
         heads, shape = q.shape[-2], tuple(getattr(alibi_slopes, "shape", ()))
-        batch = q.shape[0] if q.dim() == 4 else shape[0] if shape else 0
+        batch = q.shape[0] if offsets is None else len(offsets) - 1
         if shape not in ((heads,), (batch, heads)):
             raise ArgumentError(
-                f"alibi_slopes: expected shape ({heads},) or (batch, {heads}), by q's heads; got {shape}."
+                f"alibi_slopes: expected shape ({heads},) or ({batch}, {heads}), by q's heads; got {shape}."
             )
         biased = alibi_of(alibi_slopes)
         return biased if capped is None else [capped, biased]
@@ -79,6 +83,18 @@ def refuse(*given: tuple[str, Any, str]) -> None:
     for name, x, why in given:
         if x is not None:
             raise UnsupportedError(f"{name}: expected None; got {type(x).__name__}. {why}")
+
+
+def overlaps_itself(x: Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do."""
+    return any([step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)])
+
+
+def check_written(name: str, x: Any, shape: Any) -> None:
+    """What results are written to: of this shape, of floats, in memory of its own."""
+    if not isinstance(x, Tensor) or x.shape != torch.Size(shape) or not x.is_floating_point() or overlaps_itself(x):
+        got = f"{tuple(x.shape)} of {x.dtype}, strides {x.stride()}" if isinstance(x, Tensor) else type(x).__name__
+        raise ArgumentError(f"{name}: expected shape {tuple(shape)} of floats, each in memory of its own; got {got}.")
 
 
 def infinite_where_empty(lse: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from ..errors import ArgumentError
 from ..merging import merge
 from .caches import Cache, New, attended_cache
 from .kernels import row_sums, write_gradients
-from .options import options_of, refuse, unpacked
+from .options import check_written, options_of, refuse, unpacked
 from .sequences import Side, attended, lengths
 
 __all__ = [
@@ -181,14 +181,14 @@ def flash_attn_combine(
     >>> out.shape, round(lse[0, 0, 0].item(), 4)
     (torch.Size([2, 5, 8, 16]), 1.0986)
     """
+    if out_dtype is not None and not out_dtype.is_floating_point:
+        raise ArgumentError(f"out_dtype: expected a dtype of floats; got {out_dtype}.")
     found, lse = merge(list(out_partial), list(lse_partial))
     if out is None:
         return found.to(out_dtype or out_partial.dtype), lse
-    if out.shape != found.shape or (out_dtype is not None and out.dtype != out_dtype):
-        raise ArgumentError(
-            f"out: expected shape {tuple(found.shape)} of {out_dtype or out.dtype}; got {tuple(out.shape)} of "
-            f"{out.dtype}."
-        )
+    check_written("out", out, found.shape)
+    if out_dtype is not None and out.dtype != out_dtype:
+        raise ArgumentError(f"out: expected {out_dtype}, as out_dtype says; got {out.dtype}.")
     return out.copy_(found), lse
 
 
@@ -297,6 +297,8 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, softmax_lse, and two empty tensors)."""
     window = window_size_left, window_size_right
+    if out_ is not None:
+        check_written("out_", out_, (*q.shape[:-1], v.shape[-1]))
     with torch.no_grad():
         if any([x is not None for x in (k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos)]):
             for name, x in (("cu_seqlens_k", cu_seqlens_k), ("seqused_q", seqused_q)):
