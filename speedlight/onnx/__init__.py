@@ -1,0 +1,130 @@
+"""ONNX's Attention, RotaryEmbedding and TensorScatter, computed here: for its reference evaluator, and as a backend.
+
+>>> import numpy as np, onnx.helper, onnx.reference, speedlight.onnx
+>>> node = onnx.helper.make_node("Attention", ["q", "k", "v"], ["y"], is_causal=1)
+>>> q = np.ones((1, 8, 16, 64), np.float32)
+>>> speedlight.onnx.run_node(node, [q, q, q])[0].shape
+(1, 8, 16, 64)
+
+The module is a backend as `onnx.backend.test.BackendTest(speedlight.onnx, __name__)` takes one. Every node that is not
+one of `OPS` is computed by onnx.reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto
+from onnx.defs import onnx_opset_version
+from onnx.reference import ReferenceEvaluator
+from onnx.reference.op_run import OpRun
+
+from ..errors import ArgumentError
+from .operators import Attention, RotaryEmbedding, TensorScatter
+
+__all__ = [
+    "OPS",
+    "Attention",
+    "Prepared",
+    "RotaryEmbedding",
+    "TensorScatter",
+    "is_compatible",
+    "prepare",
+    "run_model",
+    "run_node",
+    "supports_device",
+]
+
+OPS: list[type[OpRun]] = [Attention, RotaryEmbedding, TensorScatter]
+"""What `onnx.reference.ReferenceEvaluator(model, new_ops=speedlight.onnx.OPS)` computes here."""
+
+
+class Prepared:
+    """A model whose nodes of `OPS` are computed here.
+
+    >>> import numpy as np, onnx.helper as h, speedlight.onnx
+    >>> q, k, v, y = (h.make_tensor_value_info(n, 1, [1, 2, 3, 4]) for n in "qkvy")
+    >>> graph = h.make_graph([h.make_node("Attention", ["q", "k", "v"], ["y"])], "one", [q, k, v], [y])
+    >>> model = speedlight.onnx.prepare(h.make_model(graph, opset_imports=[h.make_opsetid("", 23)]))
+    >>> [y] = model.run([np.ones((1, 2, 3, 4), np.float32)] * 3)
+    >>> y.shape
+    (1, 2, 3, 4)
+    """
+
+    __slots__ = ("evaluator",)
+
+    def __init__(self, model: ModelProto) -> None:
+        self.evaluator = ReferenceEvaluator(model, new_ops=OPS)
+
+    def run(self, inputs: Sequence[np.ndarray] | dict[str, np.ndarray]) -> list[Any]:
+        """Every output of the graph; inputs in its order, or by name."""
+        if isinstance(inputs, dict):
+            return list(self.evaluator.run(None, inputs))
+        names = [str(x) for x in self.evaluator.input_names]
+        if len(inputs) > len(names):
+            raise ArgumentError(f"inputs: expected {len(names)}, {names}; got {len(inputs)}.")
+        return list(self.evaluator.run(None, dict(zip(names, inputs, strict=False))))
+
+
+def prepare(model: ModelProto, device: str = "CPU") -> Prepared:
+    """A model, ready to run(): onnx.backend's prepare().
+
+    >>> import onnx.helper as h, speedlight.onnx
+    >>> graph = h.make_graph([h.make_node("Identity", ["x"], ["y"])], "none", [h.make_tensor_value_info("x", 1, [2])],
+    ...     [h.make_tensor_value_info("y", 1, [2])])
+    >>> import numpy as np
+    >>> speedlight.onnx.prepare(h.make_model(graph)).run([np.ones(2, np.float32)])[0].tolist()
+    [1.0, 1.0]
+    """
+    if not supports_device(device):
+        raise ArgumentError(f"device: expected 'CPU'; got {device!r}.")
+    return Prepared(model)
+
+
+def run_model(model: ModelProto, inputs: Sequence[np.ndarray], device: str = "CPU") -> list[Any]:
+    """prepare(model).run(inputs).
+
+    >>> import numpy as np, onnx.helper as h, speedlight.onnx
+    >>> graph = h.make_graph([h.make_node("Neg", ["x"], ["y"])], "one", [h.make_tensor_value_info("x", 1, [2])],
+    ...     [h.make_tensor_value_info("y", 1, [2])])
+    >>> speedlight.onnx.run_model(h.make_model(graph), [np.ones(2, np.float32)])[0].tolist()
+    [-1.0, -1.0]
+    """
+    return prepare(model, device).run(inputs)
+
+
+def run_node(node: NodeProto, inputs: Sequence[np.ndarray | None], device: str = "CPU") -> list[Any]:
+    """One node's outputs, of the newest opset; inputs in its order, None for those that it leaves out ("").
+
+    >>> import numpy as np, onnx.helper, speedlight.onnx
+    >>> node = onnx.helper.make_node("TensorScatter", ["past", "update"], ["present"])
+    >>> speedlight.onnx.run_node(node, [np.zeros((1, 3, 1)), np.ones((1, 2, 1))])[0].ravel().tolist()
+    [1.0, 1.0, 0.0]
+    """
+    if not supports_device(device):
+        raise ArgumentError(f"device: expected 'CPU'; got {device!r}.")
+    feeds = {name: x for name, x in zip(node.input, inputs, strict=True) if name and x is not None}
+    evaluator = ReferenceEvaluator(node, opsets={"": onnx_opset_version()}, new_ops=OPS)
+    return list(evaluator.run(None, feeds))
+
+
+def supports_device(device: str) -> bool:
+    """Whether models run there: on the CPU.
+
+    >>> import speedlight.onnx
+    >>> speedlight.onnx.supports_device("CPU"), speedlight.onnx.supports_device("CUDA:0")
+    (True, False)
+    """
+    return isinstance(device, str) and device.split(":")[0].upper() == "CPU"
+
+
+def is_compatible(model: ModelProto) -> bool:
+    """Whether the model can be prepared: what is not of `OPS`, onnx.reference computes.
+
+    >>> import onnx, speedlight.onnx
+    >>> speedlight.onnx.is_compatible(onnx.ModelProto())
+    True
+    """
+    return isinstance(model, ModelProto)
