@@ -310,12 +310,13 @@ def test_bench_of_models(here, tmp_path, monkeypatch):
     monkeypatch.setattr(language_models, "problems", lambda kind: iter(()))
     words = ["bench", "--models", "--turns", 1, "-o", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
     done = here(*words)
-    assert done.returncode == 1 and "attention alone" in done.stdout and "torch dense takes" in done.stdout, done.stderr
+    assert done.returncode == 1 and "attention of it" in done.stdout and "  torch dense" in done.stdout, done.stderr
     gpt, flex, wrong = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert gpt["attention"]["torch"][0] > 0 and "attention" not in flex and len(flex["ratios"]["torch dense"]) == 5
     assert wrong["refused"] == "torch has another result than ours, by 1" and "ratios" not in wrong
     assert (tmp_path / "r.png").stat().st_size > 10_000
     assert "--only: expected one of gpt," in here("bench", "--models", "--only", "cats").stderr
+    assert "--only: expected --models or" in here("bench", "--only", "gpt").stderr
     assert "--models: expected no more than" in here("bench", "--models", "--length", 5).stderr
 
 

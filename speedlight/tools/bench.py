@@ -73,14 +73,16 @@ def bench(
         str, typer.Option(help="cpu, or cuda: forward, masks and decode on a GPU, beside its own peers.")
     ] = "cpu",
     models: Annotated[
-        bool, typer.Option("--models", help="Whole models, and gradients that PyTorch has no kernel for, by PyTorch.")
+        bool, typer.Option("--models", help="Measure whole models and training steps, beside PyTorch's attention.")
     ] = False,
     only: Annotated[
         str, typer.Option(help=f"On a GPU: forward, float32, mask or decode. Of --models: {', '.join(MODEL_KINDS)}.")
     ] = "",
     base: Annotated[str | None, typer.Option(help="A commit of this clone to compare with, instead of peers.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the rows.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="A picture of the roofline: .png, .svg or .pdf.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="A picture: .png, .svg or .pdf. Of the roofline; of --models, bars.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
     """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused."""
@@ -88,6 +90,8 @@ def bench(
         others = dtype or head_dim or length or peer or base or backward or (plot and not models)
         _listed(device, models, only, turns, output, plot, as_json, others)
         return
+    if only:
+        raise ArgumentError(f"--only: expected --models or --device cuda beside it; got {only!r} alone.")
     shapes = _shapes(dtype, head_dim, length, mask, heads)
     names = _names(peer, backward)
     if turns < 1:
@@ -151,6 +155,8 @@ def _listed(
 
             problems = itertools.chain(problems, language_models.problems(only))
         report, rows, line = _about(), (whole.measured(x, turns) for x in problems), whole.line
+        if not as_json:
+            print(whole.LEGEND, flush=True)
     else:
         engine.resident().device_of(device)
         from . import gpu

@@ -60,13 +60,17 @@ def _minilm() -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).parent / "model"
 
 
+def _of(model: Any, dtype: torch.dtype) -> Any:
+    return model.to(dtype).eval()
+
+
 def _llama(dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(dtype).eval()
+    return _of(LlamaForCausalLM(config), dtype)
 
 
 def _gemma() -> Any:
@@ -75,7 +79,7 @@ def _gemma() -> Any:
         vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, head_dim=128, sliding_window=1024, query_pre_attn_scalar=128,
     )  # fmt: skip
-    return Gemma2ForCausalLM(config).to(torch.bfloat16).eval()
+    return _of(Gemma2ForCausalLM(config), torch.bfloat16)
 
 
 def _gpt_oss() -> Any:
@@ -85,7 +89,7 @@ def _gpt_oss() -> Any:
         num_key_value_heads=4, head_dim=64, num_local_experts=2, num_experts_per_tok=1, sliding_window=128,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
-    return GptOssForCausalLM(config).to(torch.bfloat16).eval()
+    return _of(GptOssForCausalLM(config), torch.bfloat16)
 
 
 @contextlib.contextmanager
@@ -93,8 +97,8 @@ def _with(model: Any, name: str, clock: Clock) -> Iterator[None]:
     """A model whose attention is of this name, timed."""
     model.set_attn_implementation(name)
     home, table = sys.modules[type(model).__module__], ALL_ATTENTION_FUNCTIONS._global_mapping
-    own = getattr(home, "eager_attention_forward", None)
-    whole: Callable[..., Any] = own if name == "eager" else table[name]
+    own: Any = getattr(home, "eager_attention_forward", None)
+    whole: Any = own if name == "eager" else table[name]
 
     def timed(*args: Any, **options: Any) -> Any:
         clock.begin()

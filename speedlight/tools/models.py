@@ -212,13 +212,20 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+LEGEND = (
+    "Medians, in turn. In brackets: how many times ours. A first, unmeasured turn compiles; all kinds take minutes."
+)
+
+
 def line(row: dict[str, Any]) -> str:
     """A row as text."""
     if "refused" in row:
-        return f"{row['name']}: refused: {row['refused']}"
-    found = [f"{row['seconds']['speedlight'][2] * 1e3:,.0f} ms"]
-    found += [f"{x} takes {r[2]:.2f} times that" for x, r in row["ratios"].items()]
-    for x, r in row.get("attention_ratios", {}).items():
-        share = row["attention"]["speedlight"][2] / row["seconds"]["speedlight"][2]
-        found.append(f"attention alone {r[2]:.2f} ({share:.0%} of our time; {x})")
-    return f"{row['name']}: " + "; ".join(found)
+        return f"{row['name']}\n  refused: {row['refused']}"
+    lines, parts = [row["name"]], row.get("attention", {})
+    for who, spread in row["seconds"].items():
+        times, alone = f"{spread[2] * 1e3:,.0f} ms", f", attention of it {parts[who][2] * 1e3:,.0f} ms" if parts else ""
+        if who != "speedlight":
+            times += f" ({row['ratios'][who][2]:.2f})"
+            alone += f" ({row['attention_ratios'][who][2]:.2f})" if parts else ""
+        lines.append(f"  {who:<12}{times}{alone}")
+    return "\n".join(lines)
