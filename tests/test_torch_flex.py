@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as flex
 import speedlight as sl
 import speedlight.torch
 from speedlight.torch import create_block_mask, flex_attention
+from speedlight.torch.flex import _apart
 
 pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 BATCH, HEADS, KV_HEADS, SIDE = 2, 4, 2, 12
@@ -413,3 +414,24 @@ def test_errors_name_the_callers_arguments():
     ):
         with pytest.raises(sl.Error, match=f"^{message}"):
             call()
+
+
+def test_causal_beside_other_terms_is_the_kernels_own():
+    """Wherever it stands in a conjunction, and in no other place: the bits of the mask as it is written."""
+    document = torch.tensor([0] * 70 + [1] * 130)
+    functions = [
+        (lambda b, h, i, j: (document[i] == document[j]) & (i >= j), True),
+        (lambda b, h, i, j: (j <= i) & (document[i] == document[j]) & (i - j < 90), True),
+        (lambda b, h, i, j: j <= i, True),
+        (lambda b, h, i, j: (i >= j) | (document[i] == document[j]), False),
+        (lambda b, h, i, j: (i > j) & (document[i] == document[j]), False),
+        (lambda b, h, i, j: ~((i >= j) & (document[i] == document[j])), False),
+    ]
+    q, k, v = (torch.randn(1, 2, 200, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    for function, causal in functions:
+        whole = sl.expression(function, "mask")
+        apart, rest = _apart(whole)
+        assert apart == causal and (rest is not whole) == causal
+        mask = create_block_mask(function, None, None, 200, 200, "cpu")
+        got = flex_attention(q, k, v, block_mask=mask)
+        assert torch.equal(got, sl.attention(q, k, v, mask=whole))

@@ -11,7 +11,8 @@ from torch.nn.attention import flex_attention as flex
 from ..checks import check_flag
 from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, rename, shown
-from ..expressions.tracing import Expression, expression
+from ..expressions.tracing import Expression, expression, expression_of
+from ..expressions.tree import Node
 from .attending import attention
 from .blocks import block_mask_of, mask_of
 
@@ -82,8 +83,10 @@ def flex_attention(
     if key.shape[0] != batch:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
+    causal, mask = (False, None) if mask is None else _apart(mask)
+    options = {"causal": causal, "mask": mask, "score": score, "q_start": 0, "scale": scale}
     try:
-        found = attention(query, key, value, mask=mask, score=score, q_start=0, scale=scale, return_lse=wants_lse)
+        found = attention(query, key, value, return_lse=wants_lse, **options)
     except Error as error:
         rename(error, _NAMES)
         raise
@@ -91,6 +94,25 @@ def flex_attention(
         return found
     out, lse = found if wants_lse else (found, None)
     return out, flex.AuxOutput(lse=lse)
+
+
+def _apart(mask: Expression) -> tuple[bool, Expression | None]:
+    """Whether a mask says kv_idx <= q_idx beside other things, and those: kernels have causal of their own, which costs
+    a tenth less.
+    """
+    others, left, causal = None, [mask.root], False
+    while left:
+        term = left.pop()
+        names = tuple(x.value if x.op == "symbol" else None for x in term.args)
+        if term.op == "and" and term.kind == "bool":
+            left += term.args[::-1]
+        elif (term.op, names) in (("ge", ("i", "j")), ("le", ("j", "i"))):
+            causal = True
+        else:
+            others = term if others is None else Node("and", "bool", (others, term))
+    if not causal:
+        return False, mask
+    return True, None if others is None else expression_of("mask", others)
 
 
 def _traced(name: str, function: Any, role: str) -> Expression:
