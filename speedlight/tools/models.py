@@ -16,6 +16,7 @@ import speedlight.torch
 from .measuring import quantiles, settle
 
 KINDS = ("gpt", "mask", "flex")  # those of transformers: language_models.py
+_SHORT = 0.5  # seconds: a call that takes less is made once more, ahead of the one that counts
 _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 4e-2}  # of norms of differences
 
 
@@ -87,6 +88,8 @@ def measured(problem: Problem, turns: int) -> dict[str, Any]:
         for name, contender in problem.contenders.items():
             settle()
             with contender.around():
+                if times[name] and times[name][0] < _SHORT:  # what the one before left in caches is not its own
+                    contender.run()
                 start = time.perf_counter()
                 got, inside = contender.run()
                 seconds = time.perf_counter() - start
