@@ -437,6 +437,57 @@ def test_what_a_cache_refuses(llama, tokens):
         Cache(llama.config, dtype="int4")
 
 
+def test_messages_name_what_was_given(llama, tokens):
+    """In a model's words: attention_mask, capacity, config, past_key_values; each with a way out."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config, n = llama.config, 13
+    for mask, words in (
+        (torch.ones(2, 1, n, n, dtype=torch.int64), r"attention_mask: of 4.*int64.*attention_mask.bool\(\)"),
+        (
+            torch.ones(2, 1, n, n + 1).bool(),
+            r"attention_mask: expected a shape.*= \(2, 4, 13, 13\).*got \(2, 1, 13, 14",
+        ),
+        (torch.zeros(2, 3, n, n), r"attention_mask: expected a shape.*got \(2, 3, 13, 13\)"),
+        (torch.ones(2, n, n), r"attention_mask: expected \(batch, length\).*\[:, None\] of 3; got \(2, 13, 13\)"),
+        (torch.ones(n), r"attention_mask: expected \(batch, length\).*got \(13,\)"),
+    ):
+        with pytest.raises(sl.Error, match=words):
+            logits(llama, "speedlight", tokens, attention_mask=mask)
+    for capacity in (0, -3, 64.0, "64", True):
+        with pytest.raises(sl.Error, match="capacity: expected"):
+            Cache(config, capacity=capacity)
+    for wrong in (llama, None, {}):
+        with pytest.raises(sl.Error, match="config: expected model.config; got a"):
+            Cache(wrong)
+    for options, words in (
+        ({"dtype": "float16"}, r"dtype: this cache keeps float16.*are float64.*model.to\(torch.float16\)"),
+        ({"dtype": "int8"}, "dtype: an int8 cache takes.*float64"),
+    ):
+        cache = Cache(config, **options)
+        with pytest.raises(sl.Error, match=words):
+            logits(llama, "speedlight", tokens, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    few = Cache(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+    with pytest.raises(sl.Error, match="config: expected that of the model; this cache was made for 1 layers"):
+        logits(llama, "speedlight", tokens, past_key_values=few)
+    cache = Cache(config)
+    logits(llama, "speedlight", tokens, past_key_values=cache)
+    with pytest.raises(sl.Error, match="past_key_values: this cache holds 2 sequences; got 1. Make a new Cache"):
+        logits(llama, "speedlight", tokens[:1], past_key_values=cache)
+    other = torch.zeros(2, KV_HEADS, 1, DIM + 1, dtype=torch.float64)
+    with pytest.raises(sl.Error, match="past_key_values: this cache holds 2 heads of 16 and 16 dims; got 2 of 17 and"):
+        cache.update(other, other, 0)
+    with pytest.raises(sl.Error, match="dtype: this cache keeps float64, and the model's keys are float32"):
+        cache.update(other.float(), other.float(), 0)
+    assert cache.get_seq_length() == 13
+    sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    t5.set_attn_implementation("speedlight")
+    with pytest.raises(sl.Error, match=r"expected EncoderDecoderCache\(Cache\(config\), DynamicCache\(\)\); got"):
+        t5.generate(tokens, max_new_tokens=2, past_key_values=Cache(t5.config, capacity=32))
+
+
 def test_codes_of_int8(llama, tokens):
     """A cache of codes is near, and takes half of the memory."""
     model = copy.deepcopy(llama).float()
