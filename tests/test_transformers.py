@@ -308,6 +308,19 @@ def test_a_model_and_its_gradients(llama, tokens, shown):
         assert_within(got, want, 1e-10 * (1 + np.abs(want).max()) * np.ones_like(want))
 
 
+def test_gradients_are_eagers_where_no_loss_comes_from_padding(llama, tokens):
+    """The first real token of a row, which the last row of padding predicts, has the label -100 as well."""
+    model, found = copy.deepcopy(llama).float(), []
+    labels = tokens.masked_fill(LEFT.logical_not(), -100)
+    for first in (False, True):
+        labels = labels.masked_fill(LEFT.cumsum(1) == 1, -100) if first else labels
+        for name in ("eager", "speedlight"):
+            model.set_attn_implementation(name)
+            loss = model(tokens, attention_mask=LEFT.long(), labels=labels, use_cache=False).loss
+            found.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(model.parameters()))]))
+    assert (found[0] - found[1]).abs().max() > 1e-3 and (found[2] - found[3]).abs().max() < 1e-6
+
+
 def test_activation_checkpointing(llama, tokens):
     want = logits(llama, "sdpa", tokens)
     llama.set_attn_implementation("speedlight")
@@ -484,7 +497,9 @@ def test_messages_name_what_was_given(llama, tokens):
     sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
     t5.set_attn_implementation("speedlight")
-    with pytest.raises(sl.Error, match=r"expected EncoderDecoderCache\(Cache\(config\), DynamicCache\(\)\); got"):
+    with pytest.raises(
+        sl.Error, match=r"expected transformers' EncoderDecoderCache\(Cache\(config\), DynamicCache\(\)\); got"
+    ):
         t5.generate(tokens, max_new_tokens=2, past_key_values=Cache(t5.config, capacity=32))
 
 
@@ -537,6 +552,15 @@ def test_continuous_batching():
     code = f"SIZES = {SIZES}\n{BATCHED}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=here)
     assert done.stdout.strip().endswith("True"), done.stderr
+
+
+def test_a_model_without_register_says_what_docs_quote():
+    code = "from transformers import LlamaConfig, LlamaForCausalLM as L\n"
+    sizes = {**SIZES, "attn_implementation": "speedlight"}
+    done = subprocess.run([sys.executable, "-c", f"{code}L(LlamaConfig(**{sizes}))"], capture_output=True, text=True)
+    said = 'ValueError: Specified `attn_implementation="speedlight"` is not supported. The only possible arguments are'
+    assert said in done.stderr
+    assert said in (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
 
 
 def test_docs():

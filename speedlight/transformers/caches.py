@@ -342,8 +342,8 @@ class Cache(theirs.DynamicCache):
         if isinstance(following, Layer) and layer.get_seq_length() > following.get_seq_length():
             raise UnsupportedError(
                 "past_key_values: an encoder-decoder keeps keys of two kinds; expected transformers' "
-                "EncoderDecoderCache(Cache(config), DynamicCache()); "
-                "got a Cache alone, or one that an error has left half full: make a new one."
+                "EncoderDecoderCache(Cache(config), DynamicCache()); got a Cache alone, or one that an error has "
+                "left half full: make a new one."
             )
 
     def __repr__(self) -> str:
