@@ -334,12 +334,12 @@ class Cache(theirs.DynamicCache):
             )
         if self._decodes:
             self._check_decoder(layer_idx)
-        return self.layers[layer_idx].update(key_states, value_states, *args, **more)
+        return super().update(key_states, value_states, layer_idx, *args, **more)
 
     def _check_decoder(self, n: int) -> None:
         """A layer that has more tokens than the next takes a second part of one call: keys of the encoder."""
-        layer, following = self.layers[n], self.layers[n + 1] if n + 1 < len(self.layers) else None
-        if isinstance(following, Layer) and layer.get_seq_length() > following.get_seq_length():
+        lengths = [x.get_seq_length() for x in self.layers[n : n + 2] if isinstance(x, Layer)]
+        if len(lengths) == 2 and lengths[0] > lengths[1]:
             raise UnsupportedError(
                 "past_key_values: an encoder-decoder keeps keys of two kinds; expected transformers' "
                 "EncoderDecoderCache(Cache(config), DynamicCache()); got a Cache alone, or one that an error has "
