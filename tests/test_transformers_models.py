@@ -258,6 +258,8 @@ def test_the_example_as_a_person_runs_it(tmp_path):
     assert "60 sections in" in done.stdout and "eager" in done.stdout and "60 sections" in done.stderr
     again = run(words)
     assert again.returncode == 0 and "60 sections in" not in again.stdout and "score" in again.stdout
+    whole = run(words[:3])
+    assert whole.returncode == 0 and "60 of " in whole.stderr and "sections in" not in whole.stdout
 
 
 @pytest.mark.skipif(not FULL, reason="in SPEEDLIGHT_FULL=1")

@@ -172,6 +172,17 @@ def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool) 
             "attention_mask: expected what speedlight.transformers.attention_mask() makes, or a tensor of 4 dimensions "
             f"that broadcasts to (batch, q_heads, q_len, k_len); got {shown(mask)}."
         )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ArgumentTypeError(
+            "attention_mask: of 4 dimensions, expected bool, True where a key is seen, or floats, which are added to "
+            f"scores; got {mask.dtype}. Where 1 is a key that is seen, use attention_mask.bool()."
+        )
+    want = (max(query.shape[0], key.shape[0]), query.shape[1], query.shape[2], key.shape[2])
+    if any([n not in (1, most) for n, most in zip(mask.shape, want, strict=True)]):
+        raise ArgumentError(
+            f"attention_mask: expected a shape that broadcasts to (batch, q_heads, q_len, k_len) = {want}, with the "
+            f"keys of a cache counted; got {tuple(mask.shape)}."
+        )
     return {"mask" if mask.dtype == torch.bool else "score": mask}
 
 

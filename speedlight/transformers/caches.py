@@ -11,8 +11,8 @@ import torch
 from torch.utils._pytree import tree_map
 from transformers import cache_utils as theirs
 
-from ..checks import cache_dtype, new_totals
-from ..errors import ArgumentError, UnsupportedError
+from ..checks import cache_dtype, check_sizes, new_totals
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..kv.cache import KVCache
 from .masks import MaskSpec
 
@@ -126,14 +126,16 @@ class Layer(theirs.CacheLayerMixin):
             )
         self._append()
         if self.cache is None:
+            self._check_dtype(key_states)
             self.lazy_initialization(key_states, value_states)
         batch, heads, new, head_dim = key_states.shape
+        self._check_alike(key_states, value_states)
         new_totals(0, [self.get_seq_length()] * batch, [new] * batch, self._made().capacity)
-        shown = self.get_mask_sizes(new)[0]
+        seen = self.get_mask_sizes(new)[0]
         self.waiting = key_states, value_states
         return (
-            Kept.of(self, "keys", key_states, (batch, heads, shown, head_dim)),
-            Kept.of(self, "values", value_states, (batch, heads, shown, value_states.shape[-1])),
+            Kept.of(self, "keys", key_states, (batch, heads, seen, head_dim)),
+            Kept.of(self, "values", value_states, (batch, heads, seen, value_states.shape[-1])),
         )
 
     def get_seq_length(self) -> int:
@@ -245,6 +247,36 @@ class Layer(theirs.CacheLayerMixin):
                 f"had {kept.length} then."
             )
 
+    def _check_dtype(self, key: torch.Tensor) -> None:
+        """That a cache of this dtype takes such keys."""
+        kept = self.dtype or _DTYPES.get(self.like.dtype if self.cache is not None else key.dtype)
+        if kept == "int8" and key.dtype == torch.float64:
+            raise ArgumentTypeError(
+                "dtype: an int8 cache takes keys of float32, float16 or bfloat16; the model's are float64. Convert the "
+                "model, or leave Cache(dtype=) out."
+            )
+        if kept != "int8" and kept != _DTYPES.get(key.dtype):
+            raise ArgumentTypeError(
+                f"dtype: this cache keeps {kept}, and the model's keys are {str(key.dtype).removeprefix('torch.')}. "
+                f"Make a Cache without dtype=, which takes the model's, or convert the model: model.to(torch.{kept})."
+            )
+
+    def _check_alike(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """That tokens are of as many sequences as those before, and of the same model."""
+        cache, (batch, heads, _, head_dim) = self._made(), key.shape
+        if key.dtype is not self.like.dtype:
+            self._check_dtype(key)
+        if batch != cache.batch:
+            raise ArgumentError(
+                f"past_key_values: this cache holds {cache.batch} sequences; got {batch}. Make a new Cache, or give "
+                "this one as many: batch_repeat_interleave(), batch_select_indices()."
+            )
+        if heads != cache.kv_heads or head_dim != cache.head_dim or value.shape[-1] != cache.value_dim:
+            raise ArgumentError(
+                f"past_key_values: this cache holds {cache.kv_heads} heads of {cache.head_dim} and {cache.value_dim} "
+                f"dims; got {heads} of {head_dim} and {value.shape[-1]}, of another model. Make a Cache(model.config)."
+            )
+
     def _append(self) -> None:
         """Stores what nobody attended to."""
         if self.waiting is not None:
@@ -282,13 +314,37 @@ class Cache(theirs.DynamicCache):
     """
 
     def __init__(self, config: Any, *, capacity: int | None = None, dtype: str | None = None) -> None:
+        if not callable(getattr(config, "get_text_config", None)):
+            raise ArgumentTypeError(f"config: expected model.config; got a {type(config).__name__}.")
         config = config.get_text_config(decoder=True)
         kinds, options = theirs.get_layer_types_and_kwargs(config)
         room = _capacity(config) if capacity is None else capacity
-        if dtype is not None:
-            cache_dtype(dtype)
+        check_sizes({"capacity": room})
+        dtype = None if dtype is None else cache_dtype(dtype)
         layers = [_layer(kind, of, room, dtype) for kind, of in zip(kinds, options, strict=True)]
         theirs.Cache.__init__(self, layers=layers)
+        self._decodes = bool(getattr(config, "is_encoder_decoder", False))
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any, **more: Any) -> Any:
+        """Takes a layer's tokens, as its attention calls it."""
+        if layer_idx >= len(self.layers):
+            raise ArgumentError(
+                f"config: expected that of the model; this cache was made for {len(self.layers)} layers, and the model "
+                f"has a layer {layer_idx}. Make a Cache(model.config)."
+            )
+        if self._decodes:
+            self._check_decoder(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **more)
+
+    def _check_decoder(self, n: int) -> None:
+        """A layer that has more tokens than the next takes a second part of one call: keys of the encoder."""
+        lengths = [x.get_seq_length() for x in self.layers[n : n + 2] if isinstance(x, Layer)]
+        if len(lengths) == 2 and lengths[0] > lengths[1]:
+            raise UnsupportedError(
+                "past_key_values: an encoder-decoder keeps keys of two kinds; expected transformers' "
+                "EncoderDecoderCache(Cache(config), DynamicCache()); got a Cache alone, or one that an error has "
+                "left half full: make a new one."
+            )
 
     def __repr__(self) -> str:
         return f"Cache({self.layers})"

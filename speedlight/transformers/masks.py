@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import masking_utils as theirs
 
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..expressions.patterns import documents, padding, window
 from ..expressions.tables import table
 from ..expressions.tracing import Expression, expression
@@ -187,6 +187,11 @@ def attention_mask(
         return attention_mask
     offsets, seen, end = (int(q_offset), int(kv_offset)), attention_mask, int(kv_offset) + kv_length
     if seen is not None:
+        if seen.ndim != 2:
+            raise ArgumentError(
+                "attention_mask: expected (batch, length), 0 where a token is padding; or, where rows see different "
+                f"keys, 4 dimensions, as attention_mask.bool()[:, None] of 3; got {tuple(seen.shape)}."
+            )
         seen = seen if seen.dtype == torch.bool else seen != 0
         if seen.shape[1] < end:
             seen = torch.nn.functional.pad(seen, (0, end - seen.shape[1]))
