@@ -10,7 +10,7 @@ from ..torch.attending import attention
 from .caches import Cache, New, attended_cache, check_given
 from .kernels import check_no_weights, paged_lengths
 from .options import check_tensors, dropped_weights, infinite_where_empty, options_of, unpacked
-from .sequences import Side, attended, attended_pages, check_offsets, check_sides
+from .sequences import PADDED, Side, attended, attended_pages, check_offsets, check_sides
 
 
 def flash_attn_func(
@@ -54,7 +54,7 @@ def flash_attn_func(
     torch.Size([2, 5, 8, 16])
     """
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=return_attn_probs is True)
-    check_sides(q, k, v, Side("q"), Side("k"))
+    check_sides(q, k, v, *PADDED)
     said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     if not return_attn_probs:
         return attention(q, k, v, layout="blhd", **said)

@@ -25,6 +25,7 @@ class Side(NamedTuple):
     used: Any = None
 
 
+PADDED = Side("q"), Side("k")  # of calls that have no offsets
 _AXES = {3: "(total, nheads, headdim) beside", 4: "(batch, seqlen, nheads, headdim) without"}
 
 
