@@ -60,7 +60,9 @@ def attention(
         v: (batch, kv_heads, k_len, value_dim), same dtype.
         causal: True hides keys after the query, aligned at the end (the last query sees every key); "top-left"
             aligns at the start, as PyTorch's is_causal does.
-        window: (left, right): hides keys before i - left and after i + right; None means no limit on that side.
+        window: (left, right): hides keys before i - left and after i + right; None means no limit on that side. A
+            sliding window of n tokens, as speedlight.torch.Attention(window=n) and KVCache(window=n) have it, is
+            (n - 1, None) beside causal=True.
         mask: which keys a query sees: a function (b, h, i, j) -> bool of batch item, query head and absolute positions
             of query and key, a pattern such as sl.window(1024, 0) or several joined by & | ~, or a bool array that
             broadcasts to (batch, q_heads, q_len, k_len), True meaning visible. Joined to `causal` and `window` by &.

@@ -15,6 +15,7 @@ from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .problem import LAYOUTS, MOST_SEEDS
 
 MOST = 1 << 46  # of sizes and positions
+MOST_SCALE = 1e30
 
 
 def integer(name: str, x: Any) -> int:
@@ -47,7 +48,7 @@ def scale_of(scale: Any, head_dim: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(head_dim)
     value = number("scale", scale, "a number or None (1/sqrt(head_dim))")
-    if not math.isfinite(value) or abs(value) > 1e30:
+    if not abs(value) <= MOST_SCALE:  # NaN is not, either
         raise ArgumentError(f"scale: expected a finite number up to 1e30 in size; got {value}.")
     return value
 

@@ -327,7 +327,7 @@ def _array(name: str, x: Any) -> Any:
     x = jnp.asarray(x)
     if x.dtype.name not in DTYPES:
         raise ArgumentTypeError(
-            f"{name}: expected float32, float64, float16 or bfloat16; got {x.dtype}. Use {name}.astype()."
+            f"{name}: expected float32, float64, float16 or bfloat16; got {x.dtype}. Use {name}.astype(jnp.float32)."
         )
     if x.ndim not in (3, 4):
         raise ArgumentError(f"{name}: expected (batch, length, heads, dim) or (length, heads, dim); got {x.shape}.")
@@ -337,7 +337,9 @@ def _array(name: str, x: Any) -> Any:
 def _check_arrays(q: Any, k: Any, v: Any) -> None:
     for name, x in (("key", k), ("value", v)):
         if x.dtype != q.dtype:
-            raise ArgumentTypeError(f"{name}: expected {q.dtype}, as query has; got {x.dtype}. Use {name}.astype().")
+            raise ArgumentTypeError(
+                f"{name}: expected {q.dtype}, as query has; got {x.dtype}. Use {name}.astype(query.dtype)."
+            )
     if v.shape != k.shape:
         raise ArgumentError(f"value: expected shape {k.shape}, as key has; got {v.shape}.")
     if (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):

@@ -104,7 +104,7 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     kv_heads, k_len, k_dim = (k.shape[a] for a in axes[-3:])
     if k_dim != head_dim:
         raise ArgumentError(
-            f"k: expected head_dim {head_dim}, as q has; got {k_dim} (shape {k.shape}, layout {layout!r})."
+            f"k: expected head_dim {head_dim}, as q has; got {k_dim} (shape {k.shape}, {AXES[layout]})."
         )
     if head_dim < 1:
         raise ArgumentError(f"q: expected head_dim of at least 1; got shape {q.shape}.")

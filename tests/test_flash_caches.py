@@ -165,7 +165,7 @@ WRONG = {
     "k ": {"k": torch.ones(3, 2, KV, D, dtype=torch.float64)},
     "v_cache": {"v_cache": torch.ones(5, 11, KV, D)},
     "rotary_cos": {"rotary_cos": torch.ones(12, 8)},
-    "positions": {"rotary_cos": torch.ones(5, 8), "rotary_sin": torch.ones(5, 8)},
+    "rotary_cos ": {"rotary_cos": torch.ones(5, 8), "rotary_sin": torch.ones(5, 8)},
     "cache_batch_idx": {"cache_batch_idx": torch.tensor([0, 1, 5])},
     "cache_batch_idx ": {"cache_batch_idx": torch.tensor([0, 1, 2]), "block_table": torch.zeros(3, 1).int()},
     "block_table": {"block_table": torch.tensor([[0], [1], [5]], dtype=torch.int32)},

@@ -10,6 +10,7 @@ import torch
 from test_flash_attn import close, flown, made
 
 import speedlight as sl
+import speedlight.flash_attn as fa
 from speedlight.flash_attn import v3, v4
 
 
@@ -262,3 +263,78 @@ def test_values_that_are_their_own_keys():
     close(lse.transpose(1, 2), true[1])
     with pytest.raises(sl.UnsupportedError, match="^qv: expected None"):
         v4.flash_attn_func(q, v, v, qv=q)
+
+
+ENDS = flash.offsets(3, 4)
+PADDED, PACKED, CACHE = torch.ones(2, 5, 2, 8), torch.ones(7, 2, 8), torch.zeros(2, 6, 2, 8)
+TABLE = torch.zeros(2, 1, dtype=torch.int32)
+THREE, LIST = [PADDED] * 3, "those of speedlight.flash_attn"
+
+
+def cached(call=fa.flash_attn_with_kvcache, cache=CACHE, **options):
+    one = torch.ones(2, 1, 2, 8)
+    return call(one, cache, cache.clone(), one, one, **{"cache_seqlens": 3, **options})
+
+
+def turning(cos, sin):
+    return {"rotary_cos": torch.ones(cos), "rotary_sin": torch.ones(sin)}
+
+
+WRONG = {
+    "2's order in 3": (lambda: v3.flash_attn_func(*THREE, 0.0, None, True), f"qv: expected .* got bool.*{LIST}"),
+    "2's order in 4": (lambda: v4.flash_attn_func(*THREE, 0.0, None, True), f"qv: expected .* got float.*{LIST}"),
+    "2's order, packed": (
+        lambda: v3.flash_attn_varlen_func(*[PACKED] * 3, ENDS, ENDS, 4, 4, 0.0, None, True),
+        f"seqused_q: expected .* got float.*{LIST}",
+    ),
+    "2's order, a cache": (
+        lambda: v3.flash_attn_with_kvcache(PADDED, CACHE, CACHE, PADDED, PADDED, torch.ones(6, 4), torch.ones(6, 4), 1),
+        f"rotary_sin: expected .* got int.*{LIST}",
+    ),
+    "no q": (lambda: fa.flash_attn_func(None, PADDED, PADDED, alibi_slopes=torch.ones(2)), "q: expected a tensor"),
+    "no qkv": (lambda: v3.flash_attn_qkvpacked_func(None), "qkv: expected"),
+    "no parts": (lambda: v3.flash_attn_combine(None, None), "out_partial: expected a tensor"),
+    "an array": (lambda: fa.flash_attn_func(*[PADDED.numpy()] * 3, return_attn_probs=True), "q: expected a tensor"),
+    "slopes": (lambda: fa.flash_attn_func(*THREE, alibi_slopes=[0.1, 0.2]), "alibi_slopes: expected .* got list"),
+    "scale": (lambda: fa.flash_attn_func(*THREE, softmax_scale=math.nan), "softmax_scale: expected a finite"),
+    "packed": (lambda: fa.flash_attn_func(*[PACKED] * 3), r"q: expected 4 dimensions, .* without cu_seqlens_q; got"),
+    "no offsets": (lambda: fa.flash_attn_varlen_func(*[PACKED] * 3, None, None, 4, 4), "cu_seqlens_q: expected off"),
+    "no offsets in one": (
+        lambda: fa.flash_attn_varlen_qkvpacked_func(torch.ones(7, 3, 2, 8), None, 7), "cu_seqlens: expected offsets",
+    ),
+    "offsets": (
+        lambda: fa.flash_attn_varlen_func(*[PACKED] * 3, ENDS.float(), ENDS, 4, 4), "cu_seqlens_q: expected an int32",
+    ),
+    "lengths": (lambda: cached(cache_seqlens=torch.tensor([5.0, 3.0])), "cache_seqlens: expected an int32 tensor"),
+    "rows": (lambda: cached(cache_batch_idx=torch.tensor([0, 9])), "cache_batch_idx: expected rows of k_cache, 0 to 1"),
+    "count of rows": (lambda: cached(cache_batch_idx=[0]), "cache_batch_idx: expected 2 rows"),
+    "short": (lambda: cached(**turning((2, 4), (2, 4))), "rotary_cos: expected 4 positions or more.*got 2"),
+    "wide": (lambda: cached(**turning((9, 5), (9, 5))), "rotary_cos: expected shape"),
+    "apart": (lambda: cached(**turning((9, 4), (9, 2))), "rotary_sin: expected shape"),
+    "pairs": (lambda: cached(**turning((9, 4), (9, 4)), rotary_interleaved=1), "rotary_interleaved: expected True"),
+    "no slots": (
+        lambda: fa.flash_attn_with_kvcache(PADDED, CACHE[:, :0], CACHE[:, :0], block_table=TABLE, cache_seqlens=0),
+        "k_cache: expected pages",
+    ),
+    "no score": (
+        lambda: v4.flash_attn_func(*THREE, score_mod=lambda s, b, h, m, n, info, aux: None),
+        r"score_mod: expected a result of <lambda>\(\) in ",
+    ),
+    "aux": (lambda: v4.flash_attn_func(*THREE, mask_mod=max, aux_tensors=3), "aux_tensors: expected a list"),
+    "version": (lambda: fa.install(2), r"versions: expected .*, as \(2,\) or \(2, 3, 4\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_named(name):
+    call, message = WRONG[name]
+    with pytest.raises(sl.Error, match=f"^{message}"):
+        call()
+
+
+@pytest.mark.parametrize("mod", [3, sl.causal(), lambda b, h, i, j: i > j, lambda b, h, m, n, info, aux, more: m > n])
+@pytest.mark.parametrize("name", ["score_mod", "mask_mod"])
+def test_functions_of_other_arguments_are_named(name, mod):
+    mod = (lambda s, b, h, m, n, info: s) if name == "score_mod" and callable(mod) else mod
+    with pytest.raises(sl.ArgumentTypeError, match=rf"^{name}: expected a function \(.*, seqlen_info, aux_tensors\)"):
+        v4.flash_attn_func(*THREE, **{name: mod})

@@ -252,9 +252,24 @@ def test_inputs_that_are_refused():
         ([q, q, q.astype(int)], "V: expected float32"),
         ([q, q, q, None, q.astype(np.float64), q], "past_key: expected float32"),
     ]:
-        with pytest.raises(TypeError) as caught:  # onnx wraps types that are wrong
+        with pytest.raises(sl.ArgumentError, match=f"^{message}"):  # onnx would wrap a TypeError
             run("Attention", inputs, 1)
-        assert isinstance(caught.value.__cause__, sl.ArgumentTypeError) and message in str(caught.value.__cause__)
+    for inputs, message in [
+        ([q, q[..., :4], q], "K: expected head_dim 8, as Q has; got 4"),
+        ([q, q, q[:, :, :2]], "V: expected 2 heads and length 3, as K has"),
+    ]:
+        with pytest.raises(sl.ArgumentError, match=f"^{message}"):
+            run("Attention", inputs, 1)
+
+
+def test_models_of_older_opsets_are_refused():
+    node = h.make_node("Attention", ["q", "k", "v"], ["y"])
+    graph = h.make_graph([node], "one", [], [])
+    with pytest.raises(sl.ArgumentError, match="^model: expected opset 23 or later, which has Attention; got 22"):
+        speedlight.onnx.prepare(h.make_model(graph, opset_imports=[h.make_opsetid("", 22)]))
+    table = np.ones((9, 2), np.float32)
+    with pytest.raises(sl.ArgumentError, match="^X: expected"):
+        run("RotaryEmbedding", [np.ones((1, 2, 3, 4), int), table, table, np.ones((1, 3), int)], 1)
 
 
 @pytest.mark.parametrize("seed", range(60 if FULL else 12))
@@ -289,8 +304,8 @@ def test_rotary_embedding_refuses():
     for inputs, message in [
         ([x, table, table], "cos_cache: expected 3 dimensions beside no position_ids"),
         ([x, table, table[:, :3], at], "sin_cache: expected 2 dimensions beside position_ids, the last of 4"),
-        ([x, table, table, at], "positions: expected 0 to 8, the rows of cos; got 9"),
-        ([x, table, table, -at], "positions: expected 0 to 8, the rows of cos; got -9"),
+        ([x, table, table, at], "position_ids: expected 0 to 8, the rows of cos_cache; got 9"),
+        ([x, table, table, -at], "position_ids: expected 0 to 8, the rows of cos_cache; got -9"),
         ([flat(x), table, table, at], "num_heads: expected a divisor of 16"),
     ]:
         with pytest.raises(sl.ArgumentError, match=message):

@@ -603,3 +603,10 @@ def test_inductor():
         got = run(q)
     assert_equal(torch.autograd.grad(got.sum(), q)[0], torch.autograd.grad(want.sum(), q)[0])
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("enabled", ["on", 1, None])
+def test_sdpa_takes_a_bool(enabled):
+    """Refused where it is called, not where it is entered."""
+    with pytest.raises(sl.ArgumentError, match="^enabled: expected True or False; got"):
+        sdpa(enabled)

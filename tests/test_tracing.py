@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import subprocess
 import sys
@@ -87,15 +88,32 @@ def test_operators(function, want):
         (lambda b, h, i, j: pow(i, 2, 5) > 1, "got a third"),
         (lambda b, h, i, j: (-2) ** i > 1, "expected a positive base"),
         (lambda b, h, i, j: sl.cast(i, "colour") > 1, "cast: expected bool, int"),
-        (lambda b, h, i, j: None, "NoneType: expected a symbol"),
+        (lambda b, h, i, j: None, r"^mask: expected a result of <lambda>\(\) in .*; got None\. Is a return"),
         (lambda b, h, i, j: TABLE, "Table: expected a symbol"),
         (lambda b, h, i, j: LEAKED[0] > 0, "expected a result made of b, h, i, j; got s"),
         (lambda x, y: x > y, "expected the arguments"),
+        (sl.causal, r"^function: expected a pattern; got the function sl\.causal\. Call it: sl\.causal\(\)"),
+        (lambda s, b, h, i, j: math.exp(s), "the functions of Python's math cannot .* torch.tanh"),
+        (lambda s, b, h, i, j: math.floor(s), "the functions of Python's math cannot"),
     ],
 )
 def test_refused(function, message):
     with pytest.raises(sl.ExpressionError, match=message):
         sl.expression(function)
+
+
+@pytest.mark.parametrize(
+    ("role", "function", "message"),
+    [
+        ("mask", sl.causal, r"^mask: expected a pattern; .* Call it: sl\.causal\(\)\.$"),
+        ("score", sl.softcap, r"^score: expected a pattern; .* Call it: sl\.softcap\(…\)\.$"),
+        ("score", lambda b, h, i, j: i, r"^score: expected the arguments \(s, b, h, i, j\) of a score; got .* 4"),
+        ("score", lambda s, b, h, i, j: None, r"^score: expected a result of <lambda>\(\) in "),
+    ],
+)
+def test_refused_in_its_role(role, function, message):
+    with pytest.raises(sl.ExpressionError, match=message):
+        sl.expression(function, role)
 
 
 def test_what_a_function_raises_is_its_own():

@@ -79,6 +79,13 @@ def _no_branch(self: Symbol, *_: Any) -> Any:
     )
 
 
+def _no_number(self: Symbol, *_: Any) -> Any:
+    raise ExpressionError(
+        "a symbol has no value while a mask or score is traced, so float() and the functions of Python's math cannot "
+        "look at it: use NumPy's or PyTorch's, np.tanh or torch.tanh, or sl.exp, sl.tanh …"
+    )
+
+
 _MOST_POWER = 64  # of a power by multiplication, which takes negative bases
 
 
@@ -102,10 +109,11 @@ class Symbol:
     def __repr__(self) -> str:
         return repr(self.node)
 
-    __bool__ = __int__ = __float__ = __index__ = __len__ = __iter__ = __complex__ = __array__ = __round__ = (
-        __contains__
-    ) = _no_branch
-    __hash__ = __trunc__ = __floor__ = __ceil__ = __reversed__ = _no_branch  # type: ignore[assignment]
+    __bool__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = __array__ = __round__ = __contains__ = (
+        _no_branch
+    )
+    __hash__ = __reversed__ = _no_branch  # type: ignore[assignment]
+    __float__ = __trunc__ = __floor__ = __ceil__ = _no_number
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         """np.float32(2) * i, np.exp(s) …: what foreign.py has."""

@@ -148,23 +148,45 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
         )
     if isinstance(function, type):
         raise ArgumentTypeError(f"{role or 'function'}: expected a function; got the class {function.__name__}.")
-    count = _arity(function)
-    role = role or {4: "mask", 5: "score"}.get(count or 0)
-    if role is None or count not in (None, 4 if role == "mask" else 5):
-        raise ExpressionError(
-            f"{role or 'function'}: expected the arguments (b, h, i, j) for a mask, (s, b, h, i, j) for a score; got "
-            f"{count} arguments."
-        )
+    role = _role(function, role)
     names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
     result = _called(function, [Symbol(Node("symbol", SYMBOLS[n], value=n)) for n in names])
     if isinstance(result, Expression):
         return expression(result, role)
+    check_returned(role, function, result)
     root = node_of(result)
     if role == "mask" and root.kind != "bool":
         raise ExpressionError(f"mask: expected a bool result; got {root.kind} {root!r}. Write a comparison.")
     if role == "score":
         root = convert(root, "float")
     return expression_of(role, root)
+
+
+_TAKES = {"mask": "the arguments (b, h, i, j) of a mask", "score": "the arguments (s, b, h, i, j) of a score"}
+
+
+def _role(function: Callable[..., Any], role: str | None) -> str:
+    """What a function is for, which its arguments fit; a pattern that nobody called fits nothing."""
+    count, name = _arity(function), getattr(function, "__name__", "")
+    found = role or {4: "mask", 5: "score"}.get(count or 0)
+    if found is None or count not in (None, 4 if found == "mask" else 5):
+        if getattr(sys.modules["speedlight"], name, None) is function:
+            call = f"sl.{name}({'…' if count else ''})"
+            raise ExpressionError(
+                f"{role or 'function'}: expected a pattern; got the function sl.{name}. Call it: {call}."
+            )
+        expected = _TAKES[found] if found else f"{_TAKES['mask']}, or {_TAKES['score']}"
+        got = f"{count} argument{'s' * (count != 1)}"
+        raise ExpressionError(f"{found or 'function'}: expected {expected}; got a function of {got}.")
+    return found
+
+
+def check_returned(name: str, function: Callable[..., Any], result: Any) -> None:
+    """A function that forgot to return something is named."""
+    if result is None:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        place = "" if code is None else f" of {code.co_name}() in {code.co_filename}:{code.co_firstlineno}"
+        raise ExpressionError(f"{name}: expected a result{place}; got None. Is a return missing?")
 
 
 def expression_of(role: str, root: Node) -> Expression:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from .options import check_tensors
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
@@ -45,6 +46,8 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
     >>> x.shape, indices.tolist(), offsets.tolist(), longest, used.tolist()
     (torch.Size([3, 4]), [0, 1, 3], [0, 2, 3], 2, [2, 1])
     """
+    masks = {"hidden_states": hidden_states, "attention_mask": attention_mask}
+    check_tensors(masks, {"unused_mask": unused_mask}, {}, strict=True)
     if attention_mask.shape != hidden_states.shape[:2]:
         raise ArgumentError(
             f"attention_mask: expected shape {tuple(hidden_states.shape[:2])}, as hidden_states begins; got "

@@ -8,12 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..checks import item_lengths, packed_lengths
+from ..arrays import listed
+from ..checks import check_flag, integer, item_lengths, packed_lengths
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedError
 from ..expressions.tables import Table
 from ..expressions.tracing import expression
 from ..turning import rotary
-from .options import overlaps_itself
+from .options import check_tensors, overlaps_itself
 from .sequences import Side, attended, attended_pages
 
 
@@ -92,7 +93,27 @@ def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], quer
         return attended(q, k[: len(after)], v[: len(after)], queries, Side("k", None, after), said, True)
     if table is None:
         table = (torch.arange(len(after)) if cache.rows is None else cache.rows)[:, None]
-    return attended_pages(q, (k, v), table, after, queries, said)
+    return attended_pages(q, (k, v), table, after, queries, said, ("k_cache", "v_cache"))
+
+
+def check_given(q: Any, cache: Cache, new: New, qv: Any = None, offsets: Any = None, hint: str = "") -> None:
+    """Every argument that should be a tensor is one."""
+    seqlens = None if isinstance(cache.seqlens, int) and not isinstance(cache.seqlens, bool) else cache.seqlens
+    check_tensors(
+        {"q": q, "k_cache": cache.k, "v_cache": cache.v},
+        {"k": new.k, "v": new.v, "qv": qv, "rotary_cos": new.cos, "rotary_sin": new.sin},
+        {
+            "cache_seqlens": seqlens,
+            "cache_batch_idx": cache.rows,
+            "cache_leftpad": cache.leftpad,
+            cache.table_name: cache.table,
+            "cu_seqlens_q": offsets,
+            "cu_seqlens_k_new": new.offsets,
+            "rotary_seqlens": new.rotary_seqlens,
+        },
+        strict=True,
+        hint=hint,
+    )
 
 
 def _check(q: Any, cache: Cache, new: New) -> None:
@@ -100,8 +121,6 @@ def _check(q: Any, cache: Cache, new: New) -> None:
     known = [("q", q), ("k_cache", cache.k), ("v_cache", cache.v)]
     known += [(name, x) for name, x in (("k", new.k), ("v", new.v)) if x is not None]
     for name, x in known:
-        if not isinstance(x, Tensor):
-            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.")
         if x.requires_grad and torch.is_grad_enabled():
             raise UnsupportedError(
                 f"{name}: expected a tensor that does not require grad, there is no backward pass over a cache; got "
@@ -130,6 +149,18 @@ def _check(q: Any, cache: Cache, new: New) -> None:
             "rotary_cos: expected rotary_sin beside it, and k and v to append: what is in the cache has been turned "
             "before. Use speedlight.rotary() for queries alone."
         )
+    check_flag("rotary_interleaved", new.interleaved)
+    if new.cos is not None:
+        _check_rotary(new.cos, new.sin, q.shape[-1])
+
+
+def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if x.dim() != 2 or x.shape != cos.shape or not 1 <= x.shape[1] <= head_dim // 2:
+            raise ArgumentError(
+                f"{name}: expected shape (positions, rotary_dim / 2), of 1 to {head_dim // 2} columns as headdim is "
+                f"{head_dim}, rotary_sin as rotary_cos; got {tuple(x.shape)}."
+            )
 
 
 def _apart(cache: Cache, *tensors: Any) -> list[Any]:
@@ -157,13 +188,24 @@ def _known(cache: Cache, batch: int) -> Cache:
             )
         return cache._replace(table=table)
     if cache.rows is not None:
-        rows = item_lengths("cache_batch_idx", cache.rows, batch, cache.k.shape[0] - 1, "a row of k_cache")
-        return cache._replace(rows=torch.tensor(rows, dtype=torch.int64))
+        return cache._replace(rows=torch.tensor(_rows(cache, batch), dtype=torch.int64))
     if cache.k.shape[0] < batch:
         raise ArgumentError(
             f"k_cache: expected {batch} rows or more, as q has; got {cache.k.shape[0]}. Or give cache_batch_idx."
         )
     return cache
+
+
+def _rows(cache: Cache, batch: int) -> list[int]:
+    """Which row of a contiguous cache is each sequence's."""
+    rows = [integer("cache_batch_idx", n) for n in listed(cache.rows, "cache_batch_idx", "a sequence of ints")]
+    if len(rows) != batch:
+        raise ArgumentError(f"cache_batch_idx: expected {batch} rows, one for each sequence; got {len(rows)}.")
+    most = cache.k.shape[0] - 1
+    for item, n in enumerate(rows):
+        if not 0 <= n <= most:
+            raise ArgumentError(f"cache_batch_idx: expected rows of k_cache, 0 to {most}; got {n} for sequence {item}.")
+    return rows
 
 
 def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ...]:
@@ -251,8 +293,9 @@ def _turned(
     assert k is not None
     if new.cos is None:
         return q, k
+    room = new.cos.shape[0]
     given = before if new.rotary_seqlens is None else item_lengths(
-        "rotary_seqlens", new.rotary_seqlens, len(before), new.cos.shape[0]
+        "rotary_seqlens", new.rotary_seqlens, len(before), room, "the positions of rotary_cos"
     )  # fmt: skip
     starts = torch.tensor(given, dtype=torch.int64)
     moves = said["causal"] or said.get("window") is not None
@@ -262,6 +305,9 @@ def _turned(
     else:
         each = [n + torch.arange(m) * bool(moves) for n, m in zip(given, q_lens, strict=True)]
         q_at, q_layout = torch.cat(each), "lhd"
+    most = max([int(x.max()) + 1 for x in (q_at, starts[at.item] + at.nth) if x.numel()], default=0)
+    if most > room:
+        raise ArgumentError(f"rotary_cos: expected {most} positions or more, as far as tokens go; got {room}.")
     dims = 2 * new.cos.shape[-1]
     turn = {"interleaved": new.interleaved, "dims": dims}
     k_layout = "blhd" if new.offsets is None else "lhd"

@@ -45,7 +45,7 @@ def install(versions: tuple[int, ...] = (2,)) -> None:
     >>> speedlight.flash_attn.uninstall()
     """
     if not isinstance(versions, (tuple, list)) or not versions or [n for n in versions if n not in (2, 3, 4)]:
-        raise ArgumentError(f"versions: expected a tuple of 2, 3 and 4; got {shown(versions)}.")
+        raise ArgumentError(f"versions: expected a tuple of 2, 3 and 4, as (2,) or (2, 3, 4); got {shown(versions)}.")
     new = {}
     if 2 in versions or 4 in versions:
         new |= _version_2()

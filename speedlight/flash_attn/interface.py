@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from ..torch.attending import attention
-from .caches import Cache, New, attended_cache
+from .caches import Cache, New, attended_cache, check_given
 from .kernels import check_no_weights, paged_lengths
-from .options import dropped_weights, infinite_where_empty, options_of, unpacked
-from .sequences import Side, attended, attended_pages
+from .options import check_tensors, dropped_weights, infinite_where_empty, options_of, unpacked
+from .sequences import PADDED, Side, attended, attended_pages, check_offsets, check_sides
 
 
 def flash_attn_func(
@@ -53,6 +53,8 @@ def flash_attn_func(
     >>> speedlight.flash_attn.flash_attn_func(q, k, v, causal=True).shape
     torch.Size([2, 5, 8, 16])
     """
+    check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=return_attn_probs is True)
+    check_sides(q, k, v, *PADDED)
     said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     if not return_attn_probs:
         return attention(q, k, v, layout="blhd", **said)
@@ -147,6 +149,9 @@ def flash_attn_varlen_func(
     >>> speedlight.flash_attn.flash_attn_varlen_func(q, q, q, offsets, offsets, 4, 4, causal=True).shape
     torch.Size([7, 8, 16])
     """
+    ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    check_tensors({"q": q, "k": k, "v": v}, {}, {**ends, "block_table": block_table}, strict=return_attn_probs is True)
+    check_offsets(ends)
     said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
     if return_attn_probs:
         check_no_weights(said)
@@ -180,6 +185,7 @@ def flash_attn_varlen_qkvpacked_func(
     torch.Size([7, 8, 16])
     """
     q, k, v = unpacked(qkv, "qkv", 3, packed=True)
+    check_offsets({"cu_seqlens": cu_seqlens})
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
         alibi_slopes, deterministic, return_attn_probs,
@@ -269,8 +275,9 @@ def flash_attn_with_kvcache(
     >>> cache[:, 7].sum().item(), cache.sum().item()
     (64.0, 64.0)
     """
-    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     new = New(k, v, None, rotary_cos, rotary_sin, rotary_interleaved)
+    check_given(q, cache, new)
+    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
     out, lse = attended_cache(q, None, cache, new, None, said)
     return (out, infinite_where_empty(lse)) if return_softmax_lse else out

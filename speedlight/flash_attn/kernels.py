@@ -12,8 +12,8 @@ from ..arrays import listed
 from ..backward import attention_backward
 from ..checks import packed_offsets
 from ..errors import ArgumentError
-from .options import check_written, dropped_weights, infinite_where_empty, options_of
-from .sequences import Side, attended, attended_pages
+from .options import check_tensors, check_written, dropped_weights, infinite_where_empty, options_of
+from .sequences import Side, attended, attended_pages, check_offsets
 
 
 def _flash_attn_forward(
@@ -22,6 +22,7 @@ def _flash_attn_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(out, softmax_lse, S_dmask, rng_state); rng_state holds the seed of dropout."""
     window = window_size_left, window_size_right
+    check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=True)
     with torch.no_grad():
         said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
         out, lse = attended(q, k, v, Side("q"), Side("k"), said, True)
@@ -39,6 +40,10 @@ def _flash_attn_varlen_forward(
     """The same of packed sequences; S_dmask is not offered."""
     if leftpad_k is not None:
         raise ArgumentError("leftpad_k: expected None; got a tensor. Slice k, or use flash_attn_with_kvcache().")
+    ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    ints = {**ends, "block_table": block_table, "seqused_k": seqused_k}
+    check_tensors({"q": q, "k": k, "v": v}, {}, ints, strict=True)
+    check_offsets(ends if seqused_k is None else {"cu_seqlens_q": cu_seqlens_q})
     window = window_size_left, window_size_right
     with torch.no_grad():
         said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
@@ -59,6 +64,7 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Writes dq, dk and dv; returns the row sums of dout · out, (batch, heads, q_len)."""
+    check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}, {}, {}, strict=True)
     window = window_size_left, window_size_right
     said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes) | _dropping(dropout_p, rng_state)
     write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), {**said, "layout": "blhd"})
@@ -73,6 +79,7 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None, zero_tensors: bool = False,
 ) -> Tensor:  # fmt: skip
     """The same of packed sequences; row sums (heads, total)."""
+    check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}, {}, {}, strict=True)
     window = window_size_left, window_size_right
     said = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, offsets=cu_seqlens_q)
     said |= _dropping(dropout_p, rng_state)

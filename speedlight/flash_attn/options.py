@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, integer, number
+from ..checks import MOST_SCALE, check_flag, integer, number
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.patterns import softcap as softcap_score
 from ..torch.attending import attention
@@ -17,6 +17,34 @@ from ..torch.dot_product import drawn_seed
 from ..torch.flash_kernels import alibi_of, window_of
 
 _softcap = functools.lru_cache(64)(softcap_score)
+OTHER_ORDER = "Arguments in the order of flash-attn 2 are those of speedlight.flash_attn."
+_WORDS = (bool, int, float, str)  # that stand where a tensor should, if arguments are in another order
+
+
+def check_tensors(
+    arrays: dict[str, Any], optional: dict[str, Any], ints: dict[str, Any], *, strict: bool = False, hint: str = ""
+) -> None:
+    """Whatever should be a tensor is one, before anything of it is looked at.
+
+    `arrays` may be NumPy's, unless `strict`; `optional` ones may be None; `ints` (offsets, lengths, tables of pages)
+    None or sequences, too, which are checked where they are read.
+    """
+    hint = hint and f" {hint}"
+    for name, x in arrays.items():
+        if not isinstance(x, Tensor) and (strict or not hasattr(x, "shape")):
+            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.{_converting(x)}")
+    for name, x in optional.items():
+        if x is not None and not isinstance(x, Tensor):
+            raise ArgumentTypeError(f"{name}: expected a tensor or None; got {type(x).__name__}.{_converting(x)}{hint}")
+    for name, x in ints.items():
+        if isinstance(x, _WORDS):
+            raise ArgumentTypeError(f"{name}: expected a tensor of ints, or None; got {type(x).__name__}.{hint}")
+        if isinstance(x, Tensor) and (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool):
+            raise ArgumentTypeError(f"{name}: expected an int32 tensor; got {x.dtype}. Use .int().")
+
+
+def _converting(x: Any) -> str:
+    return " Use torch.as_tensor()." if hasattr(x, "shape") else ""
 
 
 def options_of(
@@ -33,7 +61,7 @@ def options_of(
     check_flag("causal", causal)
     said: dict[str, Any] = {"causal": causal}
     if softmax_scale is not None:
-        said["scale"] = number("softmax_scale", softmax_scale, "a number or None (1/sqrt(headdim))")
+        said["scale"] = _scale(softmax_scale)
     if window_size != (-1, -1):
         said["window"] = window_of(*sides(window_size))
     if softcap or alibi_slopes is not None:
@@ -41,6 +69,13 @@ def options_of(
     if dropout_p:
         said["dropout"], said["seed"] = dropout_of(dropout_p), drawn_seed()
     return said
+
+
+def _scale(softmax_scale: Any) -> float:
+    value = number("softmax_scale", softmax_scale, "a number or None (1/sqrt(headdim))")
+    if not abs(value) <= MOST_SCALE:  # NaN is not, either
+        raise ArgumentError(f"softmax_scale: expected a finite number up to 1e30 in size; got {value}.")
+    return value
 
 
 def sides(window_size: Any) -> tuple[int | None, int | None]:
@@ -62,8 +97,9 @@ def _scores(q: Tensor, softcap: Any, alibi_slopes: Any, offsets: Any) -> Any:
         heads, shape = q.shape[-2], tuple(getattr(alibi_slopes, "shape", ()))
         batch = q.shape[0] if offsets is None else len(offsets) - 1
         if shape not in ((heads,), (batch, heads)):
+            got = shape if hasattr(alibi_slopes, "shape") else f"{type(alibi_slopes).__name__}, not a tensor"
             raise ArgumentError(
-                f"alibi_slopes: expected shape ({heads},) or ({batch}, {heads}), by q's heads; got {shape}."
+                f"alibi_slopes: expected shape ({heads},) or ({batch}, {heads}), by q's heads; got {got}."
             )
         biased = alibi_of(alibi_slopes)
         return biased if capped is None else [capped, biased]

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ..api import attention_paged
 from ..checks import item_lengths, packed_offsets
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 from ..expressions.patterns import window as window_mask
 from ..torch.attending import attention
+from .options import check_tensors
 
 
 class Side(NamedTuple):
@@ -22,6 +23,10 @@ class Side(NamedTuple):
     name: str  # "q" or "k"
     offsets: Any = None
     used: Any = None
+
+
+PADDED = Side("q"), Side("k")  # of calls that have no offsets
+_AXES = {3: "(total, nheads, headdim) beside", 4: "(batch, seqlen, nheads, headdim) without"}
 
 
 class Packing(NamedTuple):
@@ -33,6 +38,7 @@ class Packing(NamedTuple):
 
 def attended(q: Tensor, k: Tensor, v: Tensor, queries: Side, keys: Side, said: dict[str, Any], return_lse: bool) -> Any:
     """attention(), of whatever both sides are; rows of queries that are not used get 0, and -inf."""
+    check_sides(q, k, v, queries, keys)
     if queries.used is keys.used is None:
         if queries.offsets is keys.offsets is None:
             return attention(q, k, v, layout="blhd", return_lse=return_lse, **said)
@@ -48,6 +54,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, queries: Side, keys: Side, said: d
             both = zip(lengths(queries, q), said["k_lengths"], strict=False)
             said["q_start"] = [n - m for m, n in both]
         return attention(q, k, v, layout="blhd", return_lse=return_lse, **said)
+    check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=True)
     packing = packed(queries, q)
     offsets, rows = packed(keys, k)
     k, v = (_rows(x, keys, rows) for x in (k, v))
@@ -56,10 +63,46 @@ def attended(q: Tensor, k: Tensor, v: Tensor, queries: Side, keys: Side, said: d
     return _placed(found, q, queries, packing, return_lse)
 
 
+def check_sides(q: Any, k: Any, v: Any, queries: Side, keys: Side) -> None:
+    """Each is packed or padded, as its side says."""
+    for name, x, side in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
+        dims = 4 if side.offsets is None else 3
+        if x.ndim != dims:
+            raise ArgumentError(
+                f"{name}: expected {dims} dimensions, {_AXES[dims]} cu_seqlens_{side.name}; got shape {tuple(x.shape)}."
+            )
+
+
+def check_offsets(given: dict[str, Any]) -> None:
+    """Offsets that a call cannot do without, by name."""
+    for name, x in given.items():
+        if x is None:
+            raise ArgumentTypeError(
+                f"{name}: expected offsets of the sequences, (batch + 1,) ints from 0 to the total; got None."
+            )
+
+
+def _check_pages(pages: tuple[Tensor, Tensor], names: tuple[str, str]) -> None:
+    for name, x in zip(names, pages, strict=True):
+        if x.ndim != 4 or x.shape[1] < 1:
+            raise ArgumentError(
+                f"{name}: expected pages (pages, page_size, nheads_k, headdim) of at least one token; got shape "
+                f"{tuple(x.shape)}."
+            )
+
+
 def attended_pages(
-    q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: Any, queries: Side, said: dict[str, Any]
+    q: Tensor,
+    pages: tuple[Tensor, Tensor],
+    table: Any,
+    k_lengths: Any,
+    queries: Side,
+    said: dict[str, Any],
+    names: tuple[str, str] = ("k", "v"),
 ) -> Any:
     """attention_paged(), (out, lse)."""
+    _check_pages(pages, names)
+    check_sides(q, q, q, queries, queries)
     said = paged_options(said) | {"return_lse": True}
     if queries.offsets is queries.used is None:
         return attention_paged(q, *pages, table, k_lengths, layout="blhd", **said)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..merging import merge
-from .caches import Cache, New, attended_cache
+from .caches import Cache, New, attended_cache, check_given
 from .kernels import row_sums, write_gradients
-from .options import check_written, options_of, refuse, unpacked
+from .options import OTHER_ORDER, check_tensors, check_written, options_of, refuse, unpacked
 from .sequences import Side, attended, lengths
 
 __all__ = [
@@ -67,6 +67,7 @@ def flash_attn_func(
     >>> speedlight.flash_attn.v3.flash_attn_func(q, k, v, None, True).shape
     torch.Size([2, 5, 8, 24])
     """
+    check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, {}, strict=qv is not None, hint=OTHER_ORDER)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
     q, k = absorbed(q, k, v, qv)
     said = options_of(q, softmax_scale, causal, window_size, softcap)
@@ -95,7 +96,7 @@ def flash_attn_qkvpacked_func(
     >>> speedlight.flash_attn.v3.flash_attn_qkvpacked_func(torch.ones(2, 5, 12, 16), num_heads_q=8).shape
     torch.Size([2, 5, 8, 16])
     """
-    if qkv.dim() != 4:
+    if not isinstance(qkv, torch.Tensor) or qkv.dim() != 4:
         q, k, v = unpacked(qkv, "qkv", 3)
     else:
         left = qkv.shape[2] - (num_heads_q or 0)
@@ -155,6 +156,9 @@ def flash_attn_varlen_func(
     >>> out.sum((1, 2)).tolist()
     [128.0, 128.0, 0.0, 128.0, 128.0, 128.0, 128.0]
     """
+    ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
+    check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, ends | used, strict=qv is not None, hint=OTHER_ORDER)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
     q, k = absorbed(q, k, v, qv)
     said = options_of(q, softmax_scale, causal, window_size, softcap)
@@ -183,6 +187,7 @@ def flash_attn_combine(
     """
     if out_dtype is not None and not out_dtype.is_floating_point:
         raise ArgumentError(f"out_dtype: expected a dtype of floats; got {out_dtype}.")
+    check_tensors({"out_partial": out_partial, "lse_partial": lse_partial}, {"out": out}, {}, strict=True)
     found, lse = merge(list(out_partial), list(lse_partial))
     if out is None:
         return found.to(out_dtype or out_partial.dtype), lse
@@ -250,13 +255,14 @@ def flash_attn_with_kvcache(
     >>> put(q, pages, pages.clone(), k, k, cache_seqlens=9, page_table=table).shape, pages[0, 1, 0, 0].item()
     (torch.Size([2, 1, 8, 16]), 1.0)
     """
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, "page_table")
+    new = New(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
+    check_given(q, cache, new, qv, cu_seqlens_q, OTHER_ORDER)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
     said = options_of(q, softmax_scale, causal, window_size, softcap)
     if qv is not None:
         check_absorbed(q, v_cache, qv)
         said.setdefault("scale", (q.shape[-1] + qv.shape[-1]) ** -0.5)
-    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, "page_table")
-    new = New(k, v, cu_seqlens_k_new, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens)
     out, lse = attended_cache(q, cu_seqlens_q, cache, new, qv, said)
     return (out, lse, out.new_empty(0), out.new_empty(0)) if return_softmax_lse else out
 
@@ -273,7 +279,7 @@ def check_absorbed(q: Tensor, v: Tensor, qv: Tensor) -> None:
     """qv goes with q and v."""
     shape = (*q.shape[:-1], v.shape[-1])
     if qv.shape != shape:
-        raise ArgumentError(f"qv: expected shape {shape}, as q with v's dim last; got {tuple(qv.shape)}.")
+        raise ArgumentError(f"qv: expected shape {shape}, as q with v's dim last; got {tuple(qv.shape)}. {OTHER_ORDER}")
 
 
 def _refuse(q_descale: Any, k_descale: Any, v_descale: Any, attention_chunk: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -9,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.tables import Table, table
-from ..expressions.tracing import Expression, expression
+from ..expressions.tracing import Expression, check_returned, expression
 from . import v3
-from .options import options_of, refuse, sides
-from .sequences import Side, attended, attended_pages, lengths, packed
+from .options import OTHER_ORDER, check_tensors, options_of, refuse, sides
+from .sequences import Side, attended, attended_pages, check_sides, lengths, packed
 
 __all__ = ["SeqlenInfo", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 
@@ -103,6 +104,7 @@ def flash_attn_func(
     >>> out.shape, lse
     (torch.Size([2, 5, 8, 24]), None)
     """
+    check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, {}, strict=qv is not None, hint=OTHER_ORDER)
     sparse = "Which keys are seen, mask_mod says."
     refuse(
         ("gather_kv_indices", gather_kv_indices, sparse),
@@ -115,6 +117,7 @@ def flash_attn_func(
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
     said = _said(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
     queries, keys = Side("q"), Side("k")
+    check_sides(q, k, v, queries, keys)
     if score_mod is not None or mask_mod is not None:
         batch = q.shape[0]
         said |= _modified(mods, _info([0], [0], [q.shape[1]] * batch, [k.shape[1]] * batch))
@@ -180,6 +183,9 @@ def flash_attn_varlen_func(
     >>> out.shape, lse.shape
     (torch.Size([7, 8, 16]), torch.Size([8, 7]))
     """
+    ints = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
+    ints["page_table"] = page_table
+    check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, ints, strict=qv is not None, hint=OTHER_ORDER)
     sparse = "Which keys are seen, mask_mod says."
     refuse(
         ("gather_kv_indices", gather_kv_indices, sparse),
@@ -191,6 +197,8 @@ def flash_attn_varlen_func(
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
     said = _said(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
     queries, keys = Side("q", cu_seqlens_q, seqused_q), Side("k", cu_seqlens_k, seqused_k)
+    if page_table is None:
+        check_sides(q, k, v, queries, keys)
     if page_table is not None and (seqused_k is None or cu_seqlens_k is not None):
         raise ArgumentError("seqused_k: expected lengths of sequences beside page_table, and no cu_seqlens_k.")
     if score_mod is not None or mask_mod is not None:
@@ -300,6 +308,8 @@ def _modified(mods: Mods, info: dict[str, list[int]]) -> dict[str, Expression]:
     tables = {name: Table(np.array(x, np.int64), name) for name, x in info.items() if len(set(x)) > 1}
     starts = [b - a for a, b in zip(info["seqlen_q"], info["seqlen_k"], strict=True)]
     starts_table = Table(np.array(starts, np.int64), "q_start")
+    if not isinstance(mods.tensors, (list, tuple, type(None))):
+        raise ArgumentTypeError(f"aux_tensors: expected a list of tensors; got {type(mods.tensors).__name__}.")
     looked = [table(t, f"aux_tensors[{n}]") for n, t in enumerate(mods.tensors or ())]
 
     def more(b: Any) -> tuple[Any, ...]:
@@ -312,10 +322,35 @@ def _modified(mods: Mods, info: dict[str, list[int]]) -> dict[str, Expression]:
 
     found, score_mod, mask_mod = {}, mods.score, mods.mask
     if score_mod is not None:
-        found["score"] = expression(lambda s, b, h, i, j: score_mod(s, b, h, i - first(b), j, *more(b)), "score")
+        call = _checked_mod("score_mod", score_mod, mods.scalars is not None)
+        found["score"] = expression(lambda s, b, h, i, j: call(s, b, h, i - first(b), j, *more(b)), "score")
     if mask_mod is not None:
-        found["mask"] = expression(lambda b, h, i, j: mask_mod(b, h, i - first(b), j, *more(b)), "mask")
+        see = _checked_mod("mask_mod", mask_mod, mods.scalars is not None)
+        found["mask"] = expression(lambda b, h, i, j: see(b, h, i - first(b), j, *more(b)), "mask")
     return found
+
+
+def _checked_mod(name: str, mod: Any, with_scalars: bool) -> Callable[..., Any]:
+    """A function that takes what it will be given, and returns something."""
+    names = ["b", "h", "q_idx", "kv_idx", "seqlen_info", "aux_tensors"] + ["aux_scalars"] * with_scalars
+    names = ["score"] * (name == "score_mod") + names
+    expected = f"{name}: expected a function ({', '.join(names)})"
+    if not callable(mod):
+        raise ArgumentTypeError(f"{expected}; got {shown(mod)}.")
+    try:
+        inspect.signature(mod).bind(*names)
+    except TypeError as error:
+        scalars = "" if with_scalars else ", and aux_scalars where they are given"
+        raise ArgumentTypeError(f"{expected}{scalars}; got another one: {error}.") from None
+    except ValueError:  # Python cannot say what it takes
+        pass
+
+    def call(*given: Any) -> Any:
+        result = mod(*given)
+        check_returned(name, mod, result)
+        return result
+
+    return call
 
 
 def _results(found: Any, return_lse: bool, heads_last: bool) -> tuple[Tensor, Tensor | None]:

@@ -40,6 +40,8 @@ __all__ = [
 OPS: list[type[OpRun]] = [Attention, RotaryEmbedding, TensorScatter]
 """What `onnx.reference.ReferenceEvaluator(model, new_ops=speedlight.onnx.OPS)` computes here."""
 
+_FIRST = {"Attention": 23, "RotaryEmbedding": 23, "TensorScatter": 24}  # opsets
+
 
 class Prepared:
     """A model whose nodes of `OPS` are computed here.
@@ -56,6 +58,7 @@ class Prepared:
     __slots__ = ("evaluator",)
 
     def __init__(self, model: ModelProto) -> None:
+        _check_opset(model)
         self.evaluator = ReferenceEvaluator(model, new_ops=OPS)
 
     def run(self, inputs: Sequence[np.ndarray] | dict[str, np.ndarray]) -> list[Any]:
@@ -66,6 +69,15 @@ class Prepared:
         if len(inputs) > len(names):
             raise ArgumentError(f"inputs: expected {len(names)}, {names}; got {len(inputs)}.")
         return list(self.evaluator.run(None, dict(zip(names, inputs, strict=False))))
+
+
+def _check_opset(model: ModelProto) -> None:
+    """Operators are of an opset that has them."""
+    version = max([x.version for x in model.opset_import if x.domain in ("", "ai.onnx")], default=onnx_opset_version())
+    used = {node.op_type for node in model.graph.node if node.domain in ("", "ai.onnx")}
+    for name, first in _FIRST.items():
+        if name in used and version < first:
+            raise ArgumentError(f"model: expected opset {first} or later, which has {name}; got {version}.")
 
 
 def prepare(model: ModelProto, device: str = "CPU") -> Prepared:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from onnx import TensorProto
@@ -11,11 +13,35 @@ from onnx.reference.op_run import OpRun
 from ..api import attention
 from ..arrays import DTYPES
 from ..checks import check_index
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, Error, rename
 from ..expressions.patterns import softcap as capped
 from ..turning import rotary
 
+_DIMS = "rotary_embedding_dim"
 _PRECISIONS = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _named(names: dict[str, str]) -> Callable[[_F], _F]:
+    """Errors with the operator's names of its inputs, of kinds that the evaluator lets pass: it wraps TypeErrors."""
+
+    def of(run: _F) -> _F:
+        @functools.wraps(run)
+        def call(*args: Any, **attributes: Any) -> Any:
+            try:
+                return run(*args, **attributes)
+            except Error as error:
+                if names:
+                    rename(error, names)
+                if isinstance(error, TypeError):
+                    raise ArgumentError(str(error)) from error
+                raise
+
+        return call  # type: ignore[return-value]
+
+    return of
 
 
 class Attention(OpRun):
@@ -29,8 +55,9 @@ class Attention(OpRun):
     without a past.
 
     Raises:
-        speedlight.Error: the input or attribute, what was expected and what came. Where that is a TypeError, onnx wraps
-            it in another. A negative scale, which has no square root, and a negative softcap are refused.
+        speedlight.Error: the input or attribute, what was expected and what came. Never a TypeError,
+            which onnx would wrap in another. A negative scale, which has no square root, and a negative softcap are
+            refused.
 
     Source: https://onnx.ai/onnx/operators/onnx__Attention.html.
 
@@ -40,6 +67,7 @@ class Attention(OpRun):
     (1, 3, 32)
     """
 
+    @_named({"q": "Q", "k": "K", "v": "V"})
     def _run(
         self,
         Q: np.ndarray,
@@ -290,6 +318,7 @@ class RotaryEmbedding(OpRun):
     [-1.0, -1.0, 1.0, 1.0]
     """
 
+    @_named({"x": "X", "cos": "cos_cache", "sin": "sin_cache", "positions": "position_ids", "dims": _DIMS})
     def _run(
         self,
         X: np.ndarray,
@@ -335,6 +364,7 @@ class TensorScatter(OpRun):
     [1.0, 0.0, 0.0, 1.0]
     """
 
+    @_named({})
     def _run(
         self,
         past_cache: np.ndarray,

@@ -101,7 +101,8 @@ class Attention(nn.Module):
         bias: whether the projections of queries, keys and values have one.
         out_bias: whether that of the output has one. Default: as bias.
         causal: hides keys after the query.
-        window: a token sees itself and the window - 1 tokens before it, as in Mistral and KVCache(window=).
+        window: a token sees itself and the window - 1 tokens before it, as in Mistral and KVCache(window=). An
+            int; attention(window=) takes the pair (window - 1, None).
         rotary: base of rotary positions, as 10000.0; None: none, unless forward() is given rotation=.
         rotary_dims: how many elements of a head turn. Default all.
         interleaved: which of them are pairs, as for speedlight.rotary().

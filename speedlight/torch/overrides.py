@@ -28,8 +28,7 @@ _libraries: list[torch.library.Library] = []  # registered as long as they live:
 _originals: dict[str, Any] = {}
 
 
-@contextlib.contextmanager
-def sdpa(enabled: bool = True) -> Iterator[None]:
+def sdpa(enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """Inside, this thread's attention of PyTorch's is computed by speedlight, whatever model calls it.
 
     Taken are F.scaled_dot_product_attention on the CPU with all its options (so nn.MultiheadAttention,
@@ -51,6 +50,11 @@ def sdpa(enabled: bool = True) -> Iterator[None]:
     """
     if type(enabled) is not bool:
         raise ArgumentError(f"enabled: expected True or False; got {enabled!r}.")
+    return _asking(enabled)
+
+
+@contextlib.contextmanager
+def _asking(enabled: bool) -> Iterator[None]:
     _register()
     with asked(enabled):
         yield
