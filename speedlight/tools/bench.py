@@ -94,10 +94,7 @@ def bench(
         raise ArgumentError(f"--only: expected --models or --device cuda beside it; got {only!r} alone.")
     shapes = _shapes(dtype, head_dim, length, mask, heads)
     names = _names(peer, backward)
-    if turns < 1:
-        raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
-    if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
-        raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
+    _check(turns, output)
     if plot is not None:
         check_path(plot, "--plot")
         if base is not None:
@@ -128,6 +125,13 @@ def bench(
         raise typer.Exit(1)
 
 
+def _check(turns: int, output: Path | None) -> None:
+    if turns < 1:
+        raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
+    if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
+        raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
+
+
 def _listed(
     device: str, models: bool, only: str, turns: int, output: Path | None, plot: Path | None, as_json: bool, others: Any
 ) -> None:
@@ -138,10 +142,7 @@ def _listed(
         raise ArgumentError(f"{what}: expected no more than --only, --turns, --output, {more}and --json beside it.")
     if only not in ("", *kinds):
         raise ArgumentError(f"--only: expected one of {', '.join(kinds)}; got {only!r}.")
-    if turns < 1:
-        raise ArgumentError(f"--turns: expected at least 1; got {turns}.")
-    if output is not None and (output.suffix != ".json" or not output.parent.is_dir()):
-        raise ArgumentError(f"--output: expected a name that ends in .json, in a directory that exists; got {output}.")
+    _check(turns, output)
     if plot is not None:
         check_path(plot, "--plot")
     if models:

@@ -96,9 +96,10 @@ def _gpt_oss() -> Any:
 def _with(model: Any, name: str, clock: Clock) -> Iterator[None]:
     """A model whose attention is of this name, timed."""
     model.set_attn_implementation(name)
-    home, table = sys.modules[type(model).__module__], ALL_ATTENTION_FUNCTIONS._global_mapping
-    own: Any = getattr(home, "eager_attention_forward", None)
-    whole: Any = own if name == "eager" else table[name]
+    table, key = ALL_ATTENTION_FUNCTIONS._global_mapping, name
+    if name == "eager":  # each model's module has its own
+        table, key = vars(sys.modules[type(model).__module__]), "eager_attention_forward"
+    whole: Any = table[key]
 
     def timed(*args: Any, **options: Any) -> Any:
         clock.begin()
@@ -107,16 +108,10 @@ def _with(model: Any, name: str, clock: Clock) -> Iterator[None]:
         return result
 
     try:
-        if name == "eager":
-            setattr(home, "eager_attention_forward", timed)  # noqa: B010
-        else:
-            table[name] = timed
+        table[key] = timed
         yield
     finally:
-        if name == "eager":
-            setattr(home, "eager_attention_forward", own)  # noqa: B010
-        else:
-            table[name] = whole
+        table[key] = whole
 
 
 def _contenders(

@@ -9,8 +9,9 @@ torch.Size([1, 2, 3, 4])
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import importer
 
 if TYPE_CHECKING:
     from .attending import attention
@@ -44,13 +45,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__ = importer(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..lazy import importer
 
 if TYPE_CHECKING:
     from .attending import attention_forward
@@ -27,13 +28,7 @@ _HOMES = {
 __all__ = ["Cache", "MaskSpec", "attention_forward", "attention_mask", "register", "unregister"]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{home}", __name__), name)
-    globals()[name] = value
-    return value
+__getattr__ = importer(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:
