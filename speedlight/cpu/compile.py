@@ -156,7 +156,7 @@ def compile_ir(shape: AnyShape, text: str, triple: str | None = None, *, assembl
         machine = target.create_target_machine(cpu=shape.isa.cpu, features=shape.isa.features, opt=3, reloc="pic")
         module = binding.parse_assembly(text)
         module.verify()
-        options = binding.create_pipeline_tuning_options(speed_level=2)
+        options = binding.create_pipeline_tuning_options(speed_level=1)
         options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
         _optimise(module, binding.create_pass_builder(machine, options))
         return machine.emit_assembly(module) if assembly else machine.emit_object(module)
@@ -165,13 +165,17 @@ def compile_ir(shape: AnyShape, text: str, triple: str | None = None, *, assembl
 
 
 def _optimise(module: Any, builder: Any) -> None:
-    """Runs LLVM's passes, and frees them: in llvmlite 0.50 ObjectRef's empty _dispose hides the one that does."""
+    """Runs LLVM's passes for functions, and frees them: in llvmlite 0.50 ObjectRef's empty _dispose hides the one that
+    does. Those for whole modules take twice as long, for kernels as fast: they are one function each.
+    """
     from llvmlite.binding.ffi import ObjectRef
     from llvmlite.binding.newpassmanagers import NewPassManager
 
-    passes = builder.getModulePassManager()
+    passes = builder.getFunctionPassManager()
     try:
-        passes.run(module, builder)
+        for function in module.functions:
+            if not function.is_declaration:
+                passes.run(function, builder)
     finally:
         if type(passes)._dispose is ObjectRef._dispose:
             NewPassManager._dispose(passes)
