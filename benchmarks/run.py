@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def prefill(turns: int) -> Any:
-    read = roof.bandwidth(sl.get_threads(), 512 << 20)
+    read = roof.bandwidth(machine.current_isa(), sl.get_threads(), 512 << 20)
     for dtype, heads, n, d, causal in PREFILL:
         arrays = tensors(dtype, heads, n, d)
         others, missing = peers(dtype, arrays, causal, ("torch", "onnxruntime", "openvino"))
@@ -79,9 +79,7 @@ def prefill(turns: int) -> Any:
             if plan.problem.storage in ("f64",) or isa.product(plan.problem.storage) == "pairs"
             else "f32"
         )
-        times, peaks = measure(
-            calls, turns, lambda kind=kind, isa=isa: roof.peak_flops.__wrapped__(isa, kind, sl.get_threads())
-        )
+        times, peaks = measure(calls, turns, lambda kind=kind, isa=isa: roof.peak_flops(isa, kind, sl.get_threads()))
         ours = statistics.median(times["speedlight"])
         best = min((x for x in times if x != "speedlight"), key=lambda x: statistics.median(times[x]), default=None)
         yield {
@@ -109,7 +107,7 @@ def narrower(turns: int) -> Any:
             yield {"name": "refused", "why": refused}
             return
         plan = sl.plan(*arrays)
-        peak = lambda: roof.peak_flops.__wrapped__(isa, "f32", sl.get_threads())  # noqa: E731
+        peak = lambda: roof.peak_flops(isa, "f32", sl.get_threads())  # noqa: E731
         times, peaks = measure({"speedlight": lambda: sl.attention(*arrays)}, turns, peak)
         rate, top = plan.flops / statistics.median(times["speedlight"]), statistics.median(peaks)
         yield {

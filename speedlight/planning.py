@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .expressions.tree import lazily
@@ -21,6 +22,14 @@ class Run(NamedTuple):
     backward: bool = False  # of attention_backward()
 
 
+class Roofs(NamedTuple):
+    """What a machine can do at best, on all threads of a plan."""
+
+    flops: float  # per second
+    bytes: float  # per second
+    date: str  # of the measurement
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a call will do, known before it runs. `print(plan)` shows it as a table.
@@ -28,8 +37,9 @@ class Plan:
     FLOPs count a multiply-add as two and only visible query-key pairs, except `tile_flops`, which is what is computed.
     visible_pairs and flops are None where only counting would tell (`plan(…, exact=True)` counts).
     Bytes are the least that must be moved: every input once, every output once. Seconds are what this machine's
-    measured peak and bandwidth allow at best. `backward`: of attention_backward(): five products where attention() has
-    two; gradients of tables and sinks are not in it.
+    measured peak and bandwidth allow at best: these are measured when they are first asked for, in a quarter of a
+    second, and kept beside the kernels; `speedlight info --measure` measures again. `backward`: of
+    attention_backward(): five products where attention() has two; gradients of tables and sinks are not in it.
 
     >>> import speedlight as sl
     >>> p = sl.plan(q_heads=8, q_len=1024, head_dim=64, causal=True)
@@ -57,10 +67,9 @@ class Plan:
     bytes_written: int
     workspace_bytes: int
     materialised_bytes: int
-    peak_flops: float | None = None  # per second, all threads of the plan
-    bandwidth: float | None = None  # bytes per second
     tile_keys: int = TILE
     backward: bool = False
+    measured: Callable[[], Roofs | None] | None = field(default=None, repr=False, compare=False)
 
     @property
     def memory_ratio(self) -> float:
@@ -68,11 +77,26 @@ class Plan:
         return self.materialised_bytes / self.workspace_bytes if self.workspace_bytes else float("inf")
 
     @lazily
+    def roofs(self) -> Roofs | None:
+        """Of this machine, measured when they are first asked for; None where nothing can be measured."""
+        return self.measured() if self.measured else None
+
+    @property
+    def peak_flops(self) -> float | None:
+        """Per second, on all threads of the plan."""
+        return self.roofs and self.roofs.flops
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes per second."""
+        return self.roofs and self.roofs.bytes
+
+    @property
     def seconds_at_least(self) -> float | None:
-        """No run on this machine can be faster: the larger of compute and memory time."""
-        if not self.peak_flops or not self.bandwidth:
+        """No run on this machine can be faster: the larger of compute and memory time. None without roofs."""
+        if self.roofs is None:
             return None
-        return max((self.flops or 0) / self.peak_flops, (self.bytes_read + self.bytes_written) / self.bandwidth)
+        return max((self.flops or 0) / self.roofs.flops, (self.bytes_read + self.bytes_written) / self.roofs.bytes)
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<16} {text}" for name, text in self.rows())
@@ -117,8 +141,8 @@ class Plan:
                 f"{_bytes(self.materialised_bytes)} for {what}: {self.memory_ratio:,.1f} x the workspace",
             ),
         ]
-        if self.seconds_at_least is not None and self.peak_flops and self.bandwidth:
-            roofs = f"{self.peak_flops / 1e9:,.0f} GFLOP/s and {self.bandwidth / 1e9:,.1f} GB/s, measured"
+        if self.seconds_at_least is not None and self.roofs:
+            roofs = f"{self.roofs.flops / 1e9:,.0f} GFLOP/s and {self.roofs.bytes / 1e9:,.1f} GB/s, {self.roofs.date}"
             rows.append(("time at least", f"{_seconds(self.seconds_at_least)} ({roofs})"))
         return rows
 
@@ -126,8 +150,7 @@ class Plan:
 def plan_of(
     problem: Problem,
     run: Run,
-    peak: float | None = None,
-    bandwidth: float | None = None,
+    measured: Callable[[], Roofs | None] | None = None,
     *,
     exact: bool = False,
 ) -> Plan:
@@ -161,9 +184,8 @@ def plan_of(
         bytes_written=written,
         workspace_bytes=run.workspace_bytes,
         materialised_bytes=materialised_bytes(problem),
-        peak_flops=peak,
-        bandwidth=bandwidth,
         backward=run.backward,
+        measured=measured,
     )
 
 

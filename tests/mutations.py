@@ -393,15 +393,15 @@ MUTATIONS = (
     Mutation(
         "a damaged object file is run",
         "cpu/compile.py",
-        "if data[: _HEADER - 32] != _MAGIC + _sum(path, code):",
-        "if not data.startswith(_MAGIC):",
+        "return code if data[: _HEADER - 32] == _MAGIC + _sum(path, code) else None",
+        "return code if data.startswith(_MAGIC) else None",
         "tests/test_cache.py -k damage",
     ),
     Mutation(
         "kernels are not named by every source",
         "cpu/compile.py",
-        'sorted(package.rglob("*.py"))',
-        'sorted(package.glob("*.py"))',
+        'entry.name != "__pycache__" and entry.is_dir()',
+        'entry.name == "cpu" and entry.is_dir()',
         "tests/test_cache.py -k every_source",
     ),
     Mutation(

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from problems import qkv
 
 import speedlight as sl
-from speedlight import arrays
+from speedlight import arrays, machine
 from speedlight.cpu import gradients
 from speedlight.cpu.compile import symbol_of
 from speedlight.cpu.operands import Dense, Operands, Rows, Strides
@@ -294,3 +294,41 @@ def test_the_plain_read_reads_every_byte():
     run_region(roof._kernels(current_isa(), "f32")[1], words, 1)
     sums = np.frombuffer(words, np.int64)[roof.OPERANDS // 8 :]
     assert sums.sum() == memory.sum() and np.count_nonzero(sums) == 8 * current_isa().vector_bytes // 8
+
+
+def test_a_plan_measures_when_it_is_asked_for_roofs(tmp_path, monkeypatch):
+    """Once per machine: the next process reads them. What another machine measured, or half a file, is not believed."""
+    from speedlight.cpu import roof
+
+    monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(roof, "_known", {})
+    measured: list[float] = []
+    monkeypatch.setattr(roof, "peak_flops", lambda *_: measured.append(len(measured) + 1.0) or measured[-1] * 1e9)
+    monkeypatch.setattr(roof, "bandwidth", lambda *_: 5e9)
+
+    def peak() -> float:
+        roof._known.clear()  # as another process
+        return sl.plan(q_heads=2, q_len=64, head_dim=32).peak_flops
+
+    plan = sl.plan(q_heads=2, q_len=64, head_dim=32)
+    assert plan == sl.plan(q_heads=2, q_len=64, head_dim=32) and not measured
+    assert "(1 GFLOP/s and 5.0 GB/s, 2" in str(plan) and plan.seconds_at_least == plan.flops / 1e9
+    (file,) = tmp_path.iterdir()
+    whole = file.read_text()
+    assert peak() == 1e9
+    file.write_text(whole[:-5])
+    assert peak() == 2e9
+    file.write_text(whole.replace('"machine": "', '"machine": "another '))
+    assert peak() == 3e9 and measured == [1, 2, 3]
+    file.write_text(whole.replace("1000000000.0", "9000000000.0"))
+    assert roof.measure(current_isa(), "f32", sl.get_threads())[:2] == (9e9, 5e9) and peak() == 9e9  # the best
+
+
+def test_linux_says_what_llvm_says_of_the_cpu():
+    if not machine._cpuinfo():
+        pytest.skip("no /proc/cpuinfo")
+    from llvmlite import binding
+
+    theirs = {name for name, on in binding.get_host_cpu_features().items() if on}
+    wanted = {name for isa in machine.ISAS for name in isa.needs}
+    assert machine._features() & wanted == theirs & wanted

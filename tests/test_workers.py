@@ -214,7 +214,8 @@ def test_measuring_can_be_interrupted(threads):
         "        yield from list.__iter__(self)\n"
         "        raise KeyboardInterrupt\n"
         "workers._started = lambda count: Late(started(count))\n"
-        "for call in (lambda n: roof.peak_flops(machine.current_isa(), 'f32', n), roof.bandwidth):\n"
+        "isa = machine.current_isa()\n"
+        "for call in (lambda n: roof.peak_flops(isa, 'f32', n), lambda n: roof.bandwidth(isa, n)):\n"
         f"    try: call({threads})\n"
         "    except KeyboardInterrupt: print('interrupted')\n"
     )

@@ -13,7 +13,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib.metadata
 import itertools
 import os
 import re
@@ -118,26 +117,21 @@ def loaded_kernels() -> list[str]:
 
 @standard
 def emit(shape: AnyShape) -> str:
-    """The LLVM IR of the kernel."""
-    from .backward import backward_module
-    from .decode import decode_module
-    from .forward import forward_module
-    from .merging import MergeShape, merge_module
-    from .shape import Shape
-    from .table_gradients import tables_module
-
+    """The LLVM IR of the kernel. Modules are imported where they are needed: a first call waits for its own alone."""
     symbol = symbol_of(shape)
-    match shape:
-        case MergeShape():
-            return str(merge_module(shape, symbol))
-        case Shape(kind="forward"):
-            return str(forward_module(shape, symbol))
-        case Shape(kind="backward"):
-            return str(backward_module(shape, symbol))
-        case Shape(kind="tables"):
-            return str(tables_module(shape, symbol))
+    match shape.kind:
+        case "merge":
+            from .merging import merge_module as module
+        case "forward":
+            from .forward import forward_module as module
+        case "backward":
+            from .backward import backward_module as module
+        case "tables":
+            from .table_gradients import tables_module as module
         case _:
-            return str(decode_module(shape, symbol))
+            from .decode import decode_module as module
+    of_kind: Any = shape
+    return str(module(of_kind, symbol))
 
 
 @standard
@@ -184,13 +178,14 @@ def _optimise(module: Any, builder: Any) -> None:
 def _make(shape: AnyShape) -> Kernel:
     symbol = symbol_of(shape)
     path = cache_path(shape)
-    code = _read(path) if path else None
+    data = read_kept(path) if path else None
+    code = _code_in(path, data) if path and data is not None else None
     hit = code is not None
     if code is None:
         text = emit(shape)
         code = compile_ir(shape, text, _host_triple(shape))
         if path:
-            _write(path, code, text)
+            keep(path, _MAGIC + _sum(path, code) + hashlib.sha256(text.encode()).digest() + code)
     return Kernel(symbol, code, hit)
 
 
@@ -224,13 +219,26 @@ def _sources() -> bytes:
 def digest_of(package: Path) -> bytes:
     """Of every source: changed code never meets an old object, for kernels are made of numbers from everywhere.
 
-    Some 3 ms.
+    Some 5 ms, of which every first call and plan waits: pathlib would take 8.
     """
     total = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
-        source = path.read_bytes()
-        total.update(f"{path.relative_to(package).as_posix()} {len(source)}\n".encode() + source)
+    for name, path in sorted(_python_files(str(package))):
+        with open(path, "rb", buffering=0) as f:
+            source = f.read()
+        total.update(f"{name} {len(source)}\n".encode() + source)
     return total.digest()
+
+
+def _python_files(folder: str, within: str = "") -> list[tuple[str, str]]:
+    """Name below the package, and path, of each."""
+    found: list[tuple[str, str]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".py"):
+                found.append((within + entry.name, entry.path))
+            elif entry.name != "__pycache__" and entry.is_dir():
+                found += _python_files(entry.path, f"{within}{entry.name}/")
+    return found
 
 
 def _digest(shape: AnyShape) -> str:
@@ -239,8 +247,9 @@ def _digest(shape: AnyShape) -> str:
 
 @functools.lru_cache(maxsize=4 * MOST_LOADED)
 def _digest_of(structure: Any) -> str:
-    versions = importlib.metadata.version("llvmlite")
-    return hashlib.sha256(repr((structure, versions, sys.platform)).encode() + _sources()).hexdigest()
+    import llvmlite
+
+    return hashlib.sha256(repr((structure, llvmlite.__version__, sys.platform)).encode() + _sources()).hexdigest()
 
 
 # --- the cache of object files
@@ -337,27 +346,29 @@ def _check_file(path: Path, info: os.stat_result) -> None:
         raise PermissionError(f"{path.name} belongs to, or can be written by, somebody else")
 
 
-def _read(path: Path) -> bytes | None:
-    """The object code, if the file is complete and only this user could have written it."""
+def read_kept(path: Path) -> bytes | None:
+    """A file of the cache, if there is one that only this user could have written."""
     try:
         _check_directory(path.parent)
-        data = _content(path)
+        return _content(path)
     except FileNotFoundError:
         return None
     except OSError as error:
         _warn("cannot be read", error)
         return None
+
+
+def _code_in(path: Path, data: bytes) -> bytes | None:
+    """The object code of a complete file; of one that is truncated, damaged or another kernel's, None."""
     code = data[_HEADER:]
-    if data[: _HEADER - 32] != _MAGIC + _sum(path, code):
-        return None  # truncated, damaged or another kernel's: compile, and write it anew
-    return code
+    return code if data[: _HEADER - 32] == _MAGIC + _sum(path, code) else None
 
 
 def _sum(path: Path, code: bytes) -> bytes:
     return hashlib.sha256(path.name.encode() + b"\n" + code).digest()
 
 
-def _write(path: Path, code: bytes, text: str) -> None:
+def keep(path: Path, data: bytes) -> None:
     """Under a temporary name first, then renamed: a reader sees all of it or none.
 
     The temporary file is removed whatever happens.
@@ -369,7 +380,7 @@ def _write(path: Path, code: bytes, text: str) -> None:
         with open(temporary, "xb") as f:
             if hasattr(os, "fchmod"):
                 os.fchmod(f.fileno(), 0o600)
-            f.write(_MAGIC + _sum(path, code) + hashlib.sha256(text.encode()).digest() + code)
+            f.write(data)
         os.replace(temporary, path)
     except OSError as error:
         _warn("cannot be written", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ from ..modes import standard
 from ..planning import Plan, Run, plan_of
 from ..problem import FAR_LSE, LAYOUTS, Problem
 from ..resolve import Stated
-from . import roof
 from .compile import symbol_of
 from .differentiate import (
     BackwardCall,
@@ -33,7 +33,7 @@ from .differentiate import (
 from .flows import at_positions, by_rows, changes_flow
 from .layout import SHARE_OF
 from .operands import Operands, Strides
-from .prepare import program_of
+from .prepare import measured_roofs, program_of
 from .shape import Kind, Shape
 
 _SHARES, _SHARE_BYTES = 64, 64 << 20  # of gradients of tables, and bytes of all shares together
@@ -169,12 +169,11 @@ def prepare(request: Asked, layout: str, stated: Stated, arrays: Operands, threa
 
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
-    """What a backward call on this machine would do, with its measured roofs."""
+    """What a backward call on this machine would do."""
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     workspace = how.workspace_bytes + _sum_bytes(problem)
     run = Run(how.isa.name, symbol_of(shape), how.threads, shape.panel, workspace, backward=True)
-    peak = roof.peak_flops(how.isa, problem.storage, how.threads)
-    return plan_of(problem, run, peak, roof.bandwidth(how.threads), exact=exact)
+    return plan_of(problem, run, partial(measured_roofs, how.isa, problem.storage, how.threads), exact=exact)
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[BackwardSchedule, Shape]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..arrays import STORAGE_BYTES
 from ..machine import Isa
@@ -44,6 +44,7 @@ class MergeShape:
     """What the merge kernel is specialised for: dtypes, strides and the number of states are arguments."""
 
     isa: Isa
+    kind: ClassVar[str] = "merge"
 
     @property
     def stem(self) -> str:

@@ -6,6 +6,7 @@ import ctypes
 import struct
 import weakref
 from collections import deque
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,9 @@ from ..expressions.tree import Node, out_of_range
 from ..machine import PRODUCTS, Isa, current_isa, fetching, number_bytes
 from ..modes import standard
 from ..philox import drop_below
-from ..planning import Plan, Run, plan_of
+from ..planning import Plan, Roofs, Run, plan_of
 from ..problem import LAYOUTS, Problem
 from ..work import all_pairs
-from . import roof
 from .compile import kernel_of, symbol_of
 from .layout import CALL, ITEM, SCRATCH, Item, Record, arguments_of
 from .operands import Dense, Paged, Rows, Strides, steps
@@ -44,11 +44,17 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa
 
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
-    """What a call on this machine would do, with its measured roofs."""
+    """What a call on this machine would do."""
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes)
-    peak = roof.peak_flops(how.isa, problem.storage, how.threads)
-    return plan_of(problem, run, peak, roof.bandwidth(how.threads), exact=exact)
+    return plan_of(problem, run, partial(measured_roofs, how.isa, problem.storage, how.threads), exact=exact)
+
+
+def measured_roofs(isa: Isa, storage: str, threads: int) -> Roofs:
+    """Of this machine, where a plan is asked for them."""
+    from .roof import roofs
+
+    return roofs(isa, storage, threads)
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:

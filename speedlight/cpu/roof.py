@@ -1,15 +1,23 @@
-"""Roofs, measured: the multiply-adds per second of a vector unit, and the bytes per second of a plain read."""
+"""Roofs, measured: the multiply-adds per second of a vector unit, and the bytes per second of a plain read.
+
+Those of this machine are kept beside the kernels, so that a process that asks for them need not measure.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import datetime
 import functools
+import hashlib
+import json
 import time
+from pathlib import Path
 
 import numpy as np
 
-from ..machine import Isa
-from .compile import Kernel, _host_triple, compile_ir
+from ..machine import Isa, cpu_name
+from ..planning import Roofs
+from .compile import Kernel, _host_triple, cache_directory, compile_ir, keep, read_kept
 from .layout import HEAD, LEFT, LIMIT, TICKET, WORKER, Record
 from .products import multiply_add
 from .region import Words, joined
@@ -20,7 +28,7 @@ from .workers import run_region
 _CHAINS = {64: 24, 32: 12, 16: 24}  # independent sums: enough for latency times throughput, few enough for registers
 _UNROLL = 4  # a taken branch must not count
 _ROUNDS = 2_500  # of a ticket: some 30 µs
-_READ = 64 << 20
+_READ = 256 << 20  # bytes: more than caches hold
 _CELLS = 64  # words of sums: each chain begins in one, so that LLVM cannot merge them
 ARGUMENTS = Record(*HEAD, "memory", *(f"cell{i}" for i in range(_CELLS)))
 OPERANDS = ARGUMENTS.bytes  # vectors behind the arguments
@@ -89,24 +97,62 @@ def _timed(kernel: Kernel, limit: int, threads: int, address: int = 0) -> float:
     return time.perf_counter() - start
 
 
-@functools.lru_cache(maxsize=64)
 def peak_flops(isa: Isa, storage: str, threads: int) -> float:
     """FLOP/s of multiply-adds on operands in registers, best of several short runs."""
     kernel, _ = _kernels(isa, storage)
     s = Shape("forward", isa, storage, 1)
     tickets = 100 * threads  # some 3 ms, so that waking a thread does not count
     per_round = _UNROLL * _CHAINS[isa.vector_bytes] * s.lanes * s.elements * 2
-    best = min(_timed(kernel, tickets, threads) for _ in range(4))
+    best = min([_timed(kernel, tickets, threads) for _ in range(4)])
     return per_round * _ROUNDS * tickets / best
 
 
-@functools.lru_cache(maxsize=8)
-def bandwidth(threads: int, size: int = _READ) -> float:
+def bandwidth(isa: Isa, threads: int, size: int = _READ) -> float:
     """Bytes per second of reading so many in sequence, best of a few. Those that fit a cache come from there."""
-    from ..machine import current_isa
-
-    _, kernel = _kernels(current_isa(), "f32")
+    _, kernel = _kernels(isa, "f32")
     memory = (ctypes.c_char * (size + 64))()
     ctypes.memset(memory, 1, len(memory))
-    best = min(_timed(kernel, size // 65536, threads, ctypes.addressof(memory)) for _ in range(4))
+    best = min([_timed(kernel, size // 65536, threads, ctypes.addressof(memory)) for _ in range(4)])
     return size / best
+
+
+_known: dict[tuple[Isa, str, int], Roofs] = {}  # the machine does not change while a process runs
+
+
+def roofs(isa: Isa, storage: str, threads: int) -> Roofs:
+    """As this machine's were kept; measured, and kept, where they were not."""
+    key = isa, storage, threads
+    if key not in _known:
+        _known[key] = kept_roofs(*key) or measure(*key)
+    return _known[key]
+
+
+def measure(isa: Isa, storage: str, threads: int) -> Roofs:
+    """Measured now. Others may keep the machine busy meanwhile, so the best that it ever reached is kept."""
+    best = kept_roofs(isa, storage, threads)
+    found = Roofs(peak_flops(isa, storage, threads), bandwidth(isa, threads), datetime.date.today().isoformat())
+    if best:
+        found = Roofs(max(found.flops, best.flops), max(found.bytes, best.bytes), found.date)
+    _known[isa, storage, threads] = found
+    if path := _path(isa, storage, threads):
+        keep(path, json.dumps(found._asdict() | {"machine": cpu_name()}).encode())
+    return found
+
+
+def kept_roofs(isa: Isa, storage: str, threads: int) -> Roofs | None:
+    """Those that were kept on this machine, if any were and the file is whole."""
+    path = _path(isa, storage, threads)
+    data = read_kept(path) if path else None
+    try:
+        row = json.loads(data or b"")
+        known = Roofs(float(row["flops"]), float(row["bytes"]), str(row["date"]))
+        return known if row["machine"] == cpu_name() and min(known.flops, known.bytes) > 0 else None
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _path(isa: Isa, storage: str, threads: int) -> Path | None:
+    """One file for each machine that shares the directory."""
+    directory = cache_directory()
+    name = f"roofs_{isa.name}_{storage}_{threads}_{hashlib.sha256(cpu_name().encode()).hexdigest()[:12]}.json"
+    return directory and directory / name

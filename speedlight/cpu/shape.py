@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any, Literal
-
-from llvmlite import ir
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..arrays import STORAGE_BYTES
 from ..machine import FETCHING, PRODUCTS, Fetching, Isa, RegisterTiles, number_bytes, register_tiles
 from .layout import BLOCK
-from .vector import F32, F64, I32, I64, vec
+
+if TYPE_CHECKING:
+    from llvmlite import ir
 
 Kind = Literal["forward", "decode", "backward", "tables"]
 
@@ -68,7 +69,7 @@ class Shape:
         """Tokens that lie side by side in a tile of keys or values: one by one in rows, or a cache's block."""
         return BLOCK if self.cached else 1
 
-    # --- types
+    # --- types (plans and kernels that were kept are named without them, and without llvmlite's 6 ms)
 
     @property
     def wide(self) -> bool:
@@ -77,7 +78,7 @@ class Shape:
     @property
     def number(self) -> ir.Type:
         """What scores and sums are held in."""
-        return F64 if self.wide else F32
+        return _types().F64 if self.wide else _types().F32
 
     @property
     def number_bytes(self) -> int:
@@ -85,7 +86,7 @@ class Shape:
 
     @property
     def integer(self) -> ir.Type:
-        return I64 if self.wide else I32
+        return _types().I64 if self.wide else _types().I32
 
     @property
     def unit(self) -> ir.Type:
@@ -94,16 +95,16 @@ class Shape:
 
     @property
     def vector(self) -> ir.VectorType:
-        return vec(self.number, self.lanes)
+        return _types().vec(self.number, self.lanes)
 
     @property
     def ivector(self) -> ir.VectorType:
-        return vec(self.integer, self.lanes)
+        return _types().vec(self.integer, self.lanes)
 
     @property
     def units(self) -> ir.VectorType:
         """A unit of each lane."""
-        return vec(self.unit, self.lanes)
+        return _types().vec(self.unit, self.lanes)
 
     # --- tiles
 
@@ -135,3 +136,10 @@ class Shape:
 
     def lane_offset(self, v: int) -> int:
         return v * self.vector_bytes
+
+
+@functools.cache
+def _types() -> Any:
+    from . import vector
+
+    return vector

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import torch
 from ..expressions.program import may_hide, visibility
 from ..machine import interpreting
 from ..panels import Many, integers_of
-from ..planning import Plan
+from ..planning import Plan, Roofs
 from ..problem import TILE, Problem
 from ..work import count, least_bytes, materialised_bytes
 from .keys import Keys
@@ -33,7 +35,6 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
     blocks = sum(-(-n * how.pack // how.rows) for n in problem.q_lengths) * (problem.q_heads // how.pack)
     splits = how.splits
     states = blocks * splits * how.rows * (problem.value_dim + 2) * 4 if how.short else 0
-    peak, bandwidth = _roofs(str(device), problem.dtype, how.precision)
     number = "sm_{}{}".format(*how.capability)
     warps, stages = how.tile.warps, how.tile.stages
     return Plan(
@@ -57,9 +58,8 @@ def plan(problem: Problem, device: torch.device, precision: str = "ieee", *, exa
         bytes_written=written,
         workspace_bytes=states + 4 * blocks * splits,
         materialised_bytes=materialised_bytes(problem),
-        peak_flops=peak,
-        bandwidth=bandwidth,
         tile_keys=how.tile.keys,
+        measured=partial(_roofs, str(device), problem.dtype, how.precision),
     )
 
 
@@ -112,10 +112,10 @@ def _of_head(
 
 
 @functools.cache
-def _roofs(device: str, dtype: str, precision: str) -> tuple[float | None, float | None]:
+def _roofs(device: str, dtype: str, precision: str) -> Roofs | None:
     """Measured once per process: a product of matrices, and a plain copy (bytes read and written), per second."""
     if interpreting():
-        return None, None
+        return None
     n = 8192 if dtype != "float32" else 4096
     x = torch.randn(n, n, device=device, dtype=getattr(torch, dtype))
     before = torch.backends.cuda.matmul.allow_tf32
@@ -125,7 +125,8 @@ def _roofs(device: str, dtype: str, precision: str) -> tuple[float | None, float
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
     a, b = (torch.empty(1 << 28, dtype=torch.float32, device=device) for _ in range(2))
-    return peak / (3 if precision == "tf32x3" else 1), 2 * a.nbytes / _seconds(lambda: a.copy_(b))
+    copied = 2 * a.nbytes / _seconds(lambda: a.copy_(b))
+    return Roofs(peak / (3 if precision == "tf32x3" else 1), copied, datetime.date.today().isoformat())
 
 
 def _seconds(call: Any) -> float:

@@ -263,7 +263,7 @@ def _measured(
     from ..cpu import roof
 
     isa, threads = machine.current_isa(), sl.get_threads()
-    read = roof.bandwidth(threads, 512 << 20)
+    read = roof.bandwidth(isa, threads, 512 << 20)
     for shape in shapes:
         dtype, _, _, _, causal = shape
         ours, name = _subject(shape, backward), _name(*shape, backward=backward)
@@ -284,7 +284,7 @@ def _measured(
             "f64" if dtype == "float64" else "bf16" if dtype == "bfloat16" and isa.product("bf16") == "pairs" else "f32"
         )
         times, peaks = measure(
-            {"speedlight": ours.call} | others, turns, lambda k=kind: roof.peak_flops.__wrapped__(isa, k, threads)
+            {"speedlight": ours.call} | others, turns, lambda k=kind: roof.peak_flops(isa, k, threads)
         )
         plan, flops = ours.plan, ours.plan.flops or 0
         seconds, peak = statistics.median(times["speedlight"]), statistics.median(peaks)

@@ -17,10 +17,11 @@ from ..errors import ArgumentError, FileError
 from .formula import read_formulas
 from .reports import print_json, print_rows, size_text
 
-_READ = 512 << 20  # bytes of a plain read: more than any cache holds
-
 
 def info(
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure peak and bandwidth again; the best that was seen is kept.")
+    ] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Delete the kernels that were kept.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
@@ -30,16 +31,16 @@ def info(
     isa, threads = machine.current_isa(), sl.get_threads()
     cached = compile.cached_kernels()
     removed = compile.clear_kernels() if clear else None
-    peaks = {name: roof.peak_flops(isa, storage, threads) for name, storage in (("float32", "f32"), ("float64", "f64"))}
-    if isa.product("bf16") == "pairs":
-        peaks["bfloat16"] = roof.peak_flops(isa, "bf16", threads)
-    read = roof.bandwidth(threads, _READ)
+    kinds = {"float32": "f32", "float64": "f64"} | ({"bfloat16": "bf16"} if isa.product("bf16") == "pairs" else {})
+    known = {x: roof.measure(isa, kinds[x], threads) if measure else roof.roofs(isa, kinds[x], threads) for x in kinds}
+    peaks, read = {x: r.flops for x, r in known.items()}, max(r.bytes for r in known.values())
     directory = compile.cache_directory()
     report = {
         "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(),
         "vector_unit": isa.name,
         "vector_units": [x.name for x in machine.host_isas()], "threads": threads, "thread_runtime": workers.runtime(),
         "peak_flops": peaks, "read_bytes_per_second": read,
+        "measured": {x: r.date for x, r in known.items()},
         "kernels": {"directory": str(directory) if directory else None, "count": len(cached),
                     "bytes": sum(cached.values())},
         "loaded": {"count": len(compile.loaded_kernels()), "most": compile.MOST_LOADED},
@@ -65,9 +66,10 @@ def info(
         ("threads", f"{threads}, {workers.runtime()}"),
         (
             "peak",
-            ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items()) + f", {threads} threads, measured",
+            ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items())
+            + f", {threads} threads, measured {known['float32'].date} (--measure: again)",
         ),
-        ("plain read", f"{read / 1e9:,.1f} GB/s, measured"),
+        ("plain read", f"{read / 1e9:,.1f} GB/s"),
         ("kernels", where),
         ("loaded", f"{report['loaded']['count']} in this process; {compile.MOST_LOADED} at most in any"),
     ]
