@@ -13,17 +13,12 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are in a package, or random; nothing is fetched
 
 import torch
-from transformers import (
-    AutoModel,
-    DynamicCache,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
+from transformers.cache_utils import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import AutoModel
+from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
+from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 import speedlight.transformers

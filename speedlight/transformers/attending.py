@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 import torch
-from transformers import masking_utils
+import transformers.masking_utils as masking_utils
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.utils.output_capturing import _active_collector
 

@@ -8,8 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+import transformers.cache_utils as theirs
 from torch.utils._pytree import tree_map
-from transformers import cache_utils as theirs
 
 from ..checks import cache_dtype, check_sizes, new_totals
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError

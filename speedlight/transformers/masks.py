@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from transformers import masking_utils as theirs
+import transformers.masking_utils as theirs
 
 from ..errors import ArgumentError, UnsupportedError
 from ..expressions.patterns import documents, padding, window

@@ -38,7 +38,8 @@ def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> Non
     if isinstance(harmless, str) or not all([isinstance(x, str) for x in names]):
         raise ArgumentTypeError(f"harmless: expected names, as ('layer_scale',); got {shown(harmless)}.")
     check_version(_installed())
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
 
     from . import attending
     from .masks import attention_mask
@@ -53,7 +54,7 @@ def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> Non
 
 def unregister() -> None:
     """Gives "sdpa" back, if register() took it. "speedlight" stays: models that were made with it need it."""
-    from transformers import AttentionInterface
+    from transformers.modeling_utils import AttentionInterface
 
     if _replaced:
         AttentionInterface.register("sdpa", _replaced.pop("sdpa"))
