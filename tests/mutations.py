@@ -393,8 +393,8 @@ MUTATIONS = (
     Mutation(
         "a damaged object file is run",
         "cpu/compile.py",
-        "return code if data[: _HEADER - 32] == _MAGIC + _sum(path, code) else None",
-        "return code if data.startswith(_MAGIC) else None",
+        "if data[: _HEADER - 32] != _MAGIC + _sum(path, code):",
+        "if not data.startswith(_MAGIC):",
         "tests/test_cache.py -k damage",
     ),
     Mutation(

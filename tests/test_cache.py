@@ -6,6 +6,7 @@ import functools
 import gc
 import hashlib
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ import speedlight as sl
 from speedlight import api
 from speedlight.cpu import compile as compiling
 from speedlight.cpu.shape import Shape
+from speedlight.expressions.program import Program
 from speedlight.machine import current_isa
 
 CODE = (
@@ -110,7 +112,7 @@ def test_a_hit_is_what_would_be_emitted(tmp_path, monkeypatch):
         assert path is not None
         data = path.read_bytes()
         stored = data[len(compiling._MAGIC) + 32 : compiling._HEADER]
-        assert stored == hashlib.sha256(compiling.emit(shape).encode()).digest()
+        assert stored == hashlib.sha256("".join(compiling._module(shape).parts()).encode()).digest()
         assert compiling._make(shape).from_cache
 
 
@@ -200,17 +202,18 @@ def directory(tmp_path, monkeypatch) -> Path:
     path = compiling.cache_path(DECODE)
     assert path is not None
     path.parent.mkdir(mode=0o700)
-    text, code = decode_compiled()
+    text, objects = decode_compiled()
+    code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
     path.write_bytes(compiling._MAGIC + compiling._sum(path, code) + hashlib.sha256(text.encode()).digest() + code)
     path.chmod(0o600)
-    assert compiling._code_in(path, compiling.read_kept(path) or b"") == code
+    assert compiling._objects_in(path, compiling.read_kept(path) or b"") == objects
     return path.parent
 
 
 @functools.cache
-def decode_compiled() -> tuple[str, bytes]:
-    text = compiling.emit(DECODE)
-    return text, compiling.compile_ir(DECODE, text)
+def decode_compiled() -> tuple[str, tuple[bytes, ...]]:
+    texts = compiling._module(DECODE).parts()
+    return "".join(texts), tuple([compiling.compile_ir(DECODE, text) for text in texts])
 
 
 def test_another_kernels_file_under_this_name_is_compiled_over(directory):
@@ -344,3 +347,20 @@ def test_compiling_leaves_nothing_behind():
             compiling.compile_ir(DECODE, "define void @nothing() { ret void }")
         sizes.append(resident())
     assert sizes[2] - sizes[1] < 1 << 20
+
+
+def test_what_kernels_share_is_compiled_once(monkeypatch):
+    """Another mask's kernel differs in a part of its own; the two parts together are the whole kernel."""
+    monkeypatch.setenv("SPEEDLIGHT_CACHE", "0")
+    masks = [sl.expression(lambda b, h, i, j: i > j), sl.expression(lambda b, h, i, j: i != j)]
+    shapes = [Shape("forward", current_isa(), "f32", 1, Program(str(n), x.root)) for n, x in enumerate(masks)]
+    first, second = (compiling._module(shape).parts() for shape in shapes)
+    assert first[0] == second[0] and first[1] != second[1]
+    compiling._compiled.cache_clear()
+    for shape in shapes:
+        assert not compiling._make(shape).from_cache
+    assert compiling._compiled.cache_info()[:2] == (1, 3)  # hits, misses
+    names = [
+        re.findall(r'^define (?:internal )?\S+ @"(\w+)"', text, re.M) for text in (*first, compiling.emit(shapes[0]))
+    ]
+    assert sorted(names[0] + names[1]) == sorted(names[2]) and "task" in names[1] and "score_tile" in names[0]

@@ -28,14 +28,15 @@ from ..errors import CompileError
 from ..modes import standard
 
 if TYPE_CHECKING:
+    from ..machine import Isa
     from .merging import MergeShape
     from .shape import Shape
 
     AnyShape = Shape | MergeShape
 
 _OURS = b"speedlight object "
-_MAGIC = _OURS + b"2\n"
-_HEADER = len(_MAGIC) + 64  # then sha256 of the file's name and the object, sha256 of the IR, the object
+_MAGIC = _OURS + b"3\n"
+_HEADER = len(_MAGIC) + 64  # then sha256 of the file's name and the objects, sha256 of the IR, the objects
 _NAME = re.compile(r"[a-z0-9_]+_[0-9a-f]{12}_[0-9a-f]{64}\.o")
 MOST_LOADED = 256  # kernels; then the least recently used is unloaded, once no thread runs it
 _lock = threading.RLock()
@@ -57,8 +58,8 @@ class Kernel:
 
     __slots__ = ("__weakref__", "address", "entry", "from_cache", "joined", "last", "owner", "symbol")
 
-    def __init__(self, symbol: str, code: bytes, from_cache: bool) -> None:
-        self.symbol, self.from_cache, self.owner, self.last = symbol, from_cache, _load(code), 0
+    def __init__(self, symbol: str, objects: tuple[bytes, ...], from_cache: bool) -> None:
+        self.symbol, self.from_cache, self.owner, self.last = symbol, from_cache, _load(*objects), 0
         self.address = _find(self.owner, symbol)
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         self.entry, self.joined = call(self.address), call(_find(self.owner, f"{symbol}_joined"))
@@ -115,9 +116,14 @@ def loaded_kernels() -> list[str]:
     return sorted(kernel.symbol for kernel in list(_loaded.values()))
 
 
-@standard
 def emit(shape: AnyShape) -> str:
-    """The LLVM IR of the kernel. Modules are imported where they are needed: a first call waits for its own alone."""
+    """The LLVM IR of the kernel, as one module."""
+    return str(_module(shape))
+
+
+@standard
+def _module(shape: AnyShape) -> Any:
+    """Emitters are imported where they are needed: a first call waits for its own alone."""
     symbol = symbol_of(shape)
     match shape.kind:
         case "merge":
@@ -131,31 +137,38 @@ def emit(shape: AnyShape) -> str:
         case _:
             from .decode import decode_module as module
     of_kind: Any = shape
-    return str(module(of_kind, symbol))
+    return module(of_kind, symbol)
 
 
-@standard
 def compile_ir(shape: AnyShape, text: str, triple: str | None = None, *, assembly: bool = False) -> Any:
     """Object code (or assembly) of `text` for the shape's target."""
+    try:
+        return _compiled(shape.isa, text, triple or shape.isa.triple, assembly)
+    except RuntimeError as error:
+        raise CompileError(f"kernel {symbol_of(shape)} could not be compiled: {error}. Please report this.") from error
+
+
+@functools.lru_cache(maxsize=16)  # what many kernels share comes again and again
+@standard
+def _compiled(isa: Isa, text: str, triple: str, assembly: bool) -> Any:
     from llvmlite import binding
 
-    if shape.isa.arch == "x86_64":
+    if isa.arch == "x86_64":
         binding.initialize_native_target()
         binding.initialize_native_asmprinter()
     else:
         binding.initialize_all_targets()
         binding.initialize_all_asmprinters()
-    try:
-        target = binding.Target.from_triple(triple or shape.isa.triple)
-        machine = target.create_target_machine(cpu=shape.isa.cpu, features=shape.isa.features, opt=3, reloc="pic")
-        module = binding.parse_assembly(text)
-        module.verify()
-        options = binding.create_pipeline_tuning_options(speed_level=1)
-        options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
-        _optimise(module, binding.create_pass_builder(machine, options))
-        return machine.emit_assembly(module) if assembly else machine.emit_object(module)
-    except RuntimeError as error:
-        raise CompileError(f"kernel {symbol_of(shape)} could not be compiled: {error}. Please report this.") from error
+    target = binding.Target.from_triple(triple)
+    # absolute addresses where parts call each other: LLVM's loader counts from the first part's table of offsets
+    reloc = "static" if _in_parts(isa) else "pic"
+    machine = target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3, reloc=reloc)
+    module = binding.parse_assembly(text)
+    module.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=1)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    _optimise(module, binding.create_pass_builder(machine, options))
+    return machine.emit_assembly(module) if assembly else machine.emit_object(module)
 
 
 def _optimise(module: Any, builder: Any) -> None:
@@ -179,14 +192,21 @@ def _make(shape: AnyShape) -> Kernel:
     symbol = symbol_of(shape)
     path = cache_path(shape)
     data = read_kept(path) if path else None
-    code = _code_in(path, data) if path and data is not None else None
-    hit = code is not None
-    if code is None:
-        text = emit(shape)
-        code = compile_ir(shape, text, _host_triple(shape))
+    objects = _objects_in(path, data) if path and data is not None else None
+    hit = objects is not None
+    if objects is None:
+        module = _module(shape)
+        texts = module.parts() if _in_parts(shape.isa) else (str(module),)
+        objects = tuple([compile_ir(shape, text, _host_triple(shape)) for text in texts])
         if path:
-            keep(path, _MAGIC + _sum(path, code) + hashlib.sha256(text.encode()).digest() + code)
-    return Kernel(symbol, code, hit)
+            code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
+            keep(path, _MAGIC + _sum(path, code) + hashlib.sha256("".join(texts).encode()).digest() + code)
+    return Kernel(symbol, objects, hit)
+
+
+def _in_parts(isa: Isa) -> bool:
+    """Whether a kernel is two object files. Tried where it could be; one is as good."""
+    return isa.arch == "x86_64" and sys.platform == "linux"
 
 
 def _host_triple(shape: AnyShape) -> str | None:
@@ -198,7 +218,7 @@ def _host_triple(shape: AnyShape) -> str | None:
     return binding.get_process_triple()
 
 
-def _load(code: bytes) -> Any:
+def _load(*objects: bytes) -> Any:
     """The execution engine that owns the machine code: it is unloaded with it."""
     from llvmlite import binding
 
@@ -206,7 +226,8 @@ def _load(code: bytes) -> Any:
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_default_triple().create_target_machine()
     engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    for code in objects:
+        engine.add_object_file(binding.ObjectFileRef.from_data(code))
     engine.finalize_object()
     return engine
 
@@ -358,10 +379,13 @@ def read_kept(path: Path) -> bytes | None:
         return None
 
 
-def _code_in(path: Path, data: bytes) -> bytes | None:
-    """The object code of a complete file; of one that is truncated, damaged or another kernel's, None."""
+def _objects_in(path: Path, data: bytes) -> tuple[bytes, ...] | None:
+    """The object files of a kernel; of a file that is truncated, damaged or another kernel's, None."""
     code = data[_HEADER:]
-    return code if data[: _HEADER - 32] == _MAGIC + _sum(path, code) else None
+    if data[: _HEADER - 32] != _MAGIC + _sum(path, code):
+        return None
+    end = 8 + int.from_bytes(code[:8], "little")
+    return (code[8:end], code[end:]) if len(code) > end else (code[8:],)
 
 
 def _sum(path: Path, code: bytes) -> bytes:

@@ -40,7 +40,7 @@ def flow_tile(module: Module, s: Shape, program: Program) -> Any:
     """
     names = ("first", "n_keys", "batch")
     params = {"a": PTR, "raw": PTR, "scores": PTR, "flows": PTR, "lanes": PTR, "ahead": PTR}
-    k = module.function("flow_tile", params | dict.fromkeys(names, I64))
+    k = module.function("flow_tile", params | dict.fromkeys(names, I64), special=True)
     p, flow, scale = k.p, program.flow, scale_of(k, s)
     assert flow is not None
     with k.range(0, s.vectors) as v:
@@ -88,7 +88,7 @@ def entries_tile(module: Module, s: Shape, program: Program) -> Any:
     """
     names = ("first", "n_keys", "batch")
     params = {"a": PTR, "raw": PTR, "scores": PTR, "flows": PTR, "lanes": PTR, "ahead": PTR, "sums": PTR}
-    k = module.function("entries_tile", params | dict.fromkeys(names, I64))
+    k = module.function("entries_tile", params | dict.fromkeys(names, I64), special=True)
     p, scale = k.p, scale_of(k, s)
     adders = [
         (_Rows if by_rows(program, node) else _Entries)(k, s, node, into, k.at(p["sums"], n * SUM_OF.bytes))

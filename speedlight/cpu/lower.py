@@ -265,7 +265,7 @@ def aim(module: Any, s: Shape, program: Program) -> Any:
     """ahead[square, lane] = where the lane's entries of the keys from `first` on lie; in range or not, it is only a
     hint.
     """
-    k = module.function("aim", {"a": PTR, "ahead": PTR, "lanes": PTR, "first": I64, "batch": I64})
+    k = module.function("aim", {"a": PTR, "ahead": PTR, "lanes": PTR, "first": I64, "batch": I64}, special=True)
     p, wide = k.p, vec(I64, s.lanes)
     numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
     with k.range(0, s.vectors) as v:
@@ -297,7 +297,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     k = module.function("expression_tile",
                         {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
                                             "start": I64, "n_keys": I64, "batch": I64, "clear": I64,
-                                            "ahead": PTR})  # fmt: skip
+                                            "ahead": PTR}, special=True)  # fmt: skip
     p = k.p
     scale = scale_of(k, s)
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
@@ -354,7 +354,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
     `first` is the position of the first key; the mask hides nothing below `clear`. The row sees keys below `limit`.
     """
     names = ("first", "count", "limit", "clear", "batch", "head", "position")
-    k = module.function("expression_row", {"a": PTR, "scores": PTR} | dict.fromkeys(names, I64))
+    k = module.function("expression_row", {"a": PTR, "scores": PTR} | dict.fromkeys(names, I64), special=True)
     p, n = k.p, s.lanes
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(x)) for x in ("numbers", "tables", "wrong"))
     scale = scale_of(k, s)

@@ -150,7 +150,7 @@ class Work:
 
 def region(module: Module, task: Any) -> Any:
     """A worker's share: a scratch of its own, then task after task until the region's limit."""
-    k = module.function("region", {"a": PTR})
+    k = module.function("region", {"a": PTR}, special=True)
     a = k.p["a"]
     words = Words(k, Record(*HEAD), a)
     worker = k.fetch_add(a, 8 * WORKER, 1)

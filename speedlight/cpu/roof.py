@@ -44,7 +44,7 @@ def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
     _emit_peak(module, s)
     _emit_read(module, isa)
     code = compile_ir(s, str(module), _host_triple(s))
-    return Kernel("peak", code, False), Kernel("read", code, False)
+    return Kernel("peak", (code,), False), Kernel("read", (code,), False)
 
 
 def _emit_peak(module: Module, s: Shape) -> None:

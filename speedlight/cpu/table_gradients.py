@@ -26,7 +26,7 @@ class _Parts(PairParts):
 def tables_module(s: Shape, symbol: str) -> Module:
     """The whole kernel for one shape; `symbol` is the region's public name."""
     parts = _Parts(s)
-    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
+    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64}, special=True)
     _Task(k, parts).run()
     entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
     return parts.module

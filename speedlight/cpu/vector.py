@@ -177,22 +177,56 @@ class Variable:
 
 
 class Module:
-    """LLVM functions that are compiled together into one object file."""
+    """LLVM functions that are compiled together: as one text, or as what many kernels share and what one alone has."""
 
     def __init__(self, name: str) -> None:
         self.ir = ir.Module(name)
+        self.special: set[str] = set()
 
     def function(
-        self, name: str, params: Mapping[str, ir.Type], returns: ir.Type = VOID, *, public: bool = False
+        self,
+        name: str,
+        params: Mapping[str, ir.Type],
+        returns: ir.Type = VOID,
+        *,
+        public: bool = False,
+        special: bool = False,
     ) -> Function:
+        """`special`: made for one mask and score, or calls one that is."""
+        if special or public:
+            self.special.add(name)
         return Function(self, name, params, returns, public)
 
     def declare(self, name: str, returns: ir.Type, params: Sequence[ir.Type]) -> Any:
         known = self.ir.globals.get(name)
         return known or ir.Function(self.ir, ir.FunctionType(returns, list(params)), name)
 
+    def parts(self) -> tuple[str, str]:
+        """Two modules that call each other's functions. The first is the same text for many masks and scores: who
+        keeps what it was compiled to has half of the next kernel.
+        """
+        shared, special = [], []
+        for f in self.ir.functions:
+            if not f.is_declaration:
+                (special if f.name in self.special else shared).append(f)
+        return self._text(shared), self._text(special)
+
+    def _text(self, functions: list[ir.Function]) -> str:
+        """These functions, and prototypes of those that they call."""
+        body = "\n".join([str(f).replace("define internal", "define", 1) for f in functions])
+        names = {f.name for f in functions}
+        called = [f for f in self.ir.functions if f.name not in names and f'@"{f.name}"(' in body]
+        return "\n".join([*map(_prototype, called), body])
+
     def __str__(self) -> str:
         return str(self.ir)
+
+
+def _prototype(f: ir.Function) -> str:
+    if f.is_declaration:
+        return str(f)
+    types = ", ".join([str(a.type) for a in f.args])
+    return f'declare {f.function_type.return_type} @"{f.name}"({types})'
 
 
 class Function:

@@ -74,7 +74,7 @@ def visibility(module: Any, s: Shape, program: Program) -> Any:
     Ends are inclusive.
     """
     names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "j_high")
-    k = module.function("visibility", {"a": PTR} | dict.fromkeys(names, I64), I64)
+    k = module.function("visibility", {"a": PTR} | dict.fromkeys(names, I64), I64, special=True)
     p = k.p
     lowering = Lowering(k, s, program, *(k.load(PTR, p["a"], field(n)) for n in ("numbers", "tables")))
     box = {
@@ -95,7 +95,7 @@ def extent(module: Any, visibility: Any) -> Any:
     hidden.
     """
     names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "count")
-    k = module.function("extent", {"a": PTR} | dict.fromkeys(names, I64), I64)
+    k = module.function("extent", {"a": PTR} | dict.fromkeys(names, I64), I64, special=True)
     p = k.p
 
     def classed(low: Value, high: Value) -> Value:
