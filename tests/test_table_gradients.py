@@ -109,7 +109,7 @@ ROWWISE = {
 
 @pytest.mark.each("dtype", "name")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize("name", ROWWISE if FULL else list(ROWWISE)[2:])  # the first is packed, below
+@pytest.mark.parametrize("name", ROWWISE if FULL else list(ROWWISE)[2::2])  # the first is packed, below
 def test_rows_have_the_bits_of_entries_one_by_one(rng, name, dtype, monkeypatch):
     """For any threads, with NaN that is seen, and tables of either type."""
     shape, read = ROWWISE[name]

@@ -459,7 +459,7 @@ def test_forks_while_masks_are_traced():
         "call(); stop = []\n"
         "def other():\n    while not stop: call()\n"
         "thread = threading.Thread(target=other); thread.start(); hung = 0\n"
-        f"for n in range({400 if FULL else 20}):\n"
+        f"for n in range({400 if FULL else 8}):\n"
         "    time.sleep(0.001 * (n % 3)); pid = os.fork()\n"
         "    if not pid: signal.alarm(20); call(); os._exit(0)\n"
         "    hung += os.waitpid(pid, 0)[1] != 0\n"
