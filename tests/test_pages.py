@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -156,10 +158,14 @@ def test_the_last_page_can_be_used_and_one_more_is_refused(rng):
     twins = made(pages=2)
     first = twins.sequence()
     twins.append(0, [first], k[:8], v[:8])
-    twins.attend(
-        0, [first, first.fork()], q[:2], k[:2], v[:2]
-    )  # one of two takes the free page, the other keeps the shared one
+    second = first.fork()
+    twins.attend(0, [first, second], q[:2], k[:2], v[:2])  # one takes the free page, the other keeps the shared one
     assert twins.free_pages == 0
+    first.free()
+    third = second.fork()
+    del second  # of which nobody has counted anything yet: who is alone needs no page to write to
+    twins.append(0, [third], k[:8], v[:8])
+    assert twins.free_pages == 0 and third.length() == 17
 
 
 CALLS = [
@@ -427,6 +433,94 @@ for machine in (PoolMachine, QuantisedPoolMachine):
         max_examples=300 if FULL else 20, stateful_step_count=50 if FULL else 20, deadline=None
     )
 TestPoolMachine, TestQuantisedPoolMachine = PoolMachine.TestCase, QuantisedPoolMachine.TestCase
+
+
+# --- sequences that nobody has
+
+
+def test_pages_return_when_nobody_has_a_sequence(rng):
+    pool = made(pages=6)
+    _, k, v = packed(rng, "float32", 40)
+    a, empty = pool.sequence(), pool.sequence()
+    pool.append(0, [a], k, v)
+    b = a.fork()
+    assert pool.free_pages == 3
+    del a
+    assert b.keys(0).tobytes() == k.swapaxes(0, 1).tobytes()  # b has them still
+    kept = b.pages
+    pool.append(0, [b], k[:1], v[:1])  # alone, it writes where it is
+    assert pool.free_pages == 3 and b.pages == kept
+    loop = [b]
+    loop.append(loop)  # which only the garbage collector finds
+    del b, loop
+    gc.collect()
+    assert pool.free_pages == 6 and pool._held.keys() == {empty._number} == pool._handles.keys()
+    check_accounts(pool, [empty])
+    for _ in range(5):
+        pool.append(0, [pool.sequence()], k, v)  # each of which finds what the one before it had
+    assert len(pool._held) <= 3 and pool.free_pages == 6
+
+
+def test_a_block_frees_its_sequence(rng):
+    pool = made(pages=6)
+    _, k, v = packed(rng, "float32", 40)
+    with contextlib.suppress(ZeroDivisionError), pool.sequence() as a, a.fork() as b:
+        pool.append(0, [a, b], k, v, new_lengths=[20, 20])
+        assert pool.free_pages == 2
+        b.free()  # before its block ends
+        raise ZeroDivisionError
+    assert pool.free_pages == 6 and "freed" in repr(a) and "freed" in repr(b)
+    with pytest.raises(sl.ArgumentError, match="this sequence was freed"), a:
+        pass
+
+
+def test_a_sequence_may_go_anywhere_at_any_moment(rng):
+    """In the thread that takes pages, while it has the lock; and in others. Never twice, never while it is in use."""
+    pool = made(pages=400)
+    _, k, v = packed(rng, "float32", 40)
+    held = [pool.sequence() for _ in range(100)]
+    for sequence in held:
+        pool.append(0, [sequence], k[:17], v[:17])
+    del sequence
+    with pool._taking:
+        for _ in range(50):
+            held.pop()
+    kept, go = held[:10], threading.Barrier(3)
+    del held[:10]
+    halves = [held[:20], held[20:]]
+    held.clear()
+
+    def drop(mine):
+        go.wait()
+        while mine:
+            del mine[-1]
+            assert pool.free_pages <= 380
+
+    threads = [threading.Thread(target=drop, args=(x,)) for x in halves]
+    for thread in threads:
+        thread.start()
+    go.wait()
+    for n in range(200):
+        pool.append(0, [kept[n % 10]], k[:1], v[:1])
+        pool.sequence().fork()
+    for thread in threads:
+        thread.join()
+    check_accounts(pool, kept)
+    assert {s.length() for s in kept} == {37} and pool.free_pages == 400 - 10 * 3
+
+
+def test_nothing_is_lost_when_everything_ends():
+    """Pools and sequences of an interpreter that exits, and of threads in it."""
+    script = (
+        "import threading, numpy as np, speedlight as sl\n"
+        "pool = sl.PagePool(layers=1, pages=9, page_size=16, kv_heads=1, head_dim=8)\n"
+        "x = np.ones((20, 1, 8), np.float32)\n"
+        "a = pool.sequence(); pool.append(0, [a], x, x)\n"
+        "threading.Thread(target=lambda b=a.fork(): b.length()).start()\n"
+        "loop = [a]; loop.append(loop)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
 # --- no memory

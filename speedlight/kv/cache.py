@@ -177,7 +177,9 @@ class KVCache:
     # --- growing
 
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
-        """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
+        """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim); new_lengths: how
+        many of them are each sequence's, where some have fewer than n_new.
+        """
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer = self._layer(layer)
@@ -209,7 +211,8 @@ class KVCache:
                 cache lies.
             k: (batch, kv_heads, n_new, head_dim). None appends nothing: every query then sees every stored token.
             v: (batch, kv_heads, n_new, value_dim).
-            new_lengths: tokens of each sequence, where they are fewer than n_new; rows past them are 0.
+            new_lengths: new tokens of each sequence, where some have fewer than n_new: of k and v those past them are
+                not stored, of q they are no queries: their rows get out 0 and lse -inf.
             scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for speedlight.attention; positions
                 count from the first token of a sequence. A mask is joined to causality by &.
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import Counter
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..checks import cache_dtype, check_index, check_list, check_sizes, each_count
@@ -57,6 +59,8 @@ class PagePool:
     6
     >>> pool.attend(0, [a, b], x[:2], x[:2], x[:2]).shape, pool.free_pages
     ((2, 2, 4), 5)
+    >>> del b; pool.free_pages  # a sequence that nobody has holds no pages
+    6
     """
 
     def __init__(
@@ -82,6 +86,10 @@ class PagePool:
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: the reservation may fail
         self._held: dict[int, _Held] = {}  # by the number of the handle
+        # When nobody has a handle any more, C puts its number into _gone: in whichever thread, at whatever moment,
+        # without a lock, and no signal can come between. Whoever needs pages next releases what it held.
+        self._handles: dict[int, weakref.ref[Sequence]] = {}
+        self._gone: dict[int, Any] = {}
         self._claims: set[Any] = set()  # numbers of sequences being written to
         self._dropped: list[list[int]] = []  # released, and counted by whoever needs the free list next
         self._taking = threading.RLock()
@@ -116,10 +124,25 @@ class PagePool:
     # plain stores, operators and returns. Claims are made and released, pages change hands, and everything takes
     # effect, in such runs.
 
+    def _release_gone(self) -> None:
+        """Releases the pages of sequences whose handles nobody has."""
+        gone, handles, held, dropped = self._gone, self._handles, self._held, self._dropped
+        for number in list(gone) if gone else ():
+            if number in gone:  # no other thread was here meanwhile
+                if number in held:  # it was not freed
+                    dropped += [held[number].pages[:]]
+                    del held[number]
+                if number in handles:
+                    del handles[number]
+                del gone[number]
+
     def _count_dropped(self) -> None:
         """Drops a reference of each released page; those without any are free."""
+        self._release_gone()
         dropped, free, others = self._dropped, self._free, self._others
-        while dropped:
+        while True:
+            if not dropped:
+                return
             pages = dropped[-1]
             if not pages:
                 del dropped[-1]
@@ -165,10 +188,13 @@ class PagePool:
     # --- sequences
 
     def sequence(self) -> Sequence:
-        """A new sequence, without tokens."""
-        new = Sequence(self, next(_numbers))
-        empty = _Held([], self._storage.new_table(), [0] * self.layers)
-        self._held[new._number] = empty
+        """A new sequence, without tokens. Its pages return when it is freed, or when nobody has it any more."""
+        self._release_gone()
+        number, handles, held = next(_numbers), self._handles, self._held
+        new, empty = Sequence(self, number), _Held([], self._storage.new_table(), [0] * self.layers)
+        handle = weakref.ref(new, partial(self._gone.__setitem__, number))
+        handles[number] = handle
+        held[number] = empty
         return new
 
     def _of(self, sequence: Any) -> _Held:
@@ -194,12 +220,15 @@ class PagePool:
             claims |= mine
             claimed = True
             old, others = self._of(sequence), self._others
-            new = Sequence(self, next(_numbers))
+            number, handles, held = next(_numbers), self._handles, self._held
+            new = Sequence(self, number)
+            handle = weakref.ref(new, partial(self._gone.__setitem__, number))
             copied = old._replace(table=self._storage.copied(old.table))
             for page in old.pages:
                 others[page] += 1
                 shared += [page]
-            self._held[new._number] = copied
+            handles[number] = handle
+            held[number] = copied
             return new
         except BaseException:
             self._dropped += [shared]
@@ -240,7 +269,7 @@ class PagePool:
 
     def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
-        the other's.
+        the other's; new_lengths: how many of them are each sequence's, as for attend().
         """
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
@@ -275,7 +304,8 @@ class PagePool:
             q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, …
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
-            new_lengths: new tokens of each sequence. Default: all to a single sequence, else one each.
+            new_lengths: rows of q, and of k and v if they are given, that are each sequence's; they add up to all
+                rows. Default: all to a single sequence, else one each.
             scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for KVCache.attend; a mask's b, and
                 dropout's batch item, is the index in `sequences`.
 
@@ -326,6 +356,9 @@ class PagePool:
             starts = [x.lengths[layer] for x in before]
             totals = [a + n for a, n in zip(starts, counts, strict=True)]
             copies = self._to_copy(before, starts, totals)
+            if copies:  # as far as is known: those who shared pages may have gone
+                self._count_dropped()
+                copies = self._to_copy(before, starts, totals)
             fresh = [max(0, -(-n // self.page_size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
             needed, longer, replaced = sum(fresh) + len(copies), before, []
             if needed:

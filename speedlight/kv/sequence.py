@@ -10,16 +10,24 @@ from ..errors import ArgumentTypeError
 
 
 class Sequence:
-    """A sequence of a PagePool: a handle that ends with free().
+    """A sequence of a PagePool: a handle that ends with free(), where a `with` block ends, or when nobody has it.
+
+    Its pages are then free for others; of pages that are shared with a fork, those that only it held.
 
     >>> import numpy as np, speedlight as sl
     >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
     >>> a, x = pool.sequence(), np.ones((20, 1, 8), np.float32)
     >>> pool.append(0, [a], x, x); a, a.length(), len(a.pages)
     (Sequence(20 tokens, 2 pages), 20, 2)
+    >>> with a.fork() as b:
+    ...     pool.append(0, [b], x, x)
+    ...     pool.free_pages
+    0
+    >>> pool.free_pages
+    2
     """
 
-    __slots__ = ("_number", "pool")
+    __slots__ = ("__weakref__", "_number", "pool")
 
     def __init__(self, pool: Any, number: int) -> None:
         self.pool, self._number = pool, number
@@ -27,6 +35,15 @@ class Sequence:
     def __repr__(self) -> str:
         held = self.pool._held.get(self._number)
         return "Sequence(freed)" if held is None else f"Sequence({max(held.lengths)} tokens, {len(held.pages)} pages)"
+
+    def __enter__(self) -> Sequence:
+        self.pool._of(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Frees it, unless that was done inside."""
+        if self._number in self.pool._held:
+            self.free()
 
     def length(self, layer: int = 0) -> int:
         """Tokens of a layer."""
