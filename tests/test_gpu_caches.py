@@ -487,6 +487,27 @@ def test_raw_pages_of_any_size(rng, page_size):
     close(got.reshape(3, 2, 4, 24).swapaxes(1, 2), want, "float32")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "q_start": [30, 2, 50], "q_lengths": [2, 0, 1]},
+        {"causal": True, "q_start": 1, "window": (5, None)},
+        {"window": (5, 3), "q_lengths": [1, 2, 2]},
+        {"causal": "top-left"},
+    ],
+)
+def test_windows_starts_and_lengths_over_raw_pages(rng, options):
+    """With lengths that the host knows, and with those that only the device has."""
+    k, v, q = tokens(rng, "float32", (12, 16, 2, 16), (12, 16, 2, 24), (3, 4, 2, 16))
+    table, lengths = rng.permutation(12).reshape(3, 4), [40, 3, 55]
+    want, want_lse = sl.attention_paged(q, k, v, table, lengths, return_lse=True, **options)
+    given = [tensor(x) for x in (q, k, v)]
+    for tables in ((table, lengths), (tensor(table), tensor(np.array(lengths)))):
+        got, lse = sl.attention_paged(*given, *tables, engine="cuda", return_lse=True, **options)
+        close(got, want, "float32")
+        np.testing.assert_allclose(lse.cpu(), want_lse, rtol=1e-5, atol=1e-5)
+
+
 def test_block_tables_on_the_device_are_not_trusted(rng):
     k, v, q = (tensor(x) for x in tokens(rng, "float32", (9, 4, 2, 16), (9, 4, 2, 16), (2, 4, 1, 16)))
     table, lengths = torch.tensor([[1, 99, 2], [3, 4, -5]], device=DEVICE), torch.tensor([12, 8], device=DEVICE)

@@ -644,6 +644,42 @@ def test_raw_pages_have_the_bits_of_contiguous_keys(isa, one_width, rng, dtype, 
     assert out[2:].tobytes() == want[0].swapaxes(0, 1).tobytes()
 
 
+PLACED = [
+    {"causal": True, "window": (30, None)},
+    {"window": (3, 7), "q_start": [250, 2, 100], "q_lengths": [5, 0, 3]},
+    {"causal": True, "q_start": 100, "q_lengths": [5, 4, 1]},
+    {"causal": "top-left", "window": (2, 0)},
+    {"q_lengths": [0, 5, 2], "causal": True, "mask": sl.dilated(3), "window": (40, 0), "score": sl.softcap(2.0)},
+]
+
+
+@pytest.mark.parametrize("options", PLACED)
+def test_windows_starts_and_lengths_over_raw_pages(rng, options):
+    """As attention() means them, with the same bits; packed, too."""
+    lengths = [300, 7, 129]
+    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((3, 4, 5, 16), (40, 16, 2, 16), (40, 16, 2, 17)))
+    table = rng.integers(0, 40, (3, 20))  # pages may be anybody's, and come twice
+    out, lse = sl.attention_paged(q, k, v, table, lengths, return_lse=True, **options)
+    rows, starts = options.get("q_lengths", [5] * 3), options.get("q_start")
+    flat = [
+        [x[t].reshape(-1, *x.shape[2:])[:n].swapaxes(0, 1)[None] for x in (k, v)]
+        for t, n in zip(table, lengths, strict=True)
+    ]
+    for item, (n, keys) in enumerate(zip(rows, flat, strict=True)):
+        mine = {name: x for name, x in options.items() if name not in ("q_start", "q_lengths")}
+        if starts is not None:
+            mine["q_start"] = starts if isinstance(starts, int) else starts[item]
+        want, want_lse = sl.attention(q[item : item + 1, :, :n], *keys, return_lse=True, **mine)
+        assert out[item, :, :n].tobytes() == want.tobytes() and lse[item, :, :n].tobytes() == want_lse.tobytes()
+        assert not out[item, :, n:].any() and np.isneginf(lse[item, :, n:]).all()
+    packed = np.concatenate([x[:, :n].swapaxes(0, 1) for x, n in zip(q, rows, strict=True)])
+    mine = {name: x for name, x in options.items() if name != "q_lengths"}
+    cu = np.cumsum([0, *rows])
+    got = sl.attention_paged(packed, k, v, table, lengths, layout="lhd", cu_seqlens_q=cu, **mine)
+    want = np.concatenate([x[:, :n].swapaxes(0, 1) for x, n in zip(out, rows, strict=True)])
+    assert got.tobytes() == want.tobytes()
+
+
 def test_raw_pages_of_torch(rng):
     torch = pytest.importorskip("torch")
     q, pages = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16), torch.randn(9, 16, 2, 16, dtype=torch.bfloat16)
@@ -672,6 +708,17 @@ def test_raw_pages_of_torch(rng):
         ({"q": np.ones((1, 4, 1, 8), np.float32)}, "q: expected batch 2"),
         ({"q": np.ones((2, 3, 1, 8), np.float32)}, "kv heads that divides"),
         ({"layout": "lhb"}, "layout: expected"),
+        ({"causal": "left"}, "causal: expected False, True"),
+        ({"causal": "top-left", "q_start": 3}, "q_start: expected None with causal='top-left'"),
+        ({"window": 3}, "window: expected a pair"),
+        ({"q_start": [1]}, r"q_start: expected one int, or 2 \(one per batch item\); got 1"),
+        ({"q_start": 1.5}, "q_start: expected an int"),
+        ({"q_lengths": [1]}, "q_lengths: expected 2 lengths"),
+        ({"q_lengths": [1, 2]}, "q_lengths: expected lengths from 0 to 1"),
+        (
+            {"q": np.ones((2, 4, 8), np.float32), "layout": "lhd", "q_lengths": [1, 1]},
+            "q_lengths: expected None for layout='lhd'; packed sequences have cu_seqlens_q",
+        ),
         ({"cu_seqlens_q": [0, 1, 2]}, "cu_seqlens_q: expected None"),
         (
             {"q": np.ones((3, 4, 8), np.float32), "layout": "lhd"},

@@ -30,6 +30,7 @@ class Keys:
     lengths: torch.Tensor | None = None  # on the device, if the host has no copy
     status: torch.Tensor | None = None  # word in which kernels flag page numbers and lengths out of range
     most: int = 0  # keys of the longest item, where lengths are on the device
+    placed: bool = False  # with lengths there: queries begin where the problem says, else the last is at the last key
     ring_first: int = 0  # tokens before the ring, and the ring's slots
     ring: int = 0
 
@@ -60,7 +61,9 @@ def arrays_of(k: torch.Tensor, v: torch.Tensor, layout: str) -> Keys:
     return Keys(k, v, axes(k, layout), axes(v, layout))
 
 
-def paged_keys(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor | None, most: int) -> Keys:
+def paged_keys(
+    k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor | None, most: int, placed: bool
+) -> Keys:
     """Keys and values in pages (pages, page_size, heads, dim)."""
     strides = [(x.stride(0), x.stride(2), x.stride(1), x.stride(3)) for x in (k, v)]
     return Keys(
@@ -74,6 +77,7 @@ def paged_keys(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: t
         lengths=lengths,
         status=status_of(k.device),
         most=most,
+        placed=placed,
     )
 
 

@@ -68,7 +68,8 @@ class Part:
         arguments = (
             shared
             | {"q": q, "flags": flags, "blocks": blocks, "row_blocks": how.row_blocks, "q_start": p.q_starts[0]}
-            | {"k_start": p.k_start, "sinks": None if how.short else self.uploads.sinks, "wrong": wrong}
+            | {"at_end": int(not keys.placed), "k_start": p.k_start, "wrong": wrong}
+            | {"sinks": None if how.short else self.uploads.sinks}
             | named_strides("q", axes(q, self.layout))
             | _key_arguments(keys)
             | self._constants(keys)
