@@ -52,9 +52,17 @@ class Ring:
             return False
         return max(position - (self.window or 1) + 1, self.fixed) < min(length, written + SPARE - self.size)
 
+    def forgotten(self, position: int, written: int) -> bool:
+        """Whether a token may have been written over."""
+        return self.fixed <= position < written + SPARE - self.size if self.size else False
+
     def reached(self, written: list[int], totals: list[int]) -> list[int]:
         """Of sequences that grow to these totals: past the last token that was ever there."""
         return [max(a, b) for a, b in zip(written, totals, strict=True)] if self.size else totals
+
+    def shortened(self, written: list[int], lengths: list[int]) -> list[int]:
+        """As reached(), of sequences that end at these lengths: older tokens of a ring stay where they are."""
+        return [n and w for n, w in zip(lengths, written, strict=True)] if self.size else lengths
 
     def overwritten(self, written: list[int], totals: list[int]) -> list[int]:
         """Slots of promised tokens that new ones are written over, where sequences grow to these totals."""

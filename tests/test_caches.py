@@ -488,6 +488,25 @@ class Machine(RuleBasedStateMachine):
             for b, n in enumerate(lengths):
                 self.model[layer][b] = tuple(x[:, :n] for x in self.model[layer][b])
 
+    @rule(back=st.integers(0, 60), path=st.sets(st.integers(0, 59)))
+    def keep(self, back, path):
+        longest, least = ([end(len(layer[b][0][0]) for layer in self.model) for b in (0, 1)] for end in (max, min))
+        starts = [max(0, n - back) for n in least]
+        paths = [sorted(n for n in path if a + n < b) for a, b in zip(starts, least, strict=True)]
+        try:
+            self.cache.keep(paths, start=starts)
+        except sl.ArgumentError as error:
+            assert "forgotten" in str(error) and self.mask is not None  # a window's, of which too much has gone by
+            assert any([a - n > 200 or self.cut[b] for b, (a, n) in enumerate(zip(longest, starts, strict=True))])
+            return
+        self.cut = [True, True]
+        for layer in range(2):
+            for b, (start, left) in enumerate(zip(starts, paths, strict=True)):
+                which = [*range(start), *(start + n for n in left)]
+                self.model[layer][b] = tuple(x[:, which] for x in self.model[layer][b])
+
+    cut = (False, False)  # a truncated ring may have less than it seems
+
     @rule(order=st.tuples(st.integers(0, 1), st.integers(0, 1)))
     def select(self, order):
         self.cache = self.cache.select(order)
@@ -551,8 +570,6 @@ class WindowedMachine(Machine):
             return
         self.cut = [True, True]
         self.forget(lengths)
-
-    cut = (False, False)  # a truncated ring may have less than it seems
 
 
 for machine in (Machine, QuantisedMachine, WindowedMachine):

@@ -535,6 +535,64 @@ def test_block_tables_on_the_device_are_not_trusted(rng):
         sl.attention_paged(q, k, v, table.tolist(), [12, 8], engine="cuda")
 
 
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_path_of_a_tree(rng, dtype):
+    """What stays, and where, is what stays on the CPU: of a cache, round a ring, and in pages that a fork shares."""
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype}
+    _, k, v = tokens(rng, dtype, (2, 4, 70, 16), (2, 2, 70, 16), (2, 2, 70, 16))
+    for more in ({"capacity": 200}, {"window": 20, "keep_first": 3}):
+        here, there = sl.KVCache(**sizes, batch=2, **more), sl.KVCache(**sizes, batch=2, **more, device="cuda")
+        for cache, of in ((here, lambda x: x), (there, tensor)):
+            for layer in (0, 1):
+                cache.append(layer, of(k), of(v))
+                cache.append(layer, of(k[:, :, :30]), of(v[:, :, :30]), new_lengths=[30, 20])
+            cache.keep([[0, 2, 5, 25], [1]], start=70)
+        assert there.lengths(1) == here.lengths(1) == (74, 71) == tuple(there._storage.device_lengths[1].tolist())
+        for part in ("keys", "values"):
+            got, want = (getattr(x, part)(1) for x in (there, here))
+            assert plain(got.cpu()).tobytes() == plain(want).tobytes()
+    found = []
+    for device, of in (("cpu", lambda x: x), ("cuda", tensor)):
+        pool = sl.PagePool(**sizes, pages=12, page_size=16, device=device)
+        a = pool.sequence()
+        for layer in (0, 1):
+            pool.append(layer, [a], of(k[0].swapaxes(0, 1)), of(v[0].swapaxes(0, 1)))
+        b = a.fork()
+        a.keep([3, 4, 30], start=20)
+        assert (a.length(), b.length(), pool.free_pages) == (23, 70, 6)
+        found.append(
+            [plain(x if device == "cpu" else x.cpu()).tobytes() for s in (a, b) for x in (s.keys(1), s.values(0))]
+        )
+    assert found[0] == found[1]
+
+
+@needs_places
+def test_an_exception_anywhere_in_a_path(rng):
+    _, k, v = (tensor(x) for x in tokens(rng, "float32", *[(1, 1, 30, 16)] * 3))
+    cache = sl.KVCache(layers=2, kv_heads=1, head_dim=16, capacity=40, device="cuda")
+    pool = sl.PagePool(layers=2, pages=5, page_size=16, kv_heads=1, head_dim=16, device="cuda")
+    a = pool.sequence()
+    for layer in (0, 1):
+        cache.append(layer, k, v)
+        pool.append(layer, [a], k[0].transpose(0, 1), v[0].transpose(0, 1))
+    b = a.fork()
+
+    def state():
+        held = [(x.keys(1).numpy().tobytes(), x.values(0).numpy().tobytes()) for x in (cache, a, b)]
+        return held, cache.lengths(0), a.length(), pool.free_pages, cache._storage.device_lengths.tolist()
+
+    before = state()
+    for call in (lambda: cache.keep([2, 5], start=20), lambda: a.keep([2, 5], start=20)):
+        undone = 0
+        for n in range(1, 1000):
+            if not interrupted(call, n, OWN):
+                break
+            assert state() == before, n
+            undone += 1
+        assert undone > 5 and state() != before
+        before = state()
+
+
 class Machine(RuleBasedStateMachine):
     """A cache and a pool on the device against lists of tokens."""
 

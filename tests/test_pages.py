@@ -364,10 +364,11 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.append((sequence.fork(), [list(x) for x in chunks]))
 
     @precondition(lambda self: self.model)
-    @rule(which=st.integers(0, 4))
-    def free(self, which):
+    @rule(which=st.integers(0, 4), told=st.booleans())
+    def free(self, which, told):
         sequence, _ = self.model.pop(which % len(self.model))
-        sequence.free()
+        if told:
+            sequence.free()
 
     @precondition(lambda self: self.model)
     @rule(which=st.integers(0, 4), share=st.floats(0, 1))
@@ -378,6 +379,23 @@ class PoolMachine(RuleBasedStateMachine):
         for layer in (0, 1):
             whole = [np.concatenate(x)[:n] for x in zip(*chunks[layer], strict=True)] if chunks[layer] else []
             chunks[layer] = [tuple(whole)] if n else []
+
+    @precondition(lambda self: self.model)
+    @rule(which=st.integers(0, 4), share=st.floats(0, 1), path=st.sets(st.integers(0, 40)))
+    def keep(self, which, share, path):
+        sequence, chunks = self.model[which % len(self.model)]
+        least, free = min(sequence.length(0), sequence.length(1)), self.pool.free_pages
+        start = int(share * least)
+        left = sorted(n for n in path if start + n < least)
+        try:
+            sequence.keep(left, start=start)
+        except sl.CacheFull as error:
+            assert error.needed > error.free == free == self.pool.free_pages
+            return
+        which = [*range(start), *(start + n for n in left)]
+        for layer in (0, 1):
+            whole = [np.concatenate(x)[which] for x in zip(*chunks[layer], strict=True)] if chunks[layer] else []
+            chunks[layer] = [tuple(whole)] if which else []
 
     @precondition(lambda self: self.model)
     @rule(layer=st.integers(0, 1), counts=st.lists(st.integers(0, 40), min_size=5, max_size=5), attend=st.booleans())

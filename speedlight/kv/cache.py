@@ -5,18 +5,19 @@ Lengths, claims, roll-back and files are here, for every device; an engine's sto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals, shorter_lengths
+from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals
 from ..compiling import in_graph, outside
-from ..errors import ArgumentError, CacheBusy, CacheFull, FileError, UnsupportedError
+from ..errors import ArgumentError, CacheBusy, CacheFull
 from ..forks import renew_after_fork
 from ..problem import Options, new_options
 from ..tokens import Piece, TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
+from .keeping import Left, kept, truncated
 from .query import Query, attended, query_of, received
 from .storage import storage_of
 
@@ -297,12 +298,12 @@ class KVCache:
         Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of
         plain stores, operators and returns. Claims are made and released, and everything takes effect, in such runs.
         """
-        claims, mine, claimed, undo, storage, result = self._claims, {layer}, False, self._undo, self._storage, None
+        claims, mine, claimed, undo, storage, result = self._claims, {layer}, False, {}, self._storage, None
         try:
             if claims & mine:
                 raise _busy(layer)
             claims |= mine
-            claimed = True
+            claimed, undo = True, self._undo
             lengths, written = self._now()[layer]
             totals = new_totals(layer, lengths, counts, self.capacity)
             after = totals, self._ring.reached(written, totals)
@@ -320,12 +321,12 @@ class KVCache:
         except BaseException:
             if claimed and layer in undo:
                 try:
-                    storage.put_back(layer, undo[layer])
+                    storage.put_back({layer: undo[layer]})
                 except BaseException:  # another signal came meanwhile: once more
                     try:
-                        storage.put_back(layer, undo[layer])
+                        storage.put_back({layer: undo[layer]})
                     except BaseException:
-                        storage.put_back(layer, undo[layer])
+                        storage.put_back({layer: undo[layer]})
             raise
         finally:
             if claimed:
@@ -337,43 +338,75 @@ class KVCache:
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        self._shorten(length if length is not None else [length])  # type: ignore[list-item]  # refused: not clear()
+        self._shorten(lambda: truncated([length] if length is None else length, self._now(), self._ring))
+
+    def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
+        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.
+
+        For trees of speculated tokens: append them all, attend under a mask that is the tree, and keep the path that is
+        right. The cache is then, to the bit, as if only that path had been appended.
+
+        Args:
+            indices: ints that rise, counted from `start`: [0, 2, 5] keeps the first, third and sixth of the speculated
+                tokens. One list for all sequences, or a list for each. An empty one keeps none, as truncate(start).
+            start: tokens before the speculated ones: an int, or one for each sequence.
+
+        The n-th that is kept is at position start + n afterwards. Keys are not turned anew: rotary() the keys of a tree
+        by start + depth in it, which is that position, not by their place in the chunk. Not while other threads attend.
+
+        Raises:
+            CacheBusy: another thread appends.
+            speedlight.Error: the argument, what was expected and what came; a window has forgotten what is kept.
+
+        After any exception the cache is as it was.
+
+        >>> import numpy as np, speedlight as sl
+        >>> cache = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=16)
+        >>> x = np.arange(40, dtype=np.float32).reshape(1, 1, 10, 4)
+        >>> cache.append(0, x, x)
+        >>> cache.keep([0, 2, 5], start=4); cache.keys(0)[0, 0, :, 0]
+        array([ 0.,  4.,  8., 12., 16., 24., 36.], dtype=float32)
+        """
+        self._shorten(lambda: kept(indices, start, self._now(), self._ring))
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._shorten(None)
+        self._shorten(lambda: Left([0] * self.batch))  # without asking a device for its lengths
 
-    def _shorten(self, length: int | Sequence[int] | None) -> None:
-        """To so many tokens; None forgets all, without asking a device for its lengths."""
-        claims, mine, claimed, storage, before = self._claims, self._every, False, self._storage, None
+    def _shorten(self, wanted: Callable[[], Left]) -> None:
+        """To what is wanted; all of it or nothing."""
+        claims, mine, claimed, storage, undo, before = self._claims, self._every, False, self._storage, {}, None
         try:  # as in _grow
             if claims & mine:
                 raise _busy(min(claims & mine))
             claims |= mine
-            claimed = True
-            lengths = [0] * self.batch if length is None else self._shorter(length)
-            after = [
-                (lengths, [n and w for n, w in zip(lengths, old, strict=True)] if self._ring.size else lengths)
-                for _, old in self._held
-            ]
+            claimed, undo = True, self._undo
+            lengths, moves = wanted()
+            after = [(lengths, self._ring.shortened(old, lengths)) for _, old in self._held]
+            if moves.to_slot:
+                for layer, (old, _) in enumerate(self._held):
+                    undo[layer] = storage.before_moves(layer, old, moves)
+                for layer in range(self.layers):
+                    storage.move(layer, moves)
             before = storage.snapshot()
             storage.set_lengths([lengths] * self.layers)
             self._held = after
         except BaseException:
+            if claimed:
+                try:
+                    storage.put_back(undo)
+                except BaseException:  # another signal came meanwhile: once more
+                    try:
+                        storage.put_back(undo)
+                    except BaseException:
+                        storage.put_back(undo)
             if before is not None:
                 storage.set_lengths(before)
             raise
         finally:
             if claimed:
+                self._undo = {}
                 claims -= mine
-
-    def _shorter(self, length: int | Sequence[int]) -> list[int]:
-        held = self._now()
-        return shorter_lengths(
-            length,
-            [lengths for lengths, _ in held],
-            lambda item, n: any([self._ring.lost(n, n, written[item]) for _, written in held]),
-        )
 
     def copy(self) -> KVCache:
         """An independent cache with the same content."""
@@ -417,15 +450,8 @@ class KVCache:
         storage_of(device)
         where = saved.checked_path(path)
         content = saved.read(where)
-        try:
-            cache = cls(**content.sizes, dtype=content.dtype, device=device)
-        except UnsupportedError:  # of the device
-            raise
-        except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
-            raise FileError(f"{where}: a cache of {content.sizes} cannot be reserved ({error}).") from None
-        for layer, (keys, values) in enumerate(content.parts):
-            cache._storage.fill(layer, keys, values)
-        cache._storage.set_lengths([lengths for lengths, _ in content.held])
+        cache = content.reserved(where, lambda **sizes: cls(**sizes, device=device))
+        content.fill(cache._storage)
         cache._held = content.held
         return cache
 

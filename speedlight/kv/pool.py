@@ -10,7 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..checks import cache_dtype, check_index, check_list, check_sizes, each_count
 from ..compiling import in_graph, outside
@@ -18,25 +18,14 @@ from ..cpu.layout import BLOCK
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
 from ..forks import renew_after_fork
 from ..problem import Options
-from ..tokens import Batch, TokenShape
+from ..tokens import Batch, Moves, TokenShape
+from .keeping import path_of
 from .query import Query, query_of, received, results_of
 from .sequence import Sequence
+from .sharing import Held, shared_pages, with_pages
 from .storage import storage_of
 
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
-
-
-class _Held(NamedTuple):
-    """What a sequence holds. Never changed: an append makes another.
-
-    pages: in order.
-    table: the same in the storage's own form, which an append may extend in place.
-    lengths: tokens of each layer.
-    """
-
-    pages: list[int]
-    table: Any
-    lengths: list[int]
 
 
 class PagePool:
@@ -85,12 +74,13 @@ class PagePool:
         self.dtype = cache_dtype(dtype)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: the reservation may fail
-        self._held: dict[int, _Held] = {}  # by the number of the handle
+        self._held: dict[int, Held] = {}  # by the number of the handle
         # When nobody has a handle any more, C puts its number into _gone: in whichever thread, at whatever moment,
         # without a lock, and no signal can come between. Whoever needs pages next releases what it held.
         self._handles: dict[int, weakref.ref[Sequence]] = {}
         self._gone: dict[int, Any] = {}
         self._claims: set[Any] = set()  # numbers of sequences being written to
+        self._undo: dict[int, dict[int, Any]] = {}  # of those whose tokens are moved: by layer, what was there before
         self._dropped: list[list[int]] = []  # released, and counted by whoever needs the free list next
         self._taking = threading.RLock()
         self._free = list(range(self.pages - 1, -1, -1))
@@ -154,7 +144,7 @@ class PagePool:
             else:
                 free += [page]
 
-    def _take(self, layer: int, count: int) -> list[int]:
+    def _take(self, wherefore: str, count: int) -> list[int]:
         """So many free pages, or none."""
         free, taken = self._free, []
         try:
@@ -162,7 +152,7 @@ class PagePool:
                 self._count_dropped()
                 if count > len(free):
                     raise CacheFull(
-                        f"layer {layer}: {count} pages are needed, {len(free)} of {self.pages} are free. "
+                        f"{wherefore}: {count} pages are needed, {len(free)} of {self.pages} are free. "
                         "free() or truncate() sequences, or make a pool of more pages.",
                         count,
                         len(free),
@@ -177,13 +167,17 @@ class PagePool:
         return taken
 
     def after_fork(self) -> None:
-        """In the child: claims of the parent's threads are dropped, and pages that they had taken are free."""
+        """In the child: claims of the parent's threads are dropped, pages that they had taken are free, and what they
+        had begun to move is back.
+        """
+        for undo in self._undo.values():
+            self._storage.after_fork(undo)
         if self._claims:
             held = Counter(page for x in self._held.values() for page in x.pages)
             self._others[:] = [max(held[page] - 1, 0) for page in range(self.pages)]
             self._free[:] = [page for page in reversed(range(self.pages)) if not held[page]]
             self._dropped[:] = []
-        self._claims, self._taking = set(), threading.RLock()
+        self._claims, self._undo, self._taking = set(), {}, threading.RLock()
 
     # --- sequences
 
@@ -191,13 +185,13 @@ class PagePool:
         """A new sequence, without tokens. Its pages return when it is freed, or when nobody has it any more."""
         self._release_gone()
         number, handles, held = next(_numbers), self._handles, self._held
-        new, empty = Sequence(self, number), _Held([], self._storage.new_table(), [0] * self.layers)
+        new, empty = Sequence(self, number), Held([], self._storage.new_table(), [0] * self.layers)
         handle = weakref.ref(new, partial(self._gone.__setitem__, number))
         handles[number] = handle
         held[number] = empty
         return new
 
-    def _of(self, sequence: Any) -> _Held:
+    def _of(self, sequence: Any) -> Held:
         if not isinstance(sequence, Sequence):
             raise ArgumentTypeError(
                 f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}."
@@ -254,11 +248,62 @@ class PagePool:
             if length is None:
                 del held[sequence._number]
             else:
-                new = _Held(old.pages[:still], old.table, [length] * self.layers)
+                new = Held(old.pages[:still], old.table, [length] * self.layers)
                 held[sequence._number] = new
             self._dropped += left
         finally:
             if claimed:
+                claims -= mine
+
+    def _keep(self, sequence: Sequence, indices: Any, start: Any) -> None:
+        """PagedSequence.keep(): tokens move within its pages, or in copies of those that it shares."""
+        number, size, storage, held = sequence._number, self.page_size, self._storage, self._held
+        claims, mine, claimed, undo, taken, replaced = self._claims, {number}, False, {}, [], []
+        try:
+            if claims & mine:
+                raise _busy()
+            claims |= mine
+            claimed = True
+            old = new = self._of(sequence)
+            first, path = path_of(indices, start, min(old.lengths))
+            length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
+            if moved:
+                spans = [(moved[0][1], length)]
+                copies = shared_pages([old], spans, size, self._others)
+                if copies:  # as in _grow
+                    self._count_dropped()
+                    copies = shared_pages([old], spans, size, self._others)
+                if copies:
+                    taken = self._take("keep", len(copies))
+                    (new,), replaced = with_pages(storage, [old], [0], copies, taken)
+                places = [(new.pages[at // size], at % size, new.pages[to // size], to % size) for at, to in moved]
+                moves = Moves(*map(list, zip(*places, strict=True)))
+                for layer in range(self.layers):
+                    undo[layer] = storage.before_moves(layer, [], moves)
+                self._undo[number] = undo
+                for layer in range(self.layers):
+                    storage.move(layer, moves)
+            still = -(-length // size)
+            after = Held(new.pages[:still], new.table, [length] * self.layers)
+            dropped, left = self._dropped, replaced + new.pages[still:]
+            held[number] = after  # from here on nothing comes between
+            dropped += [left]
+        except BaseException:
+            if undo:
+                try:
+                    storage.put_back(undo)
+                except BaseException:  # another signal came meanwhile: once more
+                    try:
+                        storage.put_back(undo)
+                    except BaseException:
+                        storage.put_back(undo)
+            if taken:
+                self._dropped += [taken]
+            raise
+        finally:
+            if claimed:
+                if number in self._undo:
+                    del self._undo[number]
                 claims -= mine
 
     def _tokens(self, sequence: Sequence, layer: int, part: str) -> Any:
@@ -355,15 +400,16 @@ class PagePool:
             before = [self._of(x) for x in sequences]
             starts = [x.lengths[layer] for x in before]
             totals = [a + n for a, n in zip(starts, counts, strict=True)]
-            copies = self._to_copy(before, starts, totals)
+            spans = list(zip(starts, totals, strict=True))
+            copies = shared_pages(before, spans, self.page_size, self._others)
             if copies:  # as far as is known: those who shared pages may have gone
                 self._count_dropped()
-                copies = self._to_copy(before, starts, totals)
+                copies = shared_pages(before, spans, self.page_size, self._others)
             fresh = [max(0, -(-n // self.page_size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
             needed, longer, replaced = sum(fresh) + len(copies), before, []
             if needed:
-                taken = self._take(layer, needed)
-                longer, replaced = self._longer(before, fresh, copies, taken)
+                taken = self._take(f"layer {layer}", needed)
+                longer, replaced = with_pages(self._storage, before, fresh, copies, taken)
             batch = Batch([x.table for x in longer], starts, totals, counts)
             self._storage.put(layer, batch, k, v)
             if query is not None:
@@ -372,7 +418,7 @@ class PagePool:
             for number, x, total in zip(numbers, longer, totals, strict=True):
                 lengths = x.lengths[:]
                 lengths[layer] = total
-                after[number] = _Held(x.pages, x.table, lengths)
+                after[number] = Held(x.pages, x.table, lengths)
             held, dropped, left = self._held, self._dropped, [replaced] if replaced else []
             held |= after  # from here to the return nothing comes between
             dropped += left
@@ -410,46 +456,6 @@ class PagePool:
                 f"{shown(given)}."
             )
         return given
-
-    def _longer(
-        self, before: list[_Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
-    ) -> tuple[list[_Held], list[int]]:
-        """Copy on write: each sequence with its fresh pages, and with copies of the shared pages that it writes to; and
-        the pages that were replaced.
-        """
-        left, longer, replaced, storage = iter(taken), [], [], self._storage
-        for index, (held, n) in enumerate(zip(before, fresh, strict=True)):
-            moved = [at for owner, at in copies if owner == index] if copies else []
-            if not moved and not n:
-                longer.append(held)
-                continue
-            pages = held.pages[:]
-            for at in moved:
-                old, new = pages[at], next(left)
-                storage.copy_page(new, old)
-                replaced.append(old)
-                pages[at] = new
-            pages += itertools.islice(left, n)
-            longer.append(_Held(pages, storage.extended(held.table, pages, len(held.pages), moved), held.lengths))
-        return longer, replaced
-
-    def _to_copy(self, before: list[_Held], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
-        """Shared pages that would be written to, as (index of the sequence, index of its page).
-
-        The last sequence that shares a page writes in place, unless one that leaves has tokens there: a failing call
-        must not change those.
-        """
-        left: Counter[int] = Counter()
-        away: dict[int, int] = {}  # of a page: tokens of the longest sequence that leaves it for a copy
-        shared = []
-        for index, (held, start, total) in enumerate(zip(before, starts, totals, strict=True)):
-            for at in range(start // self.page_size, min(len(held.pages), -(-total // self.page_size))):
-                page = held.pages[at]
-                if self._others[page] > left[page] or away.get(page, 0) > start:
-                    left[page] += 1
-                    away[page] = max(away.get(page, 0), start)
-                    shared.append((index, at))
-        return shared
 
 
 def _busy() -> CacheBusy:

@@ -64,6 +64,28 @@ class Sequence:
             raise ArgumentTypeError(f"length: expected an int; got {type(length).__name__}.")
         self.pool._shorten(self, int(length))
 
+    def keep(self, indices: Any, *, start: int) -> None:
+        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.
+
+        As KVCache.keep() does it; pages that hold no tokens then are returned.
+
+        Raises:
+            CacheFull: pages are shared with a fork, and too few are free for copies of those that change.
+            CacheBusy: another thread writes to it.
+            speedlight.Error: the argument, what was expected and what came.
+
+        After any exception the sequence is as it was.
+
+        >>> import numpy as np, speedlight as sl
+        >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
+        >>> a, x = pool.sequence(), np.ones((20, 1, 8), np.float32)
+        >>> pool.append(0, [a], x, x)
+        >>> pool.append(0, [a], x[:7], x[:7], new_lengths=[7])  # a tree of seven guesses
+        >>> a.keep([0, 2, 5], start=20); a.length()  # of which a path of three is right
+        23
+        """
+        self.pool._keep(self, indices, start)
+
     def free(self) -> None:
         """Returns its pages. The handle is of no use afterwards."""
         self.pool._shorten(self, None)
