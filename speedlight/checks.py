@@ -259,14 +259,26 @@ def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
     return values
 
 
-def each_count(new_lengths: Any, sequences: int) -> list[int]:
+def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
+    """Of packed rows those of each sequence. By default all are a single sequence's; of several, one each."""
+    given = ([total] if sequences == 1 else [1] * sequences) if x is None else each_count(x, sequences, name)
+    if any([n < 0 for n in given]) or sum(given) != total:
+        what = "tokens" if name == "new_lengths" else "queries"
+        raise ArgumentError(
+            f"{name}: expected {sequences} ints, one per sequence, that add up to the {total} {what}; got "
+            f"{shown(given)}."
+        )
+    return given
+
+
+def each_count(x: Any, sequences: int, name: str = "new_lengths") -> list[int]:
     """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
     what = f"{sequences} ints, one per sequence"
-    values = listed(new_lengths, "new_lengths", what)
+    values = listed(x, name, what)
     if any([isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values]):
-        raise ArgumentTypeError(f"new_lengths: expected {what}; got {shown(new_lengths)}.")
+        raise ArgumentTypeError(f"{name}: expected {what}; got {shown(x)}.")
     if len(values) != sequences:
-        raise ArgumentError(f"new_lengths: expected {what}; got {len(values)}.")
+        raise ArgumentError(f"{name}: expected {what}; got {len(values)}.")
     return [int(n) for n in values]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .expressions.patterns import prefix, window
 from .expressions.tracing import Expression
@@ -41,6 +42,19 @@ class Ring:
         """Positions that a next token would see, besides itself."""
         first = max(self.keep_first, length - (self.window or 1) + 1)
         return [*range(min(self.keep_first, length)), *range(first, length)]
+
+    def in_order(self, stored: Any, lengths: list[int]) -> Any:
+        """Of slots (batch, heads, slot, dim), the tokens that a next one would see, in order; then zeros."""
+        if not self.size:
+            for item, n in enumerate(lengths):
+                stored[item, :, n:] = 0
+            return stored
+        shown = [self.shown(n) for n in lengths]
+        out = stored[:, :, list(range(max(map(len, shown))))]  # a copy
+        for item, positions in enumerate(shown):
+            out[item, :, : len(positions)] = stored[item][:, [self.slot(n) for n in positions]]
+            out[item, :, len(positions) :] = 0
+        return out
 
     def lost(self, position: int, length: int, written: int) -> bool:
         """Whether of what a query at `position` sees, of a sequence of this length, anything may have been written

@@ -356,7 +356,7 @@ MUTATIONS = (
     # --- caches and pools
     Mutation(
         "a pool's last owner writes where others left a longer part",
-        "kv/pool.py",
+        "kv/sharing.py",
         " or away.get(page, 0) > start:",
         ":",
         f"{POOLS} -k takes_nothing_from",

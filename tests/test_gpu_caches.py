@@ -566,6 +566,25 @@ def test_a_path_of_a_tree(rng, dtype):
     assert found[0] == found[1]
 
 
+def test_queries_that_are_not_those_of_the_new_tokens(rng):
+    sizes = {"layers": 1, "kv_heads": 2, "head_dim": 16}
+    q, k, v = tokens(rng, "float32", (2, 4, 8, 16), (2, 2, 40, 16), (2, 2, 40, 16))
+    options = {"q_lengths": [5, 8], "score": sl.relative_bias(np.linspace(-1, 1, 4 * 121).reshape(4, 121))}
+    found = []
+    for device, of in (("cpu", lambda x: x), ("cuda", tensor)):
+        cache = sl.KVCache(**sizes, batch=2, capacity=60, device=device)
+        cache.append(0, of(k), of(v), new_lengths=[3, 40])
+        found.append([cache.attend(0, of(q), of(k[:, :, :3]), of(v[:, :, :3]), new_lengths=[2, 3], **options)])
+        found[-1].append(cache.attend(0, of(q), q_lengths=[8, 2]))
+        pool = sl.PagePool(**sizes, pages=6, page_size=16, device=device)
+        both, (x, y) = [pool.sequence() for _ in range(2)], (t[0].swapaxes(0, 1)[:30] for t in (k, v))
+        pool.append(0, both, of(x), of(y), new_lengths=[10, 20])
+        packed = q[0].swapaxes(0, 1)
+        found[-1].append(pool.attend(0, both, of(packed), of(x[:3]), of(y[:3]), new_lengths=[1, 2], q_lengths=[6, 2]))
+    for want, got in zip(*found, strict=True):
+        close(got, want, "float32")
+
+
 @needs_places
 def test_an_exception_anywhere_in_a_path(rng):
     _, k, v = (tensor(x) for x in tokens(rng, "float32", *[(1, 1, 30, 16)] * 3))

@@ -126,6 +126,7 @@ CACHE = {
         lambda w: w.cache.attend(0, w.few.q, w.few.k, w.few.v, new_lengths=[5, 2], return_lse=True),
         again,
     ),
+    "attend others": (lambda w: w.cache.attend(0, w.piece.q, w.few.k, w.few.v, q_lengths=[20, 9]), again),
     "attend many": (lambda w: w.cache.attend(0, w.piece.q, w.piece.k, w.piece.v), again),
     "only attend": (lambda w: w.cache.attend(0, w.one.q), None),
     "append": (lambda w: w.cache.append(0, w.few.k, w.few.v), again),

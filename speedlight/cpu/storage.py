@@ -128,7 +128,7 @@ class CacheStorage:
             **more,
         )
 
-    def check_capture(self, new_lengths: Any) -> None:
+    def check_capture(self, lengths: dict[str, Any]) -> None:
         """A CUDA graph has no part in this."""
 
     # --- lengths: only the host has them

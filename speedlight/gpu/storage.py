@@ -91,14 +91,15 @@ class CacheStorage:
     def query(self, q: Any) -> Array:
         return described(q, "q", self.device)
 
-    def check_capture(self, new_lengths: Any) -> None:
+    def check_capture(self, lengths: dict[str, Any]) -> None:
         """What a CUDA graph can replay."""
         if not capturing():
             return
-        if new_lengths is not None:
-            raise UnsupportedError(
-                "new_lengths: expected None while a CUDA graph is captured; a replay could not change them."
-            )
+        for name, x in lengths.items():
+            if x is not None:
+                raise UnsupportedError(
+                    f"{name}: expected None while a CUDA graph is captured; a replay could not change them."
+                )
         if self.capacity == MOST:
             raise UnsupportedError(
                 "capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none."
@@ -196,12 +197,13 @@ class CacheStorage:
     def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
         """A piece's call: checked, nothing enqueued. Mutable masks and scores need the exact lengths."""
         n, captured = piece.rows.stop - piece.rows.start, capturing()
+        least = n if piece.counts is None else max(piece.counts)  # tokens that whoever has so many queries has
         most = self.capacity if captured else min(self.capacity, power_above(max(piece.after)))
         any_lengths = captured or (is_immutable(options.mask) and is_immutable(options.score))
         stored = self.shape.stored(
             [most] * self.batch if any_lengths else piece.after,
             hiding=self.ring.mask(options.causal),
-            shortest=(n if options.causal else 1) if any_lengths else None,
+            shortest=(least if options.causal else 1) if any_lengths else None,
         )
         rows = replace(q, shape=(*q.shape[:2], n, q.shape[3])) if len(q.shape) == 4 else q
         problem = from_stored(rows, stored, options._replace(q_lengths=piece.counts))

@@ -5,20 +5,20 @@ Lengths, claims, roll-back and files are here, for every device; an engine's sto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals
 from ..compiling import in_graph, outside
-from ..errors import ArgumentError, CacheBusy, CacheFull
+from ..errors import ArgumentError, CacheFull
 from ..forks import renew_after_fork
 from ..problem import Options, new_options
-from ..tokens import Piece, TokenShape, pieces_of
+from ..tokens import TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
-from .keeping import Left, kept, truncated
-from .query import Query, attended, query_of, received
+from .keeping import Left, kept, shorten, truncated
+from .query import Query, attended, busy, new_tokens, piece_of, query_of
 from .storage import storage_of
 
 _Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
@@ -135,16 +135,7 @@ class KVCache:
         layer = self._layer(layer)
         lengths, written = self._now()[layer]
         stored = self._storage.tokens(layer, part, max(map(self._ring.held, lengths, written)))
-        if self.window is None:
-            for item, n in enumerate(lengths):
-                stored[item, :, n:] = 0
-            return stored
-        shown = [self._ring.shown(n) for n in lengths]
-        out = stored[:, :, list(range(max(map(len, shown))))]  # a copy
-        for item, positions in enumerate(shown):
-            out[item, :, : len(positions)] = stored[item][:, [self._ring.slot(n) for n in positions]]
-            out[item, :, len(positions) :] = 0
-        return out
+        return self._ring.in_order(stored, lengths)
 
     def synchronize(self) -> None:
         """Waits for the device and takes over its lengths, which replayed CUDA graphs advance without the host.
@@ -195,6 +186,7 @@ class KVCache:
         v: Any = None,
         *,
         new_lengths: Any = None,
+        q_lengths: Any = None,
         scale: float | None = None,
         mask: Any = None,
         score: Any = None,
@@ -214,6 +206,9 @@ class KVCache:
             v: (batch, kv_heads, n_new, value_dim).
             new_lengths: new tokens of each sequence, where some have fewer than n_new: of k and v those past them are
                 not stored, of q they are no queries: their rows get out 0 and lse -inf.
+            q_lengths: queries of each sequence, where they are not those of its new tokens, or fewer than q has; q may
+                then have other tokens than k. The last one is at the last token: more queries than new tokens ask for
+                earlier ones again, fewer ask for the last ones only. Rows past them get out 0 and lse -inf.
             scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for speedlight.attention; positions
                 count from the first token of a sequence. A mask is joined to causality by &.
 
@@ -230,11 +225,17 @@ class KVCache:
         """
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
-            more = {"new_lengths": new_lengths, "return_lse": return_lse, "dropout": dropout, "seed": seed}
+            options |= {"new_lengths": new_lengths, "q_lengths": q_lengths}
+            more = {"return_lse": return_lse, "dropout": dropout, "seed": seed}
             return outside(KVCache.attend, self, layer, q, k, v, **options, **more)
         given = (k is not None, None, mask, score, sink_logits, None, 0, scale, "bhld", None, None, None, None, "ieee")
         options = new_options(Options, (*given, dropout, seed))
-        if k is not None and new_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
+        if (
+            k is not None
+            and new_lengths is q_lengths is out is None
+            and type(layer) is int
+            and 0 <= layer < self.layers
+        ):
             result = self._repeated(layer, q, k, v, options, return_lse)
             if result is not None:
                 return result
@@ -243,26 +244,24 @@ class KVCache:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
-            return self._read(layer, query_of(self._storage, q, options, return_lse, out))
-        k, v, counts = self._new(k, v, new_lengths)
-        query = query_of(self._storage, q, options, return_lse, out)
+            return self._read(layer, query_of(self._storage, q, options, return_lse, out, q_lengths))
+        k, v, counts = self._new(k, v, new_lengths, q_lengths)
+        query = query_of(self._storage, q, options, return_lse, out, q_lengths)
         shape = query.q.shape
-        if len(shape) == 4 and shape[2] != k.shape[2]:
-            raise ArgumentError(f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {shape}).")
+        if len(shape) == 4 and shape[2] != k.shape[2] and q_lengths is None:
+            raise ArgumentError(
+                f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {shape}). Other queries than those "
+                "of the new tokens are told by q_lengths=."
+            )
         return self._grow(layer, k, v, counts, query)
 
     def _read(self, layer: int, query: Query) -> Any:
         """Queries over what is stored."""
-        self._storage.check_capture(None)
+        self._storage.check_capture({"q_lengths": query.lengths})
         lengths, written = self._now()[layer]
-        shape = query.q.shape
-        rows = shape[2] if len(shape) == 4 else 0
-        for item, (n, w) in enumerate(zip(lengths, written, strict=True)) if self._ring.size else ():
-            if self._ring.lost(n - rows, n, w):
-                raise ArgumentError(
-                    f"q: expected fewer queries; of sequence {item} the window has forgotten what {rows} of them see."
-                )
-        return attended(self._storage, layer, query, [Piece(slice(0, rows), lengths, lengths, None)], None, None)
+        return attended(
+            self._storage, layer, query, [piece_of(query, lengths, lengths, written, self._ring)], None, None
+        )
 
     def _repeated(self, layer: int, q: Any, k: Any, v: Any, options: Options, return_lse: Any) -> Any:
         """Fast path: a step whose shapes, dtypes and options were validated earlier; None for any other call."""
@@ -278,7 +277,7 @@ class KVCache:
         claims, mine, claimed = self._claims, {layer}, False
         try:  # as in _grow
             if claims & mine:
-                raise _busy(layer)
+                raise busy(layer)
             claims |= mine
             claimed = True
             if self._held[layer] is not held:
@@ -301,7 +300,7 @@ class KVCache:
         claims, mine, claimed, undo, storage, result = self._claims, {layer}, False, {}, self._storage, None
         try:
             if claims & mine:
-                raise _busy(layer)
+                raise busy(layer)
             claims |= mine
             claimed, undo = True, self._undo
             lengths, written = self._now()[layer]
@@ -314,7 +313,11 @@ class KVCache:
                 storage.put(layer, lengths, counts, k, v)
             else:
                 n_new = k.shape[2]
-                pieces = pieces_of(n_new, lengths, counts, PIECE if self._ring.size else max(n_new, 1))
+                pieces = (
+                    pieces_of(n_new, lengths, counts, PIECE if self._ring.size else max(n_new, 1))
+                    if query.lengths is None
+                    else [piece_of(query, lengths, *after, self._ring)]
+                )
                 result = attended(storage, layer, query, pieces, k, v)
             self._held[layer] = after  # from here to the return nothing comes between
             return result
@@ -338,7 +341,7 @@ class KVCache:
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        self._shorten(lambda: truncated([length] if length is None else length, self._now(), self._ring))
+        shorten(self, lambda: truncated([length] if length is None else length, self._now(), self._ring))
 
     def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
         """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.
@@ -367,46 +370,11 @@ class KVCache:
         >>> cache.keep([0, 2, 5], start=4); cache.keys(0)[0, 0, :, 0]
         array([ 0.,  4.,  8., 12., 16., 24., 36.], dtype=float32)
         """
-        self._shorten(lambda: kept(indices, start, self._now(), self._ring))
+        shorten(self, lambda: kept(indices, start, self._now(), self._ring))
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._shorten(lambda: Left([0] * self.batch))  # without asking a device for its lengths
-
-    def _shorten(self, wanted: Callable[[], Left]) -> None:
-        """To what is wanted; all of it or nothing."""
-        claims, mine, claimed, storage, undo, before = self._claims, self._every, False, self._storage, {}, None
-        try:  # as in _grow
-            if claims & mine:
-                raise _busy(min(claims & mine))
-            claims |= mine
-            claimed, undo = True, self._undo
-            lengths, moves = wanted()
-            after = [(lengths, self._ring.shortened(old, lengths)) for _, old in self._held]
-            if moves.to_slot:
-                for layer, (old, _) in enumerate(self._held):
-                    undo[layer] = storage.before_moves(layer, old, moves)
-                for layer in range(self.layers):
-                    storage.move(layer, moves)
-            before = storage.snapshot()
-            storage.set_lengths([lengths] * self.layers)
-            self._held = after
-        except BaseException:
-            if claimed:
-                try:
-                    storage.put_back(undo)
-                except BaseException:  # another signal came meanwhile: once more
-                    try:
-                        storage.put_back(undo)
-                    except BaseException:
-                        storage.put_back(undo)
-            if before is not None:
-                storage.set_lengths(before)
-            raise
-        finally:
-            if claimed:
-                self._undo = {}
-                claims -= mine
+        shorten(self, lambda: Left([0] * self.batch))  # without asking a device for its lengths
 
     def copy(self) -> KVCache:
         """An independent cache with the same content."""
@@ -463,17 +431,8 @@ class KVCache:
     def _item(self, item: Any) -> int:
         return check_index("batch index", item, self.batch)
 
-    def _new(self, k: Any, v: Any, new_lengths: Any) -> tuple[Any, Any, list[int]]:
+    def _new(self, k: Any, v: Any, new_lengths: Any, q_lengths: Any = None) -> tuple[Any, Any, list[int]]:
         """New keys and values, checked, and the number of new tokens of each sequence."""
-        k = received(self._storage, k, "k", (self.batch, self.kv_heads, "n_new", self.head_dim), 2)
-        v = received(self._storage, v, "v", (self.batch, self.kv_heads, "n_new", self.value_dim), 2)
-        n_new = k.shape[2]
-        if v.shape[2] != n_new:
-            raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
-        self._storage.check_capture(new_lengths)
-        return k, v, new_counts(new_lengths, self.batch, n_new)
-
-
-def _busy(layer: int) -> CacheBusy:
-    """Raised for a second writer, which does not wait."""
-    return CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")
+        k, v = new_tokens(self._storage, k, v, self.batch)
+        self._storage.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
+        return k, v, new_counts(new_lengths, self.batch, k.shape[2])

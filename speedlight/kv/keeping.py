@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,9 @@ from ..checks import integer, shorter_lengths
 from ..errors import ArgumentError, shown
 from ..tokens import Moves
 from ..windows import Ring
+from .query import busy
+from .sharing import Held, shared_pages, with_pages
+from .sharing import busy as busy_sequences
 
 _Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
 
@@ -97,3 +101,94 @@ def _check_path(path: list[int], start: int, least: int, whose: str) -> None:
             f"indices: expected less than {least - start}, the tokens{whose} from start={start} on in every layer; "
             f"got {shown(path[-1])}."
         )
+
+
+# --- which makes it so
+
+
+def shorten(cache: Any, wanted: Callable[[], Left]) -> None:
+    """truncate() and keep(): a cache is as wanted() says, all of it or nothing."""
+    claims, mine, claimed, storage, undo, before = cache._claims, cache._every, False, cache._storage, {}, None
+    try:  # as in KVCache._grow
+        if claims & mine:
+            raise busy(min(claims & mine))
+        claims |= mine
+        claimed, undo = True, cache._undo
+        lengths, moves = wanted()
+        after = [(lengths, cache._ring.shortened(old, lengths)) for _, old in cache._held]
+        if moves.to_slot:
+            for layer, (old, _) in enumerate(cache._held):
+                undo[layer] = storage.before_moves(layer, old, moves)
+            for layer in range(cache.layers):
+                storage.move(layer, moves)
+        before = storage.snapshot()
+        storage.set_lengths([lengths] * cache.layers)
+        cache._held = after
+    except BaseException:
+        if claimed:
+            try:
+                storage.put_back(undo)
+            except BaseException:  # another signal came meanwhile: once more
+                try:
+                    storage.put_back(undo)
+                except BaseException:
+                    storage.put_back(undo)
+        if before is not None:
+            storage.set_lengths(before)
+        raise
+    finally:
+        if claimed:
+            cache._undo = {}
+            claims -= mine
+
+
+def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
+    """keep() of a sequence: tokens move within its pages, or in copies of shared ones; all of it or nothing."""
+    number, size, storage, held = sequence._number, pool.page_size, pool._storage, pool._held
+    claims, mine, claimed, undo, taken, replaced = pool._claims, {number}, False, {}, [], []
+    try:
+        if claims & mine:
+            raise busy_sequences()
+        claims |= mine
+        claimed = True
+        old = new = pool._of(sequence)
+        first, path = path_of(indices, start, min(old.lengths))
+        length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
+        if moved:
+            spans = [(moved[0][1], length)]
+            copies = shared_pages([old], spans, size, pool._others)
+            if copies:  # as in PagePool._grow
+                pool._count_dropped()
+                copies = shared_pages([old], spans, size, pool._others)
+            if copies:
+                taken = pool._take("keep", len(copies))
+                (new,), replaced = with_pages(storage, [old], [0], copies, taken)
+            places = [(new.pages[at // size], at % size, new.pages[to // size], to % size) for at, to in moved]
+            moves = Moves(*map(list, zip(*places, strict=True)))
+            for layer in range(pool.layers):
+                undo[layer] = storage.before_moves(layer, [], moves)
+            pool._undo[number] = undo
+            for layer in range(pool.layers):
+                storage.move(layer, moves)
+        still = -(-length // size)
+        after = Held(new.pages[:still], new.table, [length] * pool.layers)
+        dropped, left = pool._dropped, replaced + new.pages[still:]
+        held[number] = after  # from here on nothing comes between
+        dropped += [left]
+    except BaseException:
+        if undo:
+            try:
+                storage.put_back(undo)
+            except BaseException:  # another signal came meanwhile: once more
+                try:
+                    storage.put_back(undo)
+                except BaseException:
+                    storage.put_back(undo)
+        if taken:
+            pool._dropped += [taken]
+        raise
+    finally:
+        if claimed:
+            if number in pool._undo:
+                del pool._undo[number]
+            claims -= mine

@@ -12,17 +12,16 @@ from collections import Counter
 from functools import partial
 from typing import Any
 
-from ..checks import cache_dtype, check_index, check_list, check_sizes, each_count
+from ..checks import cache_dtype, check_index, check_list, check_sizes, packed_counts
 from ..compiling import in_graph, outside
 from ..cpu.layout import BLOCK
-from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
+from ..errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from ..forks import renew_after_fork
 from ..problem import Options
-from ..tokens import Batch, Moves, TokenShape
-from .keeping import path_of
-from .query import Query, query_of, received, results_of
+from ..tokens import Batch, TokenShape
+from .query import Query, check_asked, new_tokens, query_of, results_of
 from .sequence import Sequence
-from .sharing import Held, shared_pages, with_pages
+from .sharing import Held, busy, shared_pages, with_pages
 from .storage import storage_of
 
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
@@ -210,7 +209,7 @@ class PagePool:
         claims, mine, claimed, shared = self._claims, {sequence._number}, False, []
         try:
             if claims & mine:
-                raise _busy()
+                raise busy()
             claims |= mine
             claimed = True
             old, others = self._of(sequence), self._others
@@ -236,7 +235,7 @@ class PagePool:
         held, claims, mine, claimed = self._held, self._claims, {sequence._number}, False
         try:
             if claims & mine:
-                raise _busy()
+                raise busy()
             claims |= mine
             claimed = True
             old = self._of(sequence)
@@ -255,57 +254,6 @@ class PagePool:
             if claimed:
                 claims -= mine
 
-    def _keep(self, sequence: Sequence, indices: Any, start: Any) -> None:
-        """PagedSequence.keep(): tokens move within its pages, or in copies of those that it shares."""
-        number, size, storage, held = sequence._number, self.page_size, self._storage, self._held
-        claims, mine, claimed, undo, taken, replaced = self._claims, {number}, False, {}, [], []
-        try:
-            if claims & mine:
-                raise _busy()
-            claims |= mine
-            claimed = True
-            old = new = self._of(sequence)
-            first, path = path_of(indices, start, min(old.lengths))
-            length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
-            if moved:
-                spans = [(moved[0][1], length)]
-                copies = shared_pages([old], spans, size, self._others)
-                if copies:  # as in _grow
-                    self._count_dropped()
-                    copies = shared_pages([old], spans, size, self._others)
-                if copies:
-                    taken = self._take("keep", len(copies))
-                    (new,), replaced = with_pages(storage, [old], [0], copies, taken)
-                places = [(new.pages[at // size], at % size, new.pages[to // size], to % size) for at, to in moved]
-                moves = Moves(*map(list, zip(*places, strict=True)))
-                for layer in range(self.layers):
-                    undo[layer] = storage.before_moves(layer, [], moves)
-                self._undo[number] = undo
-                for layer in range(self.layers):
-                    storage.move(layer, moves)
-            still = -(-length // size)
-            after = Held(new.pages[:still], new.table, [length] * self.layers)
-            dropped, left = self._dropped, replaced + new.pages[still:]
-            held[number] = after  # from here on nothing comes between
-            dropped += [left]
-        except BaseException:
-            if undo:
-                try:
-                    storage.put_back(undo)
-                except BaseException:  # another signal came meanwhile: once more
-                    try:
-                        storage.put_back(undo)
-                    except BaseException:
-                        storage.put_back(undo)
-            if taken:
-                self._dropped += [taken]
-            raise
-        finally:
-            if claimed:
-                if number in self._undo:
-                    del self._undo[number]
-                claims -= mine
-
     def _tokens(self, sequence: Sequence, layer: int, part: str) -> Any:
         held, layer = self._of(sequence), self._layer(layer)
         return self._storage.tokens(layer, part, held.pages, held.lengths[layer])
@@ -319,8 +267,9 @@ class PagePool:
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        k, v = self._new(k, v, None)
-        self._grow(layer, sequences, self._counts(new_lengths, len(sequences), k.shape[0]), k, v, None)
+        k, v = new_tokens(self._storage, k, v, None)
+        counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
+        self._grow(layer, sequences, counts, k, v, None, [])
 
     def attend(
         self,
@@ -331,6 +280,7 @@ class PagePool:
         v: Any = None,
         *,
         new_lengths: Any = None,
+        q_lengths: Any = None,
         scale: float | None = None,
         mask: Any = None,
         score: Any = None,
@@ -346,11 +296,14 @@ class PagePool:
         Args:
             layer: index of the layer.
             sequences: a list of this pool's sequences, each once.
-            q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, …
+            q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, … Or (total queries,
+                q_heads, head_dim), as q_lengths says.
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
-            new_lengths: rows of q, and of k and v if they are given, that are each sequence's; they add up to all
-                rows. Default: all to a single sequence, else one each.
+            new_lengths: rows of k and v that are each sequence's; they add up to all rows. Default: all to a single
+                sequence, else one each.
+            q_lengths: the same of q. Default new_lengths; must be said where q has other tokens than k. Of each
+                sequence the last query is at the last token: more queries than new tokens ask for earlier ones again.
             scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for KVCache.attend; a mask's b, and
                 dropout's batch item, is the index in `sequences`.
 
@@ -366,7 +319,8 @@ class PagePool:
         """
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
-            more = {"new_lengths": new_lengths, "return_lse": return_lse, "dropout": dropout, "seed": seed}
+            options |= {"new_lengths": new_lengths, "q_lengths": q_lengths}
+            more = {"return_lse": return_lse, "dropout": dropout, "seed": seed}
             return outside(PagePool.attend, self, layer, sequences, q, k, v, **options, **more)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         options = Options(
@@ -376,30 +330,36 @@ class PagePool:
         shape = query.q.shape
         if len(shape) != 3:
             raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {shape}.")
-        counts = self._counts(new_lengths, len(sequences), shape[0])
+        name, given = ("new_lengths", new_lengths) if q_lengths is None else ("q_lengths", q_lengths)
+        asked = packed_counts(name, given, len(sequences), shape[0])
         if k is None or v is None:
             if k is not None or v is not None:
                 raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
             held = [self._of(x) for x in sequences]
             lengths = [x.lengths[layer] for x in held]
-            return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, counts))
-        k, v = self._new(k, v, shape[0])
-        return self._grow(layer, sequences, counts, k, v, query)
+            return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, asked))
+        k, v = new_tokens(self._storage, k, v, None, shape[0] if q_lengths is None else None)
+        counts = asked if q_lengths is None else packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
+        return self._grow(layer, sequences, counts, k, v, query, asked)
 
-    def _grow(self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: Query | None) -> Any:
-        """New tokens, and what a query then sees; all of it or nothing."""
+    def _grow(
+        self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: Query | None, asked: list[int]
+    ) -> Any:
+        """New tokens, and what a query then sees, of each sequence so many rows; all of it or nothing."""
         numbers = [getattr(x, "_number", None) for x in sequences]
         claims, mine, claimed, taken, result = self._claims, set(numbers), False, [], None
         if len(mine) != len(numbers) and all([self._of(x) for x in sequences]):
             raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
         try:
             if claims & mine:
-                raise _busy()
+                raise busy()
             claims |= mine
             claimed = True
             before = [self._of(x) for x in sequences]
             starts = [x.lengths[layer] for x in before]
             totals = [a + n for a, n in zip(starts, counts, strict=True)]
+            if asked is not counts and query is not None:
+                check_asked(asked, totals)
             spans = list(zip(starts, totals, strict=True))
             copies = shared_pages(before, spans, self.page_size, self._others)
             if copies:  # as far as is known: those who shared pages may have gone
@@ -413,7 +373,7 @@ class PagePool:
             batch = Batch([x.table for x in longer], starts, totals, counts)
             self._storage.put(layer, batch, k, v)
             if query is not None:
-                result = self._attended(layer, query, batch)
+                result = self._attended(layer, query, batch if asked is counts else batch._replace(counts=asked))
             after = {}
             for number, x, total in zip(numbers, longer, totals, strict=True):
                 lengths = x.lengths[:]
@@ -436,30 +396,3 @@ class PagePool:
         results = results_of(query, self.value_dim, (q.shape[1], q.shape[0]))
         self._storage.attend(layer, q, batch, query.options, results)
         return results.returned()
-
-    def _new(self, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
-        """New keys and values, checked: `total` tokens of each, by default as many as k has."""
-        k = received(self._storage, k, "k", ("total new", self.kv_heads, self.head_dim), 0)
-        v = received(self._storage, v, "v", ("total new", self.kv_heads, self.value_dim), 0)
-        total = k.shape[0] if total is None else total
-        for name, x in (("k", k), ("v", v)):
-            if x.shape[0] != total:
-                raise ArgumentError(f"{name}: expected {total} tokens, as q and new_lengths have; got {x.shape[0]}.")
-        return k, v
-
-    def _counts(self, new_lengths: Any, sequences: int, total: int) -> list[int]:
-        alone = [total] if sequences == 1 else [1] * sequences
-        given = alone if new_lengths is None else each_count(new_lengths, sequences)
-        if any([n < 0 for n in given]) or sum(given) != total:
-            raise ArgumentError(
-                f"new_lengths: expected {sequences} ints, one per sequence, that add up to the {total} tokens; got "
-                f"{shown(given)}."
-            )
-        return given
-
-
-def _busy() -> CacheBusy:
-    """Raised for a second writer, which does not wait."""
-    return CacheBusy(
-        "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
-    )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentTypeError
+from .keeping import keep_in_pages
 
 
 class Sequence:
@@ -84,7 +85,7 @@ class Sequence:
         >>> a.keep([0, 2, 5], start=20); a.length()  # of which a path of three is right
         23
         """
-        self.pool._keep(self, indices, start)
+        keep_in_pages(self.pool, self, indices, start)
 
     def free(self) -> None:
         """Returns its pages. The handle is of no use afterwards."""

@@ -6,6 +6,8 @@ import itertools
 from collections import Counter
 from typing import Any, NamedTuple
 
+from ..errors import CacheBusy
+
 
 class Held(NamedTuple):
     """What a sequence holds. Never changed: an append makes another.
@@ -63,3 +65,10 @@ def with_pages(
         pages += itertools.islice(left, n)
         longer.append(Held(pages, storage.extended(held.table, pages, len(held.pages), moved), held.lengths))
     return longer, replaced
+
+
+def busy() -> CacheBusy:
+    """Raised for a second writer, which does not wait."""
+    return CacheBusy(
+        "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
+    )
