@@ -8,7 +8,7 @@ from typing import Any
 from . import arrays, calls
 from . import engine as engines
 from .arrays import DTYPES
-from .checks import check_flag, check_layout, check_precision, packed_lengths, page_lists
+from .checks import check_flag, check_layout, check_pages, check_precision, packed_lengths, page_lists
 from .compiling import leaves_graph
 from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
@@ -253,10 +253,7 @@ def attention_paged(
     check_layout(layout)
     check_flag("return_lse", return_lse)
     a, k, v = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
-    if len(k.shape) != 4 or min(k.shape[1:]) < 1:
-        raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
-    if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
-        raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
+    check_pages(k, v)
     for x in (k, v):
         check_together(x, a)
     place = engines.chosen(engine, a)

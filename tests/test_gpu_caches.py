@@ -508,6 +508,56 @@ def test_windows_starts_and_lengths_over_raw_pages(rng, options):
         np.testing.assert_allclose(lse.cpu(), want_lse, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["bhld", "blhd", "lhd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_go_where_they_go_on_the_cpu(rng, dtype, layout):
+    """With tables and lengths of the host's, and of the device's."""
+    axes = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3)}
+    shape = {"lhd": (6, 2, 16)}.get(layout) or tuple((3, 2, 3, 16)[a] for a in axes[layout])
+    table, counts, lengths = rng.permutation(15).reshape(3, 5)[:, :4], [3, 1, 2], [4, 0, 9]
+    pages = tokens(rng, dtype, (15, 5, 2, 16), (15, 2, 5, 16))
+    new = tokens(rng, dtype, shape, shape)
+    for given in ((table, lengths, counts), tuple(tensor(np.array(x)) for x in (table, lengths, counts))):
+        resident = isinstance(given[0], torch.Tensor)
+        here = [pages[0].copy(), pages[1].copy().swapaxes(1, 2)]
+        there = [tensor(pages[0].copy()), tensor(pages[1].copy()).transpose(1, 2)]
+        want = sl.append_paged(*here, table, lengths, *new, new_lengths=counts, layout=layout)
+        some = counts if resident and layout == "lhd" else given[2]
+        more = {"new_lengths": some, "layout": layout, "engine": "cuda"}
+        after = sl.append_paged(*there, *given[:2], *map(tensor, new), **more)
+        assert list(after) == want == [7, 1, 11] and isinstance(after, torch.Tensor) == resident
+        assert [plain(x.cpu()).tobytes() for x in there] == [plain(x).tobytes() for x in here]
+        with pytest.raises(sl.Error, match=r"k: expected shape"):
+            sl.append_paged(*there, *given[:2], *(tensor(x[..., :9]) for x in new), **more)
+        sl.synchronize()
+
+
+def test_appends_of_the_device_are_not_trusted(rng):
+    """A sequence without room, or with a page that does not exist, stays whole as it is; its neighbours grow."""
+    k, v = (tensor(x) for x in tokens(rng, "float32", (9, 4, 2, 16), (9, 4, 2, 16)))
+    new = [tensor(x) for x in tokens(rng, "float32", (3, 2, 6, 16), (3, 2, 6, 16))]
+    table = torch.tensor([[1, 0, 99], [3, 4, 5], [7, 8, 6]], device=DEVICE)
+    for lengths, counts, after, message in (
+        ([2, 1, 3], [6, 6, 5], [8, 7, 8], None),
+        ([2, 1, 7], None, [8, 7, 7], "k_lengths: a length"),
+        ([5, 1, 3], None, [5, 7, 9], "block_table: a page number"),
+        ([-1, 1, 3], None, [-1, 7, 9], "k_lengths: a length"),
+        ([2, 1, 3], [7, 6, -1], [2, 7, 3], "k_lengths: a length"),
+    ):
+        at = torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
+        k.zero_(), v.zero_()
+        each = None if counts is None else torch.tensor(counts, device=DEVICE)
+        got = sl.append_paged(k, v, table, at, *new, new_lengths=each, engine="cuda")
+        assert got.tolist() == after and got.dtype == torch.int32
+        with contextlib.nullcontext() if message is None else pytest.raises(sl.ArgumentError, match=message):
+            sl.synchronize()
+        changed = {n for n in range(9) if k[n].any() or v[n].any()}
+        grown = [i for i in range(3) if after[i] != lengths[i]]
+        assert changed <= {int(table[i, n]) for i in grown for n in range(3)} and {3, 4} <= changed
+    with pytest.raises(sl.ArgumentTypeError, match="new_lengths: expected 3 of int32 or int64"):
+        sl.append_paged(k, v, table, at, *new, new_lengths=torch.ones(3, device=DEVICE), engine="cuda")
+
+
 def test_block_tables_on_the_device_are_not_trusted(rng):
     k, v, q = (tensor(x) for x in tokens(rng, "float32", (9, 4, 2, 16), (9, 4, 2, 16), (2, 4, 1, 16)))
     table, lengths = torch.tensor([[1, 99, 2], [3, 4, -5]], device=DEVICE), torch.tensor([12, 8], device=DEVICE)
