@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_new_tokens_may_lie_in_the_pages(rng):
     assert [x.reshape(12, 2, -1)[4:10].tobytes() for x in (k, v)] == [x.tobytes() for x in want]
 
 
-def arguments(rng):
+def arguments(rng) -> dict[str, Any]:
     k, v = pages_of(rng, "float32", count=6, size=4)
     x = rng.standard_normal((2, 2, 3, 16)).astype(np.float32)
     y = rng.standard_normal((2, 2, 3, 17)).astype(np.float32)

@@ -67,21 +67,21 @@ def test_a_path_in_pages_that_others_share(rng, dtype):
         pool.append(layer, [a], k[:70], v[:70])
     for shared in (True, False):
         for path in PATHS if shared or FULL else PATHS[::2]:
-            other, start = a.fork() if shared else None, a.length()
-            before = None if other is None else [x.tobytes() for x in (other.keys(1), other.values(1))]
+            others, start = [a.fork()] * shared, a.length()
+            before = [x.tobytes() for other in others for x in (other.keys(1), other.values(1))]
             for layer in (0, 1):
                 pool.append(layer, [a], k[100:140], v[100:140])
-            tree = a.fork() if shared else None
+            others += [a.fork()] * shared
             want = [
                 np.concatenate([x(1)[:, :start], x(1)[:, [start + n for n in path]]], 1) for x in (a.keys, a.values)
             ]
             a.keep(path, start=start)
             assert [x(1).tobytes() for x in (a.keys, a.values)] == [x.tobytes() for x in want]
             assert a.length(0) == a.length(1) == start + len(path) and len(a.pages) == -(-a.length() // 16)
-            if other is not None:
-                assert [x.tobytes() for x in (other.keys(1), other.values(1))] == before and tree.length() == start + 40
-                check_accounts(pool, [a, other, tree])
-            other = tree = None
+            assert [x.tobytes() for other in others[:1] for x in (other.keys(1), other.values(1))] == before
+            assert [other.length() for other in others] == [start, start + 40][: len(others)]
+            check_accounts(pool, [a, *others])
+            others.clear()
             check_accounts(pool, [a])
     q, k, v = packed(rng, dtype, 1)
     fresh = pool.sequence()
@@ -150,7 +150,7 @@ def test_wrong_paths_are_named(rng, arguments, message):
     with pytest.raises(sl.Error, match=message):
         cache.keep(indices, start=start)
     assert state(cache) == before
-    cache.keep(np.array([[0, 2], [1, 3]]), start=np.array([20, 5]))
+    cache.keep(np.array([[0, 2], [1, 3]]), start=[20, 5])
     assert cache.lengths(0) == cache.lengths(1) == (22, 7)
 
 
