@@ -40,10 +40,25 @@ def append_paged(
     elif counts is not None:
         each = torch.tensor(new_counts(counts, batch, n_new), dtype=torch.int64).to(device)
     after = torch.empty_like(lengths)
+    start(storing((keys, values), (k, v), layout, (table, lengths, after), (n_new, each, first)))
+    return after
+
+
+def storing(
+    pages: tuple[torch.Tensor, ...],
+    new: tuple[torch.Tensor, ...],
+    layout: str,
+    where: tuple[torch.Tensor, ...],
+    counted: tuple[int, torch.Tensor | None, torch.Tensor | None],
+) -> Launch:
+    """The kernel's launch. where: table, lengths, lengths after; counted: most new tokens of a sequence, those of each
+    if they differ, and of packed ones each one's first.
+    """
+    (keys, values), (k, v), (table, lengths, after), (n_new, each, first) = pages, new, where, counted
     d, dv, heads = keys.shape[3], values.shape[3], keys.shape[2]
     arguments: dict[str, Any] = {
         "k": k, "v": v, "keys": keys, "values": values,
-        "lengths": lengths, "counts": each, "first": first, "after": after, "status": status_of(device),
+        "lengths": lengths, "counts": each, "first": first, "after": after, "status": status_of(keys.device),
         "pages": table, "page_size": keys.shape[1], "table_row": table.stride(0), "table_pages": table.shape[1],
         "page_count": keys.shape[0], "n_new": n_new,
         "D": d, "DV": dv, "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)),
@@ -52,5 +67,4 @@ def append_paged(
     arguments |= named_strides("k", axes(k, layout)) | named_strides("v", axes(v, layout))
     for name, x in (("K", keys), ("V", values)):
         arguments |= named_strides(name, (x.stride(0), x.stride(2), x.stride(1), x.stride(3)))
-    start(Launch(store_in_pages, (max(n_new, 1), batch), arguments, 4, 1))
-    return after
+    return Launch(store_in_pages, (max(n_new, 1), len(lengths)), arguments, 4, 1)

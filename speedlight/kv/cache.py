@@ -18,7 +18,7 @@ from ..tokens import TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
 from .keeping import Left, kept, shorten, truncated
-from .query import Query, attended, busy, new_tokens, piece_of, query_of
+from .query import Query, attended, busy, piece_of, query_of, received
 from .storage import storage_of
 
 _Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
@@ -433,6 +433,10 @@ class KVCache:
 
     def _new(self, k: Any, v: Any, new_lengths: Any, q_lengths: Any = None) -> tuple[Any, Any, list[int]]:
         """New keys and values, checked, and the number of new tokens of each sequence."""
-        k, v = new_tokens(self._storage, k, v, self.batch)
+        k = received(self._storage, k, "k", (self.batch, self.kv_heads, "n_new", self.head_dim), 2)
+        v = received(self._storage, v, "v", (self.batch, self.kv_heads, "n_new", self.value_dim), 2)
+        n_new = k.shape[2]
+        if v.shape[2] != n_new:
+            raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
         self._storage.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
-        return k, v, new_counts(new_lengths, self.batch, k.shape[2])
+        return k, v, new_counts(new_lengths, self.batch, n_new)

@@ -155,11 +155,11 @@ def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
         first, path = path_of(indices, start, min(old.lengths))
         length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
         if moved:
-            spans = [(moved[0][1], length)]
-            copies = shared_pages([old], spans, size, pool._others)
+            written = [moved[0][1]], [length]
+            copies = shared_pages([old], *written, size, pool._others)
             if copies:  # as in PagePool._grow
                 pool._count_dropped()
-                copies = shared_pages([old], spans, size, pool._others)
+                copies = shared_pages([old], *written, size, pool._others)
             if copies:
                 taken = pool._take("keep", len(copies))
                 (new,), replaced = with_pages(storage, [old], [0], copies, taken)

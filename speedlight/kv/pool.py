@@ -19,7 +19,7 @@ from ..errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from ..forks import renew_after_fork
 from ..problem import Options
 from ..tokens import Batch, TokenShape
-from .query import Query, check_asked, new_tokens, query_of, results_of
+from .query import Query, check_asked, packed_tokens, query_of, results_of
 from .sequence import Sequence
 from .sharing import Held, busy, shared_pages, with_pages
 from .storage import storage_of
@@ -267,7 +267,7 @@ class PagePool:
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        k, v = new_tokens(self._storage, k, v, None)
+        k, v = packed_tokens(self._storage, k, v, None)
         counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
         self._grow(layer, sequences, counts, k, v, None, [])
 
@@ -338,7 +338,7 @@ class PagePool:
             held = [self._of(x) for x in sequences]
             lengths = [x.lengths[layer] for x in held]
             return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, asked))
-        k, v = new_tokens(self._storage, k, v, None, shape[0] if q_lengths is None else None)
+        k, v = packed_tokens(self._storage, k, v, shape[0] if q_lengths is None else None)
         counts = asked if q_lengths is None else packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
         return self._grow(layer, sequences, counts, k, v, query, asked)
 
@@ -360,11 +360,10 @@ class PagePool:
             totals = [a + n for a, n in zip(starts, counts, strict=True)]
             if asked is not counts and query is not None:
                 check_asked(asked, totals)
-            spans = list(zip(starts, totals, strict=True))
-            copies = shared_pages(before, spans, self.page_size, self._others)
+            copies = shared_pages(before, starts, totals, self.page_size, self._others)
             if copies:  # as far as is known: those who shared pages may have gone
                 self._count_dropped()
-                copies = shared_pages(before, spans, self.page_size, self._others)
+                copies = shared_pages(before, starts, totals, self.page_size, self._others)
             fresh = [max(0, -(-n // self.page_size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
             needed, longer, replaced = sum(fresh) + len(copies), before, []
             if needed:

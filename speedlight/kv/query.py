@@ -70,21 +70,16 @@ def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], a
     return tokens
 
 
-def new_tokens(storage: Any, k: Any, v: Any, batch: int | None, total: int | None = None) -> tuple[Any, Any]:
-    """New keys and values, checked: of a batch, or packed; `total`: of packed ones, as many as there are queries."""
-    shape, axis = storage.shape, 0 if batch is None else 2
-    lead: tuple[Any, ...] = ("total new", shape.kv_heads) if batch is None else (batch, shape.kv_heads, "n_new")
-    k = received(storage, k, "k", (*lead, shape.head_dim), axis)
-    v = received(storage, v, "v", (*lead, shape.value_dim), axis)
-    if batch is not None and v.shape[2] != k.shape[2]:
-        raise ArgumentError(f"v: expected {k.shape[2]} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
-    for name, x in (("k", k), ("v", v)) if batch is None else ():
-        if x.shape[0] != (k.shape[0] if total is None else total):
+def packed_tokens(storage: Any, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
+    """New keys and values of a pool, checked; `total`: as many as there are queries, unless these are others."""
+    shape = storage.shape
+    k = received(storage, k, "k", ("total new", shape.kv_heads, shape.head_dim), 0)
+    v = received(storage, v, "v", ("total new", shape.kv_heads, shape.value_dim), 0)
+    wanted = k.shape[0] if total is None else total
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != wanted:
             way = "" if total is None else " Other queries than those of the new tokens are told by q_lengths=."
-            raise ArgumentError(
-                f"{name}: expected {k.shape[0] if total is None else total} tokens, as q and new_lengths have; got "
-                f"{x.shape[0]}.{way}"
-            )
+            raise ArgumentError(f"{name}: expected {wanted} tokens, as q and new_lengths have; got {x.shape[0]}.{way}")
     return k, v
 
 

@@ -23,18 +23,18 @@ class Held(NamedTuple):
 
 
 def shared_pages(
-    before: list[Held], spans: list[tuple[int, int]], page_size: int, others: list[int]
+    before: list[Held], starts: list[int], totals: list[int], page_size: int, others: list[int]
 ) -> list[tuple[int, int]]:
     """Shared pages that would be written to, as (index of the sequence, index of its page).
 
-    spans: of each sequence the first token that is written, and one past the last. others: of each page the references
-    beyond the first. The last sequence that shares a page writes in place, unless one that leaves has tokens there: a
-    failing call must not change those.
+    starts, totals: of each sequence the first token that is written, and one past the last. others: of each page the
+    references beyond the first. The last sequence that shares a page writes in place, unless one that leaves has tokens
+    there: a failing call must not change those.
     """
     left: Counter[int] = Counter()
     away: dict[int, int] = {}  # of a page: tokens of the longest sequence that leaves it for a copy
     shared = []
-    for index, (held, (start, total)) in enumerate(zip(before, spans, strict=True)):
+    for index, (held, start, total) in enumerate(zip(before, starts, totals, strict=True)):
         for at in range(start // page_size, min(len(held.pages), -(-total // page_size))):
             page = held.pages[at]
             if others[page] > left[page] or away.get(page, 0) > start:
