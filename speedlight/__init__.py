@@ -15,6 +15,7 @@ from .lazy import importer
 if TYPE_CHECKING:
     from . import reference
     from .api import attention, attention_paged, plan, synchronize
+    from .appending import append_paged
     from .backward import attention_backward
     from .cpu.workers import get_threads, set_threads
     from .errors import (
@@ -45,6 +46,7 @@ __version__ = "0.1.0"
 ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
 
 _HOMES = {
+    "append_paged": "appending",
     "attention": "api",
     "attention_backward": "backward",
     "attention_paged": "api",
@@ -118,6 +120,7 @@ __all__ = [
     "__version__",
     "abs",
     "alibi",
+    "append_paged",
     "attention",
     "attention_backward",
     "attention_paged",

@@ -8,11 +8,11 @@ from typing import Any
 from . import arrays, calls
 from . import engine as engines
 from .arrays import DTYPES
-from .checks import check_flag, check_layout, check_precision, packed_lengths, page_lists
+from .checks import check_flag, check_layout, check_pages, check_precision, packed_lengths, page_lists
 from .compiling import leaves_graph
 from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
-from .errors import ArgumentError, UnsupportedError, shown
+from .errors import ArgumentError, UnsupportedError
 from .gradients import Followed, followed
 from .machine import current_isa
 from .planning import Plan
@@ -200,13 +200,16 @@ def attention_paged(
     block_table: Any,
     k_lengths: Any,
     *,
-    causal: bool = False,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
     mask: Any = None,
     score: Any = None,
     sink_logits: Any = None,
+    q_start: Any = None,
     scale: float | None = None,
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
+    q_lengths: Any = None,
     return_lse: bool = False,
     out: Any = None,
     engine: str | None = None,
@@ -216,7 +219,7 @@ def attention_paged(
     """attention() over keys and values in pages of any size, as serving engines keep them.
 
     Args:
-        q: (batch, q_heads, q_len, head_dim), or as `layout` says. The last query of a sequence is at its last key.
+        q: (batch, q_heads, q_len, head_dim), or as `layout` says.
         k_pages: (pages, page_size, kv_heads, head_dim), of q's dtype and kind. Any strides: pages that have heads first
             come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
         v_pages: (pages, page_size, kv_heads, value_dim).
@@ -224,9 +227,12 @@ def attention_paged(
         k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU,
             which nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize()
             raises it.
-        causal: False, or True: a query sees keys up to its own place.
-        mask, score, sink_logits, scale, layout, return_lse, out, engine, dropout, seed: as for attention().
+        q_start: position of the first query of a sequence, an int or one for each. Default: its last query is at its
+            last key.
         cu_seqlens_q: for "lhd", offsets of the sequences in q. Default one query for each.
+        q_lengths: for a padded batch, queries of each sequence; rows past them get out 0 and lse -inf.
+        causal, window, mask, score, sink_logits, scale, layout, return_lse, out, engine, dropout, seed: as for
+            attention().
 
     Returns:
         As attention() does, and the same bits.
@@ -241,17 +247,13 @@ def attention_paged(
     (2, 4, 1, 8)
     """
     options = Options(
-        causal, None, mask, score, sink_logits, None, 0, scale, layout, cu_seqlens_q, dropout=dropout, seed=seed
-    )
+        causal, window, mask, score, sink_logits, q_start, 0, scale, layout, cu_seqlens_q, None, q_lengths,
+        dropout=dropout, seed=seed,
+    )  # fmt: skip
     check_layout(layout)
-    if not isinstance(causal, bool):
-        raise ArgumentError(f"causal: expected False or True (aligned at the last key); got {shown(causal)}.")
     check_flag("return_lse", return_lse)
     a, k, v = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
-    if len(k.shape) != 4 or min(k.shape[1:]) < 1:
-        raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
-    if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
-        raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
+    check_pages(k, v)
     for x in (k, v):
         check_together(x, a)
     place = engines.chosen(engine, a)
@@ -279,6 +281,8 @@ def _paged(
     """The problem of queries over pages, and the offsets of packed queries; `shortest` as Stored has it."""
     offsets = None
     if options.layout == "lhd":
+        if options.q_lengths is not None:
+            raise ArgumentError("q_lengths: expected None for layout='lhd'; packed sequences have cu_seqlens_q.")
         given = range(len(lengths) + 1) if options.cu_seqlens_q is None else options.cu_seqlens_q
         rows = packed_lengths(given, q.shape[0] if q.shape else 0, len(lengths))
         offsets = tuple(itertools.accumulate(rows, initial=0))
@@ -298,10 +302,11 @@ def _paged_on_gpu(
     """attention_paged() on arrays of a GPU."""
     launch = engines.gpu()
     table, lengths_there, lengths = launch.paged_tables(block_table, k_lengths, k.shape[0], k.shape[1], q.device)
-    problem, offsets = _paged(q, k, v, lengths, options, None if lengths_there is None else 1)
+    placed = options.q_start is not None or options.causal == "top-left"
+    problem, offsets = _paged(q, k, v, lengths, options, None if lengths_there is None or placed else 1)
     results = _results(q, problem, options, return_lse, out, (q, k, v))
     launch.check(problem, q.device, "ieee")
-    keys = launch.paged_keys(k.tensor, v.tensor, table, lengths_there, max(lengths, default=0))
+    keys = launch.paged_keys(k.tensor, v.tensor, table, lengths_there, max(lengths, default=0), placed)
     lse = None if results.lse is None else results.lse.tensor
     launch.run(problem, options.layout, q.tensor, keys, results.out.tensor, lse, cu_q=offsets)
     return results.returned()

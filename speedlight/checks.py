@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, check_plain_tensor, is_masked, is_tensor, listed
+from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .problem import LAYOUTS, MOST_SEEDS
 
@@ -137,6 +137,22 @@ def check_precision(x: Any) -> None:
         raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {shown(x)}.")
 
 
+def check_pages(k: Array, v: Array) -> None:
+    """Shapes of keys and values in pages."""
+    if len(k.shape) != 4 or min(k.shape[1:]) < 1:
+        raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
+    if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
+        raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
+
+
+def block_table_of(x: Any, slack: int = 0) -> np.ndarray:
+    """A copy of a (batch, most pages) table that may say anything, with `slack` more columns."""
+    table = _block_table(x)
+    numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
+    numbers[:, : table.shape[1]] = table
+    return numbers
+
+
 def _block_table(x: Any) -> np.ndarray:
     """(batch, most pages) of ints, of any kind and byte order."""
     if is_tensor(x):
@@ -164,15 +180,10 @@ def page_lists(
     """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the
     lengths.
     """
-    table = _block_table(block_table)
-    numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
-    numbers[:, : table.shape[1]] = table
+    numbers = block_table_of(block_table, slack)
+    most = (numbers.shape[1] - slack) * page_size
     lengths = item_lengths(
-        "k_lengths",
-        k_lengths,
-        len(table),
-        table.shape[1] * page_size,
-        "the tokens that a row of block_table has pages for",
+        "k_lengths", k_lengths, len(numbers), most, "the tokens that a row of block_table has pages for"
     )
     for item, n in enumerate(lengths):
         used = numbers[item, : -(-n // page_size)]
@@ -259,14 +270,26 @@ def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
     return values
 
 
-def each_count(new_lengths: Any, sequences: int) -> list[int]:
+def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
+    """Of packed rows those of each sequence. By default all are a single sequence's; of several, one each."""
+    given = ([total] if sequences == 1 else [1] * sequences) if x is None else each_count(x, sequences, name)
+    if any([n < 0 for n in given]) or sum(given) != total:
+        what = "tokens" if name == "new_lengths" else "queries"
+        raise ArgumentError(
+            f"{name}: expected {sequences} ints, one per sequence, that add up to the {total} {what}; got "
+            f"{shown(given)}."
+        )
+    return given
+
+
+def each_count(x: Any, sequences: int, name: str = "new_lengths") -> list[int]:
     """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
     what = f"{sequences} ints, one per sequence"
-    values = listed(new_lengths, "new_lengths", what)
+    values = listed(x, name, what)
     if any([isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values]):
-        raise ArgumentTypeError(f"new_lengths: expected {what}; got {shown(new_lengths)}.")
+        raise ArgumentTypeError(f"{name}: expected {what}; got {shown(x)}.")
     if len(values) != sequences:
-        raise ArgumentError(f"new_lengths: expected {what}; got {len(values)}.")
+        raise ArgumentError(f"{name}: expected {what}; got {len(values)}.")
     return [int(n) for n in values]
 
 

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 
 
 def chosen(engine: Any, q: Array) -> str:
-    """ "cpu", or the device whose engine takes the call: that on which q lies, which `engine` may insist on."""
+    """ "cpu", or the device whose engine takes the call: that on which the array lies, which `engine` may insist on."""
     if not (engine is None or (isinstance(engine, str) and engine in ("cpu", "cuda"))):
         raise ArgumentError(f"engine: expected 'cpu', 'cuda' or None (where q lies); got {shown(engine)}.")
     if engine == "cpu" and q.device != "cpu":
-        raise ArgumentError(f"q: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use q.cpu().")
+        raise ArgumentError(
+            f"{q.name}: expected an array on the CPU for engine='cpu'; got one on {q.device}. Use {q.name}.cpu()."
+        )
     if engine == "cuda" and q.device == "cpu" and not (interpreting() and q.kind == "torch"):
-        raise ArgumentError("q: expected a tensor on a GPU for engine='cuda'; got an array on the CPU. Use q.cuda().")
+        raise ArgumentError(
+            f"{q.name}: expected a tensor on a GPU for engine='cuda'; got an array on the CPU. Use {q.name}.cuda()."
+        )
     return "cpu" if q.device == "cpu" and engine != "cuda" else q.device
 
 

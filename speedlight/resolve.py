@@ -215,7 +215,7 @@ def _functions_of(mask: Any, score: Any) -> list[Any]:
 
 @standard
 def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
-    """The problem of queries over keys and values that are stored. The last query is the last key's.
+    """The problem of queries over keys and values that are stored. By default the last query is the last key's.
 
     Packed queries ("lhd") have options.q_lengths that are right, too.
     """
@@ -241,7 +241,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         q_lens = checks.item_lengths("q_lengths", options.q_lengths, batch, q_len)
         rows = None if options.q_lengths is None else q_len
     sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, 0, stored.head_dim, stored.value_dim)
-    problem = _problem(sizes, q_lens, stored.k_lengths, options)
+    problem = _dropping(_problem(sizes, q_lens, stored.k_lengths, options), options)
     problem = replace(
         problem,
         sinks=_sinks(options.sink_logits, problem),
@@ -250,8 +250,8 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         items=stored.items,
         first_row=None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
     )
-    problem = _dropping(problem, options)
     mask, packed, square = options.mask, layout == "lhd", (q_len, max(stored.k_lengths, default=0))
+    mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
     if stored.hiding is not None:
         mask = stored.hiding if mask is None else stored.hiding & _mask(mask, problem, packed, square)
     problem = _expressed(problem, mask, options.score, packed, square)

@@ -44,6 +44,15 @@ class Batch(NamedTuple):
     counts: list[int]  # of each sequence its rows in the packed arrays
 
 
+class Moves(NamedTuple):
+    """Tokens that go to the places of others, all at once: of each the sequence, or page, and the slot in it."""
+
+    from_owner: list[int]
+    from_slot: list[int]
+    to_owner: list[int]
+    to_slot: list[int]
+
+
 def pieces_of(n_new: int, lengths: list[int], counts: list[int], step: int) -> list[Piece]:
     """A chunk of n_new tokens in pieces of up to `step`; counts: of each sequence its tokens in the chunk."""
     pieces = []

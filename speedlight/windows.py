@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from .expressions.patterns import prefix, window
 from .expressions.tracing import Expression
@@ -42,6 +43,19 @@ class Ring:
         first = max(self.keep_first, length - (self.window or 1) + 1)
         return [*range(min(self.keep_first, length)), *range(first, length)]
 
+    def in_order(self, stored: Any, lengths: list[int]) -> Any:
+        """Of slots (batch, heads, slot, dim), the tokens that a next one would see, in order; then zeros."""
+        if not self.size:
+            for item, n in enumerate(lengths):
+                stored[item, :, n:] = 0
+            return stored
+        shown = [self.shown(n) for n in lengths]
+        out = stored[:, :, list(range(max(map(len, shown))))]  # a copy
+        for item, positions in enumerate(shown):
+            out[item, :, : len(positions)] = stored[item][:, [self.slot(n) for n in positions]]
+            out[item, :, len(positions) :] = 0
+        return out
+
     def lost(self, position: int, length: int, written: int) -> bool:
         """Whether of what a query at `position` sees, of a sequence of this length, anything may have been written
         over.
@@ -52,9 +66,17 @@ class Ring:
             return False
         return max(position - (self.window or 1) + 1, self.fixed) < min(length, written + SPARE - self.size)
 
+    def forgotten(self, position: int, written: int) -> bool:
+        """Whether a token may have been written over."""
+        return self.fixed <= position < written + SPARE - self.size if self.size else False
+
     def reached(self, written: list[int], totals: list[int]) -> list[int]:
         """Of sequences that grow to these totals: past the last token that was ever there."""
         return [max(a, b) for a, b in zip(written, totals, strict=True)] if self.size else totals
+
+    def shortened(self, written: list[int], lengths: list[int]) -> list[int]:
+        """As reached(), of sequences that end at these lengths: older tokens of a ring stay where they are."""
+        return [n and w for n, w in zip(lengths, written, strict=True)] if self.size else lengths
 
     def overwritten(self, written: list[int], totals: list[int]) -> list[int]:
         """Slots of promised tokens that new ones are written over, where sequences grow to these totals."""

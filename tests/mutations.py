@@ -356,10 +356,40 @@ MUTATIONS = (
     # --- caches and pools
     Mutation(
         "a pool's last owner writes where others left a longer part",
-        "kv/pool.py",
+        "kv/sharing.py",
         " or away.get(page, 0) > start:",
         ":",
         f"{POOLS} -k takes_nothing_from",
+    ),
+    Mutation(
+        "a dropped sequence keeps its pages",
+        "kv/pool.py",
+        "dropped += [held[number].pages[:]]",
+        "dropped += [held[number].pages[:0]]",
+        f"{POOLS} -k nobody_has",
+    ),
+    Mutation(
+        "a path is moved in pages that a fork shares",
+        "kv/keeping.py",
+        """            if copies:
+                taken = """,
+        """            if copies == [None]:
+                taken = """,
+        "tests/test_keeping.py -k others_share",
+    ),
+    Mutation(
+        "an interrupted path stays half moved",
+        "kv/keeping.py",
+        "undo[layer] = storage.before_moves(layer, old, moves)",
+        "storage.before_moves(layer, old, moves)",
+        "tests/test_interrupts.py -k 'keep and anywhere'",
+    ),
+    Mutation(
+        "two sequences grow in one page",
+        "appending.py",
+        "    if len(same):",
+        "    if len(same) > 99:",
+        "tests/test_appending.py -k anything_is_wrong",
     ),
     Mutation(
         "a ring forgets one token late",

@@ -563,7 +563,18 @@ def _calls():
     given = {"q": x, "k": x, "v": x}
     paged = {"q": x, "k_pages": pages, "v_pages": pages, "block_table": [[0, 1]], "k_lengths": [5]}
     more = dict.fromkeys(("return_lse", "out", "engine"))
-    few = ("causal", "mask", "score", "sink_logits", "scale", "layout", "cu_seqlens_q")
+    few = (
+        "causal",
+        "window",
+        "mask",
+        "score",
+        "sink_logits",
+        "q_start",
+        "scale",
+        "layout",
+        "cu_seqlens_q",
+        "q_lengths",
+    )
     return {
         "attention": (sl.attention, given, [*given, *options, *lengths, *more, "precision"]),
         "attention_paged": (sl.attention_paged, paged, [*paged, *few, *more]),

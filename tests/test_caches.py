@@ -170,6 +170,51 @@ def test_batches_of_unequal_lengths(isa, rng):
     assert cache.lengths(0) == tuple(lengths)
 
 
+@pytest.mark.parametrize("sizes", [{}, {"window": 20, "keep_first": 3, "capacity": None}], ids=["cache", "ring"])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_queries_that_are_not_those_of_the_new_tokens(rng, dtype, sizes):
+    """More of them ask for earlier tokens again, fewer for the last ones: the bits that these had, or would have."""
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 60, 60, 16, 16)
+    whole, cache = (made(dtype, batch=2, **sizes) for _ in range(2))
+    want, lse = whole.attend(0, q, k, v, return_lse=True)
+    cache.append(0, k[:, :, :30], v[:, :, :30])
+    at = 30
+    for new, asked in ((2, [5, 5]), (3, [4, 1]), (9, [1, 1]), (0, [6, 0]), (4, [0, 0]), (12, [12, 12]), (0, [60, 25])):
+        rows = max(asked)
+        given = np.full((2, 4, rows, 16), np.nan, np.float32)
+        for item, n in enumerate(asked):
+            given[item, :, :n] = q[item, :, at + new - n : at + new]
+        chunk = [x[:, :, at : at + new] for x in (k, v)]
+        at += new
+        if sizes and rows > 50:
+            given = given[:, :, :50]  # what the window has not forgotten
+            asked = [50, 25]
+            given[0] = q[0, :, at - 50 : at]
+        for _ in range(2):  # as it is, and when the step is known
+            out, some = cache.attend(0, given, *chunk, q_lengths=asked, return_lse=True)
+            for item, n in enumerate(asked):
+                assert out[item, :, :n].tobytes() == want[item, :, at - n : at].tobytes()
+                assert some[item, :, :n].tobytes() == lse[item, :, at - n : at].tobytes()
+                assert not out[item, :, n:].any() and np.isneginf(some[item, :, n:]).all()
+            cache.truncate(at - new)
+        cache.append(0, *chunk)
+    assert cache.lengths(0) == (60, 60)
+    few = made(dtype, batch=2, **sizes)
+    few.append(0, k[:, :, :9], v[:, :, :9])
+    state = few.keys(0).tobytes(), few.lengths(0)
+    for asked, message in (
+        ([11, 12], "q_lengths: expected at most 11, the tokens of sequence 1 by now; got 12"),
+        ([13, 1], "q_lengths: expected lengths from 0 to 12, the queries in q; got 13"),
+        ([1], "q_lengths: expected 2 lengths"),
+        (None, r"q: expected 2 tokens, as k has; got 12 .* told by q_lengths=\."),
+    ):
+        with pytest.raises(sl.Error, match=message):
+            few.attend(0, q[:, :, :12], k[:, :, :2], v[:, :, :2], q_lengths=asked)
+        assert (few.keys(0).tobytes(), few.lengths(0)) == state
+    some = few.attend(0, q[:, :, :12], q_lengths=[12, 4])  # of those who see everything, there may be any number
+    assert not some[1, :, 4:].any() and np.isfinite(some).all()
+
+
 def test_attending_without_appending_sees_all(rng):
     q, k, v = qkv(rng, "float32", 2, 4, 2, 7, 50, 16, 16)
     cache = made("float32", batch=2)
@@ -488,6 +533,25 @@ class Machine(RuleBasedStateMachine):
             for b, n in enumerate(lengths):
                 self.model[layer][b] = tuple(x[:, :n] for x in self.model[layer][b])
 
+    @rule(back=st.integers(0, 60), path=st.sets(st.integers(0, 59)))
+    def keep(self, back, path):
+        longest, least = ([end(len(layer[b][0][0]) for layer in self.model) for b in (0, 1)] for end in (max, min))
+        starts = [max(0, n - back) for n in least]
+        paths = [sorted(n for n in path if a + n < b) for a, b in zip(starts, least, strict=True)]
+        try:
+            self.cache.keep(paths, start=starts)
+        except sl.ArgumentError as error:
+            assert "forgotten" in str(error) and self.mask is not None  # a window's, of which too much has gone by
+            assert any([a - n > 200 or self.cut[b] for b, (a, n) in enumerate(zip(longest, starts, strict=True))])
+            return
+        self.cut = [True, True]
+        for layer in range(2):
+            for b, (start, left) in enumerate(zip(starts, paths, strict=True)):
+                which = [*range(start), *(start + n for n in left)]
+                self.model[layer][b] = tuple(x[:, which] for x in self.model[layer][b])
+
+    cut = (False, False)  # a truncated ring may have less than it seems
+
     @rule(order=st.tuples(st.integers(0, 1), st.integers(0, 1)))
     def select(self, order):
         self.cache = self.cache.select(order)
@@ -551,8 +615,6 @@ class WindowedMachine(Machine):
             return
         self.cut = [True, True]
         self.forget(lengths)
-
-    cut = (False, False)  # a truncated ring may have less than it seems
 
 
 for machine in (Machine, QuantisedMachine, WindowedMachine):

@@ -487,7 +487,7 @@ def nothing_of(p: Combined, part: Part) -> tuple[np.ndarray, np.ndarray]:
 def by_pages(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Results]:
     """Raw pages of any size, in any order, with rubbish in their ends."""
     alike = len({x.q.shape[1] for x in p.parts}) == 1
-    if not p.at_end or (p.form.dense and not alike):
+    if p.options["k_start"] or (p.form.dense and not alike):
         return
     call, parts = Call(p, rng), p.parts
     size = int(rng.choice([1, 3, 16, 33, 128])) if max(x.k.shape[1] for x in parts) < 300 else 128
@@ -506,6 +506,7 @@ def by_pages(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Res
         at += count
     k, v = (x.swapaxes(1, 2) if rng.random() < 0.5 else np.ascontiguousarray(x.swapaxes(1, 2)) for x in pages)
     options = {n: p.options[n] for n in ("scale", "sink_logits")} | {"causal": bool(p.causal)}
+    options |= {} if p.at_end else {"q_start": [x.start for x in parts]}
     lengths = [x.k.shape[1] for x in parts]
     if alike and (p.form.dense or rng.random() < 0.5):
         given = call.expressions(parts, parts[0].q.shape[1], max(lengths)) | (

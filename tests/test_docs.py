@@ -54,14 +54,17 @@ def test_readme_example(capsys):
     assert printed.endswith(f"\n{n} True\n")
 
 
-@pytest.mark.parametrize(("page", "made"), [("torch", "layer"), ("coming-from", "v_ab")])
-def test_examples_of_pages(page, made):
+@pytest.mark.parametrize(("page", "made"), [("torch", "layer"), ("coming-from", "v_ab"), ("caches", "lengths")])
+def test_examples_of_pages(page, made, capsys):
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", (PACKAGE.parent / "docs" / f"{page}.md").read_text(), re.DOTALL):
         exec(code, names)
         if "theirs" in names:  # beside ours
             assert abs(names.pop("theirs") - names["ours"]).max() < 1e-5
     assert made in names and "out" in names
+    text = (PACKAGE.parent / "docs" / f"{page}.md").read_text()
+    said = re.findall(r"^print\(.*\)  # (.*)$", text, re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == said
 
 
 def test_first_result_within_90_words():

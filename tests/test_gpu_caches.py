@@ -487,6 +487,77 @@ def test_raw_pages_of_any_size(rng, page_size):
     close(got.reshape(3, 2, 4, 24).swapaxes(1, 2), want, "float32")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True, "q_start": [30, 2, 50], "q_lengths": [2, 0, 1]},
+        {"causal": True, "q_start": 1, "window": (5, None)},
+        {"window": (5, 3), "q_lengths": [1, 2, 2]},
+        {"causal": "top-left"},
+    ],
+)
+def test_windows_starts_and_lengths_over_raw_pages(rng, options):
+    """With lengths that the host knows, and with those that only the device has."""
+    k, v, q = tokens(rng, "float32", (12, 16, 2, 16), (12, 16, 2, 24), (3, 4, 2, 16))
+    table, lengths = rng.permutation(12).reshape(3, 4), [40, 3, 55]
+    want, want_lse = sl.attention_paged(q, k, v, table, lengths, return_lse=True, **options)
+    given = [tensor(x) for x in (q, k, v)]
+    for tables in ((table, lengths), (tensor(table), tensor(np.array(lengths)))):
+        got, lse = sl.attention_paged(*given, *tables, engine="cuda", return_lse=True, **options)
+        close(got, want, "float32")
+        np.testing.assert_allclose(lse.cpu(), want_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd", "lhd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_go_where_they_go_on_the_cpu(rng, dtype, layout):
+    """With tables and lengths of the host's, and of the device's."""
+    axes = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3)}
+    shape = {"lhd": (6, 2, 16)}.get(layout) or tuple((3, 2, 3, 16)[a] for a in axes[layout])
+    table, counts, lengths = rng.permutation(15).reshape(3, 5)[:, :4], [3, 1, 2], [4, 0, 9]
+    pages = tokens(rng, dtype, (15, 5, 2, 16), (15, 2, 5, 16))
+    new = tokens(rng, dtype, shape, shape)
+    for given in ((table, lengths, counts), tuple(tensor(np.array(x)) for x in (table, lengths, counts))):
+        resident = isinstance(given[0], torch.Tensor)
+        here = [pages[0].copy(), pages[1].copy().swapaxes(1, 2)]
+        there = [tensor(pages[0].copy()), tensor(pages[1].copy()).transpose(1, 2)]
+        want = sl.append_paged(*here, table, lengths, *new, new_lengths=counts, layout=layout)
+        some = counts if resident and layout == "lhd" else given[2]
+        more = {"new_lengths": some, "layout": layout, "engine": "cuda"}
+        after = sl.append_paged(*there, *given[:2], *map(tensor, new), **more)
+        assert list(after) == want == [7, 1, 11] and isinstance(after, torch.Tensor) == resident
+        assert [plain(x.cpu()).tobytes() for x in there] == [plain(x).tobytes() for x in here]
+        with pytest.raises(sl.Error, match=r"k: expected shape"):
+            sl.append_paged(*there, *given[:2], *(tensor(x[..., :9]) for x in new), **more)
+        sl.synchronize()
+
+
+def test_appends_of_the_device_are_not_trusted(rng):
+    """A sequence without room, or with a page that does not exist, stays whole as it is; its neighbours grow."""
+    k, v = (tensor(x) for x in tokens(rng, "float32", (9, 4, 2, 16), (9, 4, 2, 16)))
+    new = [tensor(x) for x in tokens(rng, "float32", (3, 2, 6, 16), (3, 2, 6, 16))]
+    table = torch.tensor([[1, 0, 99], [3, 4, 5], [7, 8, 6]], device=DEVICE)
+    for lengths, counts, after, message in (
+        ([2, 1, 3], [6, 6, 5], [8, 7, 8], None),
+        ([2, 1, 7], None, [8, 7, 7], "k_lengths: a length"),
+        ([5, 1, 3], None, [5, 7, 9], "block_table: a page number"),
+        ([-1, 1, 3], None, [-1, 7, 9], "k_lengths: a length"),
+        ([2, 1, 3], [7, 6, -1], [2, 7, 3], "k_lengths: a length"),
+    ):
+        at = torch.tensor(lengths, device=DEVICE, dtype=torch.int32)
+        k.zero_(), v.zero_()
+        each = None if counts is None else torch.tensor(counts, device=DEVICE)
+        got = sl.append_paged(k, v, table, at, *new, new_lengths=each, engine="cuda")
+        assert got.tolist() == after and got.dtype == torch.int32
+        with contextlib.nullcontext() if message is None else pytest.raises(sl.ArgumentError, match=message):
+            sl.synchronize()
+        changed = {n for n in range(9) if k[n].any() or v[n].any()}
+        grown = [i for i in range(3) if after[i] != lengths[i]]
+        assert changed <= {int(table[i, n]) for i in grown for n in range(3)} and {3, 4} <= changed
+    with pytest.raises(sl.ArgumentTypeError, match="new_lengths: expected 3 of int32 or int64"):
+        sl.append_paged(k, v, table, at, *new, new_lengths=torch.ones(3, device=DEVICE), engine="cuda")
+
+
 def test_block_tables_on_the_device_are_not_trusted(rng):
     k, v, q = (tensor(x) for x in tokens(rng, "float32", (9, 4, 2, 16), (9, 4, 2, 16), (2, 4, 1, 16)))
     table, lengths = torch.tensor([[1, 99, 2], [3, 4, -5]], device=DEVICE), torch.tensor([12, 8], device=DEVICE)
@@ -512,6 +583,83 @@ def test_block_tables_on_the_device_are_not_trusted(rng):
             sl.synchronize()
     with pytest.raises(sl.ArgumentError, match=r"block_table: expected pages from 0 to 8; got 99 at \[0, 1\]"):
         sl.attention_paged(q, k, v, table.tolist(), [12, 8], engine="cuda")
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_a_path_of_a_tree(rng, dtype):
+    """What stays, and where, is what stays on the CPU: of a cache, round a ring, and in pages that a fork shares."""
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype}
+    _, k, v = tokens(rng, dtype, (2, 4, 70, 16), (2, 2, 70, 16), (2, 2, 70, 16))
+    for more in ({"capacity": 200}, {"window": 20, "keep_first": 3}):
+        here, there = sl.KVCache(**sizes, batch=2, **more), sl.KVCache(**sizes, batch=2, **more, device="cuda")
+        for cache, of in ((here, lambda x: x), (there, tensor)):
+            for layer in (0, 1):
+                cache.append(layer, of(k), of(v))
+                cache.append(layer, of(k[:, :, :30]), of(v[:, :, :30]), new_lengths=[30, 20])
+            cache.keep([[0, 2, 5, 25], [1]], start=70)
+        assert there.lengths(1) == here.lengths(1) == (74, 71) == tuple(there._storage.device_lengths[1].tolist())
+        for part in ("keys", "values"):
+            got, want = (getattr(x, part)(1) for x in (there, here))
+            assert plain(got.cpu()).tobytes() == plain(want).tobytes()
+    found = []
+    for device, of in (("cpu", lambda x: x), ("cuda", tensor)):
+        pool = sl.PagePool(**sizes, pages=12, page_size=16, device=device)
+        a = pool.sequence()
+        for layer in (0, 1):
+            pool.append(layer, [a], of(k[0].swapaxes(0, 1)), of(v[0].swapaxes(0, 1)))
+        b = a.fork()
+        a.keep([3, 4, 30], start=20)
+        assert (a.length(), b.length(), pool.free_pages) == (23, 70, 6)
+        found.append(
+            [plain(x if device == "cpu" else x.cpu()).tobytes() for s in (a, b) for x in (s.keys(1), s.values(0))]
+        )
+    assert found[0] == found[1]
+
+
+def test_queries_that_are_not_those_of_the_new_tokens(rng):
+    sizes = {"layers": 1, "kv_heads": 2, "head_dim": 16}
+    q, k, v = tokens(rng, "float32", (2, 4, 8, 16), (2, 2, 40, 16), (2, 2, 40, 16))
+    options = {"q_lengths": [5, 8], "score": sl.relative_bias(np.linspace(-1, 1, 4 * 121).reshape(4, 121))}
+    found = []
+    for device, of in (("cpu", lambda x: x), ("cuda", tensor)):
+        cache = sl.KVCache(**sizes, batch=2, capacity=60, device=device)
+        cache.append(0, of(k), of(v), new_lengths=[3, 40])
+        found.append([cache.attend(0, of(q), of(k[:, :, :3]), of(v[:, :, :3]), new_lengths=[2, 3], **options)])
+        found[-1].append(cache.attend(0, of(q), q_lengths=[8, 2]))
+        pool = sl.PagePool(**sizes, pages=6, page_size=16, device=device)
+        both, (x, y) = [pool.sequence() for _ in range(2)], (t[0].swapaxes(0, 1)[:30] for t in (k, v))
+        pool.append(0, both, of(x), of(y), new_lengths=[10, 20])
+        packed = q[0].swapaxes(0, 1)
+        found[-1].append(pool.attend(0, both, of(packed), of(x[:3]), of(y[:3]), new_lengths=[1, 2], q_lengths=[6, 2]))
+    for want, got in zip(*found, strict=True):
+        close(got, want, "float32")
+
+
+@needs_places
+def test_an_exception_anywhere_in_a_path(rng):
+    _, k, v = (tensor(x) for x in tokens(rng, "float32", *[(1, 1, 30, 16)] * 3))
+    cache = sl.KVCache(layers=2, kv_heads=1, head_dim=16, capacity=40, device="cuda")
+    pool = sl.PagePool(layers=2, pages=5, page_size=16, kv_heads=1, head_dim=16, device="cuda")
+    a = pool.sequence()
+    for layer in (0, 1):
+        cache.append(layer, k, v)
+        pool.append(layer, [a], k[0].transpose(0, 1), v[0].transpose(0, 1))
+    b = a.fork()
+
+    def state():
+        held = [(x.keys(1).numpy().tobytes(), x.values(0).numpy().tobytes()) for x in (cache, a, b)]
+        return held, cache.lengths(0), a.length(), pool.free_pages, cache._storage.device_lengths.tolist()
+
+    before = state()
+    for call in (lambda: cache.keep([2, 5], start=20), lambda: a.keep([2, 5], start=20)):
+        undone = 0
+        for n in range(1, 1000):
+            if not interrupted(call, n, OWN):
+                break
+            assert state() == before, n
+            undone += 1
+        assert undone > 5 and state() != before
+        before = state()
 
 
 class Machine(RuleBasedStateMachine):

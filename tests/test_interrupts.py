@@ -126,10 +126,12 @@ CACHE = {
         lambda w: w.cache.attend(0, w.few.q, w.few.k, w.few.v, new_lengths=[5, 2], return_lse=True),
         again,
     ),
+    "attend others": (lambda w: w.cache.attend(0, w.piece.q, w.few.k, w.few.v, q_lengths=[20, 9]), again),
     "attend many": (lambda w: w.cache.attend(0, w.piece.q, w.piece.k, w.piece.v), again),
     "only attend": (lambda w: w.cache.attend(0, w.one.q), None),
     "append": (lambda w: w.cache.append(0, w.few.k, w.few.v), again),
     "truncate": (lambda w: w.cache.truncate([20, 3] if w.cache.window is None else 700), again),
+    "keep": (lambda w: w.cache.keep([[1, 4, 7], [0, 9]], start=[10, 12] if w.cache.window is None else 700), again),
     "clear": (lambda w: w.cache.clear(), again),
     "select": (lambda w: w.cache.select([1, 1, 0]), None),
     "copy": (lambda w: w.cache.copy(), None),
@@ -153,6 +155,11 @@ def frees(w):
     del w.sequences[1]
 
 
+def blocks(w):
+    with w.sequences[0].fork() as fork:
+        w.pool.append(0, [fork], w.one.k, w.one.v)
+
+
 POOL = {
     "attend": (lambda w: w.pool.attend(1, w.sequences, w.one.q, w.one.k, w.one.v), again),
     "attend chunks": (
@@ -165,7 +172,10 @@ POOL = {
     "fork": (forks, again),
     "truncate": (lambda w: w.sequences[2].truncate(3), again),
     "truncate shared": (lambda w: w.sequences[1].truncate(3), again),
+    "keep": (lambda w: w.sequences[2].keep([1, 5, 18], start=14), again),
+    "keep shared": (lambda w: w.sequences[1].keep([1, 5, 6], start=14), again),
     "free": (frees, again),
+    "block": (blocks, None),
 }
 CALLS = [
     (kind, name) for kind in MADE for name in (POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE)
@@ -305,10 +315,14 @@ def halfway(monkeypatch, owner, name, at, call):
         ("cache", "attend some of", "attend", 1),
         ("cache", "attend", "put", 1),
         ("cache", "append", "put", 1),
+        ("cache", "keep", "move", 2),
+        ("ring", "keep", "move", 1),
         ("ring", "attend pieces", "attend", 2),
         ("ring", "attend many", "put", 1),
         ("pool", "attend", "put", 1),
         ("pool", "append", "_take", 1),
+        ("pool", "keep", "move", 2),
+        ("int8 pool", "keep shared", "move", 1),
         ("pool", "attend chunks", "attend", 1),
     ],
 )

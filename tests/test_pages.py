@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -81,6 +83,42 @@ def test_a_pool_has_the_bits_of_a_cache(isa, one_width, rng, dtype, page_size, o
     assert np.isfinite(pool.attend(0, sequences, q, **options).astype(np.float32)).all()  # without appending
 
 
+def test_queries_that_are_not_those_of_the_new_tokens(rng):
+    """More of them ask for earlier tokens again, fewer for the last ones: the bits that these had, or would have."""
+    pool, other = made(), made()
+    chunks = [packed(rng, "float32", 60) for _ in range(3)]
+    mine, theirs = ([p.sequence() for _ in chunks] for p in (pool, other))
+    want = [other.attend(0, [s], *c, return_lse=True) for s, c in zip(theirs, chunks, strict=True)]
+    pool.append(0, mine, *(np.concatenate([c[n][:30] for c in chunks]) for n in (1, 2)), new_lengths=[30] * 3)
+    at = [30, 30, 30]
+    for new, asked in (
+        ([2, 0, 1], [5, 7, 1]),
+        ([3, 9, 0], [1, 1, 0]),
+        ([0, 0, 0], [3, 1, 2]),
+        ([1, 1, 1], [2, 2, 2]),
+    ) * 2:
+        at = [a + n for a, n in zip(at, new, strict=True)]
+        k, v = (np.concatenate([c[x][a - n : a] for c, a, n in zip(chunks, at, new, strict=True)]) for x in (1, 2))
+        q = np.concatenate([c[0][a - n : a] for c, a, n in zip(chunks, at, asked, strict=True)])
+        out, lse = pool.attend(0, mine, q, k, v, new_lengths=new, q_lengths=asked, return_lse=True)
+        ends = np.cumsum(asked)
+        for (full, logs), a, n, end in zip(want, at, asked, ends, strict=True):
+            assert out[end - n : end].tobytes() == full[a - n : a].tobytes()
+            assert lse[:, end - n : end].tobytes() == logs[:, a - n : a].tobytes()
+    q, k, v = chunks[0]
+    a = pool.sequence()
+    for asked, message in (
+        ([3], "q_lengths: expected at most 2, the tokens of sequence 0 by now; got 3"),
+        ([2], "q_lengths: expected 1 ints, one per sequence, that add up to the 3 queries"),
+        (None, r"k: expected 3 tokens, as q and new_lengths have; got 2\. Other queries .* told by q_lengths=\."),
+    ):
+        with pytest.raises(sl.Error, match=message):
+            pool.attend(0, [a], q[:3], k[:2], v[:2], q_lengths=asked)
+    assert a.length() == 0 and a.pages == ()
+    same = pool.attend(0, mine, q[:6], q_lengths=[1, 2, 3])
+    assert same.tobytes() == pool.attend(0, mine, q[:6], new_lengths=[1, 2, 3]).tobytes()
+
+
 def test_a_mask_knows_a_sequence_by_its_place(rng):
     pool = made()
     sequences = [pool.sequence() for _ in range(3)]
@@ -156,10 +194,14 @@ def test_the_last_page_can_be_used_and_one_more_is_refused(rng):
     twins = made(pages=2)
     first = twins.sequence()
     twins.append(0, [first], k[:8], v[:8])
-    twins.attend(
-        0, [first, first.fork()], q[:2], k[:2], v[:2]
-    )  # one of two takes the free page, the other keeps the shared one
+    second = first.fork()
+    twins.attend(0, [first, second], q[:2], k[:2], v[:2])  # one takes the free page, the other keeps the shared one
     assert twins.free_pages == 0
+    first.free()
+    third = second.fork()
+    del second  # of which nobody has counted anything yet: who is alone needs no page to write to
+    twins.append(0, [third], k[:8], v[:8])
+    assert twins.free_pages == 0 and third.length() == 17
 
 
 CALLS = [
@@ -358,10 +400,11 @@ class PoolMachine(RuleBasedStateMachine):
             self.model.append((sequence.fork(), [list(x) for x in chunks]))
 
     @precondition(lambda self: self.model)
-    @rule(which=st.integers(0, 4))
-    def free(self, which):
+    @rule(which=st.integers(0, 4), told=st.booleans())
+    def free(self, which, told):
         sequence, _ = self.model.pop(which % len(self.model))
-        sequence.free()
+        if told:
+            sequence.free()
 
     @precondition(lambda self: self.model)
     @rule(which=st.integers(0, 4), share=st.floats(0, 1))
@@ -372,6 +415,23 @@ class PoolMachine(RuleBasedStateMachine):
         for layer in (0, 1):
             whole = [np.concatenate(x)[:n] for x in zip(*chunks[layer], strict=True)] if chunks[layer] else []
             chunks[layer] = [tuple(whole)] if n else []
+
+    @precondition(lambda self: self.model)
+    @rule(which=st.integers(0, 4), share=st.floats(0, 1), path=st.sets(st.integers(0, 40)))
+    def keep(self, which, share, path):
+        sequence, chunks = self.model[which % len(self.model)]
+        least, free = min(sequence.length(0), sequence.length(1)), self.pool.free_pages
+        start = int(share * least)
+        left = sorted(n for n in path if start + n < least)
+        try:
+            sequence.keep(left, start=start)
+        except sl.CacheFull as error:
+            assert error.needed > error.free == free == self.pool.free_pages
+            return
+        which = [*range(start), *(start + n for n in left)]
+        for layer in (0, 1):
+            whole = [np.concatenate(x)[which] for x in zip(*chunks[layer], strict=True)] if chunks[layer] else []
+            chunks[layer] = [tuple(whole)] if which else []
 
     @precondition(lambda self: self.model)
     @rule(layer=st.integers(0, 1), counts=st.lists(st.integers(0, 40), min_size=5, max_size=5), attend=st.booleans())
@@ -427,6 +487,94 @@ for machine in (PoolMachine, QuantisedPoolMachine):
         max_examples=300 if FULL else 20, stateful_step_count=50 if FULL else 20, deadline=None
     )
 TestPoolMachine, TestQuantisedPoolMachine = PoolMachine.TestCase, QuantisedPoolMachine.TestCase
+
+
+# --- sequences that nobody has
+
+
+def test_pages_return_when_nobody_has_a_sequence(rng):
+    pool = made(pages=6)
+    _, k, v = packed(rng, "float32", 40)
+    a, empty = pool.sequence(), pool.sequence()
+    pool.append(0, [a], k, v)
+    b = a.fork()
+    assert pool.free_pages == 3
+    del a
+    assert b.keys(0).tobytes() == k.swapaxes(0, 1).tobytes()  # b has them still
+    kept = b.pages
+    pool.append(0, [b], k[:1], v[:1])  # alone, it writes where it is
+    assert pool.free_pages == 3 and b.pages == kept
+    loop = [b]
+    loop.append(loop)  # which only the garbage collector finds
+    del b, loop
+    gc.collect()
+    assert pool.free_pages == 6 and pool._held.keys() == {empty._number} == pool._handles.keys()
+    check_accounts(pool, [empty])
+    for _ in range(5):
+        pool.append(0, [pool.sequence()], k, v)  # each of which finds what the one before it had
+    assert len(pool._held) <= 3 and pool.free_pages == 6
+
+
+def test_a_block_frees_its_sequence(rng):
+    pool = made(pages=6)
+    _, k, v = packed(rng, "float32", 40)
+    with contextlib.suppress(ZeroDivisionError), pool.sequence() as a, a.fork() as b:
+        pool.append(0, [a, b], k, v, new_lengths=[20, 20])
+        assert pool.free_pages == 2
+        b.free()  # before its block ends
+        raise ZeroDivisionError
+    assert pool.free_pages == 6 and "freed" in repr(a) and "freed" in repr(b)
+    with pytest.raises(sl.ArgumentError, match="this sequence was freed"), a:
+        pass
+
+
+def test_a_sequence_may_go_anywhere_at_any_moment(rng):
+    """In the thread that takes pages, while it has the lock; and in others. Never twice, never while it is in use."""
+    pool = made(pages=400)
+    _, k, v = packed(rng, "float32", 40)
+    held = [pool.sequence() for _ in range(100)]
+    for sequence in held:
+        pool.append(0, [sequence], k[:17], v[:17])
+    del sequence
+    with pool._taking:
+        for _ in range(50):
+            held.pop()
+    kept, go = held[:10], threading.Barrier(3)
+    del held[:10]
+    halves = [held[:20], held[20:]]
+    held.clear()
+
+    def drop(mine):
+        go.wait()
+        while mine:
+            del mine[-1]
+            assert pool.free_pages <= 380
+
+    threads = [threading.Thread(target=drop, args=(x,)) for x in halves]
+    for thread in threads:
+        thread.start()
+    go.wait()
+    for n in range(200):
+        pool.append(0, [kept[n % 10]], k[:1], v[:1])
+        pool.sequence().fork()
+    for thread in threads:
+        thread.join()
+    check_accounts(pool, kept)
+    assert {s.length() for s in kept} == {37} and pool.free_pages == 400 - 10 * 3
+
+
+def test_nothing_is_lost_when_everything_ends():
+    """Pools and sequences of an interpreter that exits, and of threads in it."""
+    script = (
+        "import threading, numpy as np, speedlight as sl\n"
+        "pool = sl.PagePool(layers=1, pages=9, page_size=16, kv_heads=1, head_dim=8)\n"
+        "x = np.ones((20, 1, 8), np.float32)\n"
+        "a = pool.sequence(); pool.append(0, [a], x, x)\n"
+        "threading.Thread(target=lambda b=a.fork(): b.length()).start()\n"
+        "loop = [a]; loop.append(loop)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
 # --- no memory
@@ -550,6 +698,42 @@ def test_raw_pages_have_the_bits_of_contiguous_keys(isa, one_width, rng, dtype, 
     assert out[2:].tobytes() == want[0].swapaxes(0, 1).tobytes()
 
 
+PLACED = [
+    {"causal": True, "window": (30, None)},
+    {"window": (3, 7), "q_start": [250, 2, 100], "q_lengths": [5, 0, 3]},
+    {"causal": True, "q_start": 100, "q_lengths": [5, 4, 1]},
+    {"causal": "top-left", "window": (2, 0)},
+    {"q_lengths": [0, 5, 2], "causal": True, "mask": sl.dilated(3), "window": (40, 0), "score": sl.softcap(2.0)},
+]
+
+
+@pytest.mark.parametrize("options", PLACED)
+def test_windows_starts_and_lengths_over_raw_pages(rng, options):
+    """As attention() means them, with the same bits; packed, too."""
+    lengths = [300, 7, 129]
+    q, k, v = (rng.standard_normal(s).astype(np.float32) for s in ((3, 4, 5, 16), (40, 16, 2, 16), (40, 16, 2, 17)))
+    table = rng.integers(0, 40, (3, 20))  # pages may be anybody's, and come twice
+    out, lse = sl.attention_paged(q, k, v, table, lengths, return_lse=True, **options)
+    rows, starts = options.get("q_lengths", [5] * 3), options.get("q_start")
+    flat = [
+        [x[t].reshape(-1, *x.shape[2:])[:n].swapaxes(0, 1)[None] for x in (k, v)]
+        for t, n in zip(table, lengths, strict=True)
+    ]
+    for item, (n, keys) in enumerate(zip(rows, flat, strict=True)):
+        mine = {name: x for name, x in options.items() if name not in ("q_start", "q_lengths")}
+        if starts is not None:
+            mine["q_start"] = starts if isinstance(starts, int) else starts[item]
+        want, want_lse = sl.attention(q[item : item + 1, :, :n], *keys, return_lse=True, **mine)
+        assert out[item, :, :n].tobytes() == want.tobytes() and lse[item, :, :n].tobytes() == want_lse.tobytes()
+        assert not out[item, :, n:].any() and np.isneginf(lse[item, :, n:]).all()
+    packed = np.concatenate([x[:, :n].swapaxes(0, 1) for x, n in zip(q, rows, strict=True)])
+    mine = {name: x for name, x in options.items() if name != "q_lengths"}
+    cu = np.cumsum([0, *rows])
+    got = sl.attention_paged(packed, k, v, table, lengths, layout="lhd", cu_seqlens_q=cu, **mine)
+    want = np.concatenate([x[:, :n].swapaxes(0, 1) for x, n in zip(out, rows, strict=True)])
+    assert got.tobytes() == want.tobytes()
+
+
 def test_raw_pages_of_torch(rng):
     torch = pytest.importorskip("torch")
     q, pages = torch.randn(2, 4, 1, 16, dtype=torch.bfloat16), torch.randn(9, 16, 2, 16, dtype=torch.bfloat16)
@@ -578,6 +762,17 @@ def test_raw_pages_of_torch(rng):
         ({"q": np.ones((1, 4, 1, 8), np.float32)}, "q: expected batch 2"),
         ({"q": np.ones((2, 3, 1, 8), np.float32)}, "kv heads that divides"),
         ({"layout": "lhb"}, "layout: expected"),
+        ({"causal": "left"}, "causal: expected False, True"),
+        ({"causal": "top-left", "q_start": 3}, "q_start: expected None with causal='top-left'"),
+        ({"window": 3}, "window: expected a pair"),
+        ({"q_start": [1]}, r"q_start: expected one int, or 2 \(one per batch item\); got 1"),
+        ({"q_start": 1.5}, "q_start: expected an int"),
+        ({"q_lengths": [1]}, "q_lengths: expected 2 lengths"),
+        ({"q_lengths": [1, 2]}, "q_lengths: expected lengths from 0 to 1"),
+        (
+            {"q": np.ones((2, 4, 8), np.float32), "layout": "lhd", "q_lengths": [1, 1]},
+            "q_lengths: expected None for layout='lhd'; packed sequences have cu_seqlens_q",
+        ),
         ({"cu_seqlens_q": [0, 1, 2]}, "cu_seqlens_q: expected None"),
         (
             {"q": np.ones((3, 4, 8), np.float32), "layout": "lhd"},

@@ -18,7 +18,7 @@ from .. import arrays
 from ..errors import ReservationError, shown
 from ..machine import Isa
 from ..modes import standard
-from ..tokens import TokenShape
+from ..tokens import Moves, TokenShape
 from .layout import BLOCK
 
 
@@ -84,6 +84,19 @@ class Store:
                 plane[page, :, block, lane] = _even(part).reshape(*part.shape[:-1], *tail[1:])
             else:
                 plane[page, :, block, lane >> 1, lane & 1] = part
+
+    def move(self, moves: Moves) -> None:
+        """Whole tokens of (page, heads, block, …), all at once."""
+        ends = ((moves.from_owner, moves.from_slot), (moves.to_owner, moves.to_slot))
+        (old, old_slot), (new, new_slot) = ((np.array(page, np.int64), np.array(slot, np.int64)) for page, slot in ends)
+        for plane in self.planes:
+            tail = plane.shape[self.memory.ndim - 1 :]
+            if len(tail) == 2 or tail[0] == BLOCK:
+                moved = plane[old, :, old_slot >> 4, old_slot & 15]  # a copy
+                plane[new, :, new_slot >> 4, new_slot & 15] = moved
+            else:
+                moved = plane[old, :, old_slot >> 4, (old_slot & 15) >> 1, old_slot & 1]
+                plane[new, :, new_slot >> 4, (new_slot & 15) >> 1, new_slot & 1] = moved
 
     def fill(self, parts: list[np.ndarray]) -> None:
         """Stores what parts() returned, from the first token on."""

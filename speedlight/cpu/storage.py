@@ -20,7 +20,7 @@ from ..machine import current_isa
 from ..problem import SPAN, TILE, Options, Problem
 from ..resolve import from_stored
 from ..results import Results
-from ..tokens import Batch, Piece, TokenShape
+from ..tokens import Batch, Moves, Piece, TokenShape
 from ..windows import Ring
 from .blocks import make_stores
 from .layout import BLOCK, ENDLESS, SLACK
@@ -32,7 +32,7 @@ from .workers import get_threads
 _STEPS, _STEPS_BYTES = 64, 16 << 20  # prepared steps that are remembered
 _INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
 _ALL = slice(None)
-_Undo = tuple[list[int], np.ndarray, np.ndarray]  # blocks, and what was in them of keys and values
+_Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them of keys and values
 
 
 def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
@@ -44,6 +44,29 @@ def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
 
 def _query(q: Any) -> Array:
     return arrays.describe(q, "q")
+
+
+def _move(storage: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
+    for store in (storage.keys[layer], storage.values[layer]):
+        store.move(moves)
+
+
+def _blocks(storage: CacheStorage | PoolStorage, layer: int, where: Any) -> _Undo:
+    """What put_back() needs: these blocks will be written over."""
+    return where, storage.keys[layer].memory[where], storage.values[layer].memory[where]
+
+
+def _before_moves(storage: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
+    """What put_back() needs, as before() gives it; of keep()."""
+    return _blocks(storage, layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
+
+
+def _put_back(storage: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
+    """Of each layer what was there before. In a forked child, what another thread of the parent had begun to write
+    over.
+    """
+    for layer, (where, keys, values) in undo.items():
+        storage.keys[layer].memory[where], storage.values[layer].memory[where] = keys, values
 
 
 class Step:
@@ -73,6 +96,7 @@ class CacheStorage:
 
     device = name = "cpu"
     received, query = staticmethod(_received), staticmethod(_query)
+    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
@@ -104,7 +128,7 @@ class CacheStorage:
             **more,
         )
 
-    def check_capture(self, new_lengths: Any) -> None:
+    def check_capture(self, lengths: dict[str, Any]) -> None:
         """A CUDA graph has no part in this."""
 
     # --- lengths: only the host has them
@@ -185,17 +209,7 @@ class CacheStorage:
         """What put_back() needs: these slots will be written over."""
         if not slots:
             return None
-        blocks = sorted({n // BLOCK for n in slots})
-        return blocks, self.keys[layer].memory[:, :, blocks], self.values[layer].memory[:, :, blocks]
-
-    def put_back(self, layer: int, undo: _Undo) -> None:
-        blocks, keys, values = undo
-        self.keys[layer].memory[:, :, blocks], self.values[layer].memory[:, :, blocks] = keys, values
-
-    def after_fork(self, undo: dict[int, _Undo]) -> None:
-        """In the child: what another thread of the parent had begun to write over is put back."""
-        for layer, x in undo.items():
-            self.put_back(layer, x)
+        return _blocks(self, layer, (_ALL, _ALL, sorted({n // BLOCK for n in slots})))
 
     # --- attending
 
@@ -273,6 +287,7 @@ class PoolStorage:
     """
 
     received, query = staticmethod(_received), staticmethod(_query)
+    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.isa = shape, page_size, current_isa()

@@ -186,8 +186,13 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
 def appends() -> Iterator[tuple[str, Launch]]:
     """Storing a step's tokens, in arrays and in pages, as they are and as int8."""
     from ..tokens import TokenShape
+    from .paging import storing
     from .rows import Destination, Rows, Tokens
 
+    pages, words = torch.zeros((4, 16, 8, 128), dtype=torch.bfloat16), torch.zeros((2, 4), dtype=torch.int32)
+    where, x = (words, words[:, 0], words[:, 1]), torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
+    yield "bfloat16 append raw pages", storing((pages, pages), (x, x), "bhld", where, (1, None, None))
+    yield "bfloat16 append packed", storing((pages, pages), (x[:, :, 0],) * 2, "lhd", where, (1, where[1], where[2]))
     for dtype, paged in itertools.product(("bfloat16", "int8"), (False, True)):
         device = torch.device("cpu")
         rows = Rows(TokenShape(1, 8, 128, 128, dtype), 4, 32, device, tokens_first=paged)

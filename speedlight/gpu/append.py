@@ -1,5 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""The kernel that appends new tokens to caches and pools on the device, as they are or as int8 codes."""
+"""The kernels that append new tokens on the device: to caches and pools, as they are or as int8 codes; to raw pages."""
 
 from __future__ import annotations
 
@@ -70,6 +70,56 @@ def store(
                 tl.store(lengths + i_item, (length + count).to(lengths.dtype.element_ty))
             else:
                 tl.store(status, 1)
+
+
+@triton.jit(do_not_specialize=["table_pages", "page_count", "n_new"])
+def store_in_pages(
+    k, k_item, k_head, k_row, k_column,
+    v, v_item, v_head, v_row, v_column,
+    keys, K_item, K_head, K_row, K_column,
+    values, V_item, V_head, V_row, V_column,
+    lengths, counts, first, after, status,
+    pages, page_size, table_row, table_pages, page_count, n_new,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """Stores new token n of an item, all heads, in a page of the caller's; the item's first program tells its length.
+
+    A sequence without room, or with a page that is none, stays as it is, and the status says so.
+    """
+    n, i_item = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + i_item).to(tl.int64)
+    count = n_new
+    if counts is not None:
+        count = tl.load(counts + i_item).to(tl.int32)
+    fits = (length >= 0) & (count >= 0) & (count <= n_new) & (length + count <= table_pages.to(tl.int64) * page_size)
+    p_table = pages + i_item * table_row
+    wrong = tl.where(fits, 0, 4)
+    if fits & (count > 0):
+        for i in tl.range(length // page_size, (length + count - 1) // page_size + 1):
+            page = tl.load(p_table + i).to(tl.int64)
+            wrong = tl.where((page < 0) | (page >= page_count), 2, wrong)
+    if n == 0:
+        tl.store(after + i_item, tl.where(wrong == 0, length + count, length).to(after.dtype.element_ty))
+        if wrong != 0:
+            tl.store(status, wrong)
+    if (wrong == 0) & (n < count):
+        o_h = tl.arange(0, BLOCK_H).to(tl.int64)
+        token, packed_item = n + i_item * 0, i_item
+        if first is not None:
+            token = token + tl.load(first + i_item)
+            packed_item = i_item * 0
+        at = length + n
+        block, slot = tl.load(p_table + at // page_size).to(tl.int64), at % page_size
+        p_k = k + packed_item * k_item + token * k_row + o_h[:, None] * k_head
+        p_v = v + packed_item * v_item + token * v_row + o_h[:, None] * v_head
+        new_k, m_k = load_token(p_k, k_column, o_h, HEADS, D, BLOCK_D)
+        new_v, m_v = load_token(p_v, v_column, o_h, HEADS, DV, BLOCK_DV)
+        o_d, o_dv = tl.arange(0, BLOCK_D).to(tl.int64), tl.arange(0, BLOCK_DV).to(tl.int64)
+        p_k = keys + block * K_item + slot * K_row + o_h[:, None] * K_head + o_d[None, :] * K_column
+        p_v = values + block * V_item + slot * V_row + o_h[:, None] * V_head + o_dv[None, :] * V_column
+        tl.store(p_k, new_k, mask=m_k)
+        tl.store(p_v, new_v, mask=m_v)
 
 
 @triton.jit

@@ -128,8 +128,8 @@ class Values(NamedTuple):
 
 # sizes that change from step to step: without this, multiples of 16 would compile another kernel
 _SIZES = [
-    "q_len", "k_len", "q_start", "out_rows", "row_blocks", "splits", "table_pages", "page_count", "chunks", "blocks",
-    "factor", "scale", "seed_low", "seed_high", "drop_below", "drop_all", "divisor",
+    "q_len", "k_len", "q_start", "at_end", "out_rows", "row_blocks", "splits", "table_pages", "page_count", "chunks",
+    "blocks", "factor", "scale", "seed_low", "seed_high", "drop_below", "drop_all", "divisor",
 ]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def attend(
     lse, l_item, l_head, l_row,
     k_scales, v_scales, s_item, s_head, s_row,
     sinks, partial, stats,
-    items, lengths, q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits,
+    items, lengths, q_len, k_len, q_start, at_end, k_start, out_rows, kv_heads, group, row_blocks, splits,
     pages, page_size, table_row, table_pages, page_count, status, ring_first, ring,
     ints, floats, wrong, classes, c_item, c_head, chunks, factor, scale,
     seed_low, seed_high, drop_below, drop_all, divisor,
@@ -171,7 +171,7 @@ def attend(
         partial,
         stats,
     )
-    batch = Batch(items, lengths, q_len, k_len, q_start, k_start, out_rows, kv_heads, group, row_blocks, splits)
+    batch = Batch(items, lengths, q_len, k_len, q_start, at_end, k_start, out_rows, kv_heads, group, row_blocks, splits)
     memory = Pages(pages, page_size, table_row, table_pages, page_count, status, ring_first, ring)
     dropout = Dropout(seed_low, seed_high, drop_below, drop_all)
     program = Program(factor, scale, ints, floats, wrong, classes, c_item, c_head, chunks, dropout)

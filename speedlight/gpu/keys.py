@@ -30,6 +30,7 @@ class Keys:
     lengths: torch.Tensor | None = None  # on the device, if the host has no copy
     status: torch.Tensor | None = None  # word in which kernels flag page numbers and lengths out of range
     most: int = 0  # keys of the longest item, where lengths are on the device
+    placed: bool = False  # with lengths there: queries begin where the problem says, else the last is at the last key
     ring_first: int = 0  # tokens before the ring, and the ring's slots
     ring: int = 0
 
@@ -60,7 +61,9 @@ def arrays_of(k: torch.Tensor, v: torch.Tensor, layout: str) -> Keys:
     return Keys(k, v, axes(k, layout), axes(v, layout))
 
 
-def paged_keys(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor | None, most: int) -> Keys:
+def paged_keys(
+    k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor | None, most: int, placed: bool
+) -> Keys:
     """Keys and values in pages (pages, page_size, heads, dim)."""
     strides = [(x.stride(0), x.stride(2), x.stride(1), x.stride(3)) for x in (k, v)]
     return Keys(
@@ -74,20 +77,17 @@ def paged_keys(k: torch.Tensor, v: torch.Tensor, table: torch.Tensor, lengths: t
         lengths=lengths,
         status=status_of(k.device),
         most=most,
+        placed=placed,
     )
 
 
-def paged_tables(
-    block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str
-) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
-    """The table and the lengths on the device, and lengths for the host: upper bounds if only the device has them."""
-    resident = [
-        isinstance(x, torch.Tensor) and str(x.device) == device and (x.is_cuda or interpreting())
-        for x in (block_table, k_lengths)
-    ]
-    if not all(resident):
-        numbers, lengths = page_lists(block_table, k_lengths, pages, page_size, 1)
-        return torch.from_numpy(numbers).to(device), None, lengths
+def is_resident(x: Any, device: str) -> bool:
+    """Whether it is a tensor on that device, which the host would have to wait for."""
+    return isinstance(x, torch.Tensor) and str(x.device) == device and (x.is_cuda or interpreting())
+
+
+def checked_tables(block_table: torch.Tensor, k_lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A table and lengths on the device, as kernels take them."""
     for name, x, dims in (("block_table", block_table, 2), ("k_lengths", k_lengths, 1)):
         if x.ndim != dims or x.dtype not in (torch.int32, torch.int64):
             raise ArgumentTypeError(
@@ -97,5 +97,15 @@ def paged_tables(
         raise ArgumentError(
             f"k_lengths: expected {len(block_table)} lengths, one per row of block_table; got {len(k_lengths)}."
         )
-    table = block_table if block_table.stride(1) == 1 else block_table.contiguous()
-    return table, k_lengths.contiguous(), (table.shape[1] * page_size,) * len(table)
+    return block_table if block_table.stride(1) == 1 else block_table.contiguous(), k_lengths.contiguous()
+
+
+def paged_tables(
+    block_table: Any, k_lengths: Any, pages: int, page_size: int, device: str
+) -> tuple[torch.Tensor, torch.Tensor | None, tuple[int, ...]]:
+    """The table and the lengths on the device, and lengths for the host: upper bounds if only the device has them."""
+    if not (is_resident(block_table, device) and is_resident(k_lengths, device)):
+        numbers, lengths = page_lists(block_table, k_lengths, pages, page_size, 1)
+        return torch.from_numpy(numbers).to(device), None, lengths
+    table, lengths = checked_tables(block_table, k_lengths)
+    return table, lengths, (table.shape[1] * page_size,) * len(table)

@@ -14,9 +14,10 @@ from ..problem import Problem
 from .counting import plan
 from .dropping import words_of
 from .forward import attend
-from .keys import Keys, arrays_of, axes, paged_keys, paged_tables
+from .keys import Keys, arrays_of, axes, checked_tables, is_resident, paged_keys, paged_tables
 from .launch import Launch, capturing, named_strides, start, synchronize
 from .merging import merged
+from .paging import append_paged
 from .schedule import Schedule, capability, check, most_rows, power_above, schedule, tile_class
 from .sequence import ARRAYS, FLAG, PAGES, RECOMPUTE, RING
 from .splits import combine
@@ -24,8 +25,8 @@ from .tiles import Tile
 from .uploads import Classes, Grid, Uploads, classes_of, uploads_of
 
 __all__ = [
-    "Call", "Keys", "arrays_of", "check", "merged", "paged_keys", "paged_tables", "plan", "prepare", "run",
-    "synchronize",
+    "Call", "Keys", "append_paged", "arrays_of", "check", "checked_tables", "is_resident", "merged", "paged_keys",
+    "paged_tables", "plan", "prepare", "run", "synchronize",
 ]  # fmt: skip
 
 REPAIR_GRID = 128  # the repair launch scans flags, and usually exits
@@ -68,7 +69,8 @@ class Part:
         arguments = (
             shared
             | {"q": q, "flags": flags, "blocks": blocks, "row_blocks": how.row_blocks, "q_start": p.q_starts[0]}
-            | {"k_start": p.k_start, "sinks": None if how.short else self.uploads.sinks, "wrong": wrong}
+            | {"at_end": int(not keys.placed), "k_start": p.k_start, "wrong": wrong}
+            | {"sinks": None if how.short else self.uploads.sinks}
             | named_strides("q", axes(q, self.layout))
             | _key_arguments(keys)
             | self._constants(keys)

@@ -108,7 +108,7 @@ def most_splits(k_len: int) -> int:
 def _sees_all(p: Problem, keys: Keys) -> bool:
     """Whether causality hides nothing: one query, at the last key."""
     if keys.lengths is not None:
-        return max(p.q_lengths) <= 1
+        return max(p.q_lengths) <= 1 and not keys.placed
     for q, k, start in zip(p.q_lengths, p.k_lengths, p.q_starts, strict=True):
         if q and start - p.k_start + 1 < k:
             return False

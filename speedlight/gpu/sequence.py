@@ -64,6 +64,7 @@ class Tensor(NamedTuple):
 class Batch(NamedTuple):
     """What items share. p_items: ITEM words for each, where they differ; p_lengths: of keys, if they are on the device.
 
+    at_end: for keys that the device counts, the last query is at the last key, whatever q_start says.
     out_rows: rows of the output, where those past q_len are to be zeros.
     """
 
@@ -72,6 +73,7 @@ class Batch(NamedTuple):
     q_len: Any
     k_len: Any
     q_start: Any
+    at_end: Any
     k_start: Any
     out_rows: Any
     kv_heads: Any
@@ -161,7 +163,7 @@ def locate_item(i_item, batch: Batch, pages: Pages, MEMORY: tl.constexpr):
             if out_of_range:
                 tl.store(pages.p_status, 4)
             k_len = tl.where(out_of_range, 0, k_len)
-        q_start = k_len - q_len
+        q_start = tl.where(batch.at_end != 0, k_len - q_len, q_start)
     out_len = q_len
     if batch.out_rows is not None:
         out_len = i_item * 0 + batch.out_rows

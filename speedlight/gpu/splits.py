@@ -43,7 +43,7 @@ def combine(
 ):  # fmt: skip
     """One row of one kv head: its splits' states, merged in ascending order."""
     i_row, kv_head, i_item = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    batch = Batch(items, lengths, q_len, k_len, 0, 0, out_rows, kv_heads, group, 1, splits)
+    batch = Batch(items, lengths, q_len, k_len, 0, 1, 0, out_rows, kv_heads, group, 1, splits)
     item = locate_item(i_item, batch, None, ARRAYS)
     token, head = (i_row // PACK).to(tl.int64), kv_head * group + i_row % PACK
     if token < item.out_len:

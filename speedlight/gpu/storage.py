@@ -20,7 +20,7 @@ from ..machine import interpreting
 from ..problem import Options, Problem
 from ..resolve import from_stored
 from ..results import Results
-from ..tokens import Batch, Piece, TokenShape
+from ..tokens import Batch, Moves, Piece, TokenShape
 from ..windows import PIECE, Ring
 from .launch import capturing, start
 from .prepare import run
@@ -28,7 +28,7 @@ from .rows import Destination, Rows, Tokens, described, device_of, to_numpy, to_
 from .schedule import check, power_above
 
 _ANY = 1 << 40  # tokens: the capacity of a pool's sequence, whose pages the host counts
-_Undo = tuple[torch.Tensor, list[int], list[torch.Tensor]]  # lengths; slots, and what was in them
+_Undo = tuple[torch.Tensor, Any, list[torch.Tensor]]  # lengths; which slots, and what was in them
 
 
 class Call(NamedTuple):
@@ -39,12 +39,34 @@ class Call(NamedTuple):
     captured: bool  # in a CUDA graph
 
 
+def _slots(owners: list[int], slots: list[int], device: torch.device) -> tuple[Any, ...]:
+    """Tokens of (item or page, head, token, …)."""
+    return torch.tensor(owners, device=device), slice(None), torch.tensor(slots, device=device)
+
+
+def _move(storage: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
+    old = _slots(moves.from_owner, moves.from_slot, storage.device)
+    new = _slots(moves.to_owner, moves.to_slot, storage.device)
+    for part in storage.rows[layer].parts:
+        part[new] = part[old]  # of which this is a copy
+
+
+def _before_moves(storage: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
+    """What put_back() needs, as before() gives it; of keep()."""
+    if capturing():
+        raise UnsupportedError("keep: a CUDA graph cannot replay it; which tokens move would be the same every time.")
+    where = _slots(moves.to_owner, moves.to_slot, storage.device)
+    return torch.tensor(lengths, dtype=torch.int32), where, [x[where] for x in storage.rows[layer].parts]
+
+
 class CacheStorage:
     """The tokens of a KVCache, token by token, and their lengths.
 
     Kernels read the lengths on the device and advance them; the host's copy in kv/ checks every eager call. Replays of
     a CUDA graph advance the device's alone: once a graph has captured a step, the host asks the device.
     """
+
+    move, before_moves = _move, _before_moves
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring = shape, batch, capacity, ring
@@ -69,14 +91,15 @@ class CacheStorage:
     def query(self, q: Any) -> Array:
         return described(q, "q", self.device)
 
-    def check_capture(self, new_lengths: Any) -> None:
+    def check_capture(self, lengths: dict[str, Any]) -> None:
         """What a CUDA graph can replay."""
         if not capturing():
             return
-        if new_lengths is not None:
-            raise UnsupportedError(
-                "new_lengths: expected None while a CUDA graph is captured; a replay could not change them."
-            )
+        for name, x in lengths.items():
+            if x is not None:
+                raise UnsupportedError(
+                    f"{name}: expected None while a CUDA graph is captured; a replay could not change them."
+                )
         if self.capacity == MOST:
             raise UnsupportedError(
                 "capacity: expected the most tokens of a sequence, for a CUDA graph; this cache has none."
@@ -155,14 +178,16 @@ class CacheStorage:
         """What put_back() needs, since these slots will be overwritten; None while a CUDA graph is captured."""
         if capturing():
             return None
-        below = [x[:, :, slots] for x in self.rows[layer].parts] if slots else []
-        return torch.tensor(lengths, dtype=torch.int32), slots, below
+        where = slice(None), slice(None), slots
+        below = [x[where] for x in self.rows[layer].parts] if slots else []
+        return torch.tensor(lengths, dtype=torch.int32), where, below
 
-    def put_back(self, layer: int, undo: _Undo) -> None:
-        lengths, slots, below = undo
-        self.device_lengths[layer].copy_(lengths)
-        for part, x in zip(self.rows[layer].parts, below, strict=False):
-            part[:, :, slots] = x
+    def put_back(self, undo: dict[int, _Undo]) -> None:
+        """Of each layer what was there before."""
+        for layer, (lengths, where, below) in undo.items():
+            self.device_lengths[layer].copy_(lengths)
+            for part, x in zip(self.rows[layer].parts, below, strict=False):
+                part[where] = x
 
     def after_fork(self, undo: dict[int, _Undo]) -> None:
         """A child has no device."""
@@ -172,12 +197,13 @@ class CacheStorage:
     def prepare(self, q: Array, piece: Piece, options: Options, out_strides: tuple[int, ...]) -> Call:
         """A piece's call: checked, nothing enqueued. Mutable masks and scores need the exact lengths."""
         n, captured = piece.rows.stop - piece.rows.start, capturing()
+        least = n if piece.counts is None else max(piece.counts)  # tokens that whoever has so many queries has
         most = self.capacity if captured else min(self.capacity, power_above(max(piece.after)))
         any_lengths = captured or (is_immutable(options.mask) and is_immutable(options.score))
         stored = self.shape.stored(
             [most] * self.batch if any_lengths else piece.after,
             hiding=self.ring.mask(options.causal),
-            shortest=(n if options.causal else 1) if any_lengths else None,
+            shortest=(least if options.causal else 1) if any_lengths else None,
         )
         rows = replace(q, shape=(*q.shape[:2], n, q.shape[3])) if len(q.shape) == 4 else q
         problem = from_stored(rows, stored, options._replace(q_lengths=piece.counts))
@@ -202,6 +228,8 @@ class CacheStorage:
 
 class PoolStorage:
     """The tokens of a PagePool. A sequence's table is the list of its pages, which each call uploads."""
+
+    move, before_moves = _move, _before_moves
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.page_count = shape, page_size, pages
@@ -248,6 +276,15 @@ class PoolStorage:
         """A copy of a sequence's first n "keys" or "values": (kv_heads, n, dim)."""
         each = self.rows[layer].tokens(part, pages[: -(-n // self.page_size)])  # (pages, heads, tokens, dim)
         return each.transpose(0, 1).reshape(each.shape[1], -1, each.shape[3])[:, :n].clone()
+
+    def put_back(self, undo: dict[int, _Undo]) -> None:
+        """Of each layer what was there before."""
+        for layer, (_, where, below) in undo.items():
+            for part, x in zip(self.rows[layer].parts, below, strict=True):
+                part[where] = x
+
+    def after_fork(self, undo: dict[int, _Undo]) -> None:
+        """A child has no device."""
 
     def put(self, layer: int, batch: Batch, k: torch.Tensor, v: torch.Tensor) -> None:
         """New tokens, one sequence's after the other's."""

@@ -9,15 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals, shorter_lengths
+from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals
 from ..compiling import in_graph, outside
-from ..errors import ArgumentError, CacheBusy, CacheFull, FileError, UnsupportedError
+from ..errors import ArgumentError, CacheFull
 from ..forks import renew_after_fork
 from ..problem import Options, new_options
-from ..tokens import Piece, TokenShape, pieces_of
+from ..tokens import TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
-from .query import Query, attended, query_of, received
+from .keeping import Left, kept, shorten, truncated
+from .query import Query, attended, busy, piece_of, query_of, received
 from .storage import storage_of
 
 _Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
@@ -134,16 +135,7 @@ class KVCache:
         layer = self._layer(layer)
         lengths, written = self._now()[layer]
         stored = self._storage.tokens(layer, part, max(map(self._ring.held, lengths, written)))
-        if self.window is None:
-            for item, n in enumerate(lengths):
-                stored[item, :, n:] = 0
-            return stored
-        shown = [self._ring.shown(n) for n in lengths]
-        out = stored[:, :, list(range(max(map(len, shown))))]  # a copy
-        for item, positions in enumerate(shown):
-            out[item, :, : len(positions)] = stored[item][:, [self._ring.slot(n) for n in positions]]
-            out[item, :, len(positions) :] = 0
-        return out
+        return self._ring.in_order(stored, lengths)
 
     def synchronize(self) -> None:
         """Waits for the device and takes over its lengths, which replayed CUDA graphs advance without the host.
@@ -177,7 +169,9 @@ class KVCache:
     # --- growing
 
     def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
-        """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim)."""
+        """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim); new_lengths: how
+        many of them are each sequence's, where some have fewer than n_new.
+        """
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer = self._layer(layer)
@@ -192,6 +186,7 @@ class KVCache:
         v: Any = None,
         *,
         new_lengths: Any = None,
+        q_lengths: Any = None,
         scale: float | None = None,
         mask: Any = None,
         score: Any = None,
@@ -209,7 +204,11 @@ class KVCache:
                 cache lies.
             k: (batch, kv_heads, n_new, head_dim). None appends nothing: every query then sees every stored token.
             v: (batch, kv_heads, n_new, value_dim).
-            new_lengths: tokens of each sequence, where they are fewer than n_new; rows past them are 0.
+            new_lengths: new tokens of each sequence, where some have fewer than n_new: of k and v those past them are
+                not stored, of q they are no queries: their rows get out 0 and lse -inf.
+            q_lengths: queries of each sequence, where they are not those of its new tokens, or fewer than q has; q may
+                then have other tokens than k. The last one is at the last token: more queries than new tokens ask for
+                earlier ones again, fewer ask for the last ones only. Rows past them get out 0 and lse -inf.
             scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for speedlight.attention; positions
                 count from the first token of a sequence. A mask is joined to causality by &.
 
@@ -226,11 +225,17 @@ class KVCache:
         """
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
-            more = {"new_lengths": new_lengths, "return_lse": return_lse, "dropout": dropout, "seed": seed}
+            options |= {"new_lengths": new_lengths, "q_lengths": q_lengths}
+            more = {"return_lse": return_lse, "dropout": dropout, "seed": seed}
             return outside(KVCache.attend, self, layer, q, k, v, **options, **more)
         given = (k is not None, None, mask, score, sink_logits, None, 0, scale, "bhld", None, None, None, None, "ieee")
         options = new_options(Options, (*given, dropout, seed))
-        if k is not None and new_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
+        if (
+            k is not None
+            and new_lengths is q_lengths is out is None
+            and type(layer) is int
+            and 0 <= layer < self.layers
+        ):
             result = self._repeated(layer, q, k, v, options, return_lse)
             if result is not None:
                 return result
@@ -239,26 +244,24 @@ class KVCache:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
-            return self._read(layer, query_of(self._storage, q, options, return_lse, out))
-        k, v, counts = self._new(k, v, new_lengths)
-        query = query_of(self._storage, q, options, return_lse, out)
+            return self._read(layer, query_of(self._storage, q, options, return_lse, out, q_lengths))
+        k, v, counts = self._new(k, v, new_lengths, q_lengths)
+        query = query_of(self._storage, q, options, return_lse, out, q_lengths)
         shape = query.q.shape
-        if len(shape) == 4 and shape[2] != k.shape[2]:
-            raise ArgumentError(f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {shape}).")
+        if len(shape) == 4 and shape[2] != k.shape[2] and q_lengths is None:
+            raise ArgumentError(
+                f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {shape}). Other queries than those "
+                "of the new tokens are told by q_lengths=."
+            )
         return self._grow(layer, k, v, counts, query)
 
     def _read(self, layer: int, query: Query) -> Any:
         """Queries over what is stored."""
-        self._storage.check_capture(None)
+        self._storage.check_capture({"q_lengths": query.lengths})
         lengths, written = self._now()[layer]
-        shape = query.q.shape
-        rows = shape[2] if len(shape) == 4 else 0
-        for item, (n, w) in enumerate(zip(lengths, written, strict=True)) if self._ring.size else ():
-            if self._ring.lost(n - rows, n, w):
-                raise ArgumentError(
-                    f"q: expected fewer queries; of sequence {item} the window has forgotten what {rows} of them see."
-                )
-        return attended(self._storage, layer, query, [Piece(slice(0, rows), lengths, lengths, None)], None, None)
+        return attended(
+            self._storage, layer, query, [piece_of(query, lengths, lengths, written, self._ring)], None, None
+        )
 
     def _repeated(self, layer: int, q: Any, k: Any, v: Any, options: Options, return_lse: Any) -> Any:
         """Fast path: a step whose shapes, dtypes and options were validated earlier; None for any other call."""
@@ -274,7 +277,7 @@ class KVCache:
         claims, mine, claimed = self._claims, {layer}, False
         try:  # as in _grow
             if claims & mine:
-                raise _busy(layer)
+                raise busy(layer)
             claims |= mine
             claimed = True
             if self._held[layer] is not held:
@@ -294,12 +297,12 @@ class KVCache:
         Signals come, and other threads run, where calls begin and end and where loops jump back: not within a run of
         plain stores, operators and returns. Claims are made and released, and everything takes effect, in such runs.
         """
-        claims, mine, claimed, undo, storage, result = self._claims, {layer}, False, self._undo, self._storage, None
+        claims, mine, claimed, undo, storage, result = self._claims, {layer}, False, {}, self._storage, None
         try:
             if claims & mine:
-                raise _busy(layer)
+                raise busy(layer)
             claims |= mine
-            claimed = True
+            claimed, undo = True, self._undo
             lengths, written = self._now()[layer]
             totals = new_totals(layer, lengths, counts, self.capacity)
             after = totals, self._ring.reached(written, totals)
@@ -310,19 +313,23 @@ class KVCache:
                 storage.put(layer, lengths, counts, k, v)
             else:
                 n_new = k.shape[2]
-                pieces = pieces_of(n_new, lengths, counts, PIECE if self._ring.size else max(n_new, 1))
+                pieces = (
+                    pieces_of(n_new, lengths, counts, PIECE if self._ring.size else max(n_new, 1))
+                    if query.lengths is None
+                    else [piece_of(query, lengths, *after, self._ring)]
+                )
                 result = attended(storage, layer, query, pieces, k, v)
             self._held[layer] = after  # from here to the return nothing comes between
             return result
         except BaseException:
             if claimed and layer in undo:
                 try:
-                    storage.put_back(layer, undo[layer])
+                    storage.put_back({layer: undo[layer]})
                 except BaseException:  # another signal came meanwhile: once more
                     try:
-                        storage.put_back(layer, undo[layer])
+                        storage.put_back({layer: undo[layer]})
                     except BaseException:
-                        storage.put_back(layer, undo[layer])
+                        storage.put_back({layer: undo[layer]})
             raise
         finally:
             if claimed:
@@ -334,43 +341,40 @@ class KVCache:
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        self._shorten(length if length is not None else [length])  # type: ignore[list-item]  # refused: not clear()
+        shorten(self, lambda: truncated([length] if length is None else length, self._now(), self._ring))
+
+    def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
+        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.
+
+        For trees of speculated tokens: append them all, attend under a mask that is the tree, and keep the path that is
+        right. The cache is then, to the bit, as if only that path had been appended.
+
+        Args:
+            indices: ints that rise, counted from `start`: [0, 2, 5] keeps the first, third and sixth of the speculated
+                tokens. One list for all sequences, or a list for each. An empty one keeps none, as truncate(start).
+            start: tokens before the speculated ones: an int, or one for each sequence.
+
+        The n-th that is kept is at position start + n afterwards. Keys are not turned anew: rotary() the keys of a tree
+        by start + depth in it, which is that position, not by their place in the chunk. Not while other threads attend.
+
+        Raises:
+            CacheBusy: another thread appends.
+            speedlight.Error: the argument, what was expected and what came; a window has forgotten what is kept.
+
+        After any exception the cache is as it was.
+
+        >>> import numpy as np, speedlight as sl
+        >>> cache = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=16)
+        >>> x = np.arange(40, dtype=np.float32).reshape(1, 1, 10, 4)
+        >>> cache.append(0, x, x)
+        >>> cache.keep([0, 2, 5], start=4); cache.keys(0)[0, 0, :, 0]
+        array([ 0.,  4.,  8., 12., 16., 24., 36.], dtype=float32)
+        """
+        shorten(self, lambda: kept(indices, start, self._now(), self._ring))
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._shorten(None)
-
-    def _shorten(self, length: int | Sequence[int] | None) -> None:
-        """To so many tokens; None forgets all, without asking a device for its lengths."""
-        claims, mine, claimed, storage, before = self._claims, self._every, False, self._storage, None
-        try:  # as in _grow
-            if claims & mine:
-                raise _busy(min(claims & mine))
-            claims |= mine
-            claimed = True
-            lengths = [0] * self.batch if length is None else self._shorter(length)
-            after = [
-                (lengths, [n and w for n, w in zip(lengths, old, strict=True)] if self._ring.size else lengths)
-                for _, old in self._held
-            ]
-            before = storage.snapshot()
-            storage.set_lengths([lengths] * self.layers)
-            self._held = after
-        except BaseException:
-            if before is not None:
-                storage.set_lengths(before)
-            raise
-        finally:
-            if claimed:
-                claims -= mine
-
-    def _shorter(self, length: int | Sequence[int]) -> list[int]:
-        held = self._now()
-        return shorter_lengths(
-            length,
-            [lengths for lengths, _ in held],
-            lambda item, n: any([self._ring.lost(n, n, written[item]) for _, written in held]),
-        )
+        shorten(self, lambda: Left([0] * self.batch))  # without asking a device for its lengths
 
     def copy(self) -> KVCache:
         """An independent cache with the same content."""
@@ -414,15 +418,8 @@ class KVCache:
         storage_of(device)
         where = saved.checked_path(path)
         content = saved.read(where)
-        try:
-            cache = cls(**content.sizes, dtype=content.dtype, device=device)
-        except UnsupportedError:  # of the device
-            raise
-        except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
-            raise FileError(f"{where}: a cache of {content.sizes} cannot be reserved ({error}).") from None
-        for layer, (keys, values) in enumerate(content.parts):
-            cache._storage.fill(layer, keys, values)
-        cache._storage.set_lengths([lengths for lengths, _ in content.held])
+        cache = content.reserved(where, lambda **sizes: cls(**sizes, device=device))
+        content.fill(cache._storage)
         cache._held = content.held
         return cache
 
@@ -434,17 +431,12 @@ class KVCache:
     def _item(self, item: Any) -> int:
         return check_index("batch index", item, self.batch)
 
-    def _new(self, k: Any, v: Any, new_lengths: Any) -> tuple[Any, Any, list[int]]:
+    def _new(self, k: Any, v: Any, new_lengths: Any, q_lengths: Any = None) -> tuple[Any, Any, list[int]]:
         """New keys and values, checked, and the number of new tokens of each sequence."""
         k = received(self._storage, k, "k", (self.batch, self.kv_heads, "n_new", self.head_dim), 2)
         v = received(self._storage, v, "v", (self.batch, self.kv_heads, "n_new", self.value_dim), 2)
         n_new = k.shape[2]
         if v.shape[2] != n_new:
             raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
-        self._storage.check_capture(new_lengths)
+        self._storage.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
         return k, v, new_counts(new_lengths, self.batch, n_new)
-
-
-def _busy(layer: int) -> CacheBusy:
-    """Raised for a second writer, which does not wait."""
-    return CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")

@@ -7,34 +7,24 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections import Counter
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-from ..checks import cache_dtype, check_index, check_list, check_sizes, each_count
+from ..checks import cache_dtype, check_index, check_list, check_sizes, packed_counts
 from ..compiling import in_graph, outside
 from ..cpu.layout import BLOCK
-from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
+from ..errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from ..forks import renew_after_fork
 from ..problem import Options
 from ..tokens import Batch, TokenShape
-from .query import Query, query_of, received, results_of
+from .query import Query, check_asked, packed_tokens, query_of, results_of
 from .sequence import Sequence
+from .sharing import Held, busy, shared_pages, with_pages
 from .storage import storage_of
 
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
-
-
-class _Held(NamedTuple):
-    """What a sequence holds. Never changed: an append makes another.
-
-    pages: in order.
-    table: the same in the storage's own form, which an append may extend in place.
-    lengths: tokens of each layer.
-    """
-
-    pages: list[int]
-    table: Any
-    lengths: list[int]
 
 
 class PagePool:
@@ -57,6 +47,8 @@ class PagePool:
     6
     >>> pool.attend(0, [a, b], x[:2], x[:2], x[:2]).shape, pool.free_pages
     ((2, 2, 4), 5)
+    >>> del b; pool.free_pages  # a sequence that nobody has holds no pages
+    6
     """
 
     def __init__(
@@ -81,8 +73,13 @@ class PagePool:
         self.dtype = cache_dtype(dtype)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: the reservation may fail
-        self._held: dict[int, _Held] = {}  # by the number of the handle
+        self._held: dict[int, Held] = {}  # by the number of the handle
+        # When nobody has a handle any more, C puts its number into _gone: in whichever thread, at whatever moment,
+        # without a lock, and no signal can come between. Whoever needs pages next releases what it held.
+        self._handles: dict[int, weakref.ref[Sequence]] = {}
+        self._gone: dict[int, Any] = {}
         self._claims: set[Any] = set()  # numbers of sequences being written to
+        self._undo: dict[int, dict[int, Any]] = {}  # of those whose tokens are moved: by layer, what was there before
         self._dropped: list[list[int]] = []  # released, and counted by whoever needs the free list next
         self._taking = threading.RLock()
         self._free = list(range(self.pages - 1, -1, -1))
@@ -116,10 +113,25 @@ class PagePool:
     # plain stores, operators and returns. Claims are made and released, pages change hands, and everything takes
     # effect, in such runs.
 
+    def _release_gone(self) -> None:
+        """Releases the pages of sequences whose handles nobody has."""
+        gone, handles, held, dropped = self._gone, self._handles, self._held, self._dropped
+        for number in list(gone) if gone else ():
+            if number in gone:  # no other thread was here meanwhile
+                if number in held:  # it was not freed
+                    dropped += [held[number].pages[:]]
+                    del held[number]
+                if number in handles:
+                    del handles[number]
+                del gone[number]
+
     def _count_dropped(self) -> None:
         """Drops a reference of each released page; those without any are free."""
+        self._release_gone()
         dropped, free, others = self._dropped, self._free, self._others
-        while dropped:
+        while True:
+            if not dropped:
+                return
             pages = dropped[-1]
             if not pages:
                 del dropped[-1]
@@ -131,7 +143,7 @@ class PagePool:
             else:
                 free += [page]
 
-    def _take(self, layer: int, count: int) -> list[int]:
+    def _take(self, wherefore: str, count: int) -> list[int]:
         """So many free pages, or none."""
         free, taken = self._free, []
         try:
@@ -139,7 +151,7 @@ class PagePool:
                 self._count_dropped()
                 if count > len(free):
                     raise CacheFull(
-                        f"layer {layer}: {count} pages are needed, {len(free)} of {self.pages} are free. "
+                        f"{wherefore}: {count} pages are needed, {len(free)} of {self.pages} are free. "
                         "free() or truncate() sequences, or make a pool of more pages.",
                         count,
                         len(free),
@@ -154,24 +166,31 @@ class PagePool:
         return taken
 
     def after_fork(self) -> None:
-        """In the child: claims of the parent's threads are dropped, and pages that they had taken are free."""
+        """In the child: claims of the parent's threads are dropped, pages that they had taken are free, and what they
+        had begun to move is back.
+        """
+        for undo in self._undo.values():
+            self._storage.after_fork(undo)
         if self._claims:
             held = Counter(page for x in self._held.values() for page in x.pages)
             self._others[:] = [max(held[page] - 1, 0) for page in range(self.pages)]
             self._free[:] = [page for page in reversed(range(self.pages)) if not held[page]]
             self._dropped[:] = []
-        self._claims, self._taking = set(), threading.RLock()
+        self._claims, self._undo, self._taking = set(), {}, threading.RLock()
 
     # --- sequences
 
     def sequence(self) -> Sequence:
-        """A new sequence, without tokens."""
-        new = Sequence(self, next(_numbers))
-        empty = _Held([], self._storage.new_table(), [0] * self.layers)
-        self._held[new._number] = empty
+        """A new sequence, without tokens. Its pages return when it is freed, or when nobody has it any more."""
+        self._release_gone()
+        number, handles, held = next(_numbers), self._handles, self._held
+        new, empty = Sequence(self, number), Held([], self._storage.new_table(), [0] * self.layers)
+        handle = weakref.ref(new, partial(self._gone.__setitem__, number))
+        handles[number] = handle
+        held[number] = empty
         return new
 
-    def _of(self, sequence: Any) -> _Held:
+    def _of(self, sequence: Any) -> Held:
         if not isinstance(sequence, Sequence):
             raise ArgumentTypeError(
                 f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}."
@@ -190,16 +209,19 @@ class PagePool:
         claims, mine, claimed, shared = self._claims, {sequence._number}, False, []
         try:
             if claims & mine:
-                raise _busy()
+                raise busy()
             claims |= mine
             claimed = True
             old, others = self._of(sequence), self._others
-            new = Sequence(self, next(_numbers))
+            number, handles, held = next(_numbers), self._handles, self._held
+            new = Sequence(self, number)
+            handle = weakref.ref(new, partial(self._gone.__setitem__, number))
             copied = old._replace(table=self._storage.copied(old.table))
             for page in old.pages:
                 others[page] += 1
                 shared += [page]
-            self._held[new._number] = copied
+            handles[number] = handle
+            held[number] = copied
             return new
         except BaseException:
             self._dropped += [shared]
@@ -213,7 +235,7 @@ class PagePool:
         held, claims, mine, claimed = self._held, self._claims, {sequence._number}, False
         try:
             if claims & mine:
-                raise _busy()
+                raise busy()
             claims |= mine
             claimed = True
             old = self._of(sequence)
@@ -225,7 +247,7 @@ class PagePool:
             if length is None:
                 del held[sequence._number]
             else:
-                new = _Held(old.pages[:still], old.table, [length] * self.layers)
+                new = Held(old.pages[:still], old.table, [length] * self.layers)
                 held[sequence._number] = new
             self._dropped += left
         finally:
@@ -240,13 +262,14 @@ class PagePool:
 
     def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
-        the other's.
+        the other's; new_lengths: how many of them are each sequence's, as for attend().
         """
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        k, v = self._new(k, v, None)
-        self._grow(layer, sequences, self._counts(new_lengths, len(sequences), k.shape[0]), k, v, None)
+        k, v = packed_tokens(self._storage, k, v, None)
+        counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
+        self._grow(layer, sequences, counts, k, v, None, [])
 
     def attend(
         self,
@@ -257,6 +280,7 @@ class PagePool:
         v: Any = None,
         *,
         new_lengths: Any = None,
+        q_lengths: Any = None,
         scale: float | None = None,
         mask: Any = None,
         score: Any = None,
@@ -272,10 +296,14 @@ class PagePool:
         Args:
             layer: index of the layer.
             sequences: a list of this pool's sequences, each once.
-            q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, …
+            q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, … Or (total queries,
+                q_heads, head_dim), as q_lengths says.
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
-            new_lengths: new tokens of each sequence. Default: all to a single sequence, else one each.
+            new_lengths: rows of k and v that are each sequence's; they add up to all rows. Default: all to a single
+                sequence, else one each.
+            q_lengths: the same of q. Default new_lengths; must be said where q has other tokens than k. Of each
+                sequence the last query is at the last token: more queries than new tokens ask for earlier ones again.
             scale, mask, score, sink_logits, return_lse, out, dropout, seed: as for KVCache.attend; a mask's b, and
                 dropout's batch item, is the index in `sequences`.
 
@@ -291,7 +319,8 @@ class PagePool:
         """
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
-            more = {"new_lengths": new_lengths, "return_lse": return_lse, "dropout": dropout, "seed": seed}
+            options |= {"new_lengths": new_lengths, "q_lengths": q_lengths}
+            more = {"return_lse": return_lse, "dropout": dropout, "seed": seed}
             return outside(PagePool.attend, self, layer, sequences, q, k, v, **options, **more)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         options = Options(
@@ -301,45 +330,54 @@ class PagePool:
         shape = query.q.shape
         if len(shape) != 3:
             raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {shape}.")
-        counts = self._counts(new_lengths, len(sequences), shape[0])
+        name, given = ("new_lengths", new_lengths) if q_lengths is None else ("q_lengths", q_lengths)
+        asked = packed_counts(name, given, len(sequences), shape[0])
         if k is None or v is None:
             if k is not None or v is not None:
                 raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
             held = [self._of(x) for x in sequences]
             lengths = [x.lengths[layer] for x in held]
-            return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, counts))
-        k, v = self._new(k, v, shape[0])
-        return self._grow(layer, sequences, counts, k, v, query)
+            return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, asked))
+        k, v = packed_tokens(self._storage, k, v, shape[0] if q_lengths is None else None)
+        counts = asked if q_lengths is None else packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
+        return self._grow(layer, sequences, counts, k, v, query, asked)
 
-    def _grow(self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: Query | None) -> Any:
-        """New tokens, and what a query then sees; all of it or nothing."""
+    def _grow(
+        self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: Query | None, asked: list[int]
+    ) -> Any:
+        """New tokens, and what a query then sees, of each sequence so many rows; all of it or nothing."""
         numbers = [getattr(x, "_number", None) for x in sequences]
         claims, mine, claimed, taken, result = self._claims, set(numbers), False, [], None
         if len(mine) != len(numbers) and all([self._of(x) for x in sequences]):
             raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
         try:
             if claims & mine:
-                raise _busy()
+                raise busy()
             claims |= mine
             claimed = True
             before = [self._of(x) for x in sequences]
             starts = [x.lengths[layer] for x in before]
             totals = [a + n for a, n in zip(starts, counts, strict=True)]
-            copies = self._to_copy(before, starts, totals)
+            if asked is not counts and query is not None:
+                check_asked(asked, totals)
+            copies = shared_pages(before, starts, totals, self.page_size, self._others)
+            if copies:  # as far as is known: those who shared pages may have gone
+                self._count_dropped()
+                copies = shared_pages(before, starts, totals, self.page_size, self._others)
             fresh = [max(0, -(-n // self.page_size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
             needed, longer, replaced = sum(fresh) + len(copies), before, []
             if needed:
-                taken = self._take(layer, needed)
-                longer, replaced = self._longer(before, fresh, copies, taken)
+                taken = self._take(f"layer {layer}", needed)
+                longer, replaced = with_pages(self._storage, before, fresh, copies, taken)
             batch = Batch([x.table for x in longer], starts, totals, counts)
             self._storage.put(layer, batch, k, v)
             if query is not None:
-                result = self._attended(layer, query, batch)
+                result = self._attended(layer, query, batch if asked is counts else batch._replace(counts=asked))
             after = {}
             for number, x, total in zip(numbers, longer, totals, strict=True):
                 lengths = x.lengths[:]
                 lengths[layer] = total
-                after[number] = _Held(x.pages, x.table, lengths)
+                after[number] = Held(x.pages, x.table, lengths)
             held, dropped, left = self._held, self._dropped, [replaced] if replaced else []
             held |= after  # from here to the return nothing comes between
             dropped += left
@@ -357,70 +395,3 @@ class PagePool:
         results = results_of(query, self.value_dim, (q.shape[1], q.shape[0]))
         self._storage.attend(layer, q, batch, query.options, results)
         return results.returned()
-
-    def _new(self, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
-        """New keys and values, checked: `total` tokens of each, by default as many as k has."""
-        k = received(self._storage, k, "k", ("total new", self.kv_heads, self.head_dim), 0)
-        v = received(self._storage, v, "v", ("total new", self.kv_heads, self.value_dim), 0)
-        total = k.shape[0] if total is None else total
-        for name, x in (("k", k), ("v", v)):
-            if x.shape[0] != total:
-                raise ArgumentError(f"{name}: expected {total} tokens, as q and new_lengths have; got {x.shape[0]}.")
-        return k, v
-
-    def _counts(self, new_lengths: Any, sequences: int, total: int) -> list[int]:
-        alone = [total] if sequences == 1 else [1] * sequences
-        given = alone if new_lengths is None else each_count(new_lengths, sequences)
-        if any([n < 0 for n in given]) or sum(given) != total:
-            raise ArgumentError(
-                f"new_lengths: expected {sequences} ints, one per sequence, that add up to the {total} tokens; got "
-                f"{shown(given)}."
-            )
-        return given
-
-    def _longer(
-        self, before: list[_Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
-    ) -> tuple[list[_Held], list[int]]:
-        """Copy on write: each sequence with its fresh pages, and with copies of the shared pages that it writes to; and
-        the pages that were replaced.
-        """
-        left, longer, replaced, storage = iter(taken), [], [], self._storage
-        for index, (held, n) in enumerate(zip(before, fresh, strict=True)):
-            moved = [at for owner, at in copies if owner == index] if copies else []
-            if not moved and not n:
-                longer.append(held)
-                continue
-            pages = held.pages[:]
-            for at in moved:
-                old, new = pages[at], next(left)
-                storage.copy_page(new, old)
-                replaced.append(old)
-                pages[at] = new
-            pages += itertools.islice(left, n)
-            longer.append(_Held(pages, storage.extended(held.table, pages, len(held.pages), moved), held.lengths))
-        return longer, replaced
-
-    def _to_copy(self, before: list[_Held], starts: list[int], totals: list[int]) -> list[tuple[int, int]]:
-        """Shared pages that would be written to, as (index of the sequence, index of its page).
-
-        The last sequence that shares a page writes in place, unless one that leaves has tokens there: a failing call
-        must not change those.
-        """
-        left: Counter[int] = Counter()
-        away: dict[int, int] = {}  # of a page: tokens of the longest sequence that leaves it for a copy
-        shared = []
-        for index, (held, start, total) in enumerate(zip(before, starts, totals, strict=True)):
-            for at in range(start // self.page_size, min(len(held.pages), -(-total // self.page_size))):
-                page = held.pages[at]
-                if self._others[page] > left[page] or away.get(page, 0) > start:
-                    left[page] += 1
-                    away[page] = max(away.get(page, 0), start)
-                    shared.append((index, at))
-        return shared
-
-
-def _busy() -> CacheBusy:
-    """Raised for a second writer, which does not wait."""
-    return CacheBusy(
-        "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
-    )

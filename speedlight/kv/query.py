@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..arrays import Array
-from ..checks import check_flag, check_tokens
-from ..errors import ArgumentError
+from ..checks import check_flag, check_tokens, item_lengths
+from ..errors import ArgumentError, CacheBusy
 from ..problem import Options
 from ..results import Results
 from ..tokens import Piece
+from ..windows import Ring
 
 
 class Query(NamedTuple):
@@ -20,12 +21,35 @@ class Query(NamedTuple):
     options: Options
     return_lse: bool
     out: Any  # the caller's own array, or None
+    lengths: Any = None  # q_lengths, as the caller has it
 
 
-def query_of(storage: Any, q: Any, options: Options, return_lse: Any, out: Any) -> Query:
+def query_of(storage: Any, q: Any, options: Options, return_lse: Any, out: Any, q_lengths: Any = None) -> Query:
     """The queries of a call, checked to lie on the storage's device."""
     check_flag("return_lse", return_lse)
-    return Query(q, storage.query(q), options, return_lse, out)
+    return Query(q, storage.query(q), options, return_lse, out, q_lengths)
+
+
+def check_asked(counts: list[int], tokens: list[int]) -> None:
+    """That every query is at a token: those of a sequence end with its last one."""
+    for item, (asked, n) in enumerate(zip(counts, tokens, strict=True)):
+        if asked > n:
+            raise ArgumentError(f"q_lengths: expected at most {n}, the tokens of sequence {item} by now; got {asked}.")
+
+
+def piece_of(query: Query, before: list[int], after: list[int], written: list[int], ring: Ring) -> Piece:
+    """A cache's queries that are not those of its new tokens: of each sequence the last one is at its last token."""
+    shape = query.q.shape
+    rows = shape[2] if len(shape) == 4 else 0
+    counts = list(item_lengths("q_lengths", query.lengths, len(after), rows, "the queries in q"))
+    if query.options.causal:
+        check_asked(counts, after)
+    for item, (asked, n, w) in enumerate(zip(counts, after, written, strict=True)):
+        if asked and ring.lost(n - asked, n, w):
+            raise ArgumentError(
+                f"q: expected fewer queries; of sequence {item} the window has forgotten what {asked} of them see."
+            )
+    return Piece(slice(0, rows), before, after, None if counts.count(rows) == len(counts) else counts)
 
 
 def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...]) -> Results:
@@ -46,6 +70,19 @@ def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], a
     return tokens
 
 
+def packed_tokens(storage: Any, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
+    """New keys and values of a pool, checked; `total`: as many as there are queries, unless these are others."""
+    shape = storage.shape
+    k = received(storage, k, "k", ("total new", shape.kv_heads, shape.head_dim), 0)
+    v = received(storage, v, "v", ("total new", shape.kv_heads, shape.value_dim), 0)
+    wanted = k.shape[0] if total is None else total
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != wanted:
+            way = "" if total is None else " Other queries than those of the new tokens are told by q_lengths=."
+            raise ArgumentError(f"{name}: expected {wanted} tokens, as q and new_lengths have; got {x.shape[0]}.{way}")
+    return k, v
+
+
 def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any, v: Any) -> Any:
     """Stores a cache's new tokens, if any, and computes what the queries see.
 
@@ -54,7 +91,8 @@ def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any
     """
     first = pieces[0]
     if len(pieces) == 1 and first.counts is query.out is None:
-        step = storage.step(query.given, k, v, first.after, query.options)
+        usual = query.lengths is None  # only then a repeated step is known to be right by its shapes
+        step = storage.step(query.given, *((k, v) if usual else (None, None)), first.after, query.options)
         if step is not None:
             if k is not None:
                 storage.put(layer, first.before, first.new, k, v)
@@ -63,6 +101,12 @@ def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any
     calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):
         if k is not None:
-            storage.put(layer, piece.before, piece.new, k[:, :, piece.rows], v[:, :, piece.rows])
+            part = (k, v) if len(pieces) == 1 else (k[:, :, piece.rows], v[:, :, piece.rows])
+            storage.put(layer, piece.before, piece.new, *part)
         storage.attend(layer, call, query.q, piece, results)
     return results.returned()
+
+
+def busy(layer: int) -> CacheBusy:
+    """Raised for a second writer, which does not wait."""
+    return CacheBusy(f"layer {layer}: another thread is appending to it. Append from one thread at a time.")

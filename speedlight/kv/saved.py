@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 
 from .. import arrays
 from ..checks import MOST
-from ..errors import ArgumentTypeError, FileError
+from ..errors import ArgumentTypeError, FileError, UnsupportedError
 from ..files import read_arrays, read_metadata, write_arrays
 from ..windows import Ring, ring_of
 
@@ -28,6 +29,21 @@ class Saved:
     dtype: str
     held: list[tuple[list[int], list[int]]]  # of each layer: lengths, and one past the highest position written
     parts: list[tuple[list[np.ndarray], list[np.ndarray]]]  # of each layer keys and values, plane by plane
+
+    def reserved(self, where: Path, made: Callable[..., Any]) -> Any:
+        """A cache of these sizes, still empty."""
+        try:
+            return made(**self.sizes, dtype=self.dtype)
+        except UnsupportedError:  # of the device
+            raise
+        except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
+            raise FileError(f"{where}: a cache of {self.sizes} cannot be reserved ({error}).") from None
+
+    def fill(self, storage: Any) -> None:
+        """The tokens, and their lengths."""
+        for layer, (keys, values) in enumerate(self.parts):
+            storage.fill(layer, keys, values)
+        storage.set_lengths([lengths for lengths, _ in self.held])
 
 
 def checked_path(path: Any) -> Path:

@@ -7,19 +7,28 @@ from typing import Any
 import numpy as np
 
 from ..errors import ArgumentTypeError
+from .keeping import keep_in_pages
 
 
 class Sequence:
-    """A sequence of a PagePool: a handle that ends with free().
+    """A sequence of a PagePool: a handle that ends with free(), where a `with` block ends, or when nobody has it.
+
+    Its pages are then free for others; of pages that are shared with a fork, those that only it held.
 
     >>> import numpy as np, speedlight as sl
     >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
     >>> a, x = pool.sequence(), np.ones((20, 1, 8), np.float32)
     >>> pool.append(0, [a], x, x); a, a.length(), len(a.pages)
     (Sequence(20 tokens, 2 pages), 20, 2)
+    >>> with a.fork() as b:
+    ...     pool.append(0, [b], x, x)
+    ...     pool.free_pages
+    0
+    >>> pool.free_pages
+    2
     """
 
-    __slots__ = ("_number", "pool")
+    __slots__ = ("__weakref__", "_number", "pool")
 
     def __init__(self, pool: Any, number: int) -> None:
         self.pool, self._number = pool, number
@@ -27,6 +36,15 @@ class Sequence:
     def __repr__(self) -> str:
         held = self.pool._held.get(self._number)
         return "Sequence(freed)" if held is None else f"Sequence({max(held.lengths)} tokens, {len(held.pages)} pages)"
+
+    def __enter__(self) -> Sequence:
+        self.pool._of(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        """Frees it, unless that was done inside."""
+        if self._number in self.pool._held:
+            self.free()
 
     def length(self, layer: int = 0) -> int:
         """Tokens of a layer."""
@@ -46,6 +64,28 @@ class Sequence:
         if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
             raise ArgumentTypeError(f"length: expected an int; got {type(length).__name__}.")
         self.pool._shorten(self, int(length))
+
+    def keep(self, indices: Any, *, start: int) -> None:
+        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.
+
+        As KVCache.keep() does it; pages that hold no tokens then are returned.
+
+        Raises:
+            CacheFull: pages are shared with a fork, and too few are free for copies of those that change.
+            CacheBusy: another thread writes to it.
+            speedlight.Error: the argument, what was expected and what came.
+
+        After any exception the sequence is as it was.
+
+        >>> import numpy as np, speedlight as sl
+        >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
+        >>> a, x = pool.sequence(), np.ones((20, 1, 8), np.float32)
+        >>> pool.append(0, [a], x, x)
+        >>> pool.append(0, [a], x[:7], x[:7], new_lengths=[7])  # a tree of seven guesses
+        >>> a.keep([0, 2, 5], start=20); a.length()  # of which a path of three is right
+        23
+        """
+        keep_in_pages(self.pool, self, indices, start)
 
     def free(self) -> None:
         """Returns its pages. The handle is of no use afterwards."""

@@ -1,0 +1,218 @@
+"""`append_paged()`: new keys and values go into pages that are the caller's."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import engine as engines
+from .arrays import Array, describe, is_tensor
+from .checks import block_table_of, check_layout, check_pages, item_lengths, new_counts, packed_counts
+from .compiling import leaves_graph
+from .errors import ArgumentError, ArgumentTypeError, CacheFull
+from .problem import LAYOUTS
+from .results import overlap
+
+
+class Places(NamedTuple):
+    """Of every new token its sequence, which of that one's new tokens it is, and the page and the slot that it gets."""
+
+    item: np.ndarray
+    nth: np.ndarray
+    page: np.ndarray
+    slot: np.ndarray
+
+
+@leaves_graph
+def append_paged(
+    k_pages: Any,
+    v_pages: Any,
+    block_table: Any,
+    k_lengths: Any,
+    k: Any,
+    v: Any,
+    *,
+    new_lengths: Any = None,
+    layout: str = "bhld",
+    engine: str | None = None,
+) -> Any:
+    """Puts new keys and values into pages of the caller's, behind those that sequences have there.
+
+    Args:
+        k_pages: (pages, page_size, kv_heads, head_dim), as attention_paged() takes it; written in place. A NumPy array
+            or a PyTorch tensor that can be written, of any strides.
+        v_pages: (pages, page_size, kv_heads, value_dim).
+        block_table: (batch, most) ints: which pages hold a sequence, in order. Those that new tokens go to must be
+            there already, and nobody else's.
+        k_lengths: keys of each sequence so far. On a GPU this, the block table and new_lengths may be int32 or int64
+            tensors of that GPU, which nobody waits for: a sequence that has no room, or a page that does not exist,
+            stays as it is, and synchronize() raises it.
+        k: (batch, kv_heads, n_new, head_dim), or as `layout` says; of the pages' dtype and kind, where they lie.
+        v: (batch, kv_heads, n_new, value_dim).
+        new_lengths: new tokens of each sequence, where some have fewer than n_new. For "lhd" they add up to all tokens;
+            default all to a single sequence, else one each.
+        layout: of k and v: "bhld", "blhd", or "lhd" for packed (total new, heads, dim).
+        engine: as for attention().
+
+    Returns:
+        The lengths now, of k_lengths' kind, for attention_paged() and the next call: only then they count. What is
+        written lies behind the old lengths, where nobody looks: a call that fails, or is interrupted, has appended
+        nothing.
+
+    Raises:
+        CacheFull: a row of block_table has too few pages; nothing has been written.
+        speedlight.Error: the argument, what was expected and what came; nothing has been written.
+
+    >>> import numpy as np, speedlight as sl
+    >>> k_pages, v_pages = np.zeros((2, 5, 4, 2, 8), np.float32)  # five pages of four tokens, two heads
+    >>> table, lengths, x = [[4, 0], [2, 1]], [3, 0], np.ones((2, 2, 3, 8), np.float32)
+    >>> lengths = sl.append_paged(k_pages, v_pages, table, lengths, x, x, new_lengths=[3, 2]); lengths
+    [6, 2]
+    >>> k_pages[[4, 0, 2], :, 0, 0].tolist()
+    [[0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    >>> sl.attention_paged(x, k_pages, v_pages, table, lengths, causal=True, q_lengths=[3, 2]).shape
+    (2, 2, 3, 8)
+    """
+    check_layout(layout)
+    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
+    pages_k, pages_v, new_k, new_v = (describe(x, name, gpu=True) for name, x in named.items())
+    _check_target(pages_k, pages_v)
+    for x, target in ((new_k, pages_k), (new_v, pages_v)):
+        _check_like(x, target)
+    place = engines.chosen(engine, pages_k)
+    on_gpu = place != "cpu" or engine == "cuda"
+    if on_gpu and all([engines.gpu().is_resident(x, place) for x in (block_table, k_lengths)]):
+        table, lengths = engines.gpu().checked_tables(block_table, k_lengths)
+        _check_tokens(new_k, new_v, pages_k, pages_v, layout, len(table))
+        return engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), layout, table, lengths, new_lengths)
+    table = block_table_of(block_table)
+    _check_tokens(new_k, new_v, pages_k, pages_v, layout, len(table))
+    counts = _counts(new_lengths, layout, len(table), new_k)
+    before, after = _lengths(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
+    places = _places(table, before, counts, pages_k)
+    if on_gpu:
+        where = (table, np.array(before, np.int64))
+        engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), layout, *where, counts)
+    else:
+        _store(places, (pages_k, pages_v), (new_k, new_v), layout)
+    return _as_given(k_lengths, after)
+
+
+# --- what is checked before anything is written
+
+
+def _check_target(k: Array, v: Array) -> None:
+    """Pages that can be written."""
+    check_pages(k, v)
+    _check_like(v, k)
+    for x in (k, v):
+        if not x.writeable:
+            raise ArgumentError(f"{x.name}: expected memory that can be written; got a read-only array. Use a copy.")
+        if any([n > 1 and not s for n, s in zip(x.shape, x.strides, strict=True)]):
+            raise ArgumentError(f"{x.name}: expected memory of its own for every token; got an expanded array.")
+    if k.address == v.address and 0 not in k.shape:
+        raise ArgumentError("v_pages: expected memory of its own; got that of k_pages.")
+
+
+def _check_like(x: Array, other: Array) -> None:
+    """Of another's dtype and kind, and where it lies."""
+    if x.dtype != other.dtype:
+        raise ArgumentTypeError(
+            f"{x.name}: expected dtype {other.dtype}, as {other.name} has; got {x.dtype}. Convert it first."
+        )
+    if (x.kind == "torch") != (other.kind == "torch"):
+        raise ArgumentTypeError(
+            f"{x.name}: expected the same kind of array as {other.name}; got {x.kind} beside {other.kind}."
+        )
+    if x.device != other.device:
+        raise ArgumentError(f"{x.name}: expected an array on {other.device}, as {other.name}; got one on {x.device}.")
+
+
+def _check_tokens(k: Array, v: Array, k_pages: Array, v_pages: Array, layout: str, batch: int) -> None:
+    """Shapes of the new tokens."""
+    for x, pages in ((k, k_pages), (v, v_pages)):
+        heads, dim = pages.shape[2:]
+        new: Any = "n_new" if x is k or len(k.shape) != len(layout) else k.shape[LAYOUTS[layout][-2]]
+        expected = {"bhld": (batch, heads, new, dim), "blhd": (batch, new, heads, dim), "lhd": (new, heads, dim)}[
+            layout
+        ]
+        fits = [a in ("n_new", b) for a, b in zip(expected, x.shape, strict=False)]
+        if len(x.shape) != len(expected) or not all(fits):
+            raise ArgumentError(
+                f"{x.name}: expected shape ({', '.join(map(str, expected))}) for layout={layout!r}, by block_table and "
+                f"{pages.name}; got {x.shape}."
+            )
+
+
+def _counts(new_lengths: Any, layout: str, batch: int, k: Array) -> list[int]:
+    n_new = k.shape[LAYOUTS[layout][-2]]
+    if layout == "lhd":
+        return packed_counts("new_lengths", new_lengths, batch, n_new)
+    return new_counts(new_lengths, batch, n_new)
+
+
+def _lengths(k_lengths: Any, counts: list[int], capacity: int, batch: int) -> tuple[tuple[int, ...], list[int]]:
+    """Before and after."""
+    what = "the tokens that a row of block_table has pages for"
+    before = item_lengths("k_lengths", k_lengths, batch, capacity, what)
+    for item, (n, more) in enumerate(zip(before, counts, strict=True)):
+        if n + more > capacity:
+            raise CacheFull(
+                f"k_lengths: sequence {item} has {n} keys, {more} new ones need room, {capacity - n} of {capacity} are "
+                "free. Give block_table more pages.",
+                more,
+                capacity - n,
+            )
+    return before, [a + b for a, b in zip(before, counts, strict=True)]
+
+
+def _places(table: np.ndarray, before: tuple[int, ...], counts: list[int], pages: Array) -> Places:
+    """Where new tokens go: pages that exist, and a place of its own for each."""
+    count, page_size = pages.shape[:2]
+    each = np.array(counts, np.int64)
+    item = np.repeat(np.arange(len(counts)), each)
+    nth = np.arange(len(item)) - np.repeat(np.cumsum(each) - each, each)
+    at = np.repeat(np.array(before, np.int64), each) + nth
+    page, slot = table[item, at // page_size], at % page_size
+    wrong = (page < 0) | (page >= count)
+    if wrong.any():
+        n = int(np.argmax(wrong))
+        raise ArgumentError(
+            f"block_table: expected pages from 0 to {count - 1} where new tokens go; got {page[n]} at [{item[n]}, "
+            f"{at[n] // page_size}]."
+        )
+    order = np.argsort(page * page_size + slot, kind="stable")
+    same = np.flatnonzero(np.diff((page * page_size + slot)[order]) == 0)
+    if len(same):
+        a, b = order[same[0]], order[same[0] + 1]
+        raise ArgumentError(
+            f"block_table: expected a page for one sequence alone where new tokens go; got page {page[a]} where "
+            f"sequences {item[a]} and {item[b]} grow. Copy a page that is shared before one of them writes to it."
+        )
+    return Places(item, nth, page, slot)
+
+
+# --- on the CPU
+
+
+def _store(at: Places, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str) -> None:
+    tokens = []
+    for x in new:
+        source = x.numpy()
+        if layout != "lhd":
+            source = source[at.item, :, at.nth] if layout == "bhld" else source[at.item, at.nth]  # copies
+        elif any([overlap(x, to) for to in pages]):
+            source = source.copy()
+        tokens.append(source)
+    for to, x in zip(pages, tokens, strict=True):
+        to.numpy()[at.page, at.slot] = x
+
+
+def _as_given(k_lengths: Any, after: list[int]) -> Any:
+    """Lengths as the caller has them."""
+    if is_tensor(k_lengths):
+        return k_lengths.new_tensor(after)
+    if isinstance(k_lengths, np.ndarray):
+        return np.array(after, np.int64 if max(after, default=0) > np.iinfo(k_lengths.dtype).max else k_lengths.dtype)
+    return after

@@ -1,0 +1,70 @@
+"""`append_paged()` on a device."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+
+from ..arrays import Array
+from ..checks import new_counts, packed_counts
+from ..errors import ArgumentTypeError
+from .append import store_in_pages
+from .keys import axes, is_resident
+from .launch import Launch, named_strides, start, status_of
+from .schedule import power_above
+
+
+def append_paged(
+    pages: tuple[Array, Array], new: tuple[Array, Array], layout: str, block_table: Any, k_lengths: Any, counts: Any
+) -> torch.Tensor:
+    """Enqueues it, and gives the lengths after. Tables and lengths of the host have been checked; kernels check those
+    of the device.
+    """
+    keys, values, k, v = (x.tensor for x in (*pages, *new))
+    device, batch = keys.device, len(block_table)
+    table, lengths = (torch.as_tensor(x).to(device) for x in (block_table, k_lengths))
+    n_new = k.shape[layout.index("l")]
+    each = first = None
+    if layout == "lhd":
+        given = packed_counts("new_lengths", counts, batch, n_new)
+        n_new, first = max(given, default=0), torch.tensor([0, *itertools.accumulate(given)][:batch]).to(device)
+        each = torch.tensor(given, dtype=torch.int64).to(device)
+    elif is_resident(counts, str(device)):
+        if counts.ndim != 1 or len(counts) != batch or counts.dtype not in (torch.int32, torch.int64):
+            raise ArgumentTypeError(
+                f"new_lengths: expected {batch} of int32 or int64; got {counts.dtype} of shape {tuple(counts.shape)}."
+            )
+        each = counts.contiguous()
+    elif counts is not None:
+        each = torch.tensor(new_counts(counts, batch, n_new), dtype=torch.int64).to(device)
+    after = torch.empty_like(lengths)
+    start(storing((keys, values), (k, v), layout, (table, lengths, after), (n_new, each, first)))
+    return after
+
+
+def storing(
+    pages: tuple[torch.Tensor, ...],
+    new: tuple[torch.Tensor, ...],
+    layout: str,
+    where: tuple[torch.Tensor, ...],
+    counted: tuple[int, torch.Tensor | None, torch.Tensor | None],
+) -> Launch:
+    """The kernel's launch. where: table, lengths, lengths after; counted: most new tokens of a sequence, those of each
+    if they differ, and of packed ones each one's first.
+    """
+    (keys, values), (k, v), (table, lengths, after), (n_new, each, first) = pages, new, where, counted
+    d, dv, heads = keys.shape[3], values.shape[3], keys.shape[2]
+    arguments: dict[str, Any] = {
+        "k": k, "v": v, "keys": keys, "values": values,
+        "lengths": lengths, "counts": each, "first": first, "after": after, "status": status_of(keys.device),
+        "pages": table, "page_size": keys.shape[1], "table_row": table.stride(0), "table_pages": table.shape[1],
+        "page_count": keys.shape[0], "n_new": n_new,
+        "D": d, "DV": dv, "BLOCK_D": max(16, power_above(d)), "BLOCK_DV": max(16, power_above(dv)),
+        "HEADS": heads, "BLOCK_H": power_above(heads),
+    }  # fmt: skip
+    arguments |= named_strides("k", axes(k, layout)) | named_strides("v", axes(v, layout))
+    for name, x in (("K", keys), ("V", values)):
+        arguments |= named_strides(name, (x.stride(0), x.stride(2), x.stride(1), x.stride(3)))
+    return Launch(store_in_pages, (max(n_new, 1), len(lengths)), arguments, 4, 1)

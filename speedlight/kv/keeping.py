@@ -1,0 +1,194 @@
+"""What truncate() and keep() leave of sequences: how many tokens, and which of them move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import listed
+from ..checks import integer, shorter_lengths
+from ..errors import ArgumentError, shown
+from ..tokens import Moves
+from ..windows import Ring
+from .query import busy
+from .sharing import Held, shared_pages, with_pages
+from .sharing import busy as busy_sequences
+
+_Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
+
+
+class Left(NamedTuple):
+    """Lengths of the sequences, in every layer, and the moves that come before."""
+
+    lengths: list[int]
+    moves: Moves = Moves([], [], [], [])
+
+
+def truncated(length: Any, held: list[_Lengths], ring: Ring) -> Left:
+    """What truncate() leaves of a cache."""
+    return Left(
+        shorter_lengths(
+            length,
+            [lengths for lengths, _ in held],
+            lambda item, n: any([ring.lost(n, n, written[item]) for _, written in held]),
+        )
+    )
+
+
+def kept(indices: Any, start: Any, held: list[_Lengths], ring: Ring) -> Left:
+    """What keep() leaves of a cache."""
+    batch = len(held[0][0])
+    starts, paths = _starts(start, batch), _paths(indices, batch)
+    lengths, moves = [], Moves([], [], [], [])
+    for item, (first, path) in enumerate(zip(starts, paths, strict=True)):
+        _check_path(path, first, min(lengths[item] for lengths, _ in held), f" of sequence {item}")
+        n = first + len(path)
+        lengths.append(n)
+        sources = [(first + at, first + to) for to, at in enumerate(path) if at != to]
+        for _, written in held:
+            if ring.lost(n, n, written[item]) or any([ring.forgotten(at, written[item]) for at, _ in sources]):
+                raise ArgumentError(
+                    f"start: expected tokens that are still there; of sequence {item} the window has forgotten some "
+                    f"that are kept, or that token {n} would see. Speculate fewer tokens, or make a cache of a longer "
+                    "window."
+                )
+        for at, to in sources:
+            for x, place in zip(moves, (item, ring.slot(at), item, ring.slot(to)), strict=True):
+                x.append(place)
+    return Left(lengths, moves)
+
+
+def path_of(indices: Any, start: Any, least: int) -> tuple[int, list[int]]:
+    """keep()'s arguments for one sequence, of so many tokens in every layer: checked."""
+    (first,), (path,) = _starts(start, 1), _paths(indices, 1)
+    _check_path(path, first, least, "")
+    return first, path
+
+
+def _starts(start: Any, batch: int) -> list[int]:
+    """Tokens before the speculated ones."""
+    what = "an int" if batch == 1 else f"one int, or {batch} (one per sequence)"
+    if isinstance(start, (int, np.integer)):
+        return [integer("start", start)] * batch
+    starts = [integer("start", n) for n in listed(start, "start", what)]
+    if len(starts) != batch:
+        raise ArgumentError(f"start: expected {what}; got {len(starts)}.")
+    return starts
+
+
+def _paths(indices: Any, batch: int) -> list[list[int]]:
+    """Of every sequence the indices that are kept: one list for all, or one for each."""
+    what = "ints" + f", or a list of them for each of {batch} sequences" * (batch > 1)
+    given = listed(indices, "indices", what)
+    if not any([hasattr(x, "__len__") and not isinstance(x, np.generic) for x in given]):
+        return [[integer("indices", n) for n in given]] * batch
+    if len(given) != batch:
+        raise ArgumentError(f"indices: expected {what}; got {len(given)} lists.")
+    return [[integer("indices", n) for n in listed(x, "indices", what)] for x in given]
+
+
+def _check_path(path: list[int], start: int, least: int, whose: str) -> None:
+    """That there are such tokens, in order."""
+    if not 0 <= start <= least:
+        raise ArgumentError(f"start: expected 0 to {least}, the tokens{whose} in every layer; got {shown(start)}.")
+    for before, at in zip([-1, *path], path, strict=False):
+        if at <= before:
+            raise ArgumentError(f"indices: expected ints from 0 on that rise; got {shown(at)} after {before}{whose}.")
+    if path and start + path[-1] >= least:
+        raise ArgumentError(
+            f"indices: expected less than {least - start}, the tokens{whose} from start={start} on in every layer; "
+            f"got {shown(path[-1])}."
+        )
+
+
+# --- which makes it so
+
+
+def shorten(cache: Any, wanted: Callable[[], Left]) -> None:
+    """truncate() and keep(): a cache is as wanted() says, all of it or nothing."""
+    claims, mine, claimed, storage, undo, before = cache._claims, cache._every, False, cache._storage, {}, None
+    try:  # as in KVCache._grow
+        if claims & mine:
+            raise busy(min(claims & mine))
+        claims |= mine
+        claimed, undo = True, cache._undo
+        lengths, moves = wanted()
+        after = [(lengths, cache._ring.shortened(old, lengths)) for _, old in cache._held]
+        if moves.to_slot:
+            for layer, (old, _) in enumerate(cache._held):
+                undo[layer] = storage.before_moves(layer, old, moves)
+            for layer in range(cache.layers):
+                storage.move(layer, moves)
+        before = storage.snapshot()
+        storage.set_lengths([lengths] * cache.layers)
+        cache._held = after
+    except BaseException:
+        if claimed:
+            try:
+                storage.put_back(undo)
+            except BaseException:  # another signal came meanwhile: once more
+                try:
+                    storage.put_back(undo)
+                except BaseException:
+                    storage.put_back(undo)
+        if before is not None:
+            storage.set_lengths(before)
+        raise
+    finally:
+        if claimed:
+            cache._undo = {}
+            claims -= mine
+
+
+def keep_in_pages(pool: Any, sequence: Any, indices: Any, start: Any) -> None:
+    """keep() of a sequence: tokens move within its pages, or in copies of shared ones; all of it or nothing."""
+    number, size, storage, held = sequence._number, pool.page_size, pool._storage, pool._held
+    claims, mine, claimed, undo, taken, replaced = pool._claims, {number}, False, {}, [], []
+    try:
+        if claims & mine:
+            raise busy_sequences()
+        claims |= mine
+        claimed = True
+        old = new = pool._of(sequence)
+        first, path = path_of(indices, start, min(old.lengths))
+        length, moved = first + len(path), [(first + at, first + to) for to, at in enumerate(path) if at != to]
+        if moved:
+            written = [moved[0][1]], [length]
+            copies = shared_pages([old], *written, size, pool._others)
+            if copies:  # as in PagePool._grow
+                pool._count_dropped()
+                copies = shared_pages([old], *written, size, pool._others)
+            if copies:
+                taken = pool._take("keep", len(copies))
+                (new,), replaced = with_pages(storage, [old], [0], copies, taken)
+            places = [(new.pages[at // size], at % size, new.pages[to // size], to % size) for at, to in moved]
+            moves = Moves(*map(list, zip(*places, strict=True)))
+            for layer in range(pool.layers):
+                undo[layer] = storage.before_moves(layer, [], moves)
+            pool._undo[number] = undo
+            for layer in range(pool.layers):
+                storage.move(layer, moves)
+        still = -(-length // size)
+        after = Held(new.pages[:still], new.table, [length] * pool.layers)
+        dropped, left = pool._dropped, replaced + new.pages[still:]
+        held[number] = after  # from here on nothing comes between
+        dropped += [left]
+    except BaseException:
+        if undo:
+            try:
+                storage.put_back(undo)
+            except BaseException:  # another signal came meanwhile: once more
+                try:
+                    storage.put_back(undo)
+                except BaseException:
+                    storage.put_back(undo)
+        if taken:
+            pool._dropped += [taken]
+        raise
+    finally:
+        if claimed:
+            if number in pool._undo:
+                del pool._undo[number]
+            claims -= mine

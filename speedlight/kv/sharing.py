@@ -1,0 +1,74 @@
+"""Pages that several sequences hold: which are copied before one of them writes, and what it holds then."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any, NamedTuple
+
+from ..errors import CacheBusy
+
+
+class Held(NamedTuple):
+    """What a sequence holds. Never changed: an append makes another.
+
+    pages: in order.
+    table: the same in the storage's own form, which an append may extend in place.
+    lengths: tokens of each layer.
+    """
+
+    pages: list[int]
+    table: Any
+    lengths: list[int]
+
+
+def shared_pages(
+    before: list[Held], starts: list[int], totals: list[int], page_size: int, others: list[int]
+) -> list[tuple[int, int]]:
+    """Shared pages that would be written to, as (index of the sequence, index of its page).
+
+    starts, totals: of each sequence the first token that is written, and one past the last. others: of each page the
+    references beyond the first. The last sequence that shares a page writes in place, unless one that leaves has tokens
+    there: a failing call must not change those.
+    """
+    left: Counter[int] = Counter()
+    away: dict[int, int] = {}  # of a page: tokens of the longest sequence that leaves it for a copy
+    shared = []
+    for index, (held, start, total) in enumerate(zip(before, starts, totals, strict=True)):
+        for at in range(start // page_size, min(len(held.pages), -(-total // page_size))):
+            page = held.pages[at]
+            if others[page] > left[page] or away.get(page, 0) > start:
+                left[page] += 1
+                away[page] = max(away.get(page, 0), start)
+                shared.append((index, at))
+    return shared
+
+
+def with_pages(
+    storage: Any, before: list[Held], fresh: list[int], copies: list[tuple[int, int]], taken: list[int]
+) -> tuple[list[Held], list[int]]:
+    """Copy on write: each sequence with its fresh pages, and with copies of the shared pages that it writes to; and the
+    pages that were replaced.
+    """
+    left, longer, replaced = iter(taken), [], []
+    for index, (held, n) in enumerate(zip(before, fresh, strict=True)):
+        moved = [at for owner, at in copies if owner == index] if copies else []
+        if not moved and not n:
+            longer.append(held)
+            continue
+        pages = held.pages[:]
+        for at in moved:
+            old, new = pages[at], next(left)
+            storage.copy_page(new, old)
+            replaced.append(old)
+            pages[at] = new
+        pages += itertools.islice(left, n)
+        longer.append(Held(pages, storage.extended(held.table, pages, len(held.pages), moved), held.lengths))
+    return longer, replaced
+
+
+def busy() -> CacheBusy:
+    """Raised for a second writer, which does not wait."""
+    return CacheBusy(
+        "sequences: another thread is writing to one of them. Write to a sequence from one thread at a time."
+    )
