@@ -14,10 +14,11 @@ from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
 from .errors import ArgumentError, UnsupportedError, shown
 from .gradients import Followed, followed
+from .layouts import check_together
 from .machine import current_isa
 from .planning import Plan
 from .problem import LAYOUTS, Options, Problem, Sizes, new_options
-from .resolve import Stored, check_together, from_arrays, from_sizes, from_stored
+from .resolve import Stored, from_arrays, from_sizes, from_stored
 from .results import Results
 
 _prepared: calls.Memo[calls.Repeatable] = calls.Memo(512, 64 << 20)
@@ -56,8 +57,8 @@ def attention(
             tensor, or an object with DLPack or `__array_interface__`; on the CPU or (not float64) on an NVIDIA GPU. Any
             strides.
         k: (batch, kv_heads, k_len, head_dim), same dtype. kv_heads divides q_heads: query head h reads kv head
-            h // (q_heads // kv_heads).
-        v: (batch, kv_heads, k_len, value_dim), same dtype.
+            h // (q_heads // kv_heads). A batch of 1 is shared by all items of q, nothing is copied.
+        v: (batch, kv_heads, k_len, value_dim), same dtype; k's batch.
         causal: True hides keys after the query, aligned at the end (the last query sees every key); "top-left"
             aligns at the start, as PyTorch's is_causal does.
         window: (left, right): hides keys before i - left and after i + right; None means no limit on that side. A
@@ -73,8 +74,8 @@ def attention(
             by each item's lengths.
         k_start: absolute position of the first key, a multiple of 1024.
         scale: factor of the scores. Default 1/sqrt(head_dim).
-        layout: "bhld", "blhd" for (batch, length, heads, head_dim), or "lhd" for packed (total_length, heads,
-            head_dim).
+        layout: "bhld", "blhd" for (batch, length, heads, head_dim), "hld" for one item without a batch, (heads,
+            length, head_dim), or "lhd" for packed (total_length, heads, head_dim).
         cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
         cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
         q_lengths: for a padded batch, queries of each item; rows past them get out 0 and lse -inf.
@@ -83,8 +84,8 @@ def attention(
             each item's lengths, is not what a padded square means. Give both (self-attention), or q_start=0, which puts
             row i at key i.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
-            (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out
-            0.
+            (q_heads, q_len) without a batch and packed; float32, or float64 for float64. A row that sees nothing has
+            -inf, and out 0.
         out: where to write the result, in the layout of q. If the call raises an Error, of a lookup out of range, too,
             it is as it was; a signal may come when it is half written.
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
@@ -399,5 +400,5 @@ def plan(
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
         problem = from_sizes(sizes, options)
-        strides = Strides(heads_adjoin=layout != "bhld" and problem.kv_heads > 1)
+        strides = Strides(heads_adjoin=layout in ("blhd", "lhd") and problem.kv_heads > 1)
     return engines.plan(problem, device, strides, precision, exact=exact, backward=backward)

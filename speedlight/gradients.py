@@ -14,8 +14,8 @@ from .arrays import Array, is_followed, is_tensor, is_traced, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression
+from .layouts import check_beside
 from .problem import LAYOUTS, Options, Problem, scores_of
-from .resolve import check_beside
 
 SINKS = "sink_logits"  # in `grads`: the gradient of those
 
