@@ -13,7 +13,7 @@ from .compiling import leaves_graph
 from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
 from .errors import ArgumentError, UnsupportedError, shown
-from .gradients import Followed, followed
+from .gradients import Followed, check_one_dtype, followed
 from .layouts import check_together
 from .machine import current_isa
 from .planning import Plan
@@ -56,9 +56,11 @@ def attention(
         q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch
             tensor, or an object with DLPack or `__array_interface__`; on the CPU or (not float64) on an NVIDIA GPU. Any
             strides.
-        k: (batch, kv_heads, k_len, head_dim), same dtype. kv_heads divides q_heads: query head h reads kv head
-            h // (q_heads // kv_heads). A batch of 1 is shared by all items of q, nothing is copied.
-        v: (batch, kv_heads, k_len, value_dim), same dtype; k's batch.
+        k: (batch, kv_heads, k_len, head_dim), same dtype, or float16 or bfloat16 under a q of another of float32 and
+            these: then all is computed in float32, with the bits of a k and v that were converted. kv_heads divides
+            q_heads: query head h reads kv head h // (q_heads // kv_heads). A batch of 1 is shared by all items of q;
+            nothing is copied.
+        v: (batch, kv_heads, k_len, value_dim), of k's dtype and batch.
         causal: True hides keys after the query, aligned at the end (the last query sees every key); "top-left"
             aligns at the start, as PyTorch's is_causal does.
         window: (left, right): hides keys before i - left and after i + right; None means no limit on that side. A
@@ -218,8 +220,8 @@ def attention_paged(
 
     Args:
         q: (batch, q_heads, q_len, head_dim), or as `layout` says. The last query of a sequence is at its last key.
-        k_pages: (pages, page_size, kv_heads, head_dim), of q's dtype and kind. Any strides: pages that have heads first
-            come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
+        k_pages: (pages, page_size, kv_heads, head_dim), of q's kind, of dtypes as for attention(). Any strides: pages
+            that have heads first come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
         v_pages: (pages, page_size, kv_heads, value_dim).
         block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be any ints.
         k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU,
@@ -253,8 +255,7 @@ def attention_paged(
         raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
     if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
         raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
-    for x in (k, v):
-        check_together(x, a)
+    check_together(k, v, a)
     place = engines.chosen(engine, a)
     if place != "cpu" or engine == "cuda":
         return _paged_on_gpu(a, k, v, block_table, k_lengths, options, return_lse, out)
@@ -288,7 +289,7 @@ def _paged(
         raise ArgumentError(
             f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."
         )
-    stored = Stored(q.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest)
+    stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest)
     return from_stored(q, stored, options), offsets
 
 
@@ -395,7 +396,9 @@ def plan(
         a, b, c = _described(q, k, v, gpu=True)
         device = a.device if device is None and a.device != "cpu" else device
         problem = from_arrays(a, b, c, options).problem
-        strides = Dense(layout, b, c).strides(problem.dtype)
+        if backward:
+            check_one_dtype(problem.dtype, problem.key_dtype)
+        strides = Dense(layout, b, c).strides(problem.key_dtype)
         strides = strides._replace(strided_queries=stride_of(a.strides, layout, -1) != DTYPES[problem.dtype][1])
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)

@@ -11,6 +11,7 @@ AXES = {
     "hld": "(heads, length, head_dim)",
     "lhd": "(total_length, heads, head_dim)",
 }
+_NARROW, _WIDE = ("float16", "bfloat16"), ("float32", "float16", "bfloat16")
 _ONE_HEAD = {"bhld": "[:, None]", "blhd": "[:, :, None]"}  # makes (batch, length, head_dim) that of one head
 
 
@@ -48,11 +49,20 @@ def check_batch(k: Array, v: Array, batch: int) -> None:
         raise ArgumentError(f"v: expected batch {k.shape[0]}, as k has; got {v.shape[0]} (shape {v.shape}).")
 
 
-def check_together(x: Array, q: Array) -> None:
-    """Keys or values of q's dtype, kind and device."""
-    if x.dtype != q.dtype:
-        raise ArgumentTypeError(f"{x.name}: expected dtype {q.dtype}, as q has; got {x.dtype}. Convert one of them.")
-    check_beside(x, q)
+def are_widened(keys: str, queries: str) -> bool:
+    """Whether keys and values of one dtype are taken under queries of another: all is computed in float32."""
+    return keys != queries and keys in _NARROW and queries in _WIDE
+
+
+def check_together(k: Array, v: Array, q: Array) -> str | None:
+    """Keys and values of q's kind and device, and of its dtype, or of one that is widened, which is returned."""
+    for x, of in ((k, q), (v, q if k.dtype == q.dtype else k)):
+        if x.dtype != of.dtype and not (x is k and are_widened(k.dtype, q.dtype)):
+            raise ArgumentTypeError(
+                f"{x.name}: expected dtype {of.dtype}, as {of.name} has; got {x.dtype}. Convert one of them."
+            )
+        check_beside(x, q)
+    return None if k.dtype == q.dtype else k.dtype
 
 
 def check_beside(x: Array, q: Array) -> None:

@@ -156,6 +156,7 @@ class Problem:
     items: tuple[int, ...] | None = None  # what a mask calls the items, where not 0, 1, …
     dropout: float = 0.0  # how likely a weight is dropped, after the softmax
     seed: int = 0  # of what says which
+    widened: str | None = None  # dtype of keys and values where it is not q's: all is computed in float32
     shared: bool = False  # the keys and values of one item are those of all
     first_row: int | None = None  # run for other lengths of keys, too: for rows from this position to the last key
 
@@ -170,6 +171,15 @@ class Problem:
     @property
     def storage(self) -> str:
         return DTYPES[self.dtype][0]
+
+    @property
+    def key_dtype(self) -> str:
+        """Of keys and values in memory, where they are not codes."""
+        return self.widened or self.dtype
+
+    @property
+    def key_storage(self) -> str:
+        return DTYPES[self.key_dtype][0]
 
     @property
     def dropout_divisor(self) -> float:

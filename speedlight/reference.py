@@ -203,7 +203,7 @@ def error_bound(
         q, k, v, **options: as for `attention`.
         proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
             Default: what roundings of these very numbers come to at most, to first order: several times less.
-        dot: bfloat16 by the dot instruction.
+        dot: bfloat16 by the dot instruction, where k and v are of q's dtype.
         int8: k and v are codes · scales of an int8 cache, as its keys() and values() give them.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
 
@@ -218,7 +218,7 @@ def error_bound(
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
     case = _Case(q, k, v, options)
-    arithmetic = Arithmetic(case.problem, proven, dot, int8, tile, precision)
+    arithmetic = Arithmetic(case.problem, proven, dot and not case.problem.widened, int8, tile, precision)
     out, lse = case.results()
     with np.errstate(all="ignore"):
         for head in case.heads():

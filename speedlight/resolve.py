@@ -18,7 +18,7 @@ from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.symbols import Symbol, where
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression, score_chain
-from .layouts import AXES, batch_of, check_batch, check_dimensions, check_together
+from .layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
 from .modes import standard
 from .philox import MOST_POSITIONS
 from .problem import LAYOUTS, SPAN, Options, Problem, Sizes, scores_of
@@ -88,7 +88,7 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     checks.check_precision(options.precision)
     for x in (q, k, v):
         check_dimensions(x.name, x.shape, layout)
-        check_together(x, q)
+    widened = check_together(k, v, q)
     axes = LAYOUTS[layout]
     q_heads, q_len, head_dim = (q.shape[a] for a in axes[-3:])
     kv_heads, k_len, k_dim = (k.shape[a] for a in axes[-3:])
@@ -110,7 +110,9 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     if len(layout) == 4:
         check_batch(k, v, batch)
     stated = _stated(Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), options)
-    return stated._replace(problem=replace(stated.problem, shared=True)) if shared else stated
+    if not (shared or widened):
+        return stated
+    return stated._replace(problem=replace(stated.problem, shared=shared, widened=widened))
 
 
 def _stated(sizes: Sizes, options: Options) -> Stated:
@@ -204,7 +206,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     if stored.dtype == "int8":
         if q.dtype == "float64":
             raise ArgumentTypeError("q: expected float32, float16 or bfloat16 over an int8 cache; got float64.")
-    elif q.dtype != stored.dtype:
+    elif q.dtype != stored.dtype and not are_widened(stored.dtype, q.dtype):
         raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as the cache has; got {q.dtype}. Convert it first.")
     rows, batch = None, len(stored.k_lengths)
     if layout == "lhd":
@@ -222,6 +224,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         sinks=_sinks(options.sink_logits, problem),
         rows=rows,
         quantised=stored.dtype == "int8",
+        widened=stored.dtype if are_widened(stored.dtype, q.dtype) else None,
         items=stored.items,
         first_row=None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
     )

@@ -205,8 +205,8 @@ class KVCache:
 
         Args:
             layer: index of the layer.
-            q: (batch, q_heads, n_new, head_dim), of the cache's dtype: a NumPy array, a PyTorch tensor, …, where the
-                cache lies.
+            q: (batch, q_heads, n_new, head_dim), of the cache's dtype, or as attention() takes it over that: a NumPy
+                array, a PyTorch tensor, …, where the cache lies.
             k: (batch, kv_heads, n_new, head_dim). None appends nothing: every query then sees every stored token.
             v: (batch, kv_heads, n_new, value_dim).
             new_lengths: tokens of each sequence, where they are fewer than n_new; rows past them are 0.

@@ -272,7 +272,8 @@ class PagePool:
         Args:
             layer: index of the layer.
             sequences: a list of this pool's sequences, each once.
-            q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, …
+            q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, …; of dtypes as for
+                KVCache.attend.
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
             new_lengths: new tokens of each sequence. Default: all to a single sequence, else one each.
