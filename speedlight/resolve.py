@@ -106,9 +106,9 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
             f"v: expected {kv_heads} heads and length {k_len}, as k has; got {v_heads} and {v_len} (shape {v.shape})."
         )
     batch = batch_of(q.shape, layout)
-    shared = batch_of(k.shape, layout) == 1 < batch
     if len(layout) == 4:
         check_batch(k, v, batch)
+    shared = batch_of(k.shape, layout) != batch
     stated = _stated(Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), options)
     if not (shared or widened):
         return stated

@@ -171,6 +171,13 @@ def test_what_flows_to_shared_keys(rng, dtype):
             assert got.shape == k.shape and got.tobytes() == total.astype(got.dtype).tobytes()
 
 
+def test_shared_by_no_items():
+    q, k = np.ones((0, 2, 3, 16), np.float32), np.ones((1, 2, 5, 16), np.float32)
+    out, lse = sl.attention(q, k, k, return_lse=True)
+    dq, dk, dv = sl.attention_backward(q, k, k, out, lse, out)
+    assert out.shape == dq.shape == q.shape and dk.tobytes() == dv.tobytes() == bytes(k.nbytes)
+
+
 def test_shared_keys_are_read_once(rng):
     q, k, v = qkv(rng, "float32", 3, 4, 2, 20, 40, 16, 16)
     shared, whole = (sl.plan(q, k[:n], v[:n]) for n in (1, 3))
