@@ -110,6 +110,20 @@ def key_bounds(group: list[Terms], a: Arithmetic) -> tuple[np.ndarray, np.ndarra
     return _scaled(head, *dk, a), _rounded(*dv, a)
 
 
+def add_share(sums: Sums, keys: Any, share: np.ndarray) -> None:
+    """What the rows of one head give to keys that items share."""
+    for y, term in zip(sums, (share, np.abs(share), np.zeros(share.shape), np.ones(share.shape)), strict=True):
+        y[keys] += term
+
+
+def shared_bound(sums: Sums, off: np.ndarray, a: Arithmetic) -> np.ndarray:
+    """Of the gradient of such keys: those of the items, off by `off` in all, added in float64 and rounded once."""
+    dtype = a.problem.dtype
+    off = off + 2.02 * ROUNDOFF["float64"] * sums.terms * (sums.size + off)
+    u = 0.0 if a.wide else ROUNDOFF[dtype] + (ROUNDOFF["float32"] if a.u_out else 0.0)
+    return off + u * (np.abs(sums.total) + off) + TINY[dtype]
+
+
 def add_terms(sums: Sums, x: Terms, grad: Table | str, a: Arithmetic) -> None:
     """What one head adds to the gradient of a table, or of sinks."""
     if isinstance(grad, Table):

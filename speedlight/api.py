@@ -13,11 +13,12 @@ from .compiling import leaves_graph
 from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
 from .errors import ArgumentError, UnsupportedError
-from .gradients import Followed, followed
+from .gradients import Followed, check_one_dtype, followed
+from .layouts import check_together
 from .machine import current_isa
 from .planning import Plan
 from .problem import LAYOUTS, Options, Problem, Sizes, new_options
-from .resolve import Stored, check_together, from_arrays, from_sizes, from_stored
+from .resolve import Stored, from_arrays, from_sizes, from_stored
 from .results import Results
 
 _prepared: calls.Memo[calls.Repeatable] = calls.Memo(512, 64 << 20)
@@ -55,9 +56,11 @@ def attention(
         q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch
             tensor, or an object with DLPack or `__array_interface__`; on the CPU or (not float64) on an NVIDIA GPU. Any
             strides.
-        k: (batch, kv_heads, k_len, head_dim), same dtype. kv_heads divides q_heads: query head h reads kv head
-            h // (q_heads // kv_heads).
-        v: (batch, kv_heads, k_len, value_dim), same dtype.
+        k: (batch, kv_heads, k_len, head_dim), same dtype, or float16 or bfloat16 under a q of another of float32 and
+            these: then all is computed in float32, with the bits of a k and v that were converted. kv_heads divides
+            q_heads: query head h reads kv head h // (q_heads // kv_heads). A batch of 1 is shared by all items of q;
+            nothing is copied.
+        v: (batch, kv_heads, k_len, value_dim), of k's dtype and batch.
         causal: True hides keys after the query, aligned at the end (the last query sees every key); "top-left"
             aligns at the start, as PyTorch's is_causal does.
         window: (left, right): hides keys before i - left and after i + right; None means no limit on that side. A
@@ -73,8 +76,8 @@ def attention(
             by each item's lengths.
         k_start: absolute position of the first key, a multiple of 1024.
         scale: factor of the scores. Default 1/sqrt(head_dim).
-        layout: "bhld", "blhd" for (batch, length, heads, head_dim), or "lhd" for packed (total_length, heads,
-            head_dim).
+        layout: "bhld", "blhd" for (batch, length, heads, head_dim), "hld" for one item without a batch, (heads,
+            length, head_dim), or "lhd" for packed (total_length, heads, head_dim).
         cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
         cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
         q_lengths: for a padded batch, queries of each item; rows past them get out 0 and lse -inf.
@@ -83,8 +86,8 @@ def attention(
             each item's lengths, is not what a padded square means. Give both (self-attention), or q_start=0, which puts
             row i at key i.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
-            (q_heads, total_length) packed; float32, or float64 for float64. A row that sees nothing has -inf, and out
-            0.
+            (q_heads, q_len) without a batch and packed; float32, or float64 for float64. A row that sees nothing has
+            -inf, and out 0.
         out: where to write the result, in the layout of q. If the call raises an Error, of a lookup out of range, too,
             it is as it was; a signal may come when it is half written.
         engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
@@ -220,8 +223,8 @@ def attention_paged(
 
     Args:
         q: (batch, q_heads, q_len, head_dim), or as `layout` says.
-        k_pages: (pages, page_size, kv_heads, head_dim), of q's dtype and kind. Any strides: pages that have heads first
-            come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
+        k_pages: (pages, page_size, kv_heads, head_dim), of q's kind, of dtypes as for attention(). Any strides: pages
+            that have heads first come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
         v_pages: (pages, page_size, kv_heads, value_dim).
         block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be any ints.
         k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU,
@@ -254,8 +257,7 @@ def attention_paged(
     check_flag("return_lse", return_lse)
     a, k, v = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
     check_pages(k, v)
-    for x in (k, v):
-        check_together(x, a)
+    check_together(k, v, a)
     place = engines.chosen(engine, a)
     if place != "cpu" or engine == "cuda":
         return _paged_on_gpu(a, k, v, block_table, k_lengths, options, return_lse, out)
@@ -291,7 +293,7 @@ def _paged(
         raise ArgumentError(
             f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."
         )
-    stored = Stored(q.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest)
+    stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest)
     return from_stored(q, stored, options), offsets
 
 
@@ -399,10 +401,12 @@ def plan(
         a, b, c = _described(q, k, v, gpu=True)
         device = a.device if device is None and a.device != "cpu" else device
         problem = from_arrays(a, b, c, options).problem
-        strides = Dense(layout, b, c).strides(problem.dtype)
+        if backward:
+            check_one_dtype(problem.dtype, problem.key_dtype)
+        strides = Dense(layout, b, c).strides(problem.key_dtype)
         strides = strides._replace(strided_queries=stride_of(a.strides, layout, -1) != DTYPES[problem.dtype][1])
     else:
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
         problem = from_sizes(sizes, options)
-        strides = Strides(heads_adjoin=layout != "bhld" and problem.kv_heads > 1)
+        strides = Strides(heads_adjoin=layout in ("blhd", "lhd") and problem.kv_heads > 1)
     return engines.plan(problem, device, strides, precision, exact=exact, backward=backward)

@@ -73,8 +73,9 @@ def numpy_dtype(name: str) -> np.dtype:
 
 def _check_dtype(name: str, dtype: str) -> str:
     if dtype not in DTYPES:
+        scales = " Codes alone have no scales: KVCache(dtype='int8') and PagePool keep both." if dtype == "int8" else ""
         raise ArgumentTypeError(
-            f"{name}: expected dtype float32, float64, float16 or bfloat16; got {dtype}. Convert it first."
+            f"{name}: expected dtype float32, float64, float16 or bfloat16; got {dtype}. Convert it first.{scales}"
         )
     return dtype
 

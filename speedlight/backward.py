@@ -14,6 +14,7 @@ from .cpu.operands import Operands
 from .errors import UnsupportedError
 from .gradients import Given, asked
 from .machine import current_isa
+from .modes import standard
 from .problem import Options, new_options
 from .resolve import from_arrays
 from .results import empty_like, like_input
@@ -55,7 +56,7 @@ def attention_backward(
     sequence this works on a part of its keys, too, and the dq of all parts add up.
 
     Args:
-        q, k, v: as attention() had them, on the CPU.
+        q, k, v: as attention() had them, on the CPU. To keys and values that items share flows the sum over the batch.
         out: what attention() returned for them, shaped as q with value_dim last.
         lse: its log-sum-exps (return_lse=True), (batch, q_heads, q_len) or packed (q_heads, total_length).
         d_out: what flows into out: shaped as out, of its dtype.
@@ -97,18 +98,41 @@ def attention_backward(
         )
     key = calls.key_of(tensors, options, (threads, isa.name)) if type(grads) is tuple and not grads else None
     call = None if key is None else _prepared.get(key)
-    (dq, a), (dk, b), (dv, c) = [empty_like(x, x.shape, x.dtype) for x in given[:3]]
+    stated = from_arrays(given[0], given[1], given[2], options) if call is None else None
     *six, seventh = given if d_lse is not None else (*given, None)
+    if stated is not None:
+        request = asked(stated.problem, layout, Given(six[0], six[3], six[4], six[5], seventh), grads)
+    shared = (stated or call).problem.shared
+    (dq, a), (dk, b), (dv, c) = [_gradient_of(x, six[0] if shared else x) for x in six[:3]]
     where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
     if call is None:
-        stated = from_arrays(given[0], given[1], given[2], options)
-        request = asked(stated.problem, layout, Given(where.q, where.out, where.lse, where.d_out, where.d_lse), grads)
         call = engines.gradients().prepare(request, layout, stated, where, threads, isa)
         if key is not None:
             _prepared.put(key, call, call.size)
     more = call.run(where, None if key is None else options.seed_word())
+    if shared:
+        dk, dv = _summed(b), _summed(c)
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
     return (*results, tuple(_of_kind(given[0], y) for y in more)) if grads else results
+
+
+def _gradient_of(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:
+    """A new array for what flows to x, of as many batch items as another array has."""
+    return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype)
+
+
+@standard
+def _summed(x: arrays.Array) -> Any:
+    """What flows to keys that all items share: of each item, rounded, added in float64, ascending; rounded once."""
+    each = x.numpy()
+    total = np.zeros((1, *each.shape[1:]))
+    with np.errstate(all="ignore"):
+        for item in each:
+            total += item
+        total = total if x.dtype == "float64" else total.astype(np.float32)
+        result, to = empty_like(x, total.shape, x.dtype)
+        to.numpy()[...] = total
+    return result
 
 
 def _of_kind(q: arrays.Array, x: np.ndarray) -> Any:

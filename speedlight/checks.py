@@ -128,7 +128,7 @@ def check_flag(name: str, x: Any) -> None:
 def check_layout(x: Any) -> None:
     """Where batch, heads, length and dim lie."""
     if not isinstance(x, str) or x not in LAYOUTS:
-        raise ArgumentError(f"layout: expected 'bhld', 'blhd' or 'lhd'; got {shown(x)}.")
+        raise ArgumentError(f"layout: expected 'bhld', 'blhd', 'hld' or 'lhd'; got {shown(x)}.")
 
 
 def check_precision(x: Any) -> None:

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import Array, is_followed, is_tensor, is_traced, listed
-from .errors import ArgumentError, ArgumentTypeError, shown
+from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression
+from .layouts import are_widened, check_beside
 from .problem import LAYOUTS, Options, Problem, scores_of
-from .resolve import check_beside
 
 SINKS = "sink_logits"  # in `grads`: the gradient of those
 
@@ -162,9 +162,19 @@ def asked(problem: Problem, layout: str, given: Given, grads: Any) -> Asked:
     return Asked(problem, _checked(grads, problem))
 
 
+def check_one_dtype(q: str, k: str) -> None:
+    """That keys, and so values, are not widened: what flows to them is of the dtype that is computed with."""
+    if are_widened(k, q):
+        raise UnsupportedError(
+            f"k: expected dtype {q}, as q has, where gradients are computed; got {k}. Convert k and v: in PyTorch, "
+            "autograd follows k.to(q.dtype)."
+        )
+
+
 def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
     """out, lse and what flows into them: as attention() returns them."""
     q = given.q
+    check_one_dtype(problem.dtype, problem.key_dtype)
     rows = (*q.shape[:-1], problem.value_dim), q.dtype
     logs = tuple(q.shape[a] for a in LAYOUTS[layout][:-1]), "float64" if q.dtype == "float64" else "float32"
     for x, (shape, dtype) in ((given.out, rows), (given.lse, logs), (given.d_out, rows), (given.d_lse, logs)):

@@ -113,10 +113,11 @@ class Plan:
         sums = self.backward and p.storage in ("f16", "bf16")  # of gradients, in 32 bits
         limits = ", whatever the lengths" if self.engine == "cpu" and not sums else ""
         what = "weights and their gradients" if self.backward else "scores and weights"
+        dtypes = p.dtype if p.widened is None else f"{p.dtype} over {p.widened}"
         rows = [
             (
                 "problem",
-                f"{p.dtype}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims "
+                f"{dtypes}, batch {p.batch}, heads {p.q_heads}/{p.kv_heads}, {lengths}, dims "
                 f"{p.head_dim}/{p.value_dim}, {mask}{', backward' * self.backward}",
             ),
             (

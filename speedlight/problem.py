@@ -20,7 +20,8 @@ QUERY_BLOCK = 192  # positions whose share of dK and dV is summed before it is a
 # from such |lse| on, which holds no fractions any more, the weights of gradients are at most 1
 FAR_LSE = {"float32": 2.0**22, "float64": 2.0**51}
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
-LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (1, 0, 2)}  # where batch, head, length, dim lie
+# where batch, head, length, dim lie
+LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "hld": (0, 1, 2), "lhd": (1, 0, 2)}
 
 _OR_NONE, _NUMBER = frozenset((int, float, type(None))), frozenset((int, float))
 _CAUSAL, _POSITION, _SCALE = frozenset((bool, str)), frozenset((int, type(None))), _OR_NONE
@@ -114,7 +115,7 @@ new_options = tuple.__new__  # new_options(Options, (…)) of all fields: in hal
 class Sizes(NamedTuple):
     """Of q, k and v, whether there are such arrays or not; of a plan at first as they were given, None if left out.
 
-    Packed ("lhd"), batch means nothing.
+    Of layouts without a batch, that is 1.
     """
 
     dtype: Any
@@ -155,6 +156,8 @@ class Problem:
     items: tuple[int, ...] | None = None  # what a mask calls the items, where not 0, 1, …
     dropout: float = 0.0  # how likely a weight is dropped, after the softmax
     seed: int = 0  # of what says which
+    widened: str | None = None  # dtype of keys and values where it is not q's: all is computed in float32
+    shared: bool = False  # the keys and values of one item are those of all
     first_row: int | None = None  # run for other lengths of keys, too: for rows from this position to the last key
 
     @property
@@ -168,6 +171,15 @@ class Problem:
     @property
     def storage(self) -> str:
         return DTYPES[self.dtype][0]
+
+    @property
+    def key_dtype(self) -> str:
+        """Of keys and values in memory, where they are not codes."""
+        return self.widened or self.dtype
+
+    @property
+    def key_storage(self) -> str:
+        return DTYPES[self.key_dtype][0]
 
     @property
     def dropout_divisor(self) -> float:

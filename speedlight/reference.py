@@ -12,7 +12,17 @@ import numpy as np
 
 from . import arrays
 from .accuracy import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
-from .accuracy_backward import GradientBounds, Sums, add_terms, key_bounds, query_bound, summed_bound, terms_of
+from .accuracy_backward import (
+    GradientBounds,
+    Sums,
+    add_share,
+    add_terms,
+    key_bounds,
+    query_bound,
+    shared_bound,
+    summed_bound,
+    terms_of,
+)
 from .checks import MOST, check_index, dropout_of, integer, seed_of
 from .errors import ArgumentError
 from .expressions.tree import evaluate
@@ -152,16 +162,24 @@ def backward_bound(
     flow, arithmetic = _Flow(case, q, (out, lse, d_out, d_lse), grads), Arithmetic(case.problem, dot=dot)
     dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
     further = {grad: Sums.none(flow.asked.shape(grad)) for grad in flow.asked.grads}
-    group = []
+    group, shared = [], case.problem.shared
+    of_items = [Sums.none(x.shape) for x in (dk, dv)]  # where keys are shared
     with np.errstate(all="ignore"):
         for head in case.heads():
             group.append(terms_of(head, flow.into(head), arithmetic, flow.asked.tables))
             dq[head.at] = query_bound(group[-1], arithmetic)
             for grad, sums in further.items():
                 add_terms(sums, group[-1], grad, arithmetic)
+            if shared:
+                x = backward_of(head, flow.into(head))
+                for y, share in zip(of_items, (x.dk, x.dv), strict=True):
+                    add_share(y, head.keys, share)
             if len(group) == case.problem.group:
-                dk[head.keys], dv[head.keys] = key_bounds(group, arithmetic)
+                for total, off in zip((dk, dv), key_bounds(group, arithmetic), strict=True):
+                    total[head.keys] += off
                 group = []
+        if shared:
+            dk, dv = (shared_bound(y, off, arithmetic) for y, off in zip(of_items, (dk, dv), strict=True))
         bounds = tuple(summed_bound(sums, grad, arithmetic) for grad, sums in further.items())
     own = GradientBounds(*(case.outward(x) for x in (dq, dk, dv)))
     return (*own, bounds) if bounds else own
@@ -185,7 +203,7 @@ def error_bound(
         q, k, v, **options: as for `attention`.
         proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
             Default: what roundings of these very numbers come to at most, to first order: several times less.
-        dot: bfloat16 by the dot instruction.
+        dot: bfloat16 by the dot instruction, where k and v are of q's dtype.
         int8: k and v are codes · scales of an int8 cache, as its keys() and values() give them.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
 
@@ -200,7 +218,7 @@ def error_bound(
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
     case = _Case(q, k, v, options)
-    arithmetic = Arithmetic(case.problem, proven, dot, int8, tile, precision)
+    arithmetic = Arithmetic(case.problem, proven, dot and not case.problem.widened, int8, tile, precision)
     out, lse = case.results()
     with np.errstate(all="ignore"):
         for head in case.heads():
@@ -238,7 +256,7 @@ def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
     """softmax(scale · QKᵀ) itself, (batch, q_heads, q_len, k_len) in float64; for a few rows, since it is as large as
     it is; under dropout, what that leaves.
 
-    Options as for `attention`, with layout "bhld" or "blhd". A row that sees nothing is 0.
+    Options as for `attention`, with layout "bhld", "blhd" or "hld". A row that sees nothing is 0.
 
     >>> import numpy as np, speedlight as sl
     >>> x = np.ones((1, 1, 2, 4))
@@ -246,7 +264,7 @@ def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
     [[1.0, 0.0], [0.5, 0.5]]
     """
     case = _Case(q, k, k, options)
-    out = np.zeros((*case.q.shape[:3], case.k.shape[2]))
+    out = np.zeros((*case.q.shape[:-1], case.k.shape[-2]))
     with np.errstate(all="ignore"):
         for place in case.heads():
             score = np.where(place.visible, place.scores(), -np.inf)
@@ -356,7 +374,9 @@ class _Case:
             for head in range(p.q_heads):
                 if self.cu_q is None or self.cu_k is None:
                     at: Any = (item, head, slice(p.q_lengths[item]))
-                    yield _Head(self, item, head, at, (item, head // p.group, slice(p.k_lengths[item])))
+                    keys: Any = (0 if p.shared else item, head // p.group, slice(p.k_lengths[item]))
+                    alone = 4 - self.q.ndim  # without a batch
+                    yield _Head(self, item, head, at[alone:], keys[alone:])
                 else:
                     rows, keys = (slice(c[item], c[item + 1]) for c in (self.cu_q, self.cu_k))
                     yield _Head(self, item, head, (head, rows), (head // p.group, keys))

@@ -18,15 +18,10 @@ from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.symbols import Symbol, where
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression, score_chain
+from .layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
 from .modes import standard
 from .philox import MOST_POSITIONS
 from .problem import LAYOUTS, SPAN, Options, Problem, Sizes, scores_of
-
-AXES = {
-    "bhld": "(batch, heads, length, head_dim)",
-    "blhd": "(batch, length, heads, head_dim)",
-    "lhd": "(total_length, heads, head_dim)",
-}
 
 
 class Stated(NamedTuple):
@@ -69,10 +64,9 @@ def from_sizes(sizes: Sizes, options: Options) -> Problem:
     batch = checks.size("batch", sizes.batch)
     if batch > 1_000_000:
         raise ArgumentError(f"batch: expected at most 1,000,000; got {batch}.")
-    if o.layout == "lhd" and batch != 1:
-        raise ArgumentError(
-            f"batch: expected 1 for layout='lhd', whose sequences are those of cu_seqlens_q; got {batch}."
-        )
+    if len(o.layout) == 3 and batch != 1:
+        why = "whose sequences are those of cu_seqlens_q" if o.layout == "lhd" else "which has no batch"
+        raise ArgumentError(f"batch: expected 1 for layout={o.layout!r}, {why}; got {batch}.")
     dtype = checks.dtype_name(sizes.dtype)
     return _stated(Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), o).problem
 
@@ -92,13 +86,9 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
     layout = options.layout
     checks.check_layout(layout)
     checks.check_precision(options.precision)
-    dims = len(layout)
     for x in (q, k, v):
-        if len(x.shape) != dims:
-            raise ArgumentError(
-                f"{x.name}: expected {dims} dimensions {AXES[layout]} for layout={layout!r}; got shape {x.shape}."
-            )
-        check_together(x, q)
+        check_dimensions(x.name, x.shape, layout)
+    widened = check_together(k, v, q)
     axes = LAYOUTS[layout]
     q_heads, q_len, head_dim = (q.shape[a] for a in axes[-3:])
     kv_heads, k_len, k_dim = (k.shape[a] for a in axes[-3:])
@@ -115,28 +105,14 @@ def from_arrays(q: Array, k: Array, v: Array, options: Options) -> Stated:
         raise ArgumentError(
             f"v: expected {kv_heads} heads and length {k_len}, as k has; got {v_heads} and {v_len} (shape {v.shape})."
         )
-    batch = 1 if layout == "lhd" else q.shape[0]
-    for x in (k, v) if layout != "lhd" else ():
-        if x.shape[0] != batch:
-            raise ArgumentError(f"{x.name}: expected batch {batch}, as q has; got {x.shape[0]} (shape {x.shape}).")
-    return _stated(Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), options)
-
-
-def check_together(x: Array, q: Array) -> None:
-    """Keys or values of q's dtype, kind and device."""
-    if x.dtype != q.dtype:
-        raise ArgumentTypeError(f"{x.name}: expected dtype {q.dtype}, as q has; got {x.dtype}. Convert one of them.")
-    check_beside(x, q)
-
-
-def check_beside(x: Array, q: Array) -> None:
-    """Of q's kind, and where q lies."""
-    if (x.kind == "torch") != (q.kind == "torch"):
-        raise ArgumentTypeError(f"{x.name}: expected the same kind of array as q; got {x.kind} beside {q.kind}.")
-    if x.device != q.device:
-        raise ArgumentError(
-            f"{x.name}: expected an array on {q.device}, as q; got one on {x.device}. Move one of them."
-        )
+    batch = batch_of(q.shape, layout)
+    if len(layout) == 4:
+        check_batch(k, v, batch)
+    shared = batch_of(k.shape, layout) != batch
+    stated = _stated(Sizes(q.dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim), options)
+    if not (shared or widened):
+        return stated
+    return stated._replace(problem=replace(stated.problem, shared=shared, widened=widened))
 
 
 def _stated(sizes: Sizes, options: Options) -> Stated:
@@ -230,14 +206,15 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     if stored.dtype == "int8":
         if q.dtype == "float64":
             raise ArgumentTypeError("q: expected float32, float16 or bfloat16 over an int8 cache; got float64.")
-    elif q.dtype != stored.dtype:
+    elif q.dtype != stored.dtype and not are_widened(stored.dtype, q.dtype):
         raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as the cache has; got {q.dtype}. Convert it first.")
     rows, batch = None, len(stored.k_lengths)
     if layout == "lhd":
         q_lens = tuple(options.q_lengths)
     else:
-        if q.shape[0] != batch:
-            raise ArgumentError(f"q: expected batch {batch}, as the cache has; got {q.shape[0]} (shape {q.shape}).")
+        if batch_of(q.shape, layout) != batch:
+            got = f"{batch_of(q.shape, layout)} (shape {q.shape})"
+            raise ArgumentError(f"q: expected batch {batch}, as the cache has; got {got}.")
         q_lens = checks.item_lengths("q_lengths", options.q_lengths, batch, q_len)
         rows = None if options.q_lengths is None else q_len
     sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, 0, stored.head_dim, stored.value_dim)
@@ -247,6 +224,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         sinks=_sinks(options.sink_logits, problem),
         rows=rows,
         quantised=stored.dtype == "int8",
+        widened=stored.dtype if are_widened(stored.dtype, q.dtype) else None,
         items=stored.items,
         first_row=None if stored.shortest is None else stored.shortest - max(q_lens, default=0),
     )

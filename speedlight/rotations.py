@@ -11,8 +11,8 @@ import numpy as np
 from .arrays import DTYPES, check_plain_tensor, describe, is_masked, is_tensor
 from .checks import MOST, check_flag, check_layout, integer, number, size
 from .errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
+from .layouts import batch_of, check_dimensions
 from .problem import LAYOUTS
-from .resolve import AXES
 
 BASE = 10000.0
 _ARRAY = "a NumPy array, or a PyTorch tensor"
@@ -88,22 +88,23 @@ def rotation_of(x: Any, options: Options, dtype: str | None = None) -> Rotation:
         cos, sin = _computed(x, options, sizes, dims, dtype)
     else:
         cos, sin = _given(x, options, sizes, dims, dtype)
-    if options.layout == "lhd":
-        cos, sin = cos[0][:, None], sin[0][:, None]
-    else:
-        axis = LAYOUTS[options.layout][1]
-        cos, sin = (t[:, None] if axis == 1 else t[:, :, None] for t in (cos, sin))
+    match options.layout:  # an axis for heads
+        case "lhd":
+            cos, sin = cos[0][:, None], sin[0][:, None]
+        case "blhd":
+            cos, sin = cos[:, :, None], sin[:, :, None]
+        case "bhld":
+            cos, sin = cos[:, None], sin[:, None]
+        case _:  # hld: that of a batch of one
+            pass
     return Rotation(cos, sin, dims, options.interleaved)
 
 
 def _sizes(x: Any, layout: str) -> _Sizes:
     """Of an array or tensor of floats."""
     check_array("x", x)
-    if len(x.shape) != len(layout):
-        raise ArgumentError(
-            f"x: expected {len(layout)} dimensions {AXES[layout]} for layout={layout!r}; got shape {tuple(x.shape)}."
-        )
-    batch = 1 if layout == "lhd" else x.shape[0]
+    check_dimensions("x", tuple(x.shape), layout)
+    batch = batch_of(tuple(x.shape), layout)
     _, length, head_dim = (x.shape[a] for a in LAYOUTS[layout][-3:])
     return _Sizes(batch, length, head_dim)
 
@@ -168,9 +169,9 @@ def _given(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) -> tu
 
 def _check_columns(name: str, t: Any, sizes: _Sizes, dims: int, layout: str) -> None:
     shape = tuple(t.shape)
-    of_tokens = len(shape) == 3 and layout != "lhd"
+    of_tokens = len(shape) == 3 and len(layout) == 4
     if (len(shape) != 2 and not of_tokens) or shape[-1] not in (dims, dims // 2):
-        per_item = "" if layout == "lhd" else f", or (batch, {sizes.length}, …)"
+        per_item = "" if len(layout) == 3 else f", or (batch, {sizes.length}, …)"
         raise ArgumentError(
             f"{name}: expected shape (positions, {dims // 2}) or (positions, {dims}){per_item}; got {shape}. "
             "With fewer columns than head_dim, say how many elements are turned: dims=."
@@ -234,10 +235,10 @@ def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:
         raise ArgumentTypeError(f"positions: expected ints; got {kind}. For fractions give cos and sin.")
     shape = tuple(at.shape)
     wanted = [(n,) for n in (sizes.length, 1)]
-    if options.layout != "lhd":
+    if len(options.layout) == 4:
         wanted += [(b, n) for b in (sizes.batch, 1) for n in (sizes.length, 1)]
     if shape not in wanted:
-        per_item = "" if options.layout == "lhd" else f" or ({sizes.batch}, {sizes.length})"
+        per_item = "" if len(options.layout) == 3 else f" or ({sizes.batch}, {sizes.length})"
         raise ArgumentError(
             f"positions: expected an int, the first token's, or ints of shape ({sizes.length},){per_item}; got {shape}."
         )

@@ -40,7 +40,7 @@ def rotary(
         interleaved: pairs are (0, 1), (2, 3), … as GPT-J, flash-attention and Meta's Llama have them. Default: (0,
             dims / 2), (1, dims / 2 + 1), … as in transformers' Llama and GPT-NeoX.
         dims: how many elements of a row turn, from the first on; the others stay. Default head_dim.
-        layout: "bhld", "blhd" or "lhd", as for attention(); in a packed one positions run through unless given.
+        layout: "bhld", "blhd", "hld" or "lhd", as for attention(); in a packed one positions run through unless given.
         out: where to write the result; may be x itself.
 
     Returns:

@@ -333,6 +333,20 @@ MUTATIONS = (
         f"{CACHES} -k TestMachine",
     ),
     Mutation(
+        "what flows to shared keys is the last item's",
+        "backward.py",
+        "total += item",
+        "total[...] = item",
+        "tests/test_layouts.py -k flows_to_shared",
+    ),
+    Mutation(
+        "of a cache's pairs the other element is taken",
+        "cpu/products.py",
+        "k.trunc(i & 1, I32) << 4",
+        "k.trunc((i & 1) ^ 1, I32) << 4",
+        "tests/test_widened.py -k wherever_keys_lie",
+    ),
+    Mutation(
         "queries of a short item are aligned by the longest",
         "resolve.py",
         "starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))",

@@ -22,7 +22,7 @@ from conftest import FULL
 from expressions import LENGTH, masks, scores, wide_integers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import PATTERNS, qkv
+from problems import PATTERNS, numpy_dtype, qkv
 from test_merge import CASES as MERGED
 from test_operations import ROWS, assert_every_operation, by_rows
 from tolerance import assert_within, plain
@@ -109,6 +109,49 @@ def test_float32_products_by_tensor_cores(rng, precision):
     out = attention(q, k, v, causal=True, precision=precision)
     bound = sl.reference.error_bound(q, k, v, causal=True, tile=32, precision=precision)
     assert_within(out.cpu(), sl.reference.attention(q, k, v, causal=True), bound.out)
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_without_a_batch(rng, rows):
+    with small_blocks():
+        q, k, v = qkv(rng, "float32", 1, 2, 1, rows, 40, 16, 20)
+        whole = attention(q, k, v, causal=True, return_lse=True)
+        alone = attention(q[0], k[0], v[0], causal=True, layout="hld", return_lse=True)
+        assert same([x[0] for x in whole], alone)
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+def test_shared_keys(rng, rows):
+    with small_blocks():
+        q, k, v = qkv(rng, "float32", 2, 2, 1, rows, 40, 16, 20)
+        for layout in ("bhld", "blhd"):
+            arrays = [x if layout == "bhld" else x.swapaxes(1, 2) for x in (q, k[:1], v[:1])]
+            got = attention(*arrays, k_lengths=[40, 21], layout=layout, return_lse=True)
+            wide = [np.repeat(x, 2, 0) for x in arrays[1:]]
+            assert same(got, attention(arrays[0], *wide, k_lengths=[40, 21], layout=layout, return_lse=True))
+
+
+@pytest.mark.parametrize("rows", [2, 20])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_widened_keys(rng, rows, dtype):
+    with small_blocks():
+        q, k, v = qkv(rng, "float32", 1, 2, 1, rows, 40, 16, 20)
+        k, v = (x.astype(numpy_dtype(dtype)) for x in (k, v))
+        got = check(q, k, v, causal=True)
+        wide = (x.astype(np.float32) for x in (k, v))
+        assert same(got, attention(q, *wide, causal=True, return_lse=True))
+        cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, value_dim=20, capacity=40, dtype=dtype, device="cuda")
+        assert same(
+            [cache.attend(0, tensor(q), tensor(k[:, :, :rows]), tensor(v[:, :, :rows]))],
+            [attention(q, k[:, :, :rows], v[:, :, :rows], causal=True)],
+        )
+
+
+def test_keys_that_are_not_widened():
+    q = np.ones((1, 2, 3, 16), numpy_dtype("bfloat16"))
+    k = q.astype(np.float16)
+    with pytest.raises(sl.UnsupportedError, match="q: expected float32, or float16, as k has, on a GPU; got bfloat16"):
+        attention(q, k, k)
 
 
 # --- masks and scores

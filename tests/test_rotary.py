@@ -290,7 +290,7 @@ WRONG = [
     (lambda: sl.rotary(torch.ones(1, 1, 1, 2, dtype=int)), "x: expected float32, .* got torch.int64"),
     (lambda: sl.rotary(torch.ones(1, 1, 1, 2).to_sparse()), "x: expected a strided tensor; got torch.sparse_coo"),
     (lambda: sl.rotary(X[0]), "x: expected 4 dimensions .batch, heads, length, head_dim. for layout='bhld'"),
-    (lambda: sl.rotary(X, layout="bld"), "layout: expected 'bhld', 'blhd' or 'lhd'; got 'bld'"),
+    (lambda: sl.rotary(X, layout="bld"), "layout: expected 'bhld', 'blhd', 'hld' or 'lhd'; got 'bld'"),
     (lambda: sl.rotary(X[..., :7]), "dims: expected an even number from 2 to head_dim, 7; got 7"),
     (lambda: sl.rotary(X, dims=10), "dims: expected an even number from 2 to head_dim, 8; got 10"),
     (lambda: sl.rotary(X, dims=2.0), "dims: expected an int; got float"),

@@ -12,7 +12,7 @@ from ..expressions.program import Program
 from ..machine import PRODUCTS, Isa, number_bytes, register_tiles
 from ..philox import drop_below
 from ..planning import pair_flops
-from ..problem import LAYOUTS, QUERY_BLOCK, TILE, Problem
+from ..problem import QUERY_BLOCK, TILE, Problem
 from .compile import kernel_of
 from .flows import needs_raw
 from .layout import (
@@ -30,7 +30,7 @@ from .layout import (
     placed,
     together,
 )
-from .operands import Operands, Strides, steps, stride_of
+from .operands import Operands, Strides, step_of_items, steps, stride_of
 from .prepare import INLINE_SECONDS, bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
 from .schedule import APART, product_of, up
 from .shape import Kind, Shape
@@ -61,14 +61,12 @@ class Lies(NamedTuple):
         keys, values, queries, flows = (self.step(name, -1) != size for name in ("k", "v", "q", "d_out"))
         return Strides(keys, values, strided_queries=queries, strided_gradients=flows)
 
-    def offsets(self, name: str) -> np.ndarray:
+    def offsets(self, name: str, batch: int) -> np.ndarray:
         """From an array's address to each item."""
         first = self.first_k if name in ("k", "v", "dk", "dv") else self.first_q
         if first is not None:
             return np.array(first, np.int64) * self.step(name, -2)
-        x = getattr(self.arrays, name)
-        axis = LAYOUTS[self.layout][0]
-        return np.arange(x.shape[axis], dtype=np.int64) * x.strides[axis]
+        return np.arange(batch, dtype=np.int64) * step_of_items(getattr(self.arrays, name), self.layout)
 
 
 class Tickets(NamedTuple):
@@ -355,7 +353,8 @@ def _lse_rows(lies: Lies) -> int:
 def _items(problem: Problem, lies: Lies, range_keys: int) -> np.ndarray:
     """The kernel's table of batch items, [item, word]."""
     number, size = number_bytes(problem.storage), STORAGE_BYTES[problem.storage]
-    at = {f"{name}_at": lies.offsets(name) for name in ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")}
+    names = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
+    at = {f"{name}_at": lies.offsets(name, problem.batch) for name in names}
     if lies.first_q is not None:
         lse = np.array(lies.first_q, np.int64) * number
     else:

@@ -215,12 +215,14 @@ def _rows(x: Array, lies: Lies, item: int, head: int, length: int) -> np.ndarray
     first = 0 if lies.first_q is None else lies.first_q[item]
     rows: Any = slice(first, first + length)
     if x.name in ("lse", "d_lse"):
-        return np.asarray(x.numpy()[(head, rows) if lies.layout == "lhd" else (item, head, rows)], np.float64)
+        return np.asarray(x.numpy()[(item, head, rows)[-len(lies.layout) + 1 :]], np.float64)
     match lies.layout:
         case "lhd":
             at = rows, head
         case "blhd":
             at = item, rows, head
+        case "hld":
+            at = head, rows
         case _:
             at = item, head, rows
     return np.asarray(x.numpy()[at], np.float64)
@@ -228,7 +230,7 @@ def _rows(x: Array, lies: Lies, item: int, head: int, length: int) -> np.ndarray
 
 def _untouched(problem: Problem, lies: Lies) -> list[str]:
     """Which gradients have rows that no task writes: of queries past q_lengths, of keys that no query is beside."""
-    length, batch = LAYOUTS[lies.layout][-2], 1 if lies.layout == "lhd" else problem.batch
+    length, batch = LAYOUTS[lies.layout][-2], problem.batch if len(lies.layout) == 4 else 1
     rows, keys = (x.shape[length] * batch for x in (lies.arrays.q, lies.arrays.k))
     alone = [a == 0 < b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)]
     names = ["dq"] if sum(problem.q_lengths) < rows else []

@@ -19,6 +19,8 @@ from . import conversions
 from .layout import BLOCK
 from .products import (
     add_weights,
+    cached_row,
+    load_keys,
     load_unit,
     load_units,
     load_values,
@@ -70,8 +72,8 @@ def score_rows(module: Module, s: Shape) -> Any:
     rows, column = k.buffer(I64, n), k.buffer(s.unit, n)
     whole = whole_units(s, p["head_dim"])
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
-    width = n * s.storage_bytes * s.elements
-    dense = p["key_row"].equals(p["head_dim"] * s.storage_bytes)
+    width = n * s.stored_bytes
+    dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
     lane_step, unit_step = k.select(dense, k.i64(width), p["key_row"]), k.select(dense, k.i64(width), k.i64(width // n))
     zero = k.const(0.0, s.vector)
 
@@ -95,11 +97,11 @@ def score_rows(module: Module, s: Shape) -> Any:
             for m in range(n):
                 if ahead is not None:
                     k.prefetch(k.at(ahead, t * unit_step + lane_step * m))
-                keys.append(load_units(k, s, k.load(PTR, rows, 8 * m), t))
+                keys.append(load_units(k, s, k.load(PTR, rows, 8 * m), t, stored=True))
             each_row(j, t, k.transpose(keys))
         with k.range(whole, p["units"]) as t:
             for m in range(n):
-                x = load_unit(k, s, k.load(PTR, rows, 8 * m), t, k.i64(s.storage_bytes), p["head_dim"])
+                x = load_unit(k, s, k.load(PTR, rows, 8 * m), t, k.i64(s.key_bytes), p["head_dim"], stored=True)
                 k.store(x, column, m * s.number_bytes)
             each_row(j, t, [k.load(s.units, column)])
     return k.finish()
@@ -151,7 +153,7 @@ def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j
         k.prefetch(k.at(ahead, -s.header))
 
     def unit(t: Value) -> None:
-        keys = [load_units(k, s, k.at(block, t * unit_bytes), k.i64(lane), stored=True) for block, lane in vectors]
+        keys = [load_keys(k, s, block, t, lane) for block, lane in vectors]
         for ahead in aheads:
             for line in range(0, unit_bytes, 64):
                 k.prefetch(k.at(ahead, t * unit_bytes + line))
@@ -279,11 +281,6 @@ _VALUE_PARAMS = {
 }  # fmt: skip
 
 
-def _values(k: Function, s: Shape, rows: list[Value], column: Value) -> Value:
-    """One vector of a unit's values: of a cache's row, or of the rows of its keys."""
-    return load_units(k, s, rows[0], column, stored=True) if s.cached else load_values(k, s, rows, column)
-
-
 def _steps_together(s: Shape) -> int:
     """Steps of keys whose values lie side by side."""
     return s.piece // s.elements if s.cached else s.piece
@@ -321,7 +318,7 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
         def step(
             j: Value, keys: list[Value], columns: list[Value] = columns, totals: list[list[Variable]] = totals
         ) -> None:
-            vectors = [_values(k, s, keys, c) for c in columns]
+            vectors = [load_values(k, s, keys, c) for c in columns]
             for r in range(rows):
                 weight = k.splat(k.load(s.unit, p["weights"], j * s.number_bytes + r * score_row(s)), s.lanes)
                 for total, x in zip(totals[r], vectors, strict=True):
@@ -352,7 +349,7 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
             if ahead is not None:
                 for column in lines:
                     k.prefetch(k.at(ahead, i * step_row + column * s.stored_bytes))
-            step(j + i, [row])
+            step(j + i, cached_row(k, s, row, i, step_row))
 
 
 def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
@@ -364,7 +361,7 @@ def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> N
         for n in range(keys) if far else ():
             ahead = row_of(first + (far * keys + n))
             for column in lines:
-                k.prefetch(k.at(ahead, column * s.storage_bytes))
+                k.prefetch(k.at(ahead, column * s.key_bytes))
         step(j, [row_of(first + n) for n in range(keys)])
 
     base = k.load(PTR, p["places"])
@@ -388,13 +385,14 @@ def careful_values(module: Module, s: Shape) -> Any:
         seen, mask = visible_bits(k, s, weight)
         with k.when(seen):
             if s.cached:
-                rows = [k.at(k.load(PTR, p["places"], j // size * 8), j % size * step_row + s.header)]
+                row = k.at(k.load(PTR, p["places"], j // size * 8), j % size * step_row + s.header)
+                rows = cached_row(k, s, row, j, step_row)
             else:
                 first = j if s.elements == 1 else j * s.elements
                 rows = [k.load(PTR, p["places"], k.min(first + n, p["last"]) * 8) for n in range(s.elements)]
             with k.range(0, p["slots"]) as slot:
                 column = k.min(slot * s.lanes, p["value_dim"] - s.lanes)
-                x, w = _values(k, s, rows, column), k.splat(weight, s.lanes)
+                x, w = load_values(k, s, rows, column), k.splat(weight, s.lanes)
                 if mask is not None:
                     x, w = x & k.splat(mask, s.lanes), w & k.splat(mask, s.lanes)
                 at = k.at(p["sums"], slot * s.vector_bytes)

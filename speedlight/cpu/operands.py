@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import DTYPES, Array
+from ..layouts import batch_of
 from ..problem import LAYOUTS
 from .layout import ENDLESS, SLACK
 
@@ -86,8 +87,8 @@ class Dense(NamedTuple):
         """The columns of the table of items that say where each item's keys and values are."""
         lists = np.full(batch, _NO_PAGES.ctypes.data, np.int64)
         if self.first is None:
-            first, axis = np.arange(batch, dtype=np.int64), LAYOUTS[self.layout][0]
-            k, v = (x.strides[axis] for x in (self.k, self.v))
+            first = np.arange(batch, dtype=np.int64)
+            k, v = (step_of_items(x, self.layout) for x in (self.k, self.v))
         else:
             first = np.array(self.first, np.int64)
             k, v = (stride_of(x.strides, self.layout, -2) for x in (self.k, self.v))
@@ -135,6 +136,11 @@ class Operands(NamedTuple):
 def stride_of(strides: tuple[int, ...], layout: str, axis: int) -> int:
     """Stride of heads (-3), length (-2) or dim (-1)."""
     return strides[LAYOUTS[layout][axis]]
+
+
+def step_of_items(x: Array, layout: str) -> int:
+    """From one batch item to the next: 0 where there is one, which all may share."""
+    return x.strides[0] if batch_of(x.shape, layout) > 1 else 0
 
 
 def steps(name: str, strides: tuple[int, ...], layout: str) -> dict[str, int]:

@@ -37,7 +37,7 @@ _READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values 
 @standard
 def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:
     """Everything that addresses don't change."""
-    how = schedule(problem, isa, threads, keys.strides(problem.dtype))
+    how = schedule(problem, isa, threads, keys.strides(problem.key_dtype))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
     return Call(problem, how, words, items, isinstance(keys, Paged) and keys.pages.lanes)
@@ -47,7 +47,8 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
     """What a call on this machine would do."""
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes)
-    return plan_of(problem, run, partial(measured_roofs, how.isa, problem.storage, how.threads), exact=exact)
+    measured = partial(measured_roofs, how.isa, "f32" if problem.widened else problem.storage, how.threads)
+    return plan_of(problem, run, measured, exact=exact)
 
 
 def measured_roofs(isa: Isa, storage: str, threads: int) -> Roofs:
@@ -66,8 +67,9 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
 
 
 def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = False) -> Shape:
-    fetched, dropout = fetching(how.isa), problem.dropout > 0
-    return Shape(how.kind, how.isa, how.storage, how.vectors, program, cached, problem.quantised, fetched, dropout)
+    fetched, dropout, widened = fetching(how.isa), problem.dropout > 0, problem.key_storage if problem.widened else None
+    of_keys = cached, problem.quantised
+    return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_keys, fetched, dropout, widened)
 
 
 class Call:
@@ -182,7 +184,7 @@ def _sinks(problem: Problem) -> np.ndarray | None:
 def _guessed_seconds(problem: Problem, how: Schedule) -> float:
     """Of one thread."""
     if how.kind == "decode":
-        size = 1 if problem.quantised else STORAGE_BYTES[problem.storage]
+        size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
         read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * size
         return read / _READ_GUESS
     return all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0) / _GUESS

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from llvmlite import ir
 
+from ..arrays import STORAGE_BYTES
 from . import conversions
 from .functions import like
+from .layout import BLOCK
 from .shape import Shape
 from .vector import BF16, F32, I8, I16, I32, Function, Value, vec
 
@@ -75,7 +77,8 @@ def load_units(k: Function, s: Shape, row: Value, t: Value, *, stored: bool = Fa
     match s.product:
         case "pairs":
             return k.load(s.ivector, row, t * 4)
-    return conversions.load(k, s.storage, row, t * s.storage_bytes, s.lanes)
+    storage = s.stored if stored else s.storage
+    return conversions.load(k, storage, row, t * STORAGE_BYTES[storage], s.lanes)
 
 
 def load_unit(
@@ -90,16 +93,41 @@ def load_unit(
             low = k.zext(k.load(I16, row, t * 2 * column), I32)
             high = k.zext(k.load(I16, row, k.min(second, count - 1) * column), I32)
             return low | k.select(second < count, high << 16, k.const(0, I32))
-    return conversions.load(k, s.storage, row, t * column)
+    return conversions.load(k, s.stored if stored else s.storage, row, t * column)
+
+
+def load_keys(k: Function, s: Shape, block: Value, t: Value, lane: int) -> Value:
+    """One unit of `lanes` keys of a cache's block."""
+    if s.parts_pairs:
+        return part_of(k, s, k.load(s.ivector, block, (t >> 1) * (4 * BLOCK) + 4 * lane), t)
+    return load_units(k, s, k.at(block, t * (BLOCK * s.stored_bytes)), k.i64(lane), stored=True)
+
+
+def cached_row(k: Function, s: Shape, row: Value, i: Value, step: Value) -> list[Value]:
+    """For load_values, a cache's row of values: that of unit i of its block, `step` bytes after the one before.
+
+    Of pairs of keys that are parted: where both lie, and which of them it is.
+    """
+    return [k.at(row, -((i & 1) * step)), i] if s.parts_pairs else [row]
 
 
 def load_values(k: Function, s: Shape, rows: list[Value], column: Value) -> Value:
-    """One vector of columns of the values of a unit's keys, which are one after another in `rows`."""
+    """One vector of columns of a unit's values: of a cache's row, or of keys that are one after another in `rows`."""
+    if s.parts_pairs:
+        return part_of(k, s, k.load(s.ivector, rows[0], column * 4), rows[1])
+    if s.cached:
+        return load_units(k, s, rows[0], column, stored=True)
     match s.product:
         case "pairs":
             low, high = (k.zext(k.load(vec(I16, s.lanes), row, column * 2), s.ivector) for row in rows)
             return low | (high << 16)
     return load_units(k, s, rows[0], column, stored=True)
+
+
+def part_of(k: Function, s: Shape, pairs: Value, i: Value) -> Value:
+    """Element i, in f32, of vectors of bf16 pairs that have it: the lower if i is even."""
+    shift = k.splat(k.trunc(i & 1, I32) << 4, s.lanes)
+    return ((pairs >> shift) << 16).bits(s.vector)
 
 
 def paired(low: Value, high: Value, keep: Value) -> Value:

@@ -64,21 +64,20 @@ class Schedule:
 
 
 def product_of(problem: Problem, isa: Isa) -> str:
-    """What multiplies: a name in machine.PRODUCTS. int8 is widened first."""
-    return "fma" if problem.quantised else isa.product(problem.storage)
+    """What multiplies: a name in machine.PRODUCTS. int8 is widened first, and keys of another dtype than q's."""
+    return "fma" if problem.quantised or problem.widened else isa.product(problem.storage)
 
 
 def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides) -> Schedule:
     """The decode kernel for few rows, the forward kernel for all else."""
-    strided = strides.strided_keys or strides.strided_values
-    if _decodes(problem, isa, strided):
+    if _decodes(problem, isa, strides):
         return _decode_schedule(problem, isa, threads, strides.heads_adjoin)
     return _forward_schedule(problem, isa, threads, strides)
 
 
-def _decodes(problem: Problem, isa: Isa, strided: bool) -> bool:
+def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
     """Whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
-    if strided or problem.rows is not None:
+    if strides.strided_keys or strides.strided_values or problem.rows is not None:
         return False
     most = max(problem.q_lengths, default=0) * problem.group
     return 0 < most <= DECODE_ROWS and problem.value_dim >= isa.lanes(problem.storage)
@@ -131,7 +130,7 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
     """Whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
     paired = PRODUCTS[product] > 1
-    direct = (paired or problem.storage in ("f32", "f64")) and not problem.quantised
+    direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
     paged = strides.pages is not None
     cached = strides.pages is not None and strides.pages.lanes
     keys = paged or not direct or strides.strided_keys or problem.head_dim % PRODUCTS[product] != 0

@@ -31,17 +31,19 @@ class Shape:
     quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
     fetching: Fetching = FETCHING  # of the decode kernel
     dropout: bool = False  # weights are dropped
+    widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
 
     @property
     def stem(self) -> str:
         """The readable part of the kernel's name."""
-        name = f"{self.kind}{'_dropout' * self.dropout}_{self.storage}_{self.isa.name}"
+        types = self.storage if self.widened is None else f"{self.storage}_{self.widened}"
+        name = f"{self.kind}{'_dropout' * self.dropout}_{types}_{self.isa.name}"
         return f"{name}_{self.rows}x{self.vectors}" if self.vectors else name
 
     @property
     def product(self) -> str:
         """What multiplies: a name in machine.PRODUCTS."""
-        return "fma" if self.quantised else self.isa.product(self.storage)
+        return "fma" if self.quantised or self.widened else self.isa.product(self.storage)
 
     @property
     def elements(self) -> int:
@@ -55,9 +57,24 @@ class Shape:
         return STORAGE_BYTES[self.storage]
 
     @property
+    def stored(self) -> str:
+        """Type of keys and values in memory, where they are not int8."""
+        return self.widened or self.storage
+
+    @property
+    def key_bytes(self) -> int:
+        """Of one element of keys or values."""
+        return 1 if self.quantised else STORAGE_BYTES[self.stored]
+
+    @property
     def stored_bytes(self) -> int:
         """Of one unit of a cache's keys or values."""
-        return 1 if self.quantised else self.storage_bytes * self.elements
+        return self.key_bytes * self.elements
+
+    @property
+    def parts_pairs(self) -> bool:
+        """Whether a cache keeps pairs of bf16, for queries that are multiplied with them, but these ones are not."""
+        return self.cached and self.widened is not None and self.isa.product(self.widened) == "pairs"
 
     @property
     def header(self) -> int:

@@ -62,11 +62,15 @@ _PARAMS = {"tile": PTR, "places": PTR, "row": I64, "column": I64, "count": I64, 
 
 def stage_keys(module: Module, s: Shape, rows: Any) -> Any:
     """What brings keys; `rows` is from stage_rows."""
+    if s.parts_pairs:
+        return part_lanes(module, s)
     return stage_lanes(module, s) if s.cached else rows
 
 
 def stage_values(module: Module, s: Shape, rows: Any) -> Any:
     """What brings values. A cache has units of several keys in a row already."""
+    if s.parts_pairs:
+        return part_rows(module, s)
     return stage_pairs(module, s) if s.elements > 1 and not s.cached else rows
 
 
@@ -79,7 +83,7 @@ def stage_rows(module: Module, s: Shape) -> Any:
     p = k.p
     in_units = s.cached and s.elements > 1  # units as they are
     whole = p["length"] // s.lanes * s.lanes if in_units else whole_units(s, p["length"])
-    end = whole if s.cached else k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
+    end = whole if s.cached else k.select(p["column"].equals(s.key_bytes), whole, k.i64(0))
     together = s.piece // s.elements if s.cached else s.piece
     with k.range(0, p["count"]) as j:
         source = k.load(PTR, p["places"], j // together * 8)
@@ -112,11 +116,61 @@ def stage_lanes(module: Module, s: Shape) -> Any:
                 for m, x in enumerate(k.transpose(lanes)):
                     k.store(x, target, row * m + t * s.number_bytes)
             with k.range(whole, p["units"]) as t, k.range(0, n) as m:
-                size = k.i64(1 if s.quantised else s.storage_bytes)
+                size = k.i64(s.key_bytes)
                 count = k.i64(s.elements * BLOCK)
                 one = load_unit(k, s, k.at(block, t * stored), m + first, size, count, stored=True)
                 k.store(one, target, row * m + t * s.number_bytes)
     return k.finish()
+
+
+def part_lanes(module: Module, s: Shape) -> Any:
+    """tile[count, units] of f32 from a cache's blocks of bf16 pairs: pair after pair, of each the BLOCK keys."""
+    k = module.function("part_lanes", _PARAMS)
+    p, n = k.p, s.lanes
+    row = p["units"] * s.number_bytes
+    whole = p["units"] // (2 * n) * n  # pairs
+    with k.range(0, p["count"], BLOCK) as j:
+        block = k.load(PTR, p["places"], j // BLOCK * 8)
+        for first in range(0, BLOCK, n):
+            target = k.at(p["tile"], (j + first) * row)
+            with k.range(0, whole, n) as t:
+                lanes = [k.load(s.ivector, block, (t + u) * (4 * BLOCK) + 4 * first) for u in range(n)]
+                for m, x in enumerate(k.transpose(lanes)):
+                    for half, y in enumerate(_side_by_side(k, s, x)):
+                        k.store(y, target, row * m + t * 8 + half * s.vector_bytes)
+            with k.range(whole, (p["units"] + 1) // 2) as t, k.range(0, n) as m:
+                low, high = _parted(k.load(I32, block, t * (4 * BLOCK) + (m + first) * 4))
+                k.store(low, target, row * m + t * 8)
+                with k.when(t * 2 + 1 < p["units"]):
+                    k.store(high, target, row * m + t * 8 + 4)
+    return k.finish()
+
+
+def part_rows(module: Module, s: Shape) -> Any:
+    """tile[count, length] of f32 from a cache's rows of bf16 pairs, each of two keys."""
+    k = module.function("part_rows", _PARAMS)
+    p, row = k.p, k.p["length"] * s.number_bytes
+    end = p["length"] // s.lanes * s.lanes
+    with k.range(0, p["count"], 2) as j:
+        source = k.at(k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * p["row"])
+        target = k.at(p["tile"], j * row)
+        for first, last, step, kind in ((k.i64(0), end, s.lanes, s.ivector), (end, p["length"], 1, I32)):
+            with k.range(first, last, step) as t:
+                for half, x in enumerate(_parted(k.load(kind, source, t * 4))):
+                    k.store(x, target, row * half + t * 4)
+    return k.finish()
+
+
+def _parted(pairs: Value) -> tuple[Value, Value]:
+    """The bits of both elements of pairs of bf16, as f32."""
+    return pairs << 16, (pairs >> 16) << 16
+
+
+def _side_by_side(k: Function, s: Shape, pairs: Value) -> list[Value]:
+    """The elements of a vector of pairs, in order: two vectors."""
+    low, high = _parted(pairs)
+    order = [lane + s.lanes * half for lane in range(s.lanes) for half in (0, 1)]
+    return [k.shuffle(low, high, order[i * s.lanes : (i + 1) * s.lanes]) for i in (0, 1)]
 
 
 def stage_pairs(module: Module, s: Shape) -> Any:

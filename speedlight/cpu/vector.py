@@ -122,7 +122,7 @@ class Value:
     def __lshift__(self, other: int) -> Value:
         return self._binary(other, None, "shl")
 
-    def __rshift__(self, other: int) -> Value:
+    def __rshift__(self, other: Value | int) -> Value:
         return self._binary(other, None, "lshr")
 
     def __neg__(self) -> Value:

@@ -319,7 +319,7 @@ def one_tile(
     else:
         o_k = key_offsets(n + source.o_n, end, tensors.k, i_item, pages, c.MEMORY)
         b_k = load_rows(source.p_k, o_k, source.o_d, tensors.k.column, m_n, c.D, c.BLOCK_D, PREDICATED)
-        b_k = b_k.to(b_q.dtype)
+    b_k = b_k.to(b_q.dtype)
     x = dot(b_q, tl.trans(b_k), c.PRECISION)
     o_n = n + source.o_n  # here, not above the load of keys: registers
     if c.CODED:

@@ -9,6 +9,7 @@ import torch
 
 from ..checks import page_lists
 from ..errors import ArgumentError, ArgumentTypeError
+from ..layouts import batch_of
 from ..machine import interpreting
 from ..problem import LAYOUTS
 from .launch import status_of
@@ -54,11 +55,17 @@ class Keys:
 def axes(x: torch.Tensor, layout: str) -> tuple[int, ...]:
     """Strides as (item, head, row, column)."""
     strides = x.stride()
-    return (*((0,) if layout == "lhd" else ()), *(strides[a] for a in LAYOUTS[layout]))
+    return (*((0,) if len(layout) == 3 else ()), *(strides[a] for a in LAYOUTS[layout]))
 
 
 def arrays_of(k: torch.Tensor, v: torch.Tensor, layout: str) -> Keys:
-    return Keys(k, v, axes(k, layout), axes(v, layout))
+    return Keys(k, v, _shared(k, layout), _shared(v, layout))
+
+
+def _shared(x: torch.Tensor, layout: str) -> tuple[int, ...]:
+    """Strides of what all items of q may share, if it is one."""
+    item, *rest = axes(x, layout)
+    return (item if batch_of(tuple(x.shape), layout) > 1 else 0, *rest)
 
 
 def paged_keys(

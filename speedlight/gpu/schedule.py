@@ -39,7 +39,11 @@ def check(problem: Problem, device: str, precision: Any) -> None:
         raise UnsupportedError(
             f"{device}: expected compute capability 7.5 or newer; got {have[0]}.{have[1]}. Use tensors on the CPU."
         )
-    if problem.dtype == "bfloat16" and have < (8, 0):
+    if problem.widened and problem.dtype != "float32":
+        raise UnsupportedError(
+            f"q: expected float32, or {problem.widened}, as k has, on a GPU; got {problem.dtype}. Convert one of them."
+        )
+    if "bfloat16" in (problem.dtype, problem.widened) and have < (8, 0):
         raise UnsupportedError(
             f"{device}: expected compute capability 8.0 for bfloat16; got {have[0]}.{have[1]}. Use float16."
         )

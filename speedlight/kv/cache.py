@@ -200,8 +200,8 @@ class KVCache:
 
         Args:
             layer: index of the layer.
-            q: (batch, q_heads, n_new, head_dim), of the cache's dtype: a NumPy array, a PyTorch tensor, …, where the
-                cache lies.
+            q: (batch, q_heads, n_new, head_dim), of the cache's dtype, or as attention() takes it over that: a NumPy
+                array, a PyTorch tensor, …, where the cache lies.
             k: (batch, kv_heads, n_new, head_dim). None appends nothing: every query then sees every stored token.
             v: (batch, kv_heads, n_new, value_dim).
             new_lengths: new tokens of each sequence, where some have fewer than n_new: of k and v those past them are

@@ -297,7 +297,7 @@ class PagePool:
             layer: index of the layer.
             sequences: a list of this pool's sequences, each once.
             q: (total new, q_heads, head_dim), the first sequence's new tokens, then the second's, … Or (total queries,
-                q_heads, head_dim), as q_lengths says.
+                q_heads, head_dim), as q_lengths says. Of dtypes as for KVCache.attend.
             k: (total new, kv_heads, head_dim). None appends nothing: every query then sees every stored token.
             v: (total new, kv_heads, value_dim).
             new_lengths: rows of k and v that are each sequence's; they add up to all rows. Default: all to a single

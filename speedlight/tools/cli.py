@@ -57,7 +57,7 @@ def attend(
     k: Annotated[str, typer.Option(help="Name of the keys.")] = "k",
     v: Annotated[str, typer.Option(help="Name of the values.")] = "v",
     layout: Annotated[
-        str, typer.Option(help="bhld, blhd or lhd (packed; offsets are read from cu_seqlens_q and cu_seqlens_k).")
+        str, typer.Option(help="bhld, blhd, hld, or lhd (packed; offsets are read from cu_seqlens_q and cu_seqlens_k).")
     ] = "bhld",
     causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query, aligned at the end.")] = False,
     top_left: Annotated[bool, typer.Option("--top-left", help="Causal, aligned at the start.")] = False,
@@ -252,7 +252,7 @@ def _attend(
             out, lse = sl.attention(q, k, v, return_lse=True, **options)
             seconds = time.perf_counter() - start
         return out, lse, seconds
-    axis = {"bhld": 1, "blhd": 2, "lhd": 1}[options["layout"]]
+    axis = options["layout"].index("h")
     parts = []
     with Progress(console=Console(stderr=True), disable=quiet, transient=True) as progress:
         task = progress.add_task("heads", total=kv_heads)
@@ -262,7 +262,7 @@ def _attend(
             parts.append(sl.attention(*(x[i] for x, i in zip(arrays, at, strict=True)), return_lse=True, **options))
             seconds += time.perf_counter() - start
             progress.advance(task)
-    lse_axis = 0 if options["layout"] == "lhd" else 1
+    lse_axis = len(options["layout"]) - 3
     return (
         np.concatenate([p[0] for p in parts], axis=axis),
         np.concatenate([p[1] for p in parts], axis=lse_axis),

@@ -15,7 +15,7 @@ from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
 from ..errors import ArgumentTypeError, UnsupportedError
-from ..gradients import SINKS, Followed, check_fresh, check_unwritten, followed, settled, tables_of
+from ..gradients import SINKS, Followed, check_fresh, check_one_dtype, check_unwritten, followed, settled, tables_of
 from ..problem import Options, new_options
 from . import further, ops
 from .forms import tensors_of, text_of
@@ -152,6 +152,8 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
         )
     if not _is_plain(q, k, v):
         return _as_operation(q, k, v, known.options, return_lse)
+    dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
+    check_one_dtype(dtypes[0], dtypes[1])
     known, read = settled(known)
     out, lse = _Attention.apply(known, read, q, k, v, known.sinks, *(x.origin for x in known.tables))
     return (out, lse) if return_lse else out

@@ -101,7 +101,11 @@ def layout_of(text: str) -> str:
 def is_same_for_items(text: str, tables: list[torch.Tensor]) -> bool:
     """Whether every item of a batch is treated alike, whichever it is."""
     kept = _read(text)
-    if kept.get("layout") == "lhd" or kept.get("dropout") or any([isinstance(kept.get(x), list) for x in _LISTS[1:]]):
+    if (
+        len(kept.get("layout", "bhld")) == 3
+        or kept.get("dropout")
+        or any([isinstance(kept.get(x), list) for x in _LISTS[1:]])
+    ):
         return False
     parts = [kept["mask"]] if "mask" in kept else []
     return not any([x.tells_items(tables) for x in parts + kept.get("score", [])])

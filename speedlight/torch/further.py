@@ -49,21 +49,23 @@ def _attention_of(options: Options, tables: list[Table], *tensors: Any) -> tuple
     """Of these tensors: q, k, v, what `tables` look up, and sinks, if options have any."""
     q, k, v, *others = tensors
     stated = stated_of(options, q, k, v)
-    axes, packed = LAYOUTS[options.layout], options.layout == "lhd"
-    q, k, v = (x.permute(axes).unsqueeze(0) if packed else x.permute(axes) for x in (q, k, v))
+    axes, packed, alone = LAYOUTS[options.layout], options.layout == "lhd", len(options.layout) == 3
+    q, k, v = (x.permute(axes).unsqueeze(0) if alone else x.permute(axes) for x in (q, k, v))
     outs, lses = [], []
     for item, (rows, keys) in enumerate(_items(stated)):
-        at = 0 if packed else item
-        queries, beside = q[at, :, rows], (k[at, :, keys], v[at, :, keys], *others)
+        at, of = 0 if packed else item, 0 if packed or stated.problem.shared else item
+        queries, beside = q[at, :, rows], (k[of, :, keys], v[of, :, keys], *others)
         blocks = [(_Block(stated.problem, tuple(tables), item, x), x) for x in _parts(stated.problem, item)]
-        of = [Recomputed.apply(block, queries[:, part], *beside) for block, part in blocks]
-        out, lse = (torch.cat([x[n] for x in of], dim=1) for n in (0, 1)) if of else _nothing(q, v)
+        parts = [Recomputed.apply(block, queries[:, part], *beside) for block, part in blocks]
+        out, lse = (torch.cat([x[n] for x in parts], dim=1) for n in (0, 1)) if parts else _nothing(q, v)
         if not packed:
             out, lse = _padded(out, q.shape[2], 0.0), _padded(lse, q.shape[2], -torch.inf)
         outs.append(out)
         lses.append(lse)
     if packed:
         return torch.cat(outs, dim=1).permute(1, 0, 2), torch.cat(lses, dim=1)
+    if alone:
+        return outs[0], lses[0]
     return torch.stack(outs).permute(axes), torch.stack(lses)  # bhld and blhd are their own inverses
 
 

@@ -36,7 +36,7 @@ class Transformed(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
         form, seed, *tensors = given
         dims = in_dims[2:]
-        if _folds(form, dims[3:], tensors[4:]):
+        if _folds(form, dims[3:], tensors[4:]) and not _shares(tensors[:2], dims):
             folded = [_folded(x, at, info.batch_size) for x, at in zip(tensors[:3], dims[:3], strict=True)]
             results = Transformed.apply(form, seed, *folded, *tensors[3:])
             return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)
@@ -70,7 +70,7 @@ class TransformedBackward(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
         form, seed, wanted, *tensors = given
         dims = in_dims[3:]
-        if not wanted and _folds(form, dims[7:], tensors[8:]):
+        if not wanted and _folds(form, dims[7:], tensors[8:]) and not _shares(tensors[4:6], dims[4:]):
             folded = [_folded(x, at, info.batch_size) for x, at in zip(tensors[:7], dims[:7], strict=True)]
             results = TransformedBackward.apply(form, seed, wanted, *folded, *tensors[7:])
             return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
@@ -81,6 +81,12 @@ class TransformedBackward(torch.autograd.Function):
 def _folds(form: str, dims: Any, tables: Any) -> bool:
     """Whether examples can be items of one batch: sinks and tables are the same for all, and so is every item."""
     return not [x for x in dims if x is not None] and is_same_for_items(form, tables)
+
+
+def _shares(given: Any, dims: Any) -> bool:
+    """Whether all items of q have the keys of one."""
+    q, k = (x.size(0 if at is None or at % x.ndim else 1) for x, at in zip(given, dims, strict=False))
+    return q != k
 
 
 def _folded(x: Any, at: int | None, count: int) -> Any:
