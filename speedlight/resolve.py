@@ -199,9 +199,9 @@ def _check_alignment(q_lens: tuple[int, ...], k_lens: tuple[int, ...], options: 
         if 0 < rows != keys > 0:
             if placed or any(["i" in x.root.uses for x in _functions_of(options.mask, options.score)]):
                 raise ArgumentError(
-                    f"{name}: expected {other}= or q_start= beside it: without them the last of item {item}'s {rows} "
-                    f"queries is at the last of its {keys} keys. Give {other}= the same lengths, or q_start=0, which "
-                    "puts row i at key i."
+                    f"{name}: expected lengths= in its place, which pads queries and keys alike, or {other}= or "
+                    f"q_start= beside it: by {name}= alone the last of item {item}'s {rows} queries is at the last of "
+                    f"its {keys} keys. q_start=0 puts row i at key i."
                 )
             return
 

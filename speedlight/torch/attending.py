@@ -16,7 +16,7 @@ from ..backward import attention_backward as backward
 from ..checks import seed_of
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..gradients import SINKS, Followed, check_fresh, check_unwritten, followed, settled, tables_of
-from ..problem import Options, new_options
+from ..problem import Options, new_options, our_causal, our_layout, padded_alike
 from . import further, ops
 from .forms import tensors_of, text_of
 from .graphs import in_graph
@@ -70,6 +70,7 @@ def attention(
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    lengths: Any = None,
     q_lengths: Any = None,
     k_lengths: Any = None,
     return_lse: bool = False,
@@ -85,9 +86,9 @@ def attention(
         score: gradients flow to float tensors that are added, of any shape that broadcasts, and to tensors behind
             tables: sl.table(t), sl.alibi(slopes), sl.relative_bias(t), sl.softcap(c).
         sink_logits: gradients flow to a tensor.
-        causal, window, mask, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, q_lengths, k_lengths,
-        return_lse, precision, dropout, seed: as for speedlight.attention(); the seed may be a tensor of one integer,
-            as graphs draw it.
+        causal, window, mask, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths, q_lengths,
+        k_lengths, return_lse, precision, dropout, seed: as for speedlight.attention(); the seed may be a tensor of one
+            integer, as graphs draw it.
 
     Returns:
         out, or with return_lse (out, lse), as speedlight.attention() does; gradients flow through both.
@@ -101,6 +102,9 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 2, 3, 4])
     """
+    if lengths is not None:
+        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
+    layout, causal = our_layout(layout), our_causal(causal, q_start)
     options = new_options(Options, (
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, precision, dropout, seed,
