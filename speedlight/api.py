@@ -14,6 +14,7 @@ from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
 from .errors import ArgumentError, UnsupportedError, shown
 from .gradients import Followed, followed
+from .hints import warn_if_swapped
 from .machine import current_isa
 from .planning import Plan
 from .problem import LAYOUTS, Options, Problem, Sizes, new_options, padded_alike
@@ -139,6 +140,7 @@ def attention(
         options = known.options
     a, b, c = _described(q, k, v)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
+    warn_if_swapped(options.layout, a.shape, b.shape)
     results = _results(a, problem, options, return_lse, out, (a, b, c))
     rows, keys = (
         Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1]),
@@ -191,6 +193,7 @@ def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any)
     options = known.options
     a, b, c = _described(q, k, v, gpu=True)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
+    warn_if_swapped(options.layout, a.shape, b.shape)
     engine = engines.gpu()
     engine.check(problem, a.device, options.precision)
     results = _results(a, problem, options, return_lse, out, (a, b, c))

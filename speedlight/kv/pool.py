@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from ..checks import cache_dtype, check_index, check_list, check_sizes, each_count
 from ..compiling import in_graph, outside
 from ..cpu.layout import BLOCK
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
 from ..forks import renew_after_fork
+from ..hints import explained, refuses_others, unknown
 from ..problem import Options
 from ..tokens import Batch, TokenShape
 from .query import Query, query_of, received, results_of
@@ -59,6 +60,7 @@ class PagePool:
     ((2, 2, 4), 5)
     """
 
+    @explained
     def __init__(
         self,
         *,
@@ -248,6 +250,7 @@ class PagePool:
         k, v = self._new(k, v, None)
         self._grow(layer, sequences, self._counts(new_lengths, len(sequences), k.shape[0]), k, v, None)
 
+    @refuses_others
     def attend(
         self,
         layer: int,
@@ -265,6 +268,7 @@ class PagePool:
         out: Any = None,
         dropout: float = 0.0,
         seed: int | None = None,
+        **theirs: NoReturn,
     ) -> Any:
         """Appends new tokens to several sequences, then lets their queries attend, each to all tokens of its sequence
         up to its own.
@@ -289,6 +293,8 @@ class PagePool:
 
         After any exception the pool and its sequences are as they were.
         """
+        if theirs:
+            raise unknown(PagePool.attend, next(iter(theirs)))
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
             more = {"new_lengths": new_lengths, "return_lse": return_lse, "dropout": dropout, "seed": seed}
@@ -369,6 +375,8 @@ class PagePool:
         return k, v
 
     def _counts(self, new_lengths: Any, sequences: int, total: int) -> list[int]:
+        if not sequences and total:
+            raise ArgumentError(f"sequences: expected one at least, whose tokens the {total} new ones are; got none.")
         alone = [total] if sequences == 1 else [1] * sequences
         given = alone if new_lengths is None else each_count(new_lengths, sequences)
         if any([n < 0 for n in given]) or sum(given) != total:

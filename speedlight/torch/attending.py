@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
@@ -14,46 +13,19 @@ from ..api import attention as forward
 from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
-from ..errors import ArgumentTypeError, UnsupportedError
+from ..errors import UnsupportedError
 from ..gradients import SINKS, Followed, check_fresh, check_unwritten, followed, settled, tables_of
+from ..hints import explained
 from ..problem import Options, new_options, our_causal, our_layout, padded_alike
 from . import further, ops
 from .forms import tensors_of, text_of
 from .graphs import in_graph
 from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
-_P = ParamSpec("_P")
-_THEIRS = {
-    "is_causal": "causal='top-left', or causal=True, which aligns the last query with the last key",
-    "attn_mask": "mask= (True where a key is seen), or score= for what is added to scores",
-    "dropout_p": "dropout= and seed=",
-    "enable_gqa": "k and v of fewer heads as they are",
-    "score_mod": "score=",
-    "mask_mod": "mask=",
-    "block_mask": "mask=",
-    "attention_mask": "mask=sl.padding(attention_mask)",
-    "key_padding_mask": "mask=sl.padding(~key_padding_mask)",
-}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def names_ours(function: Callable[_P, Any]) -> Callable[_P, Any]:
-    """Says what other libraries' arguments are called here."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> Any:
-        for name in options:
-            if name in _THEIRS:
-                raise ArgumentTypeError(
-                    f"{name}: expected the arguments of speedlight.attention(); got another library's. Use "
-                    f"{_THEIRS[name]}; speedlight.torch.scaled_dot_product_attention has PyTorch's arguments."
-                )
-        return function(*args, **options)
-
-    return call
-
-
-@names_ours
+@explained
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
