@@ -14,10 +14,11 @@ from .cpu.layout import SLACK
 from .cpu.operands import Dense, Paged, Pages, Rows, Strides, stride_of
 from .errors import ArgumentError, UnsupportedError
 from .gradients import Followed, check_one_dtype, followed
+from .hints import warn_if_swapped
 from .layouts import check_together
 from .machine import current_isa
 from .planning import Plan
-from .problem import LAYOUTS, Options, Problem, Sizes, new_options
+from .problem import LAYOUTS, Options, Problem, Sizes, new_options, padded_alike
 from .resolve import Stored, from_arrays, from_sizes, from_stored
 from .results import Results
 
@@ -41,6 +42,7 @@ def attention(
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    lengths: Any = None,
     q_lengths: Any = None,
     k_lengths: Any = None,
     return_lse: bool = False,
@@ -61,8 +63,8 @@ def attention(
             q_heads: query head h reads kv head h // (q_heads // kv_heads). A batch of 1 is shared by all items of q;
             nothing is copied.
         v: (batch, kv_heads, k_len, value_dim), of k's dtype and batch.
-        causal: True hides keys after the query, aligned at the end (the last query sees every key); "top-left"
-            aligns at the start, as PyTorch's is_causal does.
+        causal: True (or "bottom-right") hides keys after the query, aligned at the end (the last query sees every
+            key); "top-left" aligns at the start, as PyTorch's is_causal does.
         window: (left, right): hides keys before i - left and after i + right; None means no limit on that side. A
             sliding window of n tokens, as speedlight.torch.Attention(window=n) and KVCache(window=n) have it, is
             (n - 1, None) beside causal=True.
@@ -77,14 +79,16 @@ def attention(
         k_start: absolute position of the first key, a multiple of 1024.
         scale: factor of the scores. Default 1/sqrt(head_dim).
         layout: "bhld", "blhd" for (batch, length, heads, head_dim), "hld" for one item without a batch, (heads,
-            length, head_dim), or "lhd" for packed (total_length, heads, head_dim).
+            length, head_dim), or "lhd" for packed (total_length, heads, head_dim). Other libraries' names of these
+            ("bhsd", "bshd", "BNSD", "thd" …) are taken, too.
         cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
         cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
-        q_lengths: for a padded batch, queries of each item; rows past them get out 0 and lse -inf.
-        k_lengths: for a padded batch, keys of each item; those past them do not exist. Where q_len is k_len, one of the
-            two alone is refused if `causal`, `window` or a function of i looks at positions: the default q_start, by
-            each item's lengths, is not what a padded square means. Give both (self-attention), or q_start=0, which puts
-            row i at key i.
+        lengths: for a batch that is padded on the right, tokens of each item, queries and keys alike: those past them
+            do not exist; their rows get out 0 and lse -inf. Padding anywhere is mask=sl.padding(attention_mask).
+        q_lengths: for a padded batch, queries of each item, where keys have other lengths.
+        k_lengths: for a padded batch, keys of each item. Where q_len is k_len, one of the two alone is refused if
+            `causal`, `window` or a function of i looks at positions: the default q_start, by each item's lengths, is
+            not what a padded square means. Give lengths= (self-attention), or q_start=0, which puts row i at key i.
         return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
             (q_heads, q_len) without a batch and packed; float32, or float64 for float64. A row that sees nothing has
             -inf, and out 0.
@@ -113,6 +117,8 @@ def attention(
     >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
     ((1, 2, 3, 4), (1, 2, 3), 1.0)
     """
+    if lengths is not None:
+        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
     options = new_options(Options, (
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, precision, dropout, seed,
@@ -120,7 +126,7 @@ def attention(
     if engine is not None or arrays.on_gpu(q):
         at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)
         if engines.chosen(engine, at) != "cpu" or engine == "cuda":
-            return _on_gpu(q, k, v, options, return_lse, out)
+            return _on_gpu(q, k, v, options.spelled(), return_lse, out)
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v) if out is None else (q, k, v, out)
     key = calls.key_of(tensors, options, (threads, isa.name))
@@ -130,6 +136,7 @@ def attention(
         if results is not None:
             return results
     check_flag("return_lse", return_lse)
+    options = options.spelled()
     if key is None and arrays.is_tensor(q):
         known = followed(options)
         if _is_followed(q, k, v, known):
@@ -137,12 +144,16 @@ def attention(
         options = known.options
     a, b, c = _described(q, k, v)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
+    warn_if_swapped(options.layout, a.shape, b.shape)
     results = _results(a, problem, options, return_lse, out, (a, b, c))
-    rows = Rows(layout, a, results.out.strides, cu_q and cu_q[:-1])
-    prepared = engines.of("cpu").prepare(problem, rows, Dense(layout, b, c, cu_k and cu_k[:-1]), threads, isa)
+    rows, keys = (
+        Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1]),
+        Dense(options.layout, b, c, cu_k and cu_k[:-1]),
+    )
+    prepared = engines.of("cpu").prepare(problem, rows, keys, threads, isa)
     prepared.run(a.address, b.address, c.address, results.out.address, results.lse_address)
     if key is not None:
-        repeatable = calls.Repeatable(prepared.run, problem.value_dim, layout, [a, b, c, results.out])
+        repeatable = calls.Repeatable(prepared.run, problem.value_dim, options.layout, [a, b, c, results.out])
         _prepared.put(key, repeatable, prepared.size)
     return results.returned()
 
@@ -186,6 +197,7 @@ def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any)
     options = known.options
     a, b, c = _described(q, k, v, gpu=True)
     problem, cu_q, cu_k = from_arrays(a, b, c, options)
+    warn_if_swapped(options.layout, a.shape, b.shape)
     engine = engines.gpu()
     engine.check(problem, a.device, options.precision)
     results = _results(a, problem, options, return_lse, out, (a, b, c))
@@ -252,8 +264,8 @@ def attention_paged(
     options = Options(
         causal, window, mask, score, sink_logits, q_start, 0, scale, layout, cu_seqlens_q, None, q_lengths,
         dropout=dropout, seed=seed,
-    )  # fmt: skip
-    check_layout(layout)
+    ).spelled()  # fmt: skip
+    check_layout(options.layout)
     check_flag("return_lse", return_lse)
     a, k, v = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
     check_pages(k, v)
@@ -271,7 +283,7 @@ def attention_paged(
     )  # fmt: skip
     each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
     first = None if offsets is None else offsets[:-1]
-    rows = Rows(layout, a, results.out.strides, first)
+    rows = Rows(options.layout, a, results.out.strides, first)
     prepared = engines.of("cpu").prepare(problem, rows, Paged(pages, each), engines.threads_now(), current_isa())
     prepared.run(a.address, k.address, v.address, results.out.address, results.lse_address)
     return results.returned()
@@ -353,6 +365,7 @@ def plan(
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    lengths: Any = None,
     q_lengths: Any = None,
     k_lengths: Any = None,
     exact: bool = False,
@@ -365,7 +378,8 @@ def plan(
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
 
     Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads,
-    k_len is q_len, and value_dim head_dim; lengths that are left out are those of q_lengths, k_lengths or cu_seqlens.
+    k_len is q_len, and value_dim head_dim; sizes that are left out are the longest of lengths, q_lengths, k_lengths or
+    cu_seqlens.
     Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Runs nothing
     but, once per process, a few milliseconds that measure the machine's peak and bandwidth. Of a mask, the tiles that
     are computed are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
@@ -389,10 +403,13 @@ def plan(
     check_flag("exact", exact)
     check_flag("backward", backward)
     check_precision(precision)
+    if lengths is not None:
+        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
     options = Options(
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, precision, dropout, seed,
-    )  # fmt: skip
+    ).spelled()  # fmt: skip
+    layout = options.layout
     sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
     if q is not None or k is not None or v is not None:
         for name, x in zip(Sizes._fields, sizes, strict=True):

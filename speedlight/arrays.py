@@ -348,6 +348,9 @@ def _from_cuda(x: Any, name: str) -> Array:
         raise UnsupportedError(
             f"{name}: expected PyTorch beside arrays on a GPU; it is not installed. pip install 'speedlight[gpu]'"
         ) from None
+    _, held = _dlpack_tensor(x, name)
+    if held.strides and any([held.strides[i] < 0 for i in range(held.ndim)]):  # PyTorch would abort the process
+        raise ArgumentTypeError(f"{name}: expected strides that are not negative on a GPU. Use {name}.copy().")
     try:
         tensor = torch.from_dlpack(x)
     except Exception as error:  # another library's code, or a GPU that PyTorch does not see

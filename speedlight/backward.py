@@ -15,7 +15,7 @@ from .errors import UnsupportedError
 from .gradients import Given, asked
 from .machine import current_isa
 from .modes import standard
-from .problem import Options, new_options
+from .problem import Options, new_options, padded_alike
 from .resolve import from_arrays
 from .results import empty_like, like_input
 
@@ -45,6 +45,7 @@ def attention_backward(
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    lengths: Any = None,
     q_lengths: Any = None,
     k_lengths: Any = None,
     dropout: float = 0.0,
@@ -63,7 +64,7 @@ def attention_backward(
         d_lse: what flows into lse, if anything does: shaped as lse, of its dtype.
         grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
             them, too: sl.alibi(t)), and "sink_logits".
-        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
         q_lengths, k_lengths, dropout, seed: as attention() had them.
 
     Returns:
@@ -85,6 +86,8 @@ def attention_backward(
     >>> dv.shape, round(float(dv[0, 0, 0, 0]), 6)
     ((1, 2, 3, 4), 1.0)
     """
+    if lengths is not None:
+        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
     options = new_options(Options, (
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, "ieee", dropout, seed,
@@ -98,15 +101,17 @@ def attention_backward(
         )
     key = calls.key_of(tensors, options, (threads, isa.name)) if type(grads) is tuple and not grads else None
     call = None if key is None else _prepared.get(key)
-    stated = from_arrays(given[0], given[1], given[2], options) if call is None else None
     *six, seventh = given if d_lse is not None else (*given, None)
-    if stated is not None:
-        request = asked(stated.problem, layout, Given(six[0], six[3], six[4], six[5], seventh), grads)
-    shared = (stated or call).problem.shared
+    stated: Any = call
+    if call is None:
+        options = options.spelled()
+        stated = from_arrays(six[0], six[1], six[2], options)
+    shared = stated.problem.shared
     (dq, a), (dk, b), (dv, c) = [_gradient_of(x, six[0] if shared else x) for x in six[:3]]
     where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
     if call is None:
-        call = engines.gradients().prepare(request, layout, stated, where, threads, isa)
+        request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), grads)
+        call = engines.gradients().prepare(request, options.layout, stated, where, threads, isa)
         if key is not None:
             _prepared.put(key, call, call.size)
     more = call.run(where, None if key is None else options.seed_word())

@@ -12,6 +12,7 @@ import numpy as np
 
 from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
+from .hints import of_layout
 from .problem import LAYOUTS, MOST_SEEDS
 
 MOST = 1 << 46  # of sizes and positions
@@ -87,7 +88,16 @@ def item_lengths(name: str, x: Any, batch: int, most: int, what: str = "the leng
     """Lengths of a padded batch, copied before they are checked."""
     if x is None:
         return (most,) * batch
+    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+        raise ArgumentTypeError(
+            f"{name}: expected a sequence of ints; got {type(x).__name__}. One for each of the items: [{x}] * {batch}."
+        )
     values = listed(x, name, "a sequence of ints")
+    if values and isinstance(values[0], (list, tuple, np.ndarray)):
+        raise ArgumentTypeError(
+            f"{name}: expected {batch} lengths, one per batch item; got {len(values)} rows. A tokenizer's mask of "
+            "(batch, k_len) is mask=sl.padding(attention_mask), which needs no lengths."
+        )
     if len(values) != batch:
         raise ArgumentError(f"{name}: expected {batch} lengths, one per batch item; got {len(values)}.")
     lengths = tuple(integer(name, n) for n in values)
@@ -128,7 +138,24 @@ def check_flag(name: str, x: Any) -> None:
 def check_layout(x: Any) -> None:
     """Where batch, heads, length and dim lie."""
     if not isinstance(x, str) or x not in LAYOUTS:
-        raise ArgumentError(f"layout: expected 'bhld', 'blhd', 'hld' or 'lhd'; got {shown(x)}.")
+        raise ArgumentError(f"layout: expected 'bhld', 'blhd', 'hld' or 'lhd'; got {shown(x)}.{of_layout(x)}")
+
+
+def window_sides(window: Any) -> tuple[int | None, int | None]:
+    """Left and right of a window, either of which may have no limit."""
+    if not (isinstance(window, (tuple, list)) and len(window) == 2):
+        n: int = window if type(window) is int else 0
+        way = f" A sliding window of {n} tokens is window=({n - 1}, None) beside causal=True." if n > 0 else ""
+        raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {shown(window)}.{way}")
+    negative = [isinstance(x, numbers.Integral) and int(x) < 0 for x in window]
+    if any(negative):
+        ours = tuple(None if no_limit else x for x, no_limit in zip(window, negative, strict=True))
+        raise ArgumentError(
+            f"window: expected a size from 0 to 2^46, or None for no limit; got {shown(window)}. flash-attn's -1 is "
+            f"None: window={shown(ours)}."
+        )
+    left, right = (None if x is None else size("window", x) for x in window)
+    return left, right
 
 
 def check_precision(x: Any) -> None:
@@ -272,6 +299,8 @@ def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:
 
 def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
     """Of packed rows those of each sequence. By default all are a single sequence's; of several, one each."""
+    if not sequences and total:
+        raise ArgumentError(f"sequences: expected one at least, whose tokens the {total} new ones are; got none.")
     given = ([total] if sequences == 1 else [1] * sequences) if x is None else each_count(x, sequences, name)
     if any([n < 0 for n in given]) or sum(given) != total:
         what = "tokens" if name == "new_lengths" else "queries"

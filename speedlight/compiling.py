@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from .errors import UnsupportedError
+from .errors import Error, UnsupportedError
+from .hints import explain
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -21,7 +22,11 @@ def leaves_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def call(*args: _P.args, **options: _P.kwargs) -> _R:
         if in_graph():
             return outside(function, *args, **options)
-        return function(*args, **options)
+        try:
+            return function(*args, **options)
+        except (TypeError, Error) as error:  # of arguments that do not fit, and of ours: hints say more
+            explain(error, function, args, options)
+            raise
 
     return call
 

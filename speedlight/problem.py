@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import DTYPES, listed
-from .errors import Error
+from .errors import ArgumentError, Error
 from .expressions.program import Program
 from .expressions.tracing import Expression, is_immutable
 from .expressions.tree import Node, lazily
@@ -22,6 +22,15 @@ FAR_LSE = {"float32": 2.0**22, "float64": 2.0**51}
 PART = 16  # keys: the smallest part of a tile that is skipped; even, so that pairs stay whole
 # where batch, head, length, dim lie
 LAYOUTS = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "hld": (0, 1, 2), "lhd": (1, 0, 2)}
+# The same by other libraries' letters, of either case: n is heads beside s or t (Ascend, JAX), tokens beside h and d.
+SAME_LAYOUTS = {
+    "bhld": ("bhsd", "bhtd", "bhnd", "bnsd", "bntd", "bnsh", "bnth"),
+    "blhd": ("bshd", "bthd", "bnhd", "bsnd", "btnd", "bsnh", "btnh"),
+    "lhd": ("thd", "shd", "nhd", "tnd"),
+}
+# Where a query sees the last keys: PyTorch's names of it (torch.nn.attention.bias), and flash-attn's.
+SAME_CAUSAL: dict[str, bool | str] = {"bottom-right": True, "lower-right": True, "upper-left": "top-left"}
+_OURS = {theirs: ours for ours, those in SAME_LAYOUTS.items() for theirs in those}
 
 _OR_NONE, _NUMBER = frozenset((int, float, type(None))), frozenset((int, float))
 _CAUSAL, _POSITION, _SCALE = frozenset((bool, str)), frozenset((int, type(None))), _OR_NONE
@@ -51,6 +60,11 @@ class Options(NamedTuple):
     precision: Any = "ieee"
     dropout: Any = 0.0
     seed: Any = None
+
+    def spelled(self) -> Options:
+        """The same in our own words: layouts and alignments may have come by other libraries' names."""
+        layout, causal = our_layout(self.layout), our_causal(self.causal, self.q_start)
+        return self if layout is self.layout and causal is self.causal else self._replace(layout=layout, causal=causal)
 
     def seed_word(self) -> int:
         """The seed of a call that has a key: 0 without dropout, where it says nothing."""
@@ -126,6 +140,34 @@ class Sizes(NamedTuple):
     k_len: Any
     head_dim: Any
     value_dim: Any
+
+
+def our_layout(layout: Any) -> Any:
+    """Our name of a layout; whatever is none stays as it is."""
+    if not isinstance(layout, str) or layout in LAYOUTS:
+        return layout
+    lower = layout.lower()
+    return lower if lower in LAYOUTS else _OURS.get(lower, layout)
+
+
+def our_causal(causal: Any, q_start: Any) -> Any:
+    """Our word for an alignment, which says where queries are; whatever is none stays as it is."""
+    if not isinstance(causal, str) or causal not in SAME_CAUSAL:
+        return causal
+    if q_start is not None:
+        raise ArgumentError(f"q_start: expected None with causal={causal!r}, which says where queries are; got both.")
+    return SAME_CAUSAL[causal]
+
+
+def padded_alike(lengths: Any, q_lengths: Any, k_lengths: Any) -> Any:
+    """What `lengths=` says, of queries and of keys: it stands alone."""
+    for name, x in (("q_lengths", q_lengths), ("k_lengths", k_lengths)):
+        if x is not None:
+            raise ArgumentError(
+                f"lengths: expected None beside {name}=; got both. lengths= is of queries and keys alike; where they "
+                "differ, give q_lengths= and k_lengths=."
+            )
+    return lengths
 
 
 def scores_of(score: Any) -> list[Any]:

@@ -29,7 +29,7 @@ from .expressions.tree import evaluate
 from .gradients import SINKS, Asked, Given, asked
 from .modes import standard
 from .philox import MOST_POSITIONS, kept
-from .problem import LAYOUTS, Options, Problem
+from .problem import LAYOUTS, Options, Problem, padded_alike
 from .reference_backward import Returned, backward_of
 from .resolve import from_arrays
 from .rotations import Options as RotaryOptions
@@ -66,7 +66,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
         q, k, v: as for `speedlight.attention`.
         return_lse: also return the log-sum-exp.
         **options: causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q,
-            cu_seqlens_k, q_lengths, k_lengths, dropout, seed.
+            cu_seqlens_k, lengths, q_lengths, k_lengths, dropout, seed.
 
     Returns:
         float64 NumPy arrays of the shapes that `speedlight.attention` returns.
@@ -348,12 +348,20 @@ def _shares(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[np.ndarray, ...]:
         return out, ~np.isneginf(lse)[..., None], (weight / total)[..., None], base, total
 
 
+def _options(*, lengths: Any = None, **options: Any) -> Options:
+    given = Options(**options)
+    if lengths is None:
+        return given
+    both = padded_alike(lengths, given.q_lengths, given.k_lengths)
+    return given._replace(q_lengths=both, k_lengths=both)
+
+
 class _Case:
     """Arrays as (batch, heads, length, dim) float64 views of one problem, or as one item when packed."""
 
     def __init__(self, q: Any, k: Any, v: Any, options: dict[str, Any]) -> None:
         described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-        given = Options(**options)
+        given = _options(**options).spelled()
         self.layout = given.layout
         self.problem, self.cu_q, self.cu_k = from_arrays(described[0], described[1], described[2], given)
         self.dtype = self.problem.dtype

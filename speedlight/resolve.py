@@ -18,6 +18,7 @@ from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.symbols import Symbol, where
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression, score_chain
+from .hints import of_heads, of_mask
 from .layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
 from .modes import standard
 from .philox import MOST_POSITIONS
@@ -55,6 +56,11 @@ def from_sizes(sizes: Sizes, options: Options) -> Problem:
     if k_len is None and o.cu_seqlens_k is None and o.k_lengths is None:
         k_len = q_len
     k_len = _longest("k_len", k_len, "cu_seqlens_k", "k_lengths", o)
+    given = {"q_heads": sizes.q_heads, "q_len": q_len, "head_dim": sizes.head_dim}
+    missing = [n for n, x in given.items() if x is None]
+    if missing:
+        way = "plan(q, k, v), or plan(q_heads=…, q_len=…, head_dim=…)"
+        raise ArgumentTypeError(f"{missing[0]}: expected arrays or sizes, {way}; got no {', '.join(missing)}.")
     q_heads, q_len, k_len = (
         checks.size(n, x) for n, x in (("q_heads", sizes.q_heads), ("q_len", q_len), ("k_len", k_len))
     )
@@ -175,9 +181,9 @@ def _check_alignment(q_lens: tuple[int, ...], k_lens: tuple[int, ...], options: 
         if 0 < rows != keys > 0:
             if placed or any(["i" in x.root.uses for x in _functions_of(options.mask, options.score)]):
                 raise ArgumentError(
-                    f"{name}: expected {other}= or q_start= beside it: without them the last of item {item}'s {rows} "
-                    f"queries is at the last of its {keys} keys. Give {other}= the same lengths, or q_start=0, which "
-                    "puts row i at key i."
+                    f"{name}: expected lengths= in its place, which pads queries and keys alike, or {other}= or "
+                    f"q_start= beside it: by {name}= alone the last of item {item}'s {rows} queries is at the last of "
+                    f"its {keys} keys. q_start=0 puts row i at key i."
                 )
             return
 
@@ -241,7 +247,8 @@ def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
     """Without mask, score and sinks."""
     q_heads, kv_heads, causal = sizes.q_heads, sizes.kv_heads, options.causal
     if (kv_heads == 0 and q_heads) or (kv_heads and q_heads % kv_heads):
-        raise ArgumentError(f"k: expected a number of kv heads that divides q's {q_heads} heads; got {kv_heads}.")
+        way = of_heads(options.layout, sizes) if q_heads and kv_heads else ""
+        raise ArgumentError(f"k: expected a number of kv heads that divides q's {q_heads} heads; got {kv_heads}.{way}")
     if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
         raise ArgumentError(f"causal: expected False, True (aligned at the end) or 'top-left'; got {shown(causal)}.")
     k_start = checks.integer("k_start", options.k_start)
@@ -298,9 +305,7 @@ def _starts(q_start: Any, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
 
 def _windowed(window: Any, mask: Any, problem: Problem, packed: bool, square: tuple[int, int]) -> Expression | None:
     """The shorthand (left, right), joined to the mask."""
-    if not (isinstance(window, (tuple, list)) and len(window) == 2):
-        raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {shown(window)}.")
-    left, right = (None if x is None else checks.size("window", x) for x in window)
+    left, right = checks.window_sides(window)
     limits: list[Any] = []
     if left is not None:
         limits.append(expression(lambda b, h, i, j: i - j <= left, "mask"))
@@ -337,8 +342,13 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
         return problem
     found = _score(score, problem, packed, square)
     hiding = _mask(mask, problem, packed, square)
-    for table in [t for x in (hiding, found) if x is not None for t in x.tables if t.source is not None]:
-        check_plain_tensor(table.source, table.name)
+    for table in [t for x in (hiding, found) if x is not None for t in x.tables]:
+        if table.source is not None:
+            check_plain_tensor(table.source, table.name)
+        if table.of_heads and table.shape[0] != problem.q_heads:
+            raise ArgumentError(
+                f"{table.name}: expected an entry for each of q's {problem.q_heads} heads; got {table.shape[0]}."
+            )
     return replace(problem, mask=hiding, score=found)
 
 
@@ -401,7 +411,8 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
             "own."
         )
     if not (is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
-        way = " A factor of scores is scale=." if isinstance(x, (int, float)) else ""
+        way = f" {'Causality is causal=True' if name == 'mask' else 'A factor of scores is scale='}."
+        way = way if isinstance(x, (bool, int, float)) else ""
         raise ArgumentTypeError(
             f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.{way}"
         )
@@ -410,10 +421,8 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
     whole = (problem.batch, problem.q_heads, q_len, k_len)
     shape = (1,) * (4 - table.array.ndim) + table.array.shape
     if any([a not in (1, b) for a, b in zip(shape, whole, strict=True)]):
-        of_tokens = name == "mask" and table.shape == (problem.batch, k_len)
-        way = " A tokenizer's mask of (batch, k_len) is mask=sl.padding(attention_mask)." if of_tokens else ""
         what = f"a shape that broadcasts to (batch, q_heads, q_len, k_len) = {whole}"
-        raise ArgumentError(f"{name}: expected {what}; got {table.array.shape}.{way}")
+        raise ArgumentError(f"{name}: expected {what}; got {table.shape}.{of_mask(name, table.shape, whole)}")
     if table is not x:
         table.reshaped(shape)
     return table

@@ -12,7 +12,7 @@ from .arrays import DTYPES, check_plain_tensor, describe, is_masked, is_tensor
 from .checks import MOST, check_flag, check_layout, integer, number, size
 from .errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
 from .layouts import batch_of, check_dimensions
-from .problem import LAYOUTS
+from .problem import LAYOUTS, our_layout
 
 BASE = 10000.0
 _ARRAY = "a NumPy array, or a PyTorch tensor"
@@ -77,7 +77,9 @@ def computed_in(x: Any) -> str:
 
 def rotation_of(x: Any, options: Options, dtype: str | None = None) -> Rotation:
     """The rotation of a call, in `dtype` (default: what x is computed in)."""
-    check_layout(options.layout)
+    layout = our_layout(options.layout)
+    check_layout(layout)
+    options = options if layout is options.layout else options._replace(layout=layout)
     check_flag("interleaved", options.interleaved)
     sizes = _sizes(x, options.layout)
     dims = sizes.head_dim if options.dims is None else size("dims", options.dims, 2)

@@ -279,6 +279,14 @@ def test_bad_dlpack_capsules_are_named(fields):
             sl.attention(**({"q": q, "k": q, "v": q} | {name: Capsule(**fields)}))
 
 
+def test_a_gpu_array_of_negative_strides_is_named():
+    """PyTorch, asked to take one, would end the process."""
+    q = Capsule().array
+    steps = (ctypes.c_int64 * 4)(256, 128, -16, 1)
+    with pytest.raises(sl.ArgumentTypeError, match=r"^q: expected strides that are not negative on a GPU. Use q.copy"):
+        sl.attention(Capsule(device=(2, 0), device_type=2, strides=steps, byte_offset=7 * 64), q, q)
+
+
 # --- results are written when nothing can fail any more
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from problems import DTYPES, qkv
 from tolerance import assert_accurate
 
 import speedlight as sl
+import speedlight.torch
 
 SINKS = np.array([0.5, -3.0, 20.0, -np.inf])
 LENGTHS = {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}
@@ -137,15 +139,17 @@ def test_a_padded_square_with_one_kind_of_lengths_is_refused(rng, options, lengt
     (name,) = lengths
     other = {"k_lengths": "q_lengths", "q_lengths": "k_lengths"}[name]
     for call in (sl.attention, sl.plan, sl.reference.attention):
-        with pytest.raises(sl.ArgumentError, match=f"^{name}: expected {other}= or q_start= beside it: .* item 1's"):
+        with pytest.raises(
+            sl.ArgumentError, match=f"^{name}: expected lengths= in its place, .*, or {other}= or .* item 1's"
+        ):
             call(q, k, v, **lengths, **options)
     rows = [slice(n) for n in (9, 6)]
     alone = [
         sl.attention(q[b : b + 1, :, r], k[b : b + 1, :, r], v[b : b + 1, :, r], **options) for b, r in enumerate(rows)
     ]
-    for way_out in ({other: [9, 6]}, {"q_start": 0}):
-        out = sl.attention(q, k, v, **lengths, **way_out, **options)
-        if name == "k_lengths" or other in way_out:
+    for way_out in ({"lengths": [9, 6]}, {other: [9, 6]} | lengths, {"q_start": 0} | lengths):
+        out = sl.attention(q, k, v, **way_out, **options)
+        if name == "k_lengths" or "q_start" not in way_out:
             assert all(
                 out[b, :, r].tobytes() == one[0].tobytes() for b, (r, one) in enumerate(zip(rows, alone, strict=True))
             )
@@ -203,3 +207,73 @@ def test_wrong_arguments(rng, options, message):
     if "lengths" in next(iter(options)):
         with pytest.raises(sl.ArgumentError, match="expected None for layout='lhd'"):
             sl.attention(*packed, layout="lhd", **options)
+
+
+def test_lengths_are_of_queries_and_keys_alike(rng):
+    """Everywhere: attention() and its backward pass, plans, the specification; arrays, lists and tensors hold them."""
+    q, k, v = qkv(rng, "float32", 2, 2, 2, 9, 9, 8, 8)
+    both = {"q_lengths": [9, 6], "k_lengths": [9, 6], "causal": True}
+    out, lse = sl.attention(q, k, v, **both, return_lse=True)
+    assert not out[1, :, 6:].any() and np.isneginf(lse[1, :, 6:]).all() and out[1, :, 5].all()
+    want = [x.tobytes() for x in sl.attention_backward(q, k, v, out, lse, out, **both)]
+    for lengths in ([9, 6], (9, 6), np.array([9, 6], np.int32), torch.tensor([9, 6])):
+        padded = {"lengths": lengths, "causal": True}
+        assert sl.attention(q, k, v, **padded).tobytes() == out.tobytes()
+        assert [x.tobytes() for x in sl.attention_backward(q, k, v, out, lse, out, **padded)] == want
+        assert sl.plan(q, k, v, **padded) == sl.plan(q, k, v, **both)
+    assert_accurate(q, k, v, lengths=[9, 6], causal=True, zeros_allowed=True)
+    sizes = {"batch": 2, "q_heads": 2, "head_dim": 8}
+    assert sl.plan(**sizes, **padded).visible_pairs == sl.plan(**sizes, **both).visible_pairs
+    q, k, v = (torch.from_numpy(x).requires_grad_() for x in (q, k, v))
+    followed = speedlight.torch.attention(q, k, v, **padded)
+    followed.backward(torch.from_numpy(out))
+    assert [x.grad.numpy().tobytes() for x in (q, k, v)] == want
+
+
+@pytest.mark.parametrize("name", ["q_lengths", "k_lengths"])
+def test_lengths_stand_alone(rng, name):
+    q, k, v = qkv(rng, "float32", 2, 2, 2, 9, 9, 8, 8)
+    for call in (sl.attention, sl.plan, sl.reference.attention):
+        with pytest.raises(sl.ArgumentError, match=f"^lengths: expected None beside {name}=; got both"):
+            call(q, k, v, lengths=[9, 6], **{name: [9, 6]})
+
+
+LETTERS = {"bhld": ["bhsd", "BHSD", "bnsd", "BNTH", "bhnd"], "blhd": ["bshd", "BSND", "BTNH", "bthd"],
+           "lhd": ["thd", "THD", "NHD", "tnd"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LETTERS)
+def test_layouts_by_other_libraries_letters(rng, layout):
+    """Everywhere that has a layout, again and again, and without another preparation's memory."""
+    shape = {"bhld": (2, 3, 5, 8), "blhd": (2, 5, 3, 8), "lhd": (5, 3, 8)}[layout]
+    q = rng.standard_normal(shape, dtype=np.float32)
+    want, lse = sl.attention(q, q, q, layout=layout, causal=True, return_lse=True)
+    grads = [x.tobytes() for x in sl.attention_backward(q, q, q, want, lse, q, layout=layout, causal=True)]
+    turned = sl.rotary(q, positions=3, layout=layout).tobytes()
+    t = torch.from_numpy(q).requires_grad_()
+    for name in LETTERS[layout]:
+        options = {"layout": name, "causal": True}
+        for _ in range(2):
+            assert sl.attention(q, q, q, **options).tobytes() == want.tobytes()
+            assert [x.tobytes() for x in sl.attention_backward(q, q, q, want, lse, q, **options)] == grads
+        assert sl.reference.attention(q, q, q, **options).shape == want.shape
+        assert sl.plan(q, q, q, **options) == sl.plan(q, q, q, layout=layout, causal=True)
+        assert sl.rotary(q, positions=3, layout=name).tobytes() == turned
+        assert speedlight.torch.attention(t, t, t, **options).detach().numpy().tobytes() == want.tobytes()
+
+
+def test_alignments_by_other_libraries_names(rng):
+    q, k, v = qkv(rng, "float32", 2, 2, 2, 5, 9, 8, 8)
+    pages = k.swapaxes(1, 2)
+    for name, ours in (("bottom-right", True), ("lower-right", True), ("upper-left", "top-left")):
+        want = sl.attention(q, k, v, causal=ours).tobytes()
+        for _ in range(2):
+            assert sl.attention(q, k, v, causal=name).tobytes() == want
+        t = [torch.from_numpy(x) for x in (q, k, v)]
+        assert speedlight.torch.attention(*t, causal=name).numpy().tobytes() == want
+        with pytest.raises(sl.ArgumentError, match=rf"^q_start: expected None with causal='{name}'.* got both"):
+            sl.attention(q, k, v, causal=name, q_start=3)
+        if ours is True:
+            for layout in ("bhld", "bhsd"):
+                paged = sl.attention_paged(q, pages, pages, [[0], [1]], [9, 9], causal=name, layout=layout)
+                assert paged.tobytes() == sl.attention(q, k, k, causal=True).tobytes()

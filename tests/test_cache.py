@@ -178,6 +178,8 @@ def test_no_place_at_all(tmp_path):
     blocked.write_text("not a directory")
     assert use(blocked / "cache") == ["True", "1", "False"]
     assert use(tmp_path / "unused", SPEEDLIGHT_CACHE="0") == ["True", "0", "False"]
+    with pytest.raises(sl.ArgumentError, match=r"^SPEEDLIGHT_CACHE: expected 0 \(keep no kernels\) or 1 .*got 'maybe'"):
+        here(tmp_path / "unused", SPEEDLIGHT_CACHE="maybe")
     assert not (tmp_path / "unused").exists()
 
 

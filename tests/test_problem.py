@@ -41,7 +41,7 @@ BAD = [
     ("v", {"v": np.ones((1, 2, 7, 5), np.float32)}, sl.ArgumentError),
     ("v", {"v": np.ones((2, 2, 7, 0), np.float32)}, sl.ArgumentError),
     ("causal", {"causal": 1}, sl.ArgumentError),
-    ("causal", {"causal": "bottom-right"}, sl.ArgumentError),
+    ("causal", {"causal": "bottom-left"}, sl.ArgumentError),
     ("causal", {"causal": None}, sl.ArgumentError),
     ("q_start", {"q_start": 1.5}, sl.ArgumentTypeError),
     ("q_start", {"q_start": True}, sl.ArgumentTypeError),

@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CompileError
+from ..errors import ArgumentError, CompileError, shown
 from ..modes import standard
 
 if TYPE_CHECKING:
@@ -278,7 +278,10 @@ def _digest_of(structure: Any) -> str:
 
 def cache_directory() -> Path | None:
     """The directory of object files, or None without a cache (SPEEDLIGHT_CACHE=0, or no home directory)."""
-    if os.environ.get("SPEEDLIGHT_CACHE", "") == "0":
+    kept = os.environ.get("SPEEDLIGHT_CACHE", "")
+    if kept not in ("", "0", "1"):
+        raise ArgumentError(f"SPEEDLIGHT_CACHE: expected 0 (keep no kernels) or 1 (keep them); got {shown(kept)}.")
+    if kept == "0":
         return None
     named = os.environ.get("SPEEDLIGHT_CACHE_DIR")
     if named:

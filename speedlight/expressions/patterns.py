@@ -35,7 +35,7 @@ def window(left: int | None, right: int | None = 0) -> Expression:
     >>> sl.window(1024, 0)
     mask (((i - j) <= 1024) & ((j - i) <= 0))
     """
-    left, right = (None if x is None else _integer(name, x, -_MOST) for name, x in (("left", left), ("right", right)))
+    left, right = (None if x is None else _limit(name, x) for name, x in (("left", left), ("right", right)))
     if left is None and right is None:
         raise ArgumentError("left: expected a number for left or right; got None for both. Leave the mask out.")
     if right is None:
@@ -130,6 +130,7 @@ def alibi(slopes: Any) -> Expression:
     of = _table(slopes, "slopes", ("int", *_FLOATS), (1,))
     if not np.isfinite(of.array).all():
         raise ArgumentError("slopes: expected finite numbers; got NaN or infinity among them.")
+    of.of_heads = True
     return expression(lambda s, b, h, i, j: s + of[h] * (j - i))
 
 
@@ -170,8 +171,19 @@ def relative_bias(bias: Any) -> Expression:
     of = _table(bias, "bias", ("int", *_FLOATS), (2,))
     if of.array.shape[1] % 2 == 0:
         raise ArgumentError(f"bias: expected shape (q_heads, 2n - 1); got {of.array.shape}.")
+    of.of_heads = True
     middle = of.array.shape[1] // 2
     return expression(lambda s, b, h, i, j: s + of[h, i - j + middle])
+
+
+def _limit(name: str, x: Any) -> int:
+    """Of a window. -1, elsewhere no limit, would be a mask that hides the query's own key."""
+    if isinstance(x, numbers.Integral) and x < 0:
+        raise ArgumentError(
+            f"{name}: expected an int from 0 to 2^46, or None for no limit, flash-attn's -1; got {shown(x)}. Keys "
+            "strictly before the query are mask=lambda b, h, i, j: j < i."
+        )
+    return _integer(name, x, 0)
 
 
 def _integer(name: str, x: Any, least: int) -> int:

@@ -41,7 +41,19 @@ class Table:
     mask (table[i] == table[j])
     """
 
-    __slots__ = ("_ends", "array", "copies", "kind", "name", "of_keys", "origin", "tensor", "version", "watched")
+    __slots__ = (
+        "_ends",
+        "array",
+        "copies",
+        "kind",
+        "name",
+        "of_heads",
+        "of_keys",
+        "origin",
+        "tensor",
+        "version",
+        "watched",
+    )
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
         if not isinstance(name, str):
@@ -51,6 +63,7 @@ class Table:
         )
         self.copies: dict[str, Any] = {}  # by device
         self.of_keys = False  # whether its shape has to be (batch, k_len) of the call
+        self.of_heads = False  # whether it has to have an entry for each query head
         self.origin: Any = None  # the tensor of floats that these are the numbers of
         self.version = 0  # of its numbers
         self.watched: Any = None if copy else array  # the tensor, or array, whose memory these numbers are in

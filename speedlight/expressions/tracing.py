@@ -158,6 +158,11 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     if role == "mask" and root.kind != "bool":
         raise ExpressionError(f"mask: expected a bool result; got {root.kind} {root!r}. Write a comparison.")
     if role == "score":
+        if root.kind == "bool":
+            raise ExpressionError(
+                f"score: expected a number; got bool {root!r}. What is seen is mask=; or write sl.where(condition, s, "
+                "-inf)."
+            )
         root = convert(root, "float")
     return expression_of(role, root)
 
@@ -187,6 +192,8 @@ def check_returned(name: str, function: Callable[..., Any], result: Any) -> None
         code = getattr(inspect.unwrap(function), "__code__", None)
         place = "" if code is None else f" of {code.co_name}() in {code.co_filename}:{code.co_firstlineno}"
         raise ExpressionError(f"{name}: expected a result{place}; got None. Is a return missing?")
+    if isinstance(result, (str, bytes)):
+        raise ExpressionError(f"{name}: expected a symbol or a number as the result; got {shown(result)}.")
 
 
 def expression_of(role: str, root: Node) -> Expression:

@@ -15,7 +15,7 @@ from ..expressions.tables import Table
 from ..expressions.tracing import expression
 from ..turning import rotary
 from .options import check_tensors, overlaps_itself
-from .sequences import Side, attended, attended_pages
+from .sequences import PageNames, Side, attended, attended_pages
 
 
 class Cache(NamedTuple):
@@ -86,14 +86,17 @@ def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], quer
 
     With qv, queries and keys are longer, and each score is the sum of two.
     """
-    k, v, table = cache.k, cache.v, cache.table
+    k, v, table, name = cache.k, cache.v, cache.table, cache.table_name
     if qv is not None:
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
     if table is None and cache.rows is None and queries.offsets is None:
         return attended(q, k[: len(after)], v[: len(after)], queries, Side("k", None, after), said, True)
     if table is None:
+        name = "cache_batch_idx"
         table = (torch.arange(len(after)) if cache.rows is None else cache.rows)[:, None]
-    return attended_pages(q, (k, v), table, after, queries, said, ("k_cache", "v_cache"))
+    return attended_pages(
+        q, (k, v), table, after, queries, said, PageNames("k_cache", "v_cache", name, "cache_seqlens")
+    )
 
 
 def check_given(q: Any, cache: Cache, new: New, qv: Any = None, offsets: Any = None, hint: str = "") -> None:

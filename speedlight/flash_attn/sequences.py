@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..api import attention_paged
 from ..checks import item_lengths, packed_offsets
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, Error, rename
 from ..expressions.patterns import window as window_mask
 from ..torch.attending import attention
 from .options import check_tensors
@@ -27,6 +27,18 @@ class Side(NamedTuple):
 
 PADDED = Side("q"), Side("k")  # of calls that have no offsets
 _AXES = {3: "(total, nheads, headdim) beside", 4: "(batch, seqlen, nheads, headdim) without"}
+
+
+class PageNames(NamedTuple):
+    """What a caller calls the arguments of attention_paged()."""
+
+    k: str
+    v: str
+    table: str
+    lengths: str
+
+
+PAGES = PageNames("k", "v", "block_table", "seqused_k")
 
 
 class Packing(NamedTuple):
@@ -98,17 +110,21 @@ def attended_pages(
     k_lengths: Any,
     queries: Side,
     said: dict[str, Any],
-    names: tuple[str, str] = ("k", "v"),
+    names: PageNames = PAGES,
 ) -> Any:
-    """attention_paged(), (out, lse)."""
-    _check_pages(pages, names)
+    """attention_paged(), (out, lse), whose errors have the caller's names."""
+    _check_pages(pages, names[:2])
     check_sides(q, q, q, queries, queries)
     said = paged_options(said) | {"return_lse": True}
-    if queries.offsets is queries.used is None:
-        return attention_paged(q, *pages, table, k_lengths, layout="blhd", **said)
-    packing = packed(queries, q)
-    said |= {"layout": "lhd", "cu_seqlens_q": packing.offsets}
-    found = attention_paged(_rows(q, queries, packing.rows), *pages, table, k_lengths, **said)
+    try:
+        if queries.offsets is queries.used is None:
+            return attention_paged(q, *pages, table, k_lengths, layout="blhd", **said)
+        packing = packed(queries, q)
+        said |= {"layout": "lhd", "cu_seqlens_q": packing.offsets}
+        found = attention_paged(_rows(q, queries, packing.rows), *pages, table, k_lengths, **said)
+    except Error as error:
+        rename(error, dict(zip(("k_pages", "v_pages", "block_table", "k_lengths"), names, strict=True)))
+        raise
     return _placed(found, q, queries, packing, True)
 
 

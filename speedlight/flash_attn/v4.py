@@ -15,7 +15,7 @@ from ..expressions.tables import Table, table
 from ..expressions.tracing import Expression, check_returned, expression
 from . import v3
 from .options import OTHER_ORDER, check_tensors, options_of, refuse, sides
-from .sequences import Side, attended, attended_pages, check_sides, lengths, packed
+from .sequences import PAGES, Side, attended, attended_pages, check_sides, lengths, packed
 
 __all__ = ["SeqlenInfo", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
 
@@ -207,7 +207,7 @@ def flash_attn_varlen_func(
         said |= _modified(mods, _info(_offsets(queries, q), _offsets(keys, k), q_lens, k_lens))
     if page_table is None:
         return _results(attended(q, k, v, queries, keys, said, return_lse), return_lse, heads_last)
-    found = attended_pages(q, (k, v), page_table, seqused_k, queries, said)
+    found = attended_pages(q, (k, v), page_table, seqused_k, queries, said, PAGES._replace(table="page_table"))
     return _results(found if return_lse else found[0], return_lse, heads_last)
 
 

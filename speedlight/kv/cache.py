@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals
 from ..compiling import in_graph, outside
 from ..errors import ArgumentError, CacheFull
 from ..forks import renew_after_fork
+from ..hints import explained, refuses_others, unknown
 from ..problem import Options, new_options
 from ..tokens import TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
@@ -54,6 +55,7 @@ class KVCache:
     ((1, 2, 3, 4), 3)
     """
 
+    @explained
     def __init__(
         self,
         *,
@@ -178,6 +180,7 @@ class KVCache:
         k, v, counts = self._new(k, v, new_lengths)
         self._grow(layer, k, v, counts, None)
 
+    @refuses_others
     def attend(
         self,
         layer: int,
@@ -195,6 +198,7 @@ class KVCache:
         out: Any = None,
         dropout: float = 0.0,
         seed: int | None = None,
+        **theirs: NoReturn,
     ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
@@ -223,6 +227,8 @@ class KVCache:
 
         After any exception the cache is as it was.
         """
+        if theirs:
+            raise unknown(KVCache.attend, next(iter(theirs)))
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
             options |= {"new_lengths": new_lengths, "q_lengths": q_lengths}

@@ -10,13 +10,14 @@ import threading
 import weakref
 from collections import Counter
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from ..checks import cache_dtype, check_index, check_list, check_sizes, packed_counts
 from ..compiling import in_graph, outside
 from ..cpu.layout import BLOCK
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from ..forks import renew_after_fork
+from ..hints import explained, refuses_others, unknown
 from ..problem import Options
 from ..tokens import Batch, TokenShape
 from .query import Query, check_asked, packed_tokens, query_of, results_of
@@ -51,6 +52,7 @@ class PagePool:
     6
     """
 
+    @explained
     def __init__(
         self,
         *,
@@ -271,6 +273,7 @@ class PagePool:
         counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
         self._grow(layer, sequences, counts, k, v, None, [])
 
+    @refuses_others
     def attend(
         self,
         layer: int,
@@ -289,6 +292,7 @@ class PagePool:
         out: Any = None,
         dropout: float = 0.0,
         seed: int | None = None,
+        **theirs: NoReturn,
     ) -> Any:
         """Appends new tokens to several sequences, then lets their queries attend, each to all tokens of its sequence
         up to its own.
@@ -317,6 +321,8 @@ class PagePool:
 
         After any exception the pool and its sequences are as they were.
         """
+        if theirs:
+            raise unknown(PagePool.attend, next(iter(theirs)))
         if in_graph():
             options = {"scale": scale, "mask": mask, "score": score, "sink_logits": sink_logits, "out": out}
             options |= {"new_lengths": new_lengths, "q_lengths": q_lengths}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
@@ -14,46 +13,19 @@ from ..api import attention as forward
 from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
-from ..errors import ArgumentTypeError, UnsupportedError
+from ..errors import UnsupportedError
 from ..gradients import SINKS, Followed, check_fresh, check_one_dtype, check_unwritten, followed, settled, tables_of
-from ..problem import Options, new_options
+from ..hints import explained
+from ..problem import Options, new_options, our_causal, our_layout, padded_alike
 from . import further, ops
 from .forms import tensors_of, text_of
 from .graphs import in_graph
 from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
-_P = ParamSpec("_P")
-_THEIRS = {
-    "is_causal": "causal='top-left', or causal=True, which aligns the last query with the last key",
-    "attn_mask": "mask= (True where a key is seen), or score= for what is added to scores",
-    "dropout_p": "dropout= and seed=",
-    "enable_gqa": "k and v of fewer heads as they are",
-    "score_mod": "score=",
-    "mask_mod": "mask=",
-    "block_mask": "mask=",
-    "attention_mask": "mask=sl.padding(attention_mask)",
-    "key_padding_mask": "mask=sl.padding(~key_padding_mask)",
-}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def names_ours(function: Callable[_P, Any]) -> Callable[_P, Any]:
-    """Says what other libraries' arguments are called here."""
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> Any:
-        for name in options:
-            if name in _THEIRS:
-                raise ArgumentTypeError(
-                    f"{name}: expected the arguments of speedlight.attention(); got another library's. Use "
-                    f"{_THEIRS[name]}; speedlight.torch.scaled_dot_product_attention has PyTorch's arguments."
-                )
-        return function(*args, **options)
-
-    return call
-
-
-@names_ours
+@explained
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -70,6 +42,7 @@ def attention(
     layout: str = "bhld",
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
+    lengths: Any = None,
     q_lengths: Any = None,
     k_lengths: Any = None,
     return_lse: bool = False,
@@ -85,9 +58,9 @@ def attention(
         score: gradients flow to float tensors that are added, of any shape that broadcasts, and to tensors behind
             tables: sl.table(t), sl.alibi(slopes), sl.relative_bias(t), sl.softcap(c).
         sink_logits: gradients flow to a tensor.
-        causal, window, mask, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, q_lengths, k_lengths,
-        return_lse, precision, dropout, seed: as for speedlight.attention(); the seed may be a tensor of one integer,
-            as graphs draw it.
+        causal, window, mask, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths, q_lengths,
+        k_lengths, return_lse, precision, dropout, seed: as for speedlight.attention(); the seed may be a tensor of one
+            integer, as graphs draw it.
 
     Returns:
         out, or with return_lse (out, lse), as speedlight.attention() does; gradients flow through both.
@@ -101,6 +74,9 @@ def attention(
     >>> q.grad.shape
     torch.Size([1, 2, 3, 4])
     """
+    if lengths is not None:
+        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
+    layout, causal = our_layout(layout), our_causal(causal, q_start)
     options = new_options(Options, (
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, precision, dropout, seed,

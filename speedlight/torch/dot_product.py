@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
+from ..hints import of_mask
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -172,7 +173,11 @@ def mask_of(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     own = tuple(attn_mask.shape)
     padded = (1,) * (len(shape) - len(own)) + own
     if len(own) < 2 or len(own) > len(shape) or any([n not in (1, m) for n, m in zip(padded, shape, strict=False)]):
-        raise ArgumentError(f"attn_mask: expected a shape of 2 dims at least that broadcasts to {shape}; got {own}.")
+        whole = (*shape[:1], 1, *shape[-2:])
+        way = of_mask("attn_mask", own, whole) if len(shape) == 4 else ""
+        raise ArgumentError(
+            f"attn_mask: expected a shape of 2 dims at least that broadcasts to {shape}; got {own}.{way}"
+        )
     if len(own) <= 4 and len(shape) <= 4:
         return attn_mask
     batch = padded[:-3]

@@ -10,7 +10,7 @@ import transformers.masking_utils as masking_utils
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.utils.output_capturing import _active_collector
 
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, rename, shown
 from ..expressions.patterns import softcap as softcap_pattern
 from ..torch.attending import attention
 from ..torch.dot_product import drawn_seed
@@ -27,6 +27,7 @@ _HARMLESS = frozenset((
 _READ = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))
 _EAGER = "Use model.set_attn_implementation('eager'), which keeps weights."
 harmless: frozenset[str] = _HARMLESS | _READ  # and what register(harmless=…) names
+_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attention_mask", "sink_logits": "s_aux", "scale": "scaling"}
 _softcap = functools.lru_cache(64)(softcap_pattern)
 
 
@@ -113,7 +114,12 @@ def attention_forward(
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
         query = query.expand(key.shape[0], -1, -1, -1)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    return attention(q, k, v, layout="blhd", **options), None
+    try:
+        return attention(q, k, v, layout="blhd", **options), None
+    except Error as error:
+        added = "attention_mask" if position_bias is None else "position_bias"
+        rename(error, _NAMES | {"score": added})
+        raise
 
 
 def _check_weights(more: dict[str, Any]) -> None:

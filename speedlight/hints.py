@@ -1,0 +1,325 @@
+"""What other libraries call our arguments, and what differs: for the errors of those who come from elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from .errors import ArgumentTypeError, Error
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_CAUSAL = (
+    "causal=True, which aligns the last query with the last key, as flash-attn does, or causal='top-left', the first "
+    "with the first, as PyTorch's and JAX's is_causal does: the same where there are as many queries as keys"
+)
+_MASK = "mask= of bool, True where a key is seen, or score= of floats, which are added to scores"
+_PADDING = "mask=sl.padding(attention_mask) for a tokenizer's (batch, k_len), 1 where there is a token"
+_HIDDEN = "mask=sl.padding(~key_padding_mask): PyTorch's is True where a key is hidden"
+_ADDED = "score=, a float array that is added to scores after scale="
+_CAP = "score=sl.softcap(30.0); 0, where it means none, is leaving it out"
+_SINKS = "sink_logits=, one per query head"
+_GROUPED = "nothing: fewer heads of k and v are grouped heads"
+_PAGES = "attention_paged(q, k_pages, v_pages, block_table, k_lengths)"
+_LSE = "return_lse=True; weights, of a few rows, are sl.reference.weights(q, k)"
+_WEIGHTS = "sl.reference.weights(q, k) for a few rows: a whole matrix of weights is never made"
+_FLEX = "the same function, beside q_start=0: FlexAttention counts queries from 0"
+_PACKED = "cu_seqlens_q= (and cu_seqlens_k=, where keys have other lengths) beside layout='lhd'"
+_OFFSETS_SAY = "nothing: cu_seqlens_q= and cu_seqlens_k= say it"
+_LENGTHS = "lengths= for queries and keys alike, k_lengths= for keys alone, both for batches padded on the right"
+_LAYOUT = (
+    "layout='bhld' for (batch, heads, length, head_dim), 'blhd' for (batch, length, heads, head_dim), 'lhd' for packed "
+    "(total_length, heads, head_dim)"
+)
+_TRAINING = "nothing: dropout=0.0, the default, where nothing trains"
+_SAME_BITS = "nothing: results have the same bits for any threads, and from run to run"
+_OURS = "nothing: how work is divided is the engine's own"
+
+# of attention() and whatever has its options
+_OPTIONS = {
+    **dict.fromkeys(("is_causal", "use_causal_mask"), _CAUSAL),
+    **dict.fromkeys(("attn_mask", "custom_mask", "atten_mask"), _MASK),
+    "attention_mask": _PADDING,
+    **dict.fromkeys(("key_padding_mask", "src_key_padding_mask", "memory_key_padding_mask"), _HIDDEN),
+    **dict.fromkeys(("attn_bias", "bias", "position_bias", "pse"), _ADDED),
+    "dropout_p": "dropout= beside seed=, an int that says which weights are dropped",
+    **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "scale=, a factor of the scores"),
+    "enable_gqa": _GROUPED,
+    **dict.fromkeys(("softcap", "logits_soft_cap", "attn_logits_soft_cap", "soft_cap"), _CAP),
+    "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",
+    "window_left": "window=(left, None) beside causal=True; FlashInfer's -1, no limit, is leaving it out",
+    "local_window_size": "window=(left, right); JAX's n alone is (n, n)",
+    "sliding_window": "window=(n - 1, None) beside causal=True: n tokens, the query's own among them",
+    "alibi_slopes": "score=sl.alibi(slopes), s + slopes[h] * (j - i): flash-attn's, of -|i - j|, where causal",
+    "score_mod": f"score=, {_FLEX}",
+    "mask_mod": f"mask=, {_FLEX}",
+    "block_mask": f"mask=, {_FLEX}",
+    **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "cu_seqlens_kv", "cu_seq_lens_q", "cu_seq_lens_k"), _PACKED),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_s"), _OFFSETS_SAY),
+    **dict.fromkeys(("seqlens", "seq_lens", "seq_lengths", "lens", "sequence_lengths", "actual_seq_lengths"), _LENGTHS),
+    **dict.fromkeys(("seqused_q", "query_seq_lengths"), "q_lengths=, one for each item"),
+    **dict.fromkeys(
+        ("seqused_k", "cache_seqlens", "kv_lengths", "kv_lens", "key_value_seq_lengths"),
+        "k_lengths=, one for each item",
+    ),
+    **dict.fromkeys(("tensor_layout", "qkv_format", "input_layout", "qkv_layout", "kv_layout", "batch_first"), _LAYOUT),
+    **dict.fromkeys(("is_training", "training"), _TRAINING),
+    "deterministic": _SAME_BITS,
+    **dict.fromkeys(("num_splits", "kernel_options", "scheduler_metadata", "pack_gqa", "smooth_k"), _OURS),
+    **dict.fromkeys(("return_attn_probs", "return_softmax_lse", "return_softmax", "return_aux"), _LSE),
+    **dict.fromkeys(("need_weights", "output_attentions", "return_weights"), _WEIGHTS),
+    **dict.fromkeys(("block_table", "block_tables", "page_table"), _PAGES),
+    **dict.fromkeys(("learnable_sink", "s_aux", "sinks"), _SINKS),
+    **dict.fromkeys(("implementation", "backend"), "engine='cpu' or 'cuda', or nothing: it is where q lies"),
+    "query": "q=",
+    "key": "k=",
+    "value": "v=",
+}
+# names that belong to one library, whose own signature is here, too
+_ADAPTERS = {
+    ("is_causal", "attn_mask", "dropout_p", "enable_gqa"): "speedlight.torch.scaled_dot_product_attention() has "
+    "PyTorch's arguments.",
+    ("score_mod", "mask_mod", "block_mask"): "speedlight.torch.flex_attention() has FlexAttention's arguments.",
+    ("softmax_scale", "window_size", "alibi_slopes", "seqused_k", "cache_seqlens"): "speedlight.flash_attn has the "
+    "calls of flash-attn.",
+}
+_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_heads_kv", "nheads_k")
+_BATCH = dict.fromkeys(("batch_size", "bsz", "max_batch_size"), "batch=")
+_SIZES = {
+    **dict.fromkeys(_HEADS, "kv_heads="),
+    **dict.fromkeys(("head_size", "headdim", "dim", "d"), "head_dim="),
+    "headdim_v": "value_dim=",
+}
+_PLAN = {
+    **_BATCH,
+    **_SIZES,
+    **dict.fromkeys(("num_heads", "n_heads", "nheads", "heads", "num_qo_heads"), "q_heads= (and kv_heads=)"),
+    **dict.fromkeys(("seq_len", "seqlen", "sequence_length", "n"), "q_len= (and k_len=)"),
+    **dict.fromkeys(("seqlen_q", "qo_len"), "q_len="),
+    **dict.fromkeys(("seqlen_k", "kv_len"), "k_len="),
+}
+_KEPT = {
+    **_SIZES,
+    **dict.fromkeys(("num_heads", "n_heads", "nheads", "heads"), "kv_heads=, those of keys and values"),
+    **dict.fromkeys(("num_layers", "n_layers", "num_hidden_layers"), "layers="),
+}
+_TOKENS = ("max_seq_len", "max_seqlen", "max_length", "max_len", "max_cache_len", "size", "n")
+_CACHE = {
+    **_BATCH,
+    **_KEPT,
+    **dict.fromkeys(_TOKENS, "capacity=, the most tokens of a sequence"),
+    **dict.fromkeys(("sliding_window", "window_size"), "window=n: a token sees itself and the n - 1 before it"),
+    **dict.fromkeys(("num_sink_tokens", "sink_tokens", "sinks"), "keep_first="),
+    **dict.fromkeys(("page_size", "block_size", "num_pages", "num_blocks"), "PagePool(…) for pages"),
+}
+_POOL = {
+    **_KEPT,
+    **dict.fromkeys(("num_pages", "num_blocks", "max_num_pages"), "pages="),
+    "block_size": "page_size=, a multiple of 16",
+    **dict.fromkeys(("batch", *_BATCH, "capacity", *_TOKENS), "nothing: sequences grow while pages are free"),
+}
+_ALWAYS = "nothing: a query sees the tokens up to its own; without k and v it sees all that are stored"
+_ATTEND = {
+    **dict.fromkeys(("causal", "is_causal"), _ALWAYS),
+    **dict.fromkeys(("window", "window_size", "sliding_window"), "KVCache(window=n), or mask=sl.window(n - 1, 0)"),
+    **dict.fromkeys(
+        ("lengths", "q_lengths", "k_lengths", "seqlens", "seq_lens", "cu_seqlens", "cu_seqlens_q", "cache_seqlens"),
+        "new_lengths=, the new tokens of each sequence: the cache knows those before",
+    ),
+    "score_mod": "score=, the same function: positions are those in the whole sequence",
+    "mask_mod": "mask=, the same function: positions are those in the whole sequence",
+    **dict.fromkeys(("q_start", "positions", "cache_position", "start_pos"), "nothing: the cache knows its lengths"),
+}
+_KEYS = {
+    **dict.fromkeys(("page_table", "block_tables"), "block_table="),
+    **dict.fromkeys(("cache_seqlens", "seq_lens", "seqused_k", "context_lens", "kv_lens", "lengths"), "k_lengths="),
+    **dict.fromkeys(("k_cache", "key_cache"), "k_pages="),
+    **dict.fromkeys(("v_cache", "value_cache"), "v_pages="),
+    "score_mod": "score=, the same function: positions are those in the whole sequence",
+    "mask_mod": "mask=, the same function: positions are those in the whole sequence",
+    "is_causal": "causal=True, which aligns the last query with the last key",
+    **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=sl.window(left, 0)"),
+}
+_STATES = dict.fromkeys(
+    ("out", "lse", "out_a", "lse_a", "v_a", "s_a", "v_b", "s_b", "out_partial", "lse_partial"),
+    "merge(out1, lse1, out2, lse2), or merge([out1, …], [lse1, …])",
+)
+_OF = {
+    "plan": _PLAN,
+    "attention_paged": _KEYS,
+    "KVCache.attend": _ATTEND,
+    "PagePool.attend": _ATTEND,
+    "merge": _STATES,
+}
+_MAKERS = {"KVCache": _CACHE, "PagePool": _POOL}
+_LAYOUTS = {
+    **dict.fromkeys(("sbhd", "lbhd", "tbhd"), "q.swapaxes(0, 1) is 'blhd'; so are k and v"),
+    **dict.fromkeys(("hnd", "hld", "htd"), "of one item 'bhld' with a batch of 1, q[None]; packed sequences are 'lhd'"),
+    **dict.fromkeys(
+        ("bsh", "bld", "bsd", "btd"), "split the last dimension into heads: q.reshape(b, l, heads, -1) is 'blhd'"
+    ),
+}
+
+
+def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A call whose errors say what other libraries' arguments are called here. Not for what a signal must not divide:
+    when a decorator's call returns, signals are looked for.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return function(*args, **options)
+        except (TypeError, Error) as error:
+            explain(error, function, args, options)
+            raise
+
+    return call
+
+
+def explain(error: Exception, function: Any, args: Sequence[Any], options: Collection[str]) -> None:
+    """Raises what says more than an error of a call: one of Python's own, that arguments do not fit, or one of ours.
+
+    Called in the frame that called the function: Python refuses arguments before there is a frame of it.
+    """
+    if isinstance(error, Error):
+        if "lengths" in options:
+            _named_lengths(error)
+        return
+    trace = error.__traceback__
+    if trace is None or trace.tb_next is not None:
+        return
+    known, by_place = parameters(function)
+    theirs = [name for name in options if name not in known]
+    if theirs:
+        raise unknown(function, theirs[0]) from None
+    if len(args) > by_place < len(known):
+        skipped = "self" in known
+        named = ", ".join(known[skipped:by_place]) or "no argument"
+        raise ArgumentTypeError(
+            f"{_name(function)}: expected {named} by place, and others by name; got {len(args) - skipped} by place. "
+            f"Write {'mask' if 'mask' in known else known[by_place]}=…, and so on."
+        ) from None
+
+
+def parameters(function: Any) -> tuple[list[str], int]:
+    """Names that a function's arguments have, and how many of them may come by place."""
+    code = inspect.unwrap(function).__code__
+    return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]), code.co_argcount
+
+
+def unknown(function: Any, name: str) -> Exception:
+    """The error of an argument that a function has not: another library's, or a slip of the pen."""
+    hint = hint_of(function, name)
+    if hint is not None:
+        way = hint.replace("nothing", "Leave it out", 1) if hint.startswith("nothing") else f"Use {hint}"
+        more = "".join([f" {text}" for names, text in _ADAPTERS.items() if name in names])
+        return ArgumentTypeError(
+            f"{name}: expected the arguments of {_name(function)}(); got another library's. {way}.{more}"
+        )
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, [x for x in parameters(function)[0] if x != "self"], 1)
+    way = f" Did you mean {near[0]!r}?" if near else ""
+    return TypeError(f"{_name(function)}() got an unexpected keyword argument {name!r}.{way}")
+
+
+def hint_of(function: Any, name: str) -> str | None:
+    """What another library's argument is in a call of ours; None where nobody knows the name, or the call has no such
+    option.
+    """
+    called = _name(function)
+    own = _MAKERS.get(called)
+    if own is not None:
+        return own.get(name)
+    if name in _OF.get(called, {}):
+        return _OF[called][name]
+    hint = _OPTIONS.get(name) if called not in ("merge", "merge_states", "synchronize") else None
+    return hint if hint is not None and options_in(hint) <= set(parameters(function)[0]) else None
+
+
+def options_in(hint: str) -> set[str]:
+    """Which of a call's options a hint tells to use."""
+    return set(re.findall(r"\b(\w+)=", re.sub(r"\w\(.*?\)", "", hint)))
+
+
+def _name(function: Any) -> str:
+    return function.__qualname__.removesuffix(".__init__")
+
+
+def _named_lengths(error: Error) -> None:
+    """`lengths=` is both kinds of lengths from early on: what is wrong with them is wrong with it."""
+    text = re.sub(r"^[qk]_lengths(?=: )", "lengths", str(error.args[0])) if error.args else ""
+    if error.args and text != error.args[0]:
+        error.args = (f"{text} lengths= is of queries and keys alike; k_lengths= is of keys alone.", *error.args[1:])
+
+
+def refuses_others(method: _F) -> _F:
+    """Of a method without a decorator's frame around it: its `**theirs`, which are only there to be refused by name,
+    are no part of the signature that it shows.
+    """
+    shown = inspect.signature(method)
+    own = [x for x in shown.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    vars(method)["__signature__"] = shown.replace(parameters=own)
+    return method
+
+
+def of_layout(layout: Any) -> str:
+    """A sentence for who gives a layout that we have not."""
+    hint = _LAYOUTS.get(layout.lower()) if isinstance(layout, str) else None
+    return "" if hint is None else f" {layout!r}: {hint}."
+
+
+def of_heads(layout: str, sizes: Any) -> str:
+    """A sentence for who gives heads and lengths that would fit each other the other way round."""
+    other = {"bhld": "blhd", "blhd": "bhld"}.get(layout)
+    if other is None or not 0 < sizes.k_len <= sizes.q_len < sizes.q_heads or sizes.q_len % sizes.k_len:
+        return ""
+    return f" If these are lengths, of {sizes.q_len} and {sizes.k_len} heads, give layout={other!r}."
+
+
+def of_mask(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> str:
+    """A sentence for who gives an array of a shape that does not broadcast to (batch, q_heads, q_len, k_len)."""
+    batch, _, q_len, k_len = whole
+    if shape == (batch, k_len):
+        padding = "A tokenizer's mask of (batch, k_len) is mask=sl.padding(attention_mask)"
+        bools = f"{padding}; of bools it is mask[:, None, None, :], too"
+        return f" {bools if name == 'mask' else f'Of (batch, k_len) write {name}[:, None, None, :]'}."
+    if shape == (batch, q_len, k_len):
+        return f" Of (batch, q_len, k_len) write {name}[:, None]."
+    return ""
+
+
+_MANY_HEADS = 256  # of keys: no model has as many, nor anybody 16 for each token
+
+
+def warn_if_swapped(layout: str, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    """Heads and length in each other's place give numbers, and wrong ones. Told where a call is prepared: few tokens
+    of many heads are common (a step of decoding, a short prompt), hundreds of heads for a handful of tokens are not.
+    """
+    if layout not in ("bhld", "blhd") or not len(q_shape) == len(k_shape) == 4:
+        return
+    heads, length = (1, 2) if layout == "bhld" else (2, 1)
+    count, q_len, k_len = q_shape[heads], q_shape[length], k_shape[length]
+    if not count == k_shape[heads] >= _MANY_HEADS or count < 16 * max(q_len, k_len) or not k_len or q_len % k_len:
+        return
+    other = "blhd" if layout == "bhld" else "bhld"
+    warnings.warn(
+        f"q of shape {q_shape} has {count} heads of {q_len} token{'s' * (q_len != 1)} by layout={layout!r}. If these "
+        f"are {q_len} head{'s' * (q_len != 1)} of {count} tokens, give layout={other!r}.",
+        stacklevel=_outside(),
+    )
+
+
+def _outside() -> int:
+    """The stacklevel of the first frame that is not ours, seen from who asks."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in ("speedlight", "torch"):
+        frame, level = frame.f_back, level + 1
+    return max(level, 1)

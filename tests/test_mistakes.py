@@ -1,0 +1,278 @@
+"""What newcomers write, and what they are told: a table, which docs/mistakes.md shows. Nothing here is compiled.
+
+`python tests/test_mistakes.py` writes the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+import speedlight as sl
+import speedlight.torch
+from speedlight import api, hints
+from speedlight.flash_attn import v3
+from speedlight.problem import SAME_CAUSAL, SAME_LAYOUTS
+
+PAGE = Path(__file__).parent.parent / "docs" / "mistakes.md"
+
+q = k = v = np.ones((2, 4, 6, 8), np.float32)  # (batch, heads, length, head_dim)
+attention_mask = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])  # a tokenizer's: 1 where there is a token
+slopes = np.ones(8, np.float32)
+square = np.tri(6)
+tensor = torch.ones(2, 4, 6, 8)
+pages = np.ones((4, 16, 4, 8), np.float32)
+new = np.ones((2, 4, 8), np.float32)
+attention = functools.partial(sl.attention, q, k, v)
+cache = sl.KVCache(layers=1, batch=2, kv_heads=4, head_dim=8, capacity=64)
+pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=4, head_dim=8)
+kept, table = torch.ones(2, 4, 16, 6, 8), torch.tensor([[0], [9]])
+sdpa = speedlight.torch.scaled_dot_product_attention
+VALUE, TYPE, EXPRESSION, PLAIN = sl.ArgumentError, sl.ArgumentTypeError, sl.ExpressionError, TypeError
+
+# Of each section: (what is written, the error, words of it)
+MISTAKES = {
+    "Other libraries' arguments": [
+        ("sl.attention(q, k, v, is_causal=True)", TYPE, "causal=True", "causal='top-left'"),
+        ("sl.attention(q, k, v, attn_mask=square)", TYPE, "mask= of bool", "score= of floats"),
+        ("sl.attention(q, k, v, square)", TYPE, "q, k, v by place", "Write mask=…"),
+        ("sl.attention(q, k, v, attention_mask=attention_mask)", TYPE, "mask=sl.padding(attention_mask)"),
+        ("sl.attention(q, k, v, key_padding_mask=attention_mask)", TYPE, "mask=sl.padding(~key_padding_mask)"),
+        ("sl.attention(q, k, v, dropout_p=0.1)", TYPE, "dropout= beside seed="),
+        ("sl.attention(q, k, v, is_training=False)", TYPE, "Leave it out: dropout=0.0"),
+        ("sl.attention(q, k, v, enable_gqa=True)", TYPE, "Leave it out: fewer heads of k and v"),
+        ("sl.attention(q, k, v, softmax_scale=0.1)", TYPE, "scale="),
+        ("sl.attention(q, k, v, sm_scale=0.1)", TYPE, "scale="),
+        ("sl.attention(q, k, v, softcap=30.0)", TYPE, "score=sl.softcap(30.0)"),
+        ("sl.attention(q, k, v, logits_soft_cap=30.0)", TYPE, "score=sl.softcap(30.0)"),
+        ("sl.attention(q, k, v, window_size=(128, 0))", TYPE, "window=(left, right)", "None is no limit"),
+        ("sl.attention(q, k, v, sliding_window=128)", TYPE, "window=(n - 1, None) beside causal=True"),
+        ("sl.attention(q, k, v, alibi_slopes=slopes)", TYPE, "score=sl.alibi(slopes)"),
+        ("sl.attention(q, k, v, score_mod=lambda s, b, h, i, j: s)", TYPE, "score=", "q_start=0"),
+        ("sl.attention(q, k, v, mask_mod=lambda b, h, i, j: j <= i)", TYPE, "mask=", "q_start=0"),
+        ("sl.attention(q, k, v, cu_seqlens=[0, 6])", TYPE, "cu_seqlens_q=", "layout='lhd'"),
+        ("sl.attention(q, k, v, seqlens=[6, 3])", TYPE, "lengths= for queries and keys alike"),
+        ("sl.attention(q, k, v, tensor_layout='HND')", TYPE, "layout='bhld'"),
+        ("sl.attention(q, k, v, page_table=[[0]])", TYPE, "attention_paged("),
+        ("sl.attention(q, k, v, need_weights=True)", TYPE, "sl.reference.weights(q, k)"),
+        ("sl.attention(query=q, key=k, value=v)", TYPE, "q="),
+        ("sl.attention_backward(q, k, v, q, q, q, sm_scale=0.1)", TYPE, "scale="),
+        ("sl.attention_paged(q, pages, pages, page_table=[[0]], seq_lens=[5])", TYPE, "block_table="),
+        ("sl.plan(seq_len=4096, num_heads=32, head_dim=128)", TYPE, "q_len= (and k_len=)"),
+        ("sl.merge(v_a=q, s_a=q)", TYPE, "merge(out1, lse1, out2, lse2)"),
+        ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, max_seq_len=64)", TYPE, "capacity="),
+        ("sl.KVCache(1, 2, 4, 8, 64)", TYPE, "by name", "layers=…"),
+        ("sl.PagePool(num_layers=1, num_blocks=4, block_size=16)", TYPE, "layers="),
+        ("cache.attend(0, q, k, v, causal=True)", TYPE, "Leave it out: a query sees the tokens up to its own"),
+        ("pool.attend(0, [pool.sequence()], new, new, new, cu_seqlens_q=[0, 2])", TYPE, "new_lengths="),
+        ("speedlight.torch.attention(tensor, tensor, tensor, is_causal=True)", TYPE, "scaled_dot_product_attention()"),
+        ("sl.attention(q, k, v, casual=True)", PLAIN, "unexpected keyword argument 'casual'", "mean 'causal'?"),
+        ("cache.attend(0, q, k, v, retrun_lse=True)", PLAIN, "unexpected keyword", "mean 'return_lse'?"),
+    ],
+    "Layouts and shapes": [
+        ("attention(layout='sbhd')", VALUE, "q.swapaxes(0, 1) is 'blhd'"),
+        ("attention(layout='bld')", VALUE, "split the last dimension into heads"),
+        ("sl.attention(np.ones((2, 512, 8, 64)), *np.ones((2, 2, 77, 8, 64)))", VALUE, "give layout='blhd'"),
+        ("sl.attention(q[0, 0], k[0, 0], v[0, 0])", VALUE, "4 dimensions (batch, heads, length, head_dim)"),
+        ("sl.attention(q.tolist(), k, v)", TYPE, "numpy.asarray(q, dtype='float32')"),
+        ("sl.attention(q, tensor, tensor)", TYPE, "the same kind of array as q"),
+        ("sl.attention(q, k.astype('float64'), v)", TYPE, "dtype float32, as q has", "Convert one of them"),
+        ("sl.attention(q.astype(int), k, v)", TYPE, "dtype float32, float64, float16 or bfloat16"),
+        ("jax.jit(sl.attention)(q, k, v)", sl.UnsupportedError, "speedlight.jax"),
+    ],
+    "Padding and lengths": [
+        ("attention(causal=True, k_lengths=[6, 3])", VALUE, "lengths= in its place", "q_start=0"),
+        ("attention(k_lengths=60)", TYPE, "One for each of the items", "[60] * 2"),
+        ("attention(k_lengths=attention_mask)", TYPE, "mask=sl.padding(attention_mask)"),
+        ("attention(lengths=[6])", VALUE, "2 lengths, one per batch item"),
+        ("attention(lengths=[9, 3])", VALUE, "k_lengths= is of keys alone"),
+        ("attention(lengths=[6, 3], k_lengths=[6, 3])", VALUE, "None beside k_lengths="),
+        ("attention(mask=attention_mask)", VALUE, "mask=sl.padding(attention_mask)"),
+        ("attention(mask=attention_mask == 1)", VALUE, "mask[:, None, None, :]", "sl.padding(attention_mask)"),
+        ("attention(mask=attention_mask[:, None, None])", TYPE, "mask.astype(bool)", "sl.padding(mask)"),
+        ("sl.padding(attention_mask[:, None, None])", VALUE, "2 dimensions, (batch, k_len)"),
+        ("sl.padding((1.0 - attention_mask) * -1e9)", TYPE, "score=[array]"),
+        ("sdpa(tensor, tensor, tensor, torch.ones(2, 6).bool())", VALUE, "attn_mask[:, None, None, :]"),
+    ],
+    "Masks, windows and scores": [
+        ("attention(mask=sl.causal)", EXPRESSION, "Call it: sl.causal()"),
+        ("attention(mask=sl.window)", EXPRESSION, "Call it: sl.window(…)"),
+        ("attention(mask=True)", TYPE, "Causality is causal=True"),
+        ("attention(mask=square)", TYPE, "a bool array, True where a key is seen", "score=[array]"),
+        ("attention(mask=np.ones((2, 6, 6), bool))", VALUE, "mask[:, None]"),
+        ("attention(mask=lambda i, j: j <= i)", EXPRESSION, "the arguments (b, h, i, j) of a mask"),
+        ("attention(mask=lambda b, h, i, j: j <= i and i - j < 4)", EXPRESSION, "& | ~", "sl.where"),
+        ("attention(mask=lambda b, h, i, j: i - j)", EXPRESSION, "a bool result", "Write a comparison"),
+        ("attention(mask=sl.causal() and sl.prefix(2))", EXPRESSION, "combine masks with & | ~"),
+        ("attention(mask=sl.softcap(30.0))", EXPRESSION, "expected a mask; got the score"),
+        ("attention(score=lambda s, b, h, i, j: j <= i)", EXPRESSION, "What is seen is mask="),
+        ("attention(score=lambda s, b, h, i, j: 'alibi')", EXPRESSION, "a symbol or a number as the result"),
+        ("attention(score=square > 0)", TYPE, "Pass it as mask="),
+        ("attention(score=0.5)", TYPE, "A factor of scores is scale="),
+        ("attention(score=sl.alibi(slopes))", VALUE, "an entry for each of q's 4 heads; got 8"),
+        ("attention(window=128)", TYPE, "window=(127, None) beside causal=True"),
+        ("attention(window=(128, -1))", VALUE, "None for no limit", "window=(128, None)"),
+        ("sl.window(-1, 0)", VALUE, "None for no limit"),
+        ("attention(causal='left')", VALUE, "True (aligned at the end) or 'top-left'"),
+        ("attention(scale='auto')", TYPE, "a number or None (1/sqrt(head_dim))"),
+        ("attention(dropout=0.1)", VALUE, "seed: expected an int beside dropout="),
+        ("attention(sink_logits=1.0)", TYPE, "numbers, one per query head"),
+    ],
+    "Plans, caches and pages": [
+        ("sl.plan()", TYPE, "plan(q, k, v), or plan(q_heads=…, q_len=…, head_dim=…)"),
+        ("sl.plan(q, k, v, q_len=6)", VALUE, "either arrays or sizes", "Leave the sizes out"),
+        ("sl.KVCache(layers=1, kv_heads=4, head_dim=8)", VALUE, "capacity: expected the most tokens"),
+        ("cache.attend(q, k, v)", TYPE, "layer: expected an int"),
+        ("cache.attend(0, q[:, :, :1], k, v)", VALUE, "6 tokens, as k has"),
+        ("pool.attend(0, [], new, new, new)", VALUE, "sequences: expected one at least"),
+        ("sl.attention_paged(q, pages, pages, [[0], [9]], [5, 5])", VALUE, "pages from 0 to 3; got 9 at [1, 0]"),
+        ("sl.attention_paged(q, pages, pages, [[0], [1]], 5)", TYPE, "[5] * 2"),
+        ("v3.flash_attn_with_kvcache(tensor, *kept, page_table=table, cache_seqlens=5)", VALUE, "page_table: expected"),
+        ("sl.merge(q, q)", TYPE, "merge([out1, …], [lse1, …])"),
+    ],
+}
+ROWS = [row for rows in MISTAKES.values() for row in rows]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), [(x[0], x[1], x[2:]) for x in ROWS], ids=[x[0] for x in ROWS])
+def test_a_mistake_is_told_what_to_write(call, error, words):
+    with pytest.raises(error) as caught:
+        eval(call, globals() | {"jax": jax, "v3": v3})
+    assert type(caught.value) is error
+    for x in words:
+        assert x in str(caught.value)
+    assert caught.value.__cause__ is None and len(str(caught.value)) < 420
+
+
+def _escaped(row):
+    return [x.replace("|", "\\|") if isinstance(x, str) else x for x in row]
+
+
+def page() -> str:
+    """docs/mistakes.md."""
+    lines = [
+        "# What newcomers write, and what they are told",
+        "",
+        "Each row runs as a test; the error that comes has the words on the right, and more of them.",
+        "`tests/test_mistakes.py` has the table, and writes this page.",
+    ]
+    for section, rows in MISTAKES.items():
+        lines += ["", f"## {section}", "", "| written | told |", "|---|---|"]
+        lines += [f"| `{x[0]}` | {' … '.join(f'`{y}`' for y in x[2:])} |" for x in map(_escaped, rows)]
+    return "\n".join(lines) + "\n"
+
+
+def test_the_page_shows_the_table():
+    assert len(ROWS) >= 60
+    assert PAGE.read_text() == page(), "python tests/test_mistakes.py writes it"
+
+
+# --- hints name arguments that there are
+
+CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.plan, sl.merge, sl.merge_states,
+         sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
+         speedlight.torch.attention]  # fmt: skip
+NAMES = {name for table in (hints._OPTIONS, *hints._OF.values(), *hints._MAKERS.values()) for name in table}
+
+
+@pytest.mark.parametrize("function", CALLS, ids=lambda x: x.__qualname__)
+def test_hints_name_arguments_of_the_call(function):
+    own = set(inspect.signature(function).parameters)
+    found = {name: hints.hint_of(function, name) for name in NAMES - own}
+    assert sum(x is not None for x in found.values()) >= (0 if function is sl.merge_states else 10)
+    for hint in found.values():
+        elsewhere = {"window"} if hint is not None and "KVCache(window=n)" in hint else set()
+        assert hint is None or hints.options_in(hint) <= own | elsewhere, hint
+
+
+def test_other_spellings_are_no_names_of_ours():
+    for ours, theirs in SAME_LAYOUTS.items():
+        assert ours not in theirs and all(len(x) == len(ours) for x in theirs)
+    assert set(SAME_CAUSAL.values()) == {True, "top-left"}
+
+
+def test_what_a_call_itself_raises_stays():
+    """A TypeError from within, of a user's function or a library, is none of arguments that do not fit."""
+
+    class Odd:
+        def __dlpack_device__(self):
+            return 1, 0
+
+        def __dlpack__(self, **_):
+            raise TypeError("my own")
+
+    with pytest.raises(TypeError, match="my own"):
+        sl.attention(Odd(), k, v)
+
+    def mask(b, h, i, j):
+        return len(5) == 3
+
+    with pytest.raises(TypeError, match=r"object of type 'int' has no len\(\)"):
+        attention(mask=mask)
+    with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required positional argument: 'v'$"):
+        sl.attention(q, k)
+    with pytest.raises(TypeError, match="takes 0 positional arguments"):
+        sl.synchronize(1)
+
+
+def test_signatures_are_explicit():
+    for function in CALLS:
+        kinds = {x.kind for x in inspect.signature(function).parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, function
+
+
+# --- heads and length in each other's place
+
+SWAPPED = [(2, 512, 8, 64), (1, 4096, 8, 64), (1, 4096, 32, 128), (1, 1024, 16, 64), (4, 2048, 1, 64)]
+USUAL = [  # shapes of q and of k
+    ((1, 32, 1, 128), (1, 8, 4096, 128)), ((1, 32, 5, 128), (1, 32, 5, 128)), ((1, 128, 1, 64), (1, 128, 1, 64)),
+    ((16, 128, 7, 64), (16, 128, 7, 64)), ((1, 96, 2, 128), (1, 96, 2, 128)), ((2, 8, 512, 64), (2, 8, 512, 64)),
+    ((4096, 4, 49, 32), (4096, 4, 49, 32)), ((1, 512, 77, 64), (1, 512, 77, 64)), ((2, 8, 64, 64), (2, 8, 77, 64)),
+    ((1, 256, 17, 64), (1, 256, 17, 64)), ((1, 400, 1, 64), (1, 400, 900, 64)), ((0, 512, 8, 64), (0, 256, 8, 64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "layout"), [(x, y) for x in SWAPPED for y in ("bhld", "blhd")])
+def test_heads_and_length_in_each_others_place_are_noticed(shape, layout):
+    shape = shape if layout == "bhld" else (shape[0], shape[2], shape[1], shape[3])
+    other = "blhd" if layout == "bhld" else "bhld"
+    with pytest.warns(UserWarning, match=rf"heads of .* by layout='{layout}'.* give layout='{other}'") as told:
+        hints.warn_if_swapped(layout, shape, shape)
+    assert len(told) == 1 and told[0].filename == __file__
+
+
+@pytest.mark.parametrize(("of_q", "of_k"), USUAL)
+def test_usual_shapes_are_not_warned_of(of_q, of_k):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hints.warn_if_swapped("bhld", of_q, of_k)
+        hints.warn_if_swapped("blhd", *((x[0], x[2], x[1], x[3]) for x in (of_q, of_k)))
+        hints.warn_if_swapped("lhd", (4096, 8, 64), (4096, 8, 64))
+
+
+def test_it_is_told_once_where_the_call_is(monkeypatch):
+    def stop(*_):
+        raise StopIteration
+
+    monkeypatch.setattr(api.engines, "of", stop)  # nothing is compiled for this
+    x = np.ones((1, 256, 4, 4), np.float32)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            for call, y in ((sl.attention, x), (speedlight.torch.attention, torch.from_numpy(x))):
+                with contextlib.suppress(StopIteration):
+                    call(y, y, y)
+    assert [x.filename for x in told] == [__file__]
+    assert str(told[0].message).startswith("q of shape (1, 256, 4, 4) has 256 heads of 4 tokens by layout='bhld'.")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
