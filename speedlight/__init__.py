@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .expressions.tracing import Expression, expression
     from .kv.cache import KVCache
     from .kv.pool import PagePool
-    from .kv.sequence import Sequence
+    from .kv.sequence import PagedSequence
     from .merging import merge, merge_states
     from .planning import Plan
     from .turning import rotary
@@ -56,7 +56,7 @@ _HOMES = {
     "Plan": "planning",
     "KVCache": "kv.cache",
     "PagePool": "kv.pool",
-    "Sequence": "kv.sequence",
+    "PagedSequence": "kv.sequence",
     "CacheBusy": "errors",
     "CacheFull": "errors",
     "set_threads": "cpu.workers",
@@ -110,9 +110,9 @@ __all__ = [
     "FileError",
     "KVCache",
     "PagePool",
+    "PagedSequence",
     "Plan",
     "ReservationError",
-    "Sequence",
     "Table",
     "UnsupportedError",
     "__version__",
@@ -154,7 +154,7 @@ __all__ = [
 ]
 
 
-__getattr__ = importer(globals(), _HOMES, ("reference",))
+__getattr__ = importer(globals(), _HOMES, ("reference",), {"Sequence": "PagedSequence"})  # the latter until 0.2
 
 
 def __dir__() -> list[str]:

@@ -18,7 +18,7 @@ from ..forks import renew_after_fork
 from ..problem import Options
 from ..tokens import Batch, TokenShape
 from .query import Query, query_of, received, results_of
-from .sequence import Sequence
+from .sequence import PagedSequence
 from .storage import storage_of
 
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
@@ -164,15 +164,15 @@ class PagePool:
 
     # --- sequences
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> PagedSequence:
         """A new sequence, without tokens."""
-        new = Sequence(self, next(_numbers))
+        new = PagedSequence(self, next(_numbers))
         empty = _Held([], self._storage.new_table(), [0] * self.layers)
         self._held[new._number] = empty
         return new
 
     def _of(self, sequence: Any) -> _Held:
-        if not isinstance(sequence, Sequence):
+        if not isinstance(sequence, PagedSequence):
             raise ArgumentTypeError(
                 f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}."
             )
@@ -186,7 +186,7 @@ class PagePool:
     def _layer(self, layer: Any) -> int:
         return check_index("layer", layer, self.layers)
 
-    def _fork(self, sequence: Sequence) -> Sequence:
+    def _fork(self, sequence: PagedSequence) -> PagedSequence:
         claims, mine, claimed, shared = self._claims, {sequence._number}, False, []
         try:
             if claims & mine:
@@ -194,7 +194,7 @@ class PagePool:
             claims |= mine
             claimed = True
             old, others = self._of(sequence), self._others
-            new = Sequence(self, next(_numbers))
+            new = PagedSequence(self, next(_numbers))
             copied = old._replace(table=self._storage.copied(old.table))
             for page in old.pages:
                 others[page] += 1
@@ -208,7 +208,7 @@ class PagePool:
             if claimed:
                 claims -= mine
 
-    def _shorten(self, sequence: Sequence, length: int | None) -> None:
+    def _shorten(self, sequence: PagedSequence, length: int | None) -> None:
         """To so many tokens; None frees it."""
         held, claims, mine, claimed = self._held, self._claims, {sequence._number}, False
         try:
@@ -232,7 +232,7 @@ class PagePool:
             if claimed:
                 claims -= mine
 
-    def _tokens(self, sequence: Sequence, layer: int, part: str) -> Any:
+    def _tokens(self, sequence: PagedSequence, layer: int, part: str) -> Any:
         held, layer = self._of(sequence), self._layer(layer)
         return self._storage.tokens(layer, part, held.pages, held.lengths[layer])
 

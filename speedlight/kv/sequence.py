@@ -9,14 +9,14 @@ import numpy as np
 from ..errors import ArgumentTypeError
 
 
-class Sequence:
+class PagedSequence:
     """A sequence of a PagePool: a handle that ends with free().
 
     >>> import numpy as np, speedlight as sl
     >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
     >>> a, x = pool.sequence(), np.ones((20, 1, 8), np.float32)
     >>> pool.append(0, [a], x, x); a, a.length(), len(a.pages)
-    (Sequence(20 tokens, 2 pages), 20, 2)
+    (PagedSequence(20 tokens, 2 pages), 20, 2)
     """
 
     __slots__ = ("_number", "pool")
@@ -26,7 +26,8 @@ class Sequence:
 
     def __repr__(self) -> str:
         held = self.pool._held.get(self._number)
-        return "Sequence(freed)" if held is None else f"Sequence({max(held.lengths)} tokens, {len(held.pages)} pages)"
+        content = "freed" if held is None else f"{max(held.lengths)} tokens, {len(held.pages)} pages"
+        return f"PagedSequence({content})"
 
     def length(self, layer: int = 0) -> int:
         """Tokens of a layer."""
@@ -37,7 +38,7 @@ class Sequence:
         """The pages it holds, in order."""
         return tuple(self.pool._of(self).pages)
 
-    def fork(self) -> Sequence:
+    def fork(self) -> PagedSequence:
         """Another sequence of the same tokens. Pages are shared until one of the two writes to them."""
         return self.pool._fork(self)
 
