@@ -253,7 +253,8 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     problem = _dropping(problem, options)
     mask, packed, square = options.mask, layout == "lhd", (q_len, max(stored.k_lengths, default=0))
     if stored.hiding is not None:
-        mask = stored.hiding if mask is None else stored.hiding & _mask(mask, problem, packed, square)
+        own = _mask(mask, problem, packed, square)
+        mask = stored.hiding if own is None else stored.hiding & own
     problem = _expressed(problem, mask, options.score, packed, square)
     _check_padding(problem)
     return problem

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals, shorter_lengths
 from ..compiling import in_graph, outside
 from ..errors import ArgumentError, CacheBusy, CacheFull, FileError, UnsupportedError
 from ..forks import renew_after_fork
 from ..problem import Options, new_options
+from ..signatures import AnyArray, ArrayOf, Dtype, DtypeName, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import Piece, TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
 from .query import Query, attended, query_of, received
 from .storage import storage_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
 
@@ -61,7 +65,7 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         capacity: int | None = None,
-        dtype: Any = "float32",
+        dtype: Dtype = "float32",
         value_dim: int | None = None,
         window: int | None = None,
         keep_first: int = 0,
@@ -73,7 +77,8 @@ class KVCache:
             **sizes, capacity=capacity, window=window, keep_first=keep_first
         )
         self.window, self.keep_first = None if window is None else int(window), int(keep_first)
-        self.dtype, self._ring = cache_dtype(dtype), ring_of(self.window, self.keep_first)
+        self.dtype: DtypeName = cache_dtype(dtype)
+        self._ring = ring_of(self.window, self.keep_first)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
         # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
@@ -184,6 +189,21 @@ class KVCache:
         k, v, counts = self._new(k, v, new_lengths)
         self._grow(layer, k, v, counts, None)
 
+    @overload
+    def attend(
+        self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: Literal[False] = False, **options: Unpack[StepOptions],
+    ) -> T: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: Literal[True], **options: Unpack[StepOptions],
+    ) -> tuple[T, T]: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: bool, **options: Unpack[StepOptions],
+    ) -> T | tuple[T, T]: ...  # fmt: skip
     def attend(
         self,
         layer: int,
@@ -191,15 +211,15 @@ class KVCache:
         k: Any = None,
         v: Any = None,
         *,
-        new_lengths: Any = None,
+        new_lengths: Ints | None = None,
         scale: float | None = None,
-        mask: Any = None,
-        score: Any = None,
-        sink_logits: Any = None,
+        mask: Mask | None = None,
+        score: Scores | None = None,
+        sink_logits: Sinks | None = None,
         return_lse: bool = False,
-        out: Any = None,
+        out: AnyArray | None = None,
         dropout: float = 0.0,
-        seed: int | None = None,
+        seed: Int | None = None,
     ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
@@ -415,7 +435,7 @@ class KVCache:
         where = saved.checked_path(path)
         content = saved.read(where)
         try:
-            cache = cls(**content.sizes, dtype=content.dtype, device=device)
+            cache = cls(**content.sizes, dtype=cache_dtype(content.dtype), device=device)
         except UnsupportedError:  # of the device
             raise
         except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:

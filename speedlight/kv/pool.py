@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from ..checks import cache_dtype, check_index, check_list, check_sizes, each_count
 from ..compiling import in_graph, outside
@@ -16,10 +17,16 @@ from ..cpu.layout import BLOCK
 from ..errors import ArgumentError, ArgumentTypeError, CacheBusy, CacheFull, shown
 from ..forks import renew_after_fork
 from ..problem import Options
+from ..signatures import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import Batch, TokenShape
 from .query import Query, query_of, received, results_of
 from .sequence import PagedSequence
 from .storage import storage_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Sequences = Sequence[PagedSequence]
 
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
 
@@ -67,7 +74,7 @@ class PagePool:
         page_size: int,
         kv_heads: int,
         head_dim: int,
-        dtype: Any = "float32",
+        dtype: Dtype = "float32",
         value_dim: int | None = None,
         device: Any = "cpu",
     ) -> None:
@@ -238,7 +245,7 @@ class PagePool:
 
     # --- append and attend
 
-    def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
+    def append(self, layer: int, sequences: Sequences, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
         the other's.
         """
@@ -248,23 +255,38 @@ class PagePool:
         k, v = self._new(k, v, None)
         self._grow(layer, sequences, self._counts(new_lengths, len(sequences), k.shape[0]), k, v, None)
 
+    @overload
+    def attend(
+        self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: Literal[False] = False, **options: Unpack[StepOptions],
+    ) -> T: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: Literal[True], **options: Unpack[StepOptions],
+    ) -> tuple[T, T]: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: bool, **options: Unpack[StepOptions],
+    ) -> T | tuple[T, T]: ...  # fmt: skip
     def attend(
         self,
         layer: int,
-        sequences: Any,
+        sequences: Sequences,
         q: Any,
         k: Any = None,
         v: Any = None,
         *,
-        new_lengths: Any = None,
+        new_lengths: Ints | None = None,
         scale: float | None = None,
-        mask: Any = None,
-        score: Any = None,
-        sink_logits: Any = None,
+        mask: Mask | None = None,
+        score: Scores | None = None,
+        sink_logits: Sinks | None = None,
         return_lse: bool = False,
-        out: Any = None,
+        out: AnyArray | None = None,
         dropout: float = 0.0,
-        seed: int | None = None,
+        seed: Int | None = None,
     ) -> Any:
         """Appends new tokens to several sequences, then lets their queries attend, each to all tokens of its sequence
         up to its own.

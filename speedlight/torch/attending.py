@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, overload
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
@@ -17,10 +17,14 @@ from ..checks import seed_of
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..gradients import SINKS, Followed, check_fresh, check_unwritten, followed, settled, tables_of
 from ..problem import Options, new_options
+from ..signatures import AttentionOptions, Causal, Int, Ints, Layout, Mask, Precision, Scores, Sinks, Window
 from . import further, ops
 from .forms import tensors_of, text_of
 from .graphs import in_graph
 from .transforms import Transformed, TransformedBackward, is_batched, of_each
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _P = ParamSpec("_P")
 _THEIRS = {
@@ -53,29 +57,44 @@ def names_ours(function: Callable[_P, Any]) -> Callable[_P, Any]:
     return call
 
 
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+    precision: Precision = "ieee", **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+    precision: Precision = "ieee", **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool,
+    precision: Precision = "ieee", **options: Unpack[AttentionOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @names_ours
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Any = None,
-    score: Any = None,
-    sink_logits: Any = None,
-    q_start: Any = None,
-    k_start: int = 0,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
     scale: float | None = None,
-    layout: str = "bhld",
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    q_lengths: Any = None,
-    k_lengths: Any = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
     return_lse: bool = False,
-    precision: str = "ieee",
+    precision: Precision = "ieee",
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: Int | None = None,
 ) -> Any:
     """speedlight.attention() of PyTorch's tensors, differentiable: in memory that does not grow with the square of the
     length, forwards and backwards.
