@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import speedlight as sl
+import speedlight.torch
 
 q = k = v = np.ones((1, 8, 64, 32), np.float32)
 docs, slopes = sl.table(np.repeat(np.arange(4), 16)), 2.0 ** -np.arange(1, 9)
@@ -28,6 +29,9 @@ sl.attention(q, k, v, score=lambda s, b, h, i, j: s - 0.5 * (i - j))
 sl.attention(q, k, v, score=[lambda s, b, h, i, j: sl.tanh(s / 20) * 20, sl.softcap(30.0), np.zeros((64, 64))])
 sl.attention(q, k, v, score=lambda s, b, h, i, j: sl.where(i - j < 4, s, -np.inf))
 sl.attention(q, k, v, score=lambda s, b, h, i, j: np.exp(s) + torch.tanh(s).abs())
+x = torch.ones(1, 2, 8, 4)
+block_mask = speedlight.torch.create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 8, 8, "cpu")
+speedlight.torch.flex_attention(x, x, x, lambda s, b, h, i, j: torch.tanh(s / 20) * 20, block_mask)
 assert_type(sl.expression(lambda b, h, i, j: (j <= i) & (i - j < 4)), sl.Expression)
 sl.expression(lambda s, b, h, i, j: s * sl.cast(j, float))
 
