@@ -4,6 +4,41 @@
 >>> q = k = v = np.ones((1, 8, 16, 64), dtype=np.float32)
 >>> sl.attention(q, k, v).shape
 (1, 8, 16, 64)
+
+In order of use; help(speedlight.attention) has every option:
+
+    attention            softmax(scale · QKᵀ)V of NumPy's arrays, PyTorch's tensors …, with any mask and score
+    plan                 what a call would do: FLOPs, bytes, tiles, the time it cannot beat; runs nothing
+    Plan                 … as figures, and as a table when printed
+    rotary               rotary positions of queries and keys
+    merge                attention over shards of the keys, joined
+    merge_states         … in FlashInfer's order
+    attention_backward   gradients, without PyTorch
+
+  masks and scores: a function of positions, a pattern, or an array
+    causal, window, prefix, documents, padding, dilated         masks; join them with & | ~
+    alibi, softcap, relative_bias                               scores; several in a list
+    table                an array for functions to look up
+    where, cast, minimum, maximum, exp, exp2, log, log2, tanh, sqrt, sigmoid, floor, abs      in functions
+    expression           traces a function once, and shows what it is
+    Symbol, MaskFunction, ScoreFunction, Expression, Table, AttentionOptions                  types
+
+  decoding
+    KVCache              keys and values of a batch of sequences: append, attend, save
+    PagePool             the same in pages, for many sequences that come and go
+    PagedSequence        … one of them
+    attention_paged      attention() over another engine's pages
+
+  the machine
+    set_threads, get_threads, synchronize
+    ARITHMETIC           which order of floating-point operations these bits are of
+    reference            the specification in float64, and an error bound for every element
+
+  errors: each is an Error, and the built-in type that one would expect
+    Error, ArgumentError, ArgumentTypeError, UnsupportedError, ExpressionError, CacheFull, CacheBusy,
+    ReservationError, FileError, CompileError
+
+Imported by name: speedlight.torch, speedlight.transformers, speedlight.flash_attn, speedlight.jax, speedlight.onnx.
 """
 
 from __future__ import annotations
@@ -30,17 +65,21 @@ if TYPE_CHECKING:
         ReservationError,
         UnsupportedError,
     )
-    from .expressions.functions import abs, exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sqrt, tanh
+    from .expressions.functions import abs as abs
+    from .expressions.functions import exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sqrt, tanh
     from .expressions.patterns import alibi, causal, dilated, documents, padding, prefix, relative_bias, softcap, window
-    from .expressions.symbols import cast, where
+    from .expressions.symbols import Symbol, cast, where
     from .expressions.tables import Table, table
-    from .expressions.tracing import Expression, expression
+    from .expressions.tracing import Expression, MaskFunction, ScoreFunction, expression
     from .kv.cache import KVCache
     from .kv.pool import PagePool
-    from .kv.sequence import Sequence
+    from .kv.sequence import PagedSequence
     from .merging import merge, merge_states
     from .planning import Plan
+    from .signatures import AttentionOptions
     from .turning import rotary
+
+    Sequence = PagedSequence  # its name until 0.2
 
 __version__ = "0.1.0"
 ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
@@ -58,7 +97,7 @@ _HOMES = {
     "Plan": "planning",
     "KVCache": "kv.cache",
     "PagePool": "kv.pool",
-    "Sequence": "kv.sequence",
+    "PagedSequence": "kv.sequence",
     "CacheBusy": "errors",
     "CacheFull": "errors",
     "set_threads": "cpu.workers",
@@ -70,7 +109,11 @@ _HOMES = {
     "CompileError": "errors",
     "FileError": "errors",
     "ReservationError": "errors",
+    "AttentionOptions": "signatures",
     "Expression": "expressions.tracing",
+    "MaskFunction": "expressions.tracing",
+    "ScoreFunction": "expressions.tracing",
+    "Symbol": "expressions.symbols",
     "Table": "expressions.tables",
     "abs": "expressions.functions",
     "cast": "expressions.symbols",
@@ -99,10 +142,12 @@ _HOMES = {
     "ExpressionError": "errors",
 }
 
+# of `import *`, which leaves the built-in abs alone
 __all__ = [
     "ARITHMETIC",
     "ArgumentError",
     "ArgumentTypeError",
+    "AttentionOptions",
     "CacheBusy",
     "CacheFull",
     "CompileError",
@@ -111,14 +156,16 @@ __all__ = [
     "ExpressionError",
     "FileError",
     "KVCache",
+    "MaskFunction",
     "PagePool",
+    "PagedSequence",
     "Plan",
     "ReservationError",
-    "Sequence",
+    "ScoreFunction",
+    "Symbol",
     "Table",
     "UnsupportedError",
     "__version__",
-    "abs",
     "alibi",
     "append_paged",
     "attention",
@@ -157,8 +204,9 @@ __all__ = [
 ]
 
 
-__getattr__ = importer(globals(), _HOMES, ("reference",))
+if not TYPE_CHECKING:  # to a type checker a name that is not above is none
+    __getattr__ = importer(globals(), _HOMES, ("reference",), {"Sequence": "PagedSequence"})
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return ["abs", *__all__]

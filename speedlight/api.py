@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import arrays, calls
 from . import engine as engines
@@ -21,36 +21,69 @@ from .planning import Plan
 from .problem import LAYOUTS, Options, Problem, Sizes, new_options, padded_alike
 from .resolve import Stored, from_arrays, from_sizes, from_stored
 from .results import Results
+from .signatures import (
+    AnyArray,
+    ArrayOf,
+    ArrayOptions,
+    BlockTable,
+    Causal,
+    Engine,
+    Int,
+    Ints,
+    Layout,
+    Mask,
+    PagedOptions,
+    Precision,
+    Scores,
+    Sinks,
+    T,
+    Window,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _prepared: calls.Memo[calls.Repeatable] = calls.Memo(512, 64 << 20)
 
 
+@overload
+def attention(
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[False] = False, **options: Unpack[ArrayOptions]
+) -> T: ...
+@overload
+def attention(
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[True], **options: Unpack[ArrayOptions]
+) -> tuple[T, T]: ...
+@overload
+def attention(
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: bool, **options: Unpack[ArrayOptions]
+) -> T | tuple[T, T]: ...
 @leaves_graph
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Any = None,
-    score: Any = None,
-    sink_logits: Any = None,
-    q_start: Any = None,
-    k_start: int = 0,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
     scale: float | None = None,
-    layout: str = "bhld",
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    lengths: Any = None,
-    q_lengths: Any = None,
-    k_lengths: Any = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    lengths: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
     return_lse: bool = False,
-    out: Any = None,
-    engine: str | None = None,
-    precision: str = "ieee",
+    out: AnyArray | None = None,
+    engine: Engine | None = None,
+    precision: Precision = "ieee",
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: Int | None = None,
 ) -> Any:
     """Exact attention, softmax(scale · QKᵀ)V, in memory that does not grow with the square of the length.
 
@@ -207,29 +240,44 @@ def _on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any)
     return results.returned()
 
 
+@overload
+def attention_paged(
+    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    return_lse: Literal[False] = False, **options: Unpack[PagedOptions],
+) -> T: ...  # fmt: skip
+@overload
+def attention_paged(
+    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    return_lse: Literal[True], **options: Unpack[PagedOptions],
+) -> tuple[T, T]: ...  # fmt: skip
+@overload
+def attention_paged(
+    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    return_lse: bool, **options: Unpack[PagedOptions],
+) -> T | tuple[T, T]: ...  # fmt: skip
 @leaves_graph
 def attention_paged(
     q: Any,
     k_pages: Any,
     v_pages: Any,
-    block_table: Any,
-    k_lengths: Any,
+    block_table: BlockTable,
+    k_lengths: Ints,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Any = None,
-    score: Any = None,
-    sink_logits: Any = None,
-    q_start: Any = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
     scale: float | None = None,
-    layout: str = "bhld",
-    cu_seqlens_q: Any = None,
-    q_lengths: Any = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    q_lengths: Ints | None = None,
     return_lse: bool = False,
-    out: Any = None,
-    engine: str | None = None,
+    out: AnyArray | None = None,
+    engine: Engine | None = None,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: Int | None = None,
 ) -> Any:
     """attention() over keys and values in pages of any size, as serving engines keep them.
 
@@ -354,25 +402,25 @@ def plan(
     head_dim: int | None = None,
     value_dim: int | None = None,
     dtype: Any = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Any = None,
-    score: Any = None,
-    sink_logits: Any = None,
-    q_start: Any = None,
-    k_start: int = 0,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
     scale: float | None = None,
-    layout: str = "bhld",
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    lengths: Any = None,
-    q_lengths: Any = None,
-    k_lengths: Any = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    lengths: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
     exact: bool = False,
     device: Any = None,
-    precision: str = "ieee",
+    precision: Precision = "ieee",
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: Int | None = None,
     backward: bool = False,
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -18,11 +18,41 @@ from .modes import standard
 from .problem import Options, new_options, padded_alike
 from .resolve import from_arrays
 from .results import empty_like, like_input
+from .signatures import (
+    AnyArray,
+    ArrayOf,
+    AttentionOptions,
+    Causal,
+    Grads,
+    Int,
+    Ints,
+    K,
+    Layout,
+    Mask,
+    Scores,
+    Sinks,
+    T,
+    V,
+    Window,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _prepared: calls.Memo[Any] = calls.Memo(128, 64 << 20)
 _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 
+@overload
+def attention_backward(
+    q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
+    d_lse: AnyArray | None = None, *, grads: tuple[()] = (), **options: Unpack[AttentionOptions],
+) -> tuple[T, K, V]: ...  # fmt: skip
+@overload
+def attention_backward(
+    q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
+    d_lse: AnyArray | None = None, *, grads: Grads, **options: Unpack[AttentionOptions],
+) -> tuple[T, K, V, tuple[T, ...]]: ...  # fmt: skip
 @leaves_graph
 def attention_backward(
     q: Any,
@@ -33,23 +63,23 @@ def attention_backward(
     d_out: Any,
     d_lse: Any = None,
     *,
-    grads: Any = (),
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Any = None,
-    score: Any = None,
-    sink_logits: Any = None,
-    q_start: Any = None,
-    k_start: int = 0,
+    grads: Grads = (),
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
     scale: float | None = None,
-    layout: str = "bhld",
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    lengths: Any = None,
-    q_lengths: Any = None,
-    k_lengths: Any = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    lengths: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: Int | None = None,
 ) -> Any:
     """What flows back to q, k and v of attention(), in memory that does not grow with the square of the length.
 

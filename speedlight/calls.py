@@ -119,7 +119,7 @@ class Repeatable:
             (low - x.address, high - x.address) for x in (*given[:-1], out.final or out) for low, high in (x.extent(),)
         ]
 
-    def again(self, tensors: tuple[Any, ...], return_lse: bool, seed: int | None) -> Any:
+    def again(self, tensors: tuple[Any, ...], return_lse: bool, seed: Any) -> Any:
         """The same call for arrays at other addresses, with another seed; None if an array lacks memory, or `out` is
         not apart from the inputs.
         """

@@ -14,6 +14,7 @@ from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, lis
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .hints import of_layout
 from .problem import LAYOUTS, MOST_SEEDS
+from .signatures import DtypeName
 
 MOST = 1 << 46  # of sizes and positions
 MOST_SCALE = 1e30
@@ -253,9 +254,9 @@ def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
             raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {shown(x)}.")
 
 
-def cache_dtype(dtype: Any) -> str:
+def cache_dtype(dtype: Any) -> DtypeName:
     """The name of a cache's dtype."""
-    name = (
+    name: Any = (
         getattr(dtype, "name", None)
         or getattr(dtype, "__name__", None)
         or (dtype if isinstance(dtype, str) else shown(dtype))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from .expressions.tracing import Expression, expression
 from .layouts import are_widened, check_beside
 from .problem import LAYOUTS, Options, Problem, scores_of
 
-SINKS = "sink_logits"  # in `grads`: the gradient of those
+SINKS: Final = "sink_logits"  # in `grads`: the gradient of those
 
 
 class Followed(NamedTuple):

@@ -288,8 +288,9 @@ def _run_backward(operands: list[np.ndarray], results: list[np.ndarray], text: b
     lead = results[0].shape[:-4]
     given = _given(call, operands[:-3], lead, share=not call.grads)
     out, lse, d_out = (_folded(x, lead, x.shape[len(lead)]) for x in operands[-3:])
-    q, k, v, grads = given.q, given.k, given.v, (given.bias,) if call.grads else ()
-    found = attention_backward(q, k, v, out, lse, d_out, grads=grads, **given.options())
+    q, k, v = given.q, given.k, given.v
+    grads: Any = (given.bias,) if call.grads else ()
+    found: Any = attention_backward(q, k, v, out, lse, d_out, grads=grads, **given.options())
     dq, dk, dv = found[:3]
     d_bias = found[3][0] if call.grads else None
     for b, h, rows in given.pieces(np.isnan(lse)):

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+_NONE: Mapping[str, str] = {}
 
-def importer(scope: dict[str, Any], homes: Mapping[str, str], modules: Collection[str] = ()) -> Callable[[str], Any]:
+
+def importer(
+    scope: dict[str, Any], homes: Mapping[str, str], modules: Collection[str] = (), renamed: Mapping[str, str] = _NONE
+) -> Callable[[str], Any]:
     """A package's __getattr__. `scope`: its globals, which keep what was found; `homes`: of each name, its module;
-    `modules`: names that are modules themselves.
+    `modules`: names that are modules themselves; `renamed`: of names of before, today's.
     """
     package = scope["__name__"]
 
     def find(name: str) -> Any:
+        if name in renamed:
+            today = renamed[name]
+            warnings.warn(f"{package}.{name} is now {package}.{today}.", DeprecationWarning, stacklevel=2)
+            return find(today)
         if name in modules:
             return importlib.import_module(f".{name}", package)
         home = homes.get(name)

@@ -16,6 +16,7 @@ from .errors import ArgumentError, ArgumentTypeError
 from .machine import current_isa
 from .results import empty_like, like_input
 from .rotations import check_array, check_out, converted
+from .signatures import AnyArray, ArrayOf, T, V
 
 _TICKET_BYTES = 128 << 10  # of outputs that a thread takes at a time
 _INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
@@ -23,13 +24,9 @@ _BYTES, _ROW_SECONDS = 5e9, 20e-9  # what a thread is guessed to do: bytes per s
 
 
 @overload
-def merge(outs: Sequence[Any], lses: Sequence[Any], /) -> tuple[Any, Any]: ...
-
-
+def merge(outs: Sequence[ArrayOf[T]], lses: Sequence[ArrayOf[V]], /) -> tuple[T, V]: ...
 @overload
-def merge(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[Any, Any]: ...
-
-
+def merge(out1: ArrayOf[T], lse1: ArrayOf[V], out2: AnyArray, lse2: AnyArray) -> tuple[T, V]: ...
 @leaves_graph
 def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any, Any]:
     """Attention over several sets of keys, from the attention over each: what shards of a sequence need.
@@ -77,7 +74,13 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any
 
 
 @leaves_graph
-def merge_states(v: Any, s: Any, *, base2: bool = False, out: tuple[Any, Any] | None = None) -> tuple[Any, Any]:
+def merge_states(
+    v: ArrayOf[T] | Sequence[ArrayOf[T]],
+    s: ArrayOf[V] | Sequence[ArrayOf[V]],
+    *,
+    base2: bool = False,
+    out: tuple[Any, Any] | None = None,
+) -> tuple[T, V]:
     """merge() of states that lie in one array, or several, in FlashInfer's order, with its logarithms if so wanted.
 
     Args:

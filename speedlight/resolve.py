@@ -237,7 +237,8 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     mask, packed, square = options.mask, layout == "lhd", (q_len, max(stored.k_lengths, default=0))
     mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
     if stored.hiding is not None:
-        mask = stored.hiding if mask is None else stored.hiding & _mask(mask, problem, packed, square)
+        own = _mask(mask, problem, packed, square)
+        mask = stored.hiding if own is None else stored.hiding & own
     problem = _expressed(problem, mask, options.score, packed, square)
     _check_padding(problem)
     return problem

@@ -10,23 +10,24 @@ import numpy as np
 
 from .modes import standard
 from .rotations import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
+from .signatures import AnyArray, ArrayOf, Int, Ints, Layout, T
 
 _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)
 
 
 def rotary(
-    x: Any,
-    cos: Any = None,
-    sin: Any = None,
+    x: ArrayOf[T],
+    cos: AnyArray | None = None,
+    sin: AnyArray | None = None,
     *,
-    positions: Any = None,
+    positions: Int | Ints | None = None,
     base: float | None = None,
     interleaved: bool = False,
     dims: int | None = None,
-    layout: str = "bhld",
-    out: Any = None,
-) -> Any:
+    layout: Layout = "bhld",
+    out: AnyArray | None = None,
+) -> T:
     """Rotary positions: pairs (a, b) of every row become (a·cos - b·sin, b·cos + a·sin), by an angle of their token.
 
     Args:
@@ -64,6 +65,11 @@ def rotary(
     rotation = rotation_of(x, Options(cos, sin, positions, base, interleaved, dims, layout))
     if out is not None:
         check_out(out, x)
+    return _rotated(x, rotation, out)
+
+
+def _rotated(x: Any, rotation: Rotation, out: Any) -> Any:
+    """In pieces where that may be; into `out`, if there is one."""
     if math.prod(x.shape) > _PIECE and _may_be_cut(x, rotation, out):
         out = library(x).empty_like(x) if out is None else out
         _by_pieces(x, rotation, out)

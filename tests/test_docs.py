@@ -29,7 +29,7 @@ def test_docstrings(name):
     if isinstance(thing, type) and issubclass(thing, sl.Error) and thing is not sl.Error:
         assert thing.__doc__
         return
-    if name in ("ARITHMETIC", "reference"):  # a number; a module, whose functions follow
+    if name in ("ARITHMETIC", "reference", "MaskFunction", "ScoreFunction"):  # no docstrings; the module's follow
         return
     examples = doctest.DocTestFinder(recurse=False).find(thing, name)
     assert sum(len(x.examples) for x in examples) > 0, f"{name} has no example"

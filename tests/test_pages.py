@@ -385,7 +385,7 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.rng = np.random.default_rng(0)
         self.pool = made(self.dtype, layers=2, pages=14)
-        self.model: list[tuple[sl.Sequence, list]] = []  # handle, of each layer chunks of (q, k, v)
+        self.model: list[tuple[sl.PagedSequence, list]] = []  # handle, of each layer chunks of (q, k, v)
 
     @rule()
     def new(self):

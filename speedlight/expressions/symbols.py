@@ -99,7 +99,16 @@ def _multiplied(x: Symbol, n: int) -> Symbol:
 
 
 class Symbol:
-    """What a mask or score function is called with: every operator of Python numbers builds the tree."""
+    """What a mask or score function is called with: every operator of Python numbers builds the tree.
+
+    A function that is annotated takes and returns these:
+
+    >>> import speedlight as sl
+    >>> def near(b: sl.Symbol, h: sl.Symbol, i: sl.Symbol, j: sl.Symbol) -> sl.Symbol:
+    ...     return (j <= i) & (i - j < 4)
+    >>> sl.expression(near)
+    mask ((j <= i) & ((i - j) < 4))
+    """
 
     __slots__ = ("node",)
 

@@ -23,6 +23,12 @@ from .symbols import LOOKUP, Symbol, node_of
 from .tables import Table
 from .tree import SYMBOLS, Node, convert, lazily, merged, order, structure
 
+# a user's function; the second of each: written for another library's arrays, or with annotations of its own
+MaskFunction = Callable[[Symbol, Symbol, Symbol, Symbol], Symbol | bool] | Callable[[Any, Any, Any, Any], Any]
+ScoreFunction = (
+    Callable[[Symbol, Symbol, Symbol, Symbol, Symbol], Symbol | float] | Callable[[Any, Any, Any, Any, Any], Any]
+)
+
 _MOST = 4_000  # operations: such a kernel compiles in about two seconds
 
 
@@ -88,16 +94,16 @@ class Expression:
             raise ExpressionError(f"{OPERATIONS[op].symbol}: expected two masks; got {self!r} and {other!r}.")
         return _checked("mask", Node(op, "bool", (self.root, other.root)), self.size + other.size)
 
-    def __and__(self, other: Any) -> Expression:
+    def __and__(self, other: MaskFunction | Expression) -> Expression:
         return self._joined("and", other)
 
-    def __or__(self, other: Any) -> Expression:
+    def __or__(self, other: MaskFunction | Expression) -> Expression:
         return self._joined("or", other)
 
-    def __rand__(self, other: Any) -> Expression:
+    def __rand__(self, other: MaskFunction) -> Expression:
         return expression(other) & self
 
-    def __ror__(self, other: Any) -> Expression:
+    def __ror__(self, other: MaskFunction) -> Expression:
         return expression(other) | self
 
     def __invert__(self) -> Expression:
@@ -119,7 +125,7 @@ def is_immutable(x: Any) -> bool:
     )
 
 
-def expression(function: Callable[..., Any] | Expression, role: str | None = None) -> Expression:
+def expression(function: MaskFunction | ScoreFunction | Expression, role: str | None = None) -> Expression:
     """Traces a mask `function(b, h, i, j)` or a score `function(s, b, h, i, j)` once; the result can be kept and used
     again.
 

@@ -61,7 +61,8 @@ __all__ = [
 ]
 
 
-__getattr__ = importer(globals(), _HOMES, _MODULES)
+if not TYPE_CHECKING:
+    __getattr__ = importer(globals(), _HOMES, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals
 from ..compiling import in_graph, outside
@@ -15,12 +15,16 @@ from ..errors import ArgumentError, CacheFull
 from ..forks import renew_after_fork
 from ..hints import explained, refuses_others, unknown
 from ..problem import Options, new_options
+from ..signatures import AnyArray, ArrayOf, Dtype, DtypeName, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
 from .keeping import Left, kept, shorten, truncated
 from .query import Query, attended, busy, piece_of, query_of, received
 from .storage import storage_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _Lengths = tuple[list[int], list[int]]  # of each sequence: its tokens, and one past the highest position written
 
@@ -64,7 +68,7 @@ class KVCache:
         kv_heads: int,
         head_dim: int,
         capacity: int | None = None,
-        dtype: Any = "float32",
+        dtype: Dtype = "float32",
         value_dim: int | None = None,
         window: int | None = None,
         keep_first: int = 0,
@@ -76,7 +80,8 @@ class KVCache:
             **sizes, capacity=capacity, window=window, keep_first=keep_first
         )
         self.window, self.keep_first = None if window is None else int(window), int(keep_first)
-        self.dtype, self._ring = cache_dtype(dtype), ring_of(self.window, self.keep_first)
+        self.dtype: DtypeName = cache_dtype(dtype)
+        self._ring = ring_of(self.window, self.keep_first)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
         # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
@@ -180,6 +185,21 @@ class KVCache:
         k, v, counts = self._new(k, v, new_lengths)
         self._grow(layer, k, v, counts, None)
 
+    @overload
+    def attend(
+        self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: Literal[False] = False, **options: Unpack[StepOptions],
+    ) -> T: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: Literal[True], **options: Unpack[StepOptions],
+    ) -> tuple[T, T]: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: bool, **options: Unpack[StepOptions],
+    ) -> T | tuple[T, T]: ...  # fmt: skip
     @refuses_others
     def attend(
         self,
@@ -188,16 +208,16 @@ class KVCache:
         k: Any = None,
         v: Any = None,
         *,
-        new_lengths: Any = None,
-        q_lengths: Any = None,
+        new_lengths: Ints | None = None,
+        q_lengths: Ints | None = None,
         scale: float | None = None,
-        mask: Any = None,
-        score: Any = None,
-        sink_logits: Any = None,
+        mask: Mask | None = None,
+        score: Scores | None = None,
+        sink_logits: Sinks | None = None,
         return_lse: bool = False,
-        out: Any = None,
+        out: AnyArray | None = None,
         dropout: float = 0.0,
-        seed: int | None = None,
+        seed: Int | None = None,
         **theirs: NoReturn,
     ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.

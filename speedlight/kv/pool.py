@@ -9,8 +9,9 @@ import itertools
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..checks import cache_dtype, check_index, check_list, check_sizes, packed_counts
 from ..compiling import in_graph, outside
@@ -19,11 +20,17 @@ from ..errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from ..forks import renew_after_fork
 from ..hints import explained, refuses_others, unknown
 from ..problem import Options
+from ..signatures import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import Batch, TokenShape
 from .query import Query, check_asked, packed_tokens, query_of, results_of
-from .sequence import Sequence
+from .sequence import PagedSequence
 from .sharing import Held, busy, shared_pages, with_pages
 from .storage import storage_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+Sequences = Sequence[PagedSequence]
 
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
 
@@ -61,7 +68,7 @@ class PagePool:
         page_size: int,
         kv_heads: int,
         head_dim: int,
-        dtype: Any = "float32",
+        dtype: Dtype = "float32",
         value_dim: int | None = None,
         device: Any = "cpu",
     ) -> None:
@@ -78,7 +85,7 @@ class PagePool:
         self._held: dict[int, Held] = {}  # by the number of the handle
         # When nobody has a handle any more, C puts its number into _gone: in whichever thread, at whatever moment,
         # without a lock, and no signal can come between. Whoever needs pages next releases what it held.
-        self._handles: dict[int, weakref.ref[Sequence]] = {}
+        self._handles: dict[int, weakref.ref[PagedSequence]] = {}
         self._gone: dict[int, Any] = {}
         self._claims: set[Any] = set()  # numbers of sequences being written to
         self._undo: dict[int, dict[int, Any]] = {}  # of those whose tokens are moved: by layer, what was there before
@@ -182,18 +189,18 @@ class PagePool:
 
     # --- sequences
 
-    def sequence(self) -> Sequence:
+    def sequence(self) -> PagedSequence:
         """A new sequence, without tokens. Its pages return when it is freed, or when nobody has it any more."""
         self._release_gone()
         number, handles, held = next(_numbers), self._handles, self._held
-        new, empty = Sequence(self, number), Held([], self._storage.new_table(), [0] * self.layers)
+        new, empty = PagedSequence(self, number), Held([], self._storage.new_table(), [0] * self.layers)
         handle = weakref.ref(new, partial(self._gone.__setitem__, number))
         handles[number] = handle
         held[number] = empty
         return new
 
     def _of(self, sequence: Any) -> Held:
-        if not isinstance(sequence, Sequence):
+        if not isinstance(sequence, PagedSequence):
             raise ArgumentTypeError(
                 f"sequences: expected sequences of this pool, from pool.sequence(); got {type(sequence).__name__}."
             )
@@ -207,7 +214,7 @@ class PagePool:
     def _layer(self, layer: Any) -> int:
         return check_index("layer", layer, self.layers)
 
-    def _fork(self, sequence: Sequence) -> Sequence:
+    def _fork(self, sequence: PagedSequence) -> PagedSequence:
         claims, mine, claimed, shared = self._claims, {sequence._number}, False, []
         try:
             if claims & mine:
@@ -216,7 +223,7 @@ class PagePool:
             claimed = True
             old, others = self._of(sequence), self._others
             number, handles, held = next(_numbers), self._handles, self._held
-            new = Sequence(self, number)
+            new = PagedSequence(self, number)
             handle = weakref.ref(new, partial(self._gone.__setitem__, number))
             copied = old._replace(table=self._storage.copied(old.table))
             for page in old.pages:
@@ -232,7 +239,7 @@ class PagePool:
             if claimed:
                 claims -= mine
 
-    def _shorten(self, sequence: Sequence, length: int | None) -> None:
+    def _shorten(self, sequence: PagedSequence, length: int | None) -> None:
         """To so many tokens; None frees it."""
         held, claims, mine, claimed = self._held, self._claims, {sequence._number}, False
         try:
@@ -256,13 +263,13 @@ class PagePool:
             if claimed:
                 claims -= mine
 
-    def _tokens(self, sequence: Sequence, layer: int, part: str) -> Any:
+    def _tokens(self, sequence: PagedSequence, layer: int, part: str) -> Any:
         held, layer = self._of(sequence), self._layer(layer)
         return self._storage.tokens(layer, part, held.pages, held.lengths[layer])
 
     # --- append and attend
 
-    def append(self, layer: int, sequences: Any, k: Any, v: Any, *, new_lengths: Any = None) -> None:
+    def append(self, layer: int, sequences: Sequences, k: Any, v: Any, *, new_lengths: Any = None) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
         the other's; new_lengths: how many of them are each sequence's, as for attend().
         """
@@ -273,25 +280,40 @@ class PagePool:
         counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
         self._grow(layer, sequences, counts, k, v, None, [])
 
+    @overload
+    def attend(
+        self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: Literal[False] = False, **options: Unpack[StepOptions],
+    ) -> T: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: Literal[True], **options: Unpack[StepOptions],
+    ) -> tuple[T, T]: ...  # fmt: skip
+    @overload
+    def attend(
+        self, layer: int, sequences: Sequences, q: ArrayOf[T], k: AnyArray | None = None, v: AnyArray | None = None, *,
+        return_lse: bool, **options: Unpack[StepOptions],
+    ) -> T | tuple[T, T]: ...  # fmt: skip
     @refuses_others
     def attend(
         self,
         layer: int,
-        sequences: Any,
+        sequences: Sequences,
         q: Any,
         k: Any = None,
         v: Any = None,
         *,
-        new_lengths: Any = None,
-        q_lengths: Any = None,
+        new_lengths: Ints | None = None,
+        q_lengths: Ints | None = None,
         scale: float | None = None,
-        mask: Any = None,
-        score: Any = None,
-        sink_logits: Any = None,
+        mask: Mask | None = None,
+        score: Scores | None = None,
+        sink_logits: Sinks | None = None,
         return_lse: bool = False,
-        out: Any = None,
+        out: AnyArray | None = None,
         dropout: float = 0.0,
-        seed: int | None = None,
+        seed: Int | None = None,
         **theirs: NoReturn,
     ) -> Any:
         """Appends new tokens to several sequences, then lets their queries attend, each to all tokens of its sequence

@@ -10,7 +10,7 @@ from ..errors import ArgumentTypeError
 from .keeping import keep_in_pages
 
 
-class Sequence:
+class PagedSequence:
     """A sequence of a PagePool: a handle that ends with free(), where a `with` block ends, or when nobody has it.
 
     Its pages are then free for others; of pages that are shared with a fork, those that only it held.
@@ -19,7 +19,7 @@ class Sequence:
     >>> pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=1, head_dim=8)
     >>> a, x = pool.sequence(), np.ones((20, 1, 8), np.float32)
     >>> pool.append(0, [a], x, x); a, a.length(), len(a.pages)
-    (Sequence(20 tokens, 2 pages), 20, 2)
+    (PagedSequence(20 tokens, 2 pages), 20, 2)
     >>> with a.fork() as b:
     ...     pool.append(0, [b], x, x)
     ...     pool.free_pages
@@ -35,9 +35,10 @@ class Sequence:
 
     def __repr__(self) -> str:
         held = self.pool._held.get(self._number)
-        return "Sequence(freed)" if held is None else f"Sequence({max(held.lengths)} tokens, {len(held.pages)} pages)"
+        content = "freed" if held is None else f"{max(held.lengths)} tokens, {len(held.pages)} pages"
+        return f"PagedSequence({content})"
 
-    def __enter__(self) -> Sequence:
+    def __enter__(self) -> PagedSequence:
         self.pool._of(self)
         return self
 
@@ -55,7 +56,7 @@ class Sequence:
         """The pages it holds, in order."""
         return tuple(self.pool._of(self).pages)
 
-    def fork(self) -> Sequence:
+    def fork(self) -> PagedSequence:
         """Another sequence of the same tokens. Pages are shared until one of the two writes to them."""
         return self.pool._fork(self)
 

@@ -150,7 +150,7 @@ class _Call(NamedTuple):
         if added:
             score.append(seen.mask)
         q, k, v = (x.astype(self.dtype, copy=False) for x in (q, k[:, :, : seen.keys], v[:, :, : seen.keys]))
-        result = attention(
+        result: Any = attention(
             q,
             k,
             v,

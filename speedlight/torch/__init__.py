@@ -45,7 +45,8 @@ __all__ = [
 ]
 
 
-__getattr__ = importer(globals(), _HOMES)
+if not TYPE_CHECKING:
+    __getattr__ = importer(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

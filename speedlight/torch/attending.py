@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
@@ -17,38 +17,57 @@ from ..errors import UnsupportedError
 from ..gradients import SINKS, Followed, check_fresh, check_one_dtype, check_unwritten, followed, settled, tables_of
 from ..hints import explained
 from ..problem import Options, new_options, our_causal, our_layout, padded_alike
+from ..signatures import AttentionOptions, Causal, Int, Ints, Layout, Mask, Precision, Scores, Sinks, Window
 from . import further, ops
 from .forms import tensors_of, text_of
 from .graphs import in_graph
 from .transforms import Transformed, TransformedBackward, is_batched, of_each
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False,
+    precision: Precision = "ieee", **options: Unpack[AttentionOptions],
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True],
+    precision: Precision = "ieee", **options: Unpack[AttentionOptions],
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: bool,
+    precision: Precision = "ieee", **options: Unpack[AttentionOptions],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 @explained
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    mask: Any = None,
-    score: Any = None,
-    sink_logits: Any = None,
-    q_start: Any = None,
-    k_start: int = 0,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
     scale: float | None = None,
-    layout: str = "bhld",
-    cu_seqlens_q: Any = None,
-    cu_seqlens_k: Any = None,
-    lengths: Any = None,
-    q_lengths: Any = None,
-    k_lengths: Any = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    lengths: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
     return_lse: bool = False,
-    precision: str = "ieee",
+    precision: Precision = "ieee",
     dropout: float = 0.0,
-    seed: int | None = None,
+    seed: Int | None = None,
 ) -> Any:
     """speedlight.attention() of PyTorch's tensors, differentiable: in memory that does not grow with the square of the
     length, forwards and backwards.

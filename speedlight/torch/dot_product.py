@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
 from ..hints import of_mask
+from ..signatures import Causal
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -63,7 +64,7 @@ def scaled_dot_product_attention(
     torch.Size([2, 8, 5, 4])
     """
     shape = weights_shape(query, key, value, enable_gqa)
-    causal: bool | str = "top-left" if is_causal else False
+    causal: Causal = "top-left" if is_causal else False
     mask = score = None
     if attn_mask is not None:
         if is_causal:
@@ -195,7 +196,7 @@ def _is_causal_bias(x: Any) -> bool:
     return isinstance(x, CausalBias)
 
 
-def _alignment(bias: Any, shape: tuple[int, ...]) -> bool | str:
+def _alignment(bias: Any, shape: tuple[int, ...]) -> Causal:
     """attention()'s `causal` for a CausalBias."""
     from torch.nn.attention.bias import CausalVariant
 

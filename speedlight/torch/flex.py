@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch.nn.attention import flex_attention as flex
@@ -11,7 +10,7 @@ from torch.nn.attention import flex_attention as flex
 from ..checks import check_flag
 from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, rename, shown
-from ..expressions.tracing import Expression, expression, expression_of
+from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, expression, expression_of
 from ..expressions.tree import Node
 from .attending import attention
 from .blocks import block_mask_of, mask_of
@@ -24,12 +23,30 @@ _NAMES = {"q": "query", "k": "key", "v": "value"}
 _BACKENDS = ("AUTO", "TRITON", "FLASH", "TRITON_DECODE")
 
 
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: ScoreFunction | None = None,
+    block_mask: flex.BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: Literal[False] = False, kernel_options: dict[str, Any] | None = None, *, return_aux: None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: ScoreFunction | None = None,
+    block_mask: flex.BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    *, return_lse: Literal[True], kernel_options: dict[str, Any] | None = None, return_aux: None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def flex_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: ScoreFunction | None = None,
+    block_mask: flex.BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: dict[str, Any] | None = None, *, return_aux: flex.AuxRequest,
+) -> tuple[torch.Tensor, flex.AuxOutput]: ...  # fmt: skip
 @leaves_graph
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    score_mod: Callable[..., Any] | None = None,
+    score_mod: ScoreFunction | None = None,
     block_mask: flex.BlockMask | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -84,7 +101,7 @@ def flex_attention(
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     wants_lse = return_lse or (return_aux is not None and return_aux.lse)
     causal, mask = (False, None) if mask is None else _apart(mask)
-    options = {"causal": causal, "mask": mask, "score": score, "q_start": 0, "scale": scale}
+    options: dict[str, Any] = {"causal": causal, "mask": mask, "score": score, "q_start": 0, "scale": scale}
     try:
         found = attention(query, key, value, return_lse=wants_lse, **options)
     except Error as error:
@@ -186,7 +203,7 @@ def _device(device: Any) -> Any:
 
 @leaves_graph
 def create_block_mask(
-    mask_mod: Callable[..., Any],
+    mask_mod: MaskFunction,
     B: int | None,
     H: int | None,
     Q_LEN: int,

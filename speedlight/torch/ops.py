@@ -17,6 +17,7 @@ from ..api import attention as forward
 from ..backward import attention_backward as backward
 from ..gradients import SINKS as SINK_LOGITS
 from ..problem import LAYOUTS, MOST_SEEDS
+from ..signatures import Grads
 from . import further
 from .forms import layout_of, options_of
 
@@ -57,7 +58,7 @@ def attention_backward_op(
     options, known = options_of(form, tables, sinks, seed)
     kept = options._asdict()
     del kept["precision"]
-    grads = tuple(SINK_LOGITS if n == SINKS else known[n] for n in wanted)
+    grads: Grads = tuple(SINK_LOGITS if n == SINKS else known[n] for n in wanted)
     d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if d_out is None else d_out
     q, k, v, out, lse, d_out = (x.detach() for x in (q, k, v, out, lse, d_out))
     d_lse = None if d_lse is None else d_lse.detach()

@@ -28,7 +28,8 @@ _HOMES = {
 __all__ = ["Cache", "MaskSpec", "attention_forward", "attention_mask", "register", "unregister"]
 
 
-__getattr__ = importer(globals(), _HOMES)
+if not TYPE_CHECKING:
+    __getattr__ = importer(globals(), _HOMES)
 
 
 def __dir__() -> list[str]:

@@ -14,9 +14,12 @@ from torch.utils._pytree import tree_map
 from ..checks import cache_dtype, check_sizes, new_totals
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..kv.cache import KVCache
+from ..signatures import Dtype, DtypeName
 from .masks import MaskSpec
 
-_DTYPES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_DTYPES: dict[torch.dtype, DtypeName] = {
+    torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16",
+}  # fmt: skip
 _WORDS, _BF16 = torch.int16, np.dtype(ml_dtypes.bfloat16)
 _IN_PLACE = 16  # rows from which on results are written where they go, instead of being moved there
 
@@ -62,8 +65,9 @@ class Layer(theirs.CacheLayerMixin):
 
     is_croppable = True
 
-    def __init__(self, capacity: int | None, window: int | None, dtype: str | None) -> None:
-        self.capacity, self.window, self.dtype = capacity, window, dtype
+    def __init__(self, capacity: int | None, window: int | None, dtype: DtypeName | None) -> None:
+        self.capacity, self.window = capacity, window
+        self.dtype: DtypeName | None = dtype
         self.is_sliding = window is not None
         self.cache: KVCache | None = None
         self.waiting: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -206,7 +210,7 @@ class Layer(theirs.CacheLayerMixin):
         cache, (k, v) = self._made(), new
         if cache.device != "cpu":
             return cache.attend(0, query, k, v, **options).transpose(1, 2).contiguous()
-        q, k, v = (None if x is None else _array(x) for x in (query, k, v))
+        q, (k, v) = _array(query), (None if x is None else _array(x) for x in new)
         if query.shape[2] <= _IN_PLACE:
             return _tensor(cache.attend(0, q, k, v, **options)).transpose(1, 2).contiguous()
         batch, heads, rows, _ = query.shape
@@ -313,15 +317,15 @@ class Cache(theirs.DynamicCache):
     128
     """
 
-    def __init__(self, config: Any, *, capacity: int | None = None, dtype: str | None = None) -> None:
+    def __init__(self, config: Any, *, capacity: int | None = None, dtype: Dtype | None = None) -> None:
         if not callable(getattr(config, "get_text_config", None)):
             raise ArgumentTypeError(f"config: expected model.config; got a {type(config).__name__}.")
         config = config.get_text_config(decoder=True)
         kinds, options = theirs.get_layer_types_and_kwargs(config)
         room = _capacity(config) if capacity is None else capacity
         check_sizes({"capacity": room})
-        dtype = None if dtype is None else cache_dtype(dtype)
-        layers = [_layer(kind, of, room, dtype) for kind, of in zip(kinds, options, strict=True)]
+        kept = None if dtype is None else cache_dtype(dtype)
+        layers = [_layer(kind, of, room, kept) for kind, of in zip(kinds, options, strict=True)]
         theirs.Cache.__init__(self, layers=layers)
         self._decodes = bool(getattr(config, "is_encoder_decoder", False))
 
@@ -355,7 +359,7 @@ def _is_causal(spec: MaskSpec, rows: int) -> bool:
     return spec.pattern.causal or (rows == 1 and spec.pattern.right is None)
 
 
-def _layer(kind: str, options: dict[str, Any], capacity: int, dtype: str | None) -> Any:
+def _layer(kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName | None) -> Any:
     match kind:
         case "full_attention" | "chunked_attention":
             return Layer(capacity, None, dtype)
