@@ -429,7 +429,6 @@ REFUSED = {
         lambda s, b, h, i, j: s + torch.dot(random(BATCH, LENGTH, 8)[b, i], random(BATCH, LENGTH, 8)[b, j]),
         "torch.dot",
     ),
-    "GELU as an activation": (lambda s, b, h, i, j: torch.log(torch.nn.functional.gelu(s) + 1.0), "torch.gelu"),
     "an operator of PyTorch's own": (lambda s, b, h, i, j: 20 * ApproximateTanh.apply(s / 20), "torch.*tanh"),
     "rows that are walked over": (lambda s, b, h, i, j: s + sum(x[0] for x in TYPES[b]), "expected 4 indices; got 1"),
     "branches": (lambda s, b, h, i, j: s if i > j else s - 1, "use sl.where"),

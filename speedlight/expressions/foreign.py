@@ -7,6 +7,7 @@ what the library's function was called with. Methods of tensors have the same na
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,23 @@ def _sign(apply: Apply, x: Any) -> Any:
 
 def _relu(apply: Apply, x: Any) -> Any:
     return apply("max", 0, x)  # in this order: where both are 0, nothing flows to x
+
+
+def _silu(apply: Apply, x: Any) -> Any:
+    return x * apply("sigmoid", x)
+
+
+def _gelu(apply: Apply, x: Any, approximate: str = "none") -> Any:
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1.0 + apply("tanh", inner))
+    if approximate != "none":
+        raise ExpressionError(f"gelu: expected approximate 'none' or 'tanh'; got {shown(approximate)}.")
+    return 0.5 * x * (1.0 + apply("erf", x * math.sqrt(0.5)))
+
+
+def _leaky_relu(apply: Apply, x: Any, negative_slope: float = 0.01) -> Any:
+    return apply("where", x > 0, x, x * negative_slope)
 
 
 def _truth(apply: Apply, x: Any) -> Any:
@@ -112,6 +130,8 @@ FUNCTIONS: dict[str, Rule] = {
     "floor": "floor", "ceil": _ceil, "trunc": _trunc, "fix": _trunc,
 
     "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "tanh": "tanh", "sqrt": "sqrt", "sigmoid": "sigmoid",
+    "sin": "sin", "cos": "cos", "tan": "tan", "erf": "erf",
+    "silu": _silu, "gelu": _gelu, "leaky_relu": _leaky_relu, "relu6": lambda apply, x: _clamp(apply, x, 0, 6),
     "expit": "sigmoid", "rsqrt": lambda apply, x: 1.0 / apply("sqrt", x),
     "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
 }  # fmt: skip
