@@ -16,13 +16,14 @@ SCORES = np.array([-2.5, -1.0, -0.5, 0.0, 0.25, 1.0, 1.5, 3.0])
 QUERIES = np.array([7, -3, 5, 0, 2, 9, 4, 6])
 KEYS = np.array([2, 2, -3, 4, 1, 3, 8, 5])
 ENV = {"s": SCORES, "b": np.array(1), "h": np.array(2), "i": QUERIES, "j": KEYS}
-POSITIVE = {"log", "log2", "sqrt", "rsqrt", "reciprocal"}
+POSITIVE = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"}
 INTEGERS = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "invert", "__and__", "__or__", "__xor__"}
 SHIFTS = {"bitwise_left_shift", "bitwise_right_shift", "left_shift", "right_shift", "__lshift__", "__rshift__"}
 ONE = {
     "neg", "negative", "square", "reciprocal", "logical_not", "bitwise_not", "invert", "abs", "absolute", "fabs",
     "relu", "sign", "floor", "ceil", "trunc", "fix", "exp", "exp2", "log", "log2", "tanh", "sqrt", "sigmoid", "expit",
     "sin", "cos", "tan", "erf", "silu", "gelu", "leaky_relu", "relu6",
+    "isnan", "isinf", "isfinite", "positive", "log10", "hardtanh",
     "rsqrt", "zeros_like", "ones_like",
 }  # fmt: skip
 
@@ -40,6 +41,8 @@ def operands(name, s, i, j):
             return s > 0, s, i
         case "clamp" | "clip":
             return s, -1.0, 1.25
+        case "lerp":
+            return s, s * 0 + j, 0.25
         case "clamp_min" | "clamp_max":
             return s, 0.25
         case "full_like":
@@ -51,7 +54,7 @@ def operands(name, s, i, j):
 
 def of_symbols(call):
     """What a function of (s, i, j) is, evaluated."""
-    traced = sl.expression(lambda s, b, h, i, j: call(s, i, j))
+    traced = sl.expression(lambda s, b, h, i, j: call(s, i, j) * 1)
     return np.broadcast_to(evaluate(traced.root, ENV), SCORES.shape)
 
 
@@ -95,6 +98,8 @@ def arguments(name, s, i, j):
         return s, s if name == "type_as" else torch.float64
     if name.startswith("new_"):
         return (s, ()) if name != "new_full" else (s, (), 2.5)
+    if name == "masked_fill":
+        return s, s > 0, 2.5
     return (s, s > 0, i) if name == "where" else operands(name, s, i, j)
 
 
@@ -215,7 +220,7 @@ FAILING = [
     (lambda b, h, i, j: np.exp(i, j) > 0, "exp: expected no out", "np.exp(i, j)"),
     (lambda b, h, i, j: np.clip(i, 0, 3, dtype=float) > 0, "expected no dtype", "np.clip(i, 0, 3, dtype=float)"),
     (lambda b, h, i, j: BIAS + i > 0, "expected a symbol or a Python number", "BIAS + i"),
-    (lambda b, h, i, j: torch.ops.aten.tanh(i) > 0, "torch.", "torch.ops.aten.tanh(i)"),
+    (lambda b, h, i, j: torch.ops.aten.lgamma(i) > 0, "torch.", "torch.ops.aten.lgamma(i)"),
     (lambda b, h, i, j: i if i > j else j, "use sl.where", "i > j"),
 ]
 

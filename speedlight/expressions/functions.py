@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import ExpressionError, shown
 from .operations import OPERATIONS
 from .symbols import Symbol, applied, is_traced
 
 
 def _function(op: str, *operands: Any) -> Any:
     """Of symbols a node, of numbers and arrays what NumPy makes of them."""
-    return applied(op, *operands) if is_traced(*operands) else OPERATIONS[op].numpy(*operands)
+    if is_traced(*operands):
+        return applied(op, *operands)
+    try:
+        return OPERATIONS[op].numpy(*operands)
+    except TypeError:
+        raise ExpressionError(
+            f"{op}: expected symbols, numbers or arrays of them; got {', '.join(map(shown, operands))}."
+        ) from None
 
 
 def minimum(a: Any, b: Any) -> Any:
