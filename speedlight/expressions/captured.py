@@ -43,7 +43,7 @@ class Tables:
 
 def _from_the_end(x: Any, n: int) -> Any:
     """A number below 0 counts from the end, as in the array itself; what a symbol stands for does not."""
-    return int(x) + n if isinstance(x, numbers.Integral) and -n <= x < 0 else x
+    return int(x) + n if isinstance(x, numbers.Integral) and -n <= int(x) < 0 else x
 
 
 class LookedArray(np.ndarray):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 import types
-from typing import Any
 
 import numpy as np
 
@@ -23,8 +23,8 @@ def draws(f: types.FunctionType) -> bool:
     return False
 
 
-def states() -> Any:
+def states() -> bytes:
     """Of the generators that everybody shares: Python's, NumPy's and PyTorch's."""
     torch = sys.modules.get("torch")
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), keys.tobytes(), position, None if torch is None else torch.get_rng_state().tolist()
+    of_torch = None if torch is None else torch.get_rng_state().numpy()
+    return pickle.dumps((random.getstate(), np.random.get_state(), of_torch))

@@ -171,6 +171,11 @@ class Symbol:
         """What symbol.to(…) and torch.tensor(…, dtype=…) take."""
         return {"bool": bool, "int": int, "float": float, "double": np.float64}[self.node.kind]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one number: what symbol.new_zeros(symbol.shape) takes."""
+        return ()
+
     def __getattr__(self, name: str) -> Any:
         """A method of tensors that we have: s.tanh(), i.clamp(0, 9), s.to(torch.float32) …"""
         method = foreign.method(by_name, self, name)

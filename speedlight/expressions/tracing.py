@@ -159,10 +159,12 @@ def expression(function: Callable[..., Any] | Expression, role: str | None = Non
     check_returned(role, function, result)
     root = _returned(role, function, result)
     if role == "mask" and root.kind != "bool":
-        raise ExpressionError(f"mask: expected a bool result; got {root.kind} {root!r}. Write a comparison.")
+        raise ExpressionError(
+            f"mask: expected a bool result{_origin(function)}; got {root.kind} {root!r}. Write a comparison."
+        )
     if role == "score" and root.kind == "bool":
         raise ExpressionError(
-            f"score: expected a number made of s; got bool {root!r}. Give it as mask=, or write "
+            f"score: expected a number made of s{_origin(function)}; got bool {root!r}. Give it as mask=, or write "
             "sl.where(condition, s, -math.inf)."
         )
     if role == "score":
@@ -196,8 +198,12 @@ def check_returned(name: str, function: Callable[..., Any], result: Any) -> None
 
 
 def _origin(function: Callable[..., Any]) -> str:
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return "" if code is None else f" of {code.co_name}() in {code.co_filename}:{code.co_firstlineno}"
+    """Whose result it is, where somebody else's function is looked at."""
+    function = inspect.unwrap(function)
+    code, module = getattr(function, "__code__", None), str(getattr(function, "__module__", ""))
+    if code is None or module.split(".")[0] in LIBRARIES:
+        return ""
+    return f" of {code.co_name}() in {code.co_filename}:{code.co_firstlineno}"
 
 
 def _returned(role: str, function: Callable[..., Any], result: Any) -> Node:

@@ -98,7 +98,7 @@ class Vector:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
-        first = next(x for x in args if isinstance(x, Vector))
+        first, *_ = [x for x in args if isinstance(x, Vector)]
         return first._called("torch", function, args, options or {})
 
     def _called(self, library: str, function: Any, args: Any, options: Any) -> Any:
