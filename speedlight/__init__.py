@@ -66,7 +66,22 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from .expressions.functions import abs as abs
-    from .expressions.functions import exp, exp2, floor, log, log2, maximum, minimum, sigmoid, sqrt, tanh
+    from .expressions.functions import (
+        cos,
+        erf,
+        exp,
+        exp2,
+        floor,
+        log,
+        log2,
+        maximum,
+        minimum,
+        sigmoid,
+        sin,
+        sqrt,
+        tan,
+        tanh,
+    )
     from .expressions.patterns import alibi, causal, dilated, documents, padding, prefix, relative_bias, softcap, window
     from .expressions.symbols import Symbol, cast, where
     from .expressions.tables import Table, table
@@ -117,6 +132,8 @@ _HOMES = {
     "Table": "expressions.tables",
     "abs": "expressions.functions",
     "cast": "expressions.symbols",
+    "cos": "expressions.functions",
+    "erf": "expressions.functions",
     "exp": "expressions.functions",
     "exp2": "expressions.functions",
     "expression": "expressions.tracing",
@@ -126,8 +143,10 @@ _HOMES = {
     "maximum": "expressions.functions",
     "minimum": "expressions.functions",
     "sigmoid": "expressions.functions",
+    "sin": "expressions.functions",
     "sqrt": "expressions.functions",
     "table": "expressions.tables",
+    "tan": "expressions.functions",
     "tanh": "expressions.functions",
     "where": "expressions.symbols",
     "alibi": "expressions.patterns",
@@ -173,8 +192,10 @@ __all__ = [
     "attention_paged",
     "cast",
     "causal",
+    "cos",
     "dilated",
     "documents",
+    "erf",
     "exp",
     "exp2",
     "expression",
@@ -194,10 +215,12 @@ __all__ = [
     "rotary",
     "set_threads",
     "sigmoid",
+    "sin",
     "softcap",
     "sqrt",
     "synchronize",
     "table",
+    "tan",
     "tanh",
     "where",
     "window",

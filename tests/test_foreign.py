@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import math
+import random
 
 import numpy as np
 import pytest
 import torch
 
 import speedlight as sl
+from speedlight.expressions.derivative import flows
 from speedlight.expressions.foreign import FUNCTIONS, METHODS, TENSORS
 from speedlight.expressions.tree import evaluate
 
@@ -16,12 +19,14 @@ SCORES = np.array([-2.5, -1.0, -0.5, 0.0, 0.25, 1.0, 1.5, 3.0])
 QUERIES = np.array([7, -3, 5, 0, 2, 9, 4, 6])
 KEYS = np.array([2, 2, -3, 4, 1, 3, 8, 5])
 ENV = {"s": SCORES, "b": np.array(1), "h": np.array(2), "i": QUERIES, "j": KEYS}
-POSITIVE = {"log", "log2", "sqrt", "rsqrt", "reciprocal"}
+POSITIVE = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"}
 INTEGERS = {"bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "invert", "__and__", "__or__", "__xor__"}
 SHIFTS = {"bitwise_left_shift", "bitwise_right_shift", "left_shift", "right_shift", "__lshift__", "__rshift__"}
 ONE = {
     "neg", "negative", "square", "reciprocal", "logical_not", "bitwise_not", "invert", "abs", "absolute", "fabs",
     "relu", "sign", "floor", "ceil", "trunc", "fix", "exp", "exp2", "log", "log2", "tanh", "sqrt", "sigmoid", "expit",
+    "sin", "cos", "tan", "erf", "silu", "gelu", "leaky_relu", "relu6",
+    "isnan", "isinf", "isfinite", "positive", "log10", "hardtanh",
     "rsqrt", "zeros_like", "ones_like",
 }  # fmt: skip
 
@@ -39,6 +44,8 @@ def operands(name, s, i, j):
             return s > 0, s, i
         case "clamp" | "clip":
             return s, -1.0, 1.25
+        case "lerp":
+            return s, s * 0 + j, 0.25
         case "clamp_min" | "clamp_max":
             return s, 0.25
         case "full_like":
@@ -50,7 +57,7 @@ def operands(name, s, i, j):
 
 def of_symbols(call):
     """What a function of (s, i, j) is, evaluated."""
-    traced = sl.expression(lambda s, b, h, i, j: call(s, i, j))
+    traced = sl.expression(lambda s, b, h, i, j: call(s, i, j) * 1)
     return np.broadcast_to(evaluate(traced.root, ENV), SCORES.shape)
 
 
@@ -94,6 +101,8 @@ def arguments(name, s, i, j):
         return s, s if name == "type_as" else torch.float64
     if name.startswith("new_"):
         return (s, ()) if name != "new_full" else (s, (), 2.5)
+    if name == "masked_fill":
+        return s, s > 0, 2.5
     return (s, s > 0, i) if name == "where" else operands(name, s, i, j)
 
 
@@ -199,7 +208,7 @@ def test_tensors_are_found_wherever_they_are():
 
 FAILING = [
     (lambda b, h, i, j: Model.array[h, j] > 0, "sl.table", "Model.array[h, j]"),
-    (lambda b, h, i, j: torch.sin(i) > 0, "torch.sin: expected operators", "torch.sin(i)"),
+    (lambda b, h, i, j: torch.sinh(i) > 0, "torch.sinh: expected operators", "torch.sinh(i)"),
     (lambda b, h, i, j: BIAS[h] > 0, "expected 3 indices; got 1", "BIAS[h] > 0"),
     (lambda b, h, i, j: BIAS[h, i, j, j] > 0, "expected 3 indices; got 4", "BIAS[h, i, j, j]"),
     (lambda b, h, i, j: BIAS[:, i, j] > 0, "slice: expected a symbol", "BIAS[:, i, j]"),
@@ -214,8 +223,26 @@ FAILING = [
     (lambda b, h, i, j: np.exp(i, j) > 0, "exp: expected no out", "np.exp(i, j)"),
     (lambda b, h, i, j: np.clip(i, 0, 3, dtype=float) > 0, "expected no dtype", "np.clip(i, 0, 3, dtype=float)"),
     (lambda b, h, i, j: BIAS + i > 0, "expected a symbol or a Python number", "BIAS + i"),
-    (lambda b, h, i, j: torch.ops.aten.tanh(i) > 0, "torch.", "torch.ops.aten.tanh(i)"),
+    (lambda b, h, i, j: torch.ops.aten.lgamma(i) > 0, "torch.", "torch.ops.aten.lgamma(i)"),
     (lambda b, h, i, j: i if i > j else j, "use sl.where", "i > j"),
+    (lambda b, h, i, j: not i > j, "use sl.where", "not i > j"),
+    (lambda b, h, i, j: 0 < i < 9, "use sl.where", "0 < i < 9"),
+    (lambda b, h, i, j: int(i / 2) > 1, r"sl\.cast\(x, int\)", "int(i / 2)"),
+    (lambda b, h, i, j: round(i / 2) > 1, r"sl\.floor\(x \+ 0\.5\)", "round(i / 2)"),
+    (lambda b, h, i, j: math.exp(i) > 1, "functions of Python's math", "math.exp(i)"),
+    (lambda b, h, i, j: [1, 2][h] > 1, r"sl\.table\(\[…\]\)\[symbol\]", "[1, 2][h]"),
+    (lambda b, h, i, j: sum(range(i)) > 1, r"sl\.table\(\[…\]\)\[symbol\]", "range(i)"),
+    (lambda b, h, i, j: sl.exp(None) > 1, "exp: expected symbols, numbers or arrays of them; got None", "sl.exp(None)"),
+    (lambda b, h, i, j: np.max([i, j]) > 1, r"NumPy cannot make an array of a symbol.*np\.minimum", "np.max([i, j])"),
+    (lambda b, h, i, j: torch.vmap(torch.tanh)(i) > 1, "symbols cannot follow: ValueError: vmap", "torch.vmap"),
+    (lambda b, h, i, j: np.random.rand() > 0.5, "random numbers: .* sl.table.*dropout", __file__),
+    (lambda b, h, i, j: torch.rand(()) > i, "random numbers: .* sl.table.*dropout", __file__),
+    (lambda b, h, i, j: random.random() > 0.5, "random numbers: .* sl.table.*dropout", __file__),
+    (lambda b, h, i, j, rng=np.random.default_rng(0): rng.random() > 0.5, "random numbers: .*dropout", __file__),
+    (lambda s, b, h, i, j: i > j, r"^score: expected a number made of s of .*; got bool \(i > j\)\. .*mask=", __file__),
+    (lambda s, b, h, i, j: "s", r"^score: expected a number .* of <lambda>\(\) in .*; got str, 's'\. Return", __file__),
+    (lambda s, b, h, i, j: (s, j), r"^score: expected a number .*; got tuple, \(s, j\)\. Return", __file__),
+    (lambda s, b, h, i, j: ALONE, r"^score: .*; got an array of shape \(3, 4\)\. Return one entry of it", __file__),
 ]
 
 
@@ -224,7 +251,40 @@ def test_what_cannot_be_traced_says_where(function, message, code):
     with pytest.raises(sl.ExpressionError, match=message) as caught:
         sl.expression(function)
     line = function.__code__.co_firstlineno
-    assert f"{__file__}:{line}" in str(caught.value) and code in str(caught.value).split(" In ")[-1]
+    assert f"{__file__}:{line}" in str(caught.value)
+    assert code == __file__ or code in str(caught.value).split(" In ")[-1]
+
+
+def test_drawn_before_is_not_drawn_inside():
+    """Names alone refuse nothing: numbers must have been drawn while the function ran."""
+    rand_mask = torch.rand(10) > 0.5
+    assert sl.expression(lambda b, h, i, j: rand_mask[i] & (j <= random_but_not(j))).tables
+
+
+def random_but_not(j):
+    return j + len(random.__name__)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_entry_at_a_constant_index_has_its_gradient(dtype):
+    """As the same number has, of the same type, which is no table's."""
+    t, grid = sl.table(np.array([0.5, 2.0], dtype), "t"), sl.table(np.arange(6, dtype=dtype).reshape(2, 3), "grid")
+    score = sl.expression(lambda s, b, h, i, j: s * t[0] + grid[1][2] * t[1])
+    env = {"s": SCORES, "b": 0, "h": 0, "i": 0, "j": 0}
+    np.testing.assert_array_equal(evaluate(score.root, env, np.float32), (SCORES * 0.5 + 10.0).astype(np.float32))
+    back = {repr(entry): evaluate(flow, env | {"d": np.ones(8)}) for entry, flow in flows(score.root).entries}
+    assert {name: np.broadcast_to(flow, 8).tolist() for name, flow in back.items()} == {
+        "t[0]": SCORES.tolist(), "t[1]": [5.0] * 8, "grid[1, 2]": [2.0] * 8
+    }  # fmt: skip
+    assert t[0] == 0.5  # outside of a function it is a number
+
+
+def test_numbers_from_the_end():
+    """Of captured arrays, as in the arrays themselves."""
+    last = sl.expression(lambda s, b, h, i, j: s + BIAS[b, h, -1] + ALONE[h, -2])
+    assert repr(last) == "score cast((cast((s + BIAS[b, h, 3])) + ALONE[h, 2]))"
+    with pytest.raises(sl.ExpressionError, match=r"ALONE: expected index 2 from 0 to 3; got -5"):
+        sl.expression(lambda s, b, h, i, j: s + ALONE[h, -5])
 
 
 def test_a_leaked_symbol_means_nothing_outside():

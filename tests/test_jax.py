@@ -17,6 +17,7 @@ from conftest import FULL
 
 import speedlight as sl
 import speedlight.jax
+from speedlight.expressions.tree import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 attend = speedlight.jax.dot_product_attention
@@ -310,3 +311,19 @@ def test_examples():
     for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(code.replace("512", "16"), names)
     assert names["dq"].shape == (2, 16, 8, 64)
+
+
+def test_arrays_in_expressions():
+    """Captured arrays are looked up; JAX's functions are not traced, and say so with the line."""
+    slopes = jnp.arange(4.0)
+    traced = sl.expression(lambda s, b, h, i, j: s + slopes[h] * (j - i))
+    assert evaluate(traced.root, {"s": 1.0, "b": 0, "h": 3, "i": 1, "j": 5}) == 13.0
+    for function in (
+        lambda s, b, h, i, j: jnp.tanh(s),
+        lambda s, b, h, i, j: jax.nn.gelu(s),
+        lambda s, b, h, i, j: jnp.where(i > j, s, 0),
+        lambda s, b, h, i, j: jnp.float32(2) * s,
+    ):
+        with pytest.raises(sl.ExpressionError, match=r"JAX's functions and arrays: .* np\.tanh, .* sl\.exp") as caught:
+            sl.expression(function)
+        assert f"{__file__}:{function.__code__.co_firstlineno}" in str(caught.value)

@@ -1,4 +1,5 @@
-"""Elementary functions on vectors of f32 or f64: at most 2 ulp (sigmoid 3), +0 where a result would be subnormal.
+"""Elementary functions on vectors of f32 or f64: at most 2 ulp (sigmoid, tan 3); exp, exp2: +0 where it would be
+subnormal.
 
 NaN stays NaN. exp, tanh and sigmoid share one expansion: x = n·ln2 + r, e^r - 1 = r·Q(r) with |r| <= 0.35.
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from ..expressions.operations import MOST_ANGLE
 from .vector import F32, F64, I32, I64, Function, Value, element_of, vec
 
 # ln2 in two parts (n times the first is exact), terms of Q, bits of the fraction, least and greatest argument of exp
@@ -126,6 +128,96 @@ def natural_log(k: Function, x: Value) -> Value:
     return k.select((x < math.inf) & (x >= 0.0), result, x)
 
 
+# pi/2 as a sum: n times the first, and less, is exact in an fma; 160 bits for n up to 2^40
+_QUARTER_TURN = (1.5707963267948966, 6.123233995736766e-17, -1.4973849048591698e-33)
+# sin r = r + r³·…, cos r = 1 + r²·…, for |r| <= pi/4 by their series, in r²
+_SINE = tuple((-1.0) ** n / math.factorial(2 * n + 1) for n in range(8, 0, -1))
+_COSINE = tuple((-1.0) ** n / math.factorial(2 * n) for n in range(9, 0, -1))
+# minimax: of erf(x)/x - 1 in x² on [0, 1], relative error 8e-18; of ln erfc(x) in x - 1 on [1, 6], 7e-18 of erf
+_ERF_INSIDE = (
+    -7.779462971761597e-10, 1.3710988704190523e-08, -1.6206318752969208e-07, 1.6447132699786621e-06,
+    -1.4924712439534814e-05, 0.0001205529358693695, -0.0008548325929766244, 0.005223977606130842,
+    -0.026866170643113415, 0.112837916709442, -0.3761263890318352, 0.12837916709551256,
+)  # fmt: skip
+_ERF_OUTSIDE = (
+    -4.9286771384653e-12, 1.2071133370955398e-10, -1.3326337122122265e-09, 8.597243244105049e-09,
+    -3.369266925876166e-08, 5.8821368850421515e-08, 2.032452405481918e-07, -2.1297255015168495e-06,
+    9.669081532381939e-06, -2.7197235481464668e-05, 2.6295379530784362e-05, 0.0002373167987739163,
+    -0.0019779013109420744, 0.010033825195158504, -0.04156109802668308, -0.8431072563593303, -2.6389675142347775,
+    -1.8496055099332482,
+)  # fmt: skip
+
+
+def _polynomial(k: Function, x: Value, terms: tuple[float, ...]) -> Value:
+    """Highest power first."""
+    y = k.const(terms[0], x.type)
+    for term in terms[1:]:
+        y = k.fma(y, x, k.const(term, x.type))
+    return y
+
+
+def _in_double(function: Any) -> Any:
+    """Computed in f64, from which f32 is rounded once: these functions are rare."""
+
+    def of(k: Function, x: Value) -> Value:
+        wide = x if element_of(x.type) is F64 else k.extend(x, like(x, F64))
+        y = function(k, wide)
+        return y if wide is x else k.narrow(y, x.type)
+
+    return of
+
+
+def _turned(k: Function, x: Value) -> tuple[Value, Value, Value]:
+    """sin r, cos r, |r| <= pi/4, and n: x = n·pi/2 + r. n is in the last bits of an integer."""
+    magic = k.const(1.5 * 2.0 ** _SHIFT[F64], x.type)
+    moved = k.fma(x, k.const(2 / math.pi, x.type), magic)
+    n, r = moved - magic, x
+    for part in _QUARTER_TURN:
+        r = k.fma(-n, k.const(part, x.type), r)
+    square = r * r
+    sine = k.fma(r * square, _polynomial(k, square, _SINE), r)
+    cosine = k.fma(square, _polynomial(k, square, _COSINE), k.const(1.0, x.type))
+    return sine, cosine, moved.bits(_integer(x))
+
+
+def _of_angle(k: Function, x: Value, y: Value, *, odd: bool) -> Value:
+    """y, but NaN beyond MOST_ANGLE; of an odd function x at zeros, which have signs."""
+    y = k.select(k.abs(x) <= MOST_ANGLE, y, k.const(math.nan, x.type))
+    return k.select(x.equals(0.0), x, y) if odd else y
+
+
+def _wave(k: Function, x: Value, quarters: int) -> Value:
+    """sin(x + quarters·pi/2)."""
+    sine, cosine, n = _turned(k, x)
+    n = n + quarters
+    y = k.select((n & 1).differs(0), cosine, sine)
+    return (((n & 2) << 62) ^ y.bits(n.type)).bits(x.type)
+
+
+def sin(k: Function, x: Value) -> Value:
+    return _of_angle(k, x, _wave(k, x, 0), odd=True)
+
+
+def cos(k: Function, x: Value) -> Value:
+    return _of_angle(k, x, _wave(k, x, 1), odd=False)
+
+
+def tan(k: Function, x: Value) -> Value:
+    sine, cosine, n = _turned(k, x)
+    is_odd = (n & 1).differs(0)
+    y = k.select(is_odd, -cosine, sine) / k.select(is_odd, sine, cosine)
+    return _of_angle(k, x, y, odd=True)
+
+
+def erf(k: Function, x: Value) -> Value:
+    """x + x·P(x²) within ±1; outside 1 - e^(ln erfc |x|), of which a seventh at most is taken away."""
+    size = k.min(k.abs(x), k.const(6.0, x.type))  # whose erf is 1
+    inside = k.fma(x, _polynomial(k, x * x, _ERF_INSIDE), x)
+    outside = k.const(1.0, x.type) - exp(k, _polynomial(k, size - 1.0, _ERF_OUTSIDE))
+    y = k.select(size < 1.0, inside, k.select(x < 0.0, -outside, outside))
+    return k.select(x.differs(x) | x.equals(0.0), x, y)
+
+
 def sqrt(k: Function, x: Value) -> Value:
     return k.unary("sqrt", x)
 
@@ -138,4 +230,8 @@ FUNCTIONS: dict[str, Any] = {
     "tanh": tanh,
     "sqrt": sqrt,
     "sigmoid": sigmoid,
+    "sin": _in_double(sin),
+    "cos": _in_double(cos),
+    "tan": _in_double(tan),
+    "erf": _in_double(erf),
 }

@@ -15,10 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import ExpressionError
+from .autograd import Traceable, is_autograd_function
+from .randomness import draws, states
 from .symbols import LOOKUP, Symbol
 from .tables import Table, as_index
 
-LIBRARIES = ("numpy", "torch", "speedlight", "builtins")  # whose globals are their own affair
+LIBRARIES = ("numpy", "torch", "speedlight", "builtins", "jax", "jaxlib")  # whose globals are their own affair
 
 
 class Tables:
@@ -34,7 +37,13 @@ class Tables:
             name = self.names.get(id(array), "table")
             self.of[id(array)] = array, Table(array, name, copy=isinstance(array, list))
         table = self.of[id(array)][1]
-        return table[as_index(index) or (0,)]
+        sizes = itertools.chain(table.shape, itertools.repeat(0))
+        return table[tuple(map(_from_the_end, as_index(index), sizes)) or (0,)]
+
+
+def _from_the_end(x: Any, n: int) -> Any:
+    """A number below 0 counts from the end, as in the array itself; what a symbol stands for does not."""
+    return int(x) + n if isinstance(x, numbers.Integral) and -n <= int(x) < 0 else x
 
 
 class LookedArray(np.ndarray):
@@ -58,9 +67,21 @@ def _entry(array: Any, index: Any, usual: Any) -> Any:
     return lookup(array, index)
 
 
-def looking_up(function: Any, tables: Tables) -> Any:
-    """The function, or a copy of it in which captured arrays and lists are looked up by symbols."""
-    return _Copying(tables).of(function)
+def called(function: Any, tables: Tables, symbols: list[Symbol]) -> Any:
+    """The function of symbols, or a copy of it in which captured arrays and lists are looked up by them."""
+    copying = _Copying(tables)
+    copy = copying.of(function)
+    before = states() if copying.may_draw else None
+    result = copy(*symbols)
+    if before is not None and before != states():
+        raise ExpressionError(RANDOM)
+    return result
+
+
+RANDOM = (
+    "random numbers: expected a function that draws none, for it is called once, with symbols, and one number would be "
+    "drawn for all. Draw an array and look it up through sl.table(array); dropout= and seed= drop weights."
+)
 
 
 class _Copying:
@@ -68,6 +89,7 @@ class _Copying:
 
     def __init__(self, tables: Tables) -> None:
         self.tables = tables
+        self.may_draw = False  # random numbers, as far as names tell
         self.done: dict[int, Any] = {}  # by id; functions may capture themselves
 
     def of(self, x: Any, name: str = "table") -> Any:
@@ -84,10 +106,16 @@ class _Copying:
         match x:
             case np.ndarray() if type(x) is np.ndarray and x.ndim:
                 return x.view(LookedArray)
+            case np.random.Generator() | np.random.RandomState():
+                raise ExpressionError(RANDOM)
+            case type() if is_autograd_function(x):
+                return Traceable(x)
             case list() | tuple() if x and type(x) in (list, tuple):
                 return self._sequence(x, name)
             case types.FunctionType():
                 return self._function(x)
+            case types.MethodType() if is_autograd_function(x.__self__):
+                return Traceable(x.__self__).apply if x.__name__ == "apply" else x
             case types.MethodType():
                 inner = self.of(x.__func__)
                 return x if inner is x.__func__ else types.MethodType(inner, x.__self__)
@@ -98,6 +126,8 @@ class _Copying:
                     return x
                 options = x.keywords if options is None else dict(zip(x.keywords, options, strict=True))
                 return functools.partial(function, *(x.args if args is None else args), **options)
+        if type(x).__module__.startswith("jaxlib") and hasattr(x, "__array__") and x.ndim:
+            return np.asarray(x).view(LookedArray)
         return x
 
     def _sequence(self, x: Any, name: str) -> Any:
@@ -118,6 +148,7 @@ class _Copying:
         return new if [1 for a, b in zip(values, new, strict=True) if a is not b] else None
 
     def _function(self, f: types.FunctionType) -> Any:
+        self.may_draw = self.may_draw or draws(f)
         cells = f.__closure__ or ()
         known = [(cell, name) for cell, name in zip(cells, f.__code__.co_freevars, strict=True) if cell != _EMPTY]
         closed = self._all([cell.cell_contents for cell, _ in known], [name for _, name in known])

@@ -7,6 +7,7 @@ what the library's function was called with. Methods of tensors have the same na
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -48,8 +49,37 @@ def _sign(apply: Apply, x: Any) -> Any:
     return apply("where", x > 0, 1, apply("where", x < 0, -1, x * 0))
 
 
+def _isfinite(apply: Apply, x: Any) -> Any:
+    return apply("lt", apply("abs", x), math.inf)
+
+
+def _isinf(apply: Apply, x: Any) -> Any:
+    return apply("eq", apply("abs", x), math.inf)
+
+
+def _lerp(apply: Apply, x: Any, end: Any, weight: Any) -> Any:
+    return x + weight * (end - x)
+
+
 def _relu(apply: Apply, x: Any) -> Any:
     return apply("max", 0, x)  # in this order: where both are 0, nothing flows to x
+
+
+def _silu(apply: Apply, x: Any) -> Any:
+    return x * apply("sigmoid", x)
+
+
+def _gelu(apply: Apply, x: Any, approximate: str = "none") -> Any:
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+        return 0.5 * x * (1.0 + apply("tanh", inner))
+    if approximate != "none":
+        raise ExpressionError(f"gelu: expected approximate 'none' or 'tanh'; got {shown(approximate)}.")
+    return 0.5 * x * (1.0 + apply("erf", x * math.sqrt(0.5)))
+
+
+def _leaky_relu(apply: Apply, x: Any, negative_slope: float = 0.01) -> Any:
+    return apply("where", x > 0, x, x * negative_slope)
 
 
 def _truth(apply: Apply, x: Any) -> Any:
@@ -112,6 +142,11 @@ FUNCTIONS: dict[str, Rule] = {
     "floor": "floor", "ceil": _ceil, "trunc": _trunc, "fix": _trunc,
 
     "exp": "exp", "exp2": "exp2", "log": "log", "log2": "log2", "tanh": "tanh", "sqrt": "sqrt", "sigmoid": "sigmoid",
+    "sin": "sin", "cos": "cos", "tan": "tan", "erf": "erf",
+    "isnan": lambda apply, x: x != x, "isinf": _isinf, "isfinite": _isfinite, "lerp": _lerp,
+    "positive": lambda apply, x: x, "log10": lambda apply, x: apply("log2", x) * math.log10(2),
+    "hardtanh": lambda apply, x, min_val=-1.0, max_val=1.0: _clamp(apply, x, min_val, max_val),
+    "silu": _silu, "gelu": _gelu, "leaky_relu": _leaky_relu, "relu6": lambda apply, x: _clamp(apply, x, 0, 6),
     "expit": "sigmoid", "rsqrt": lambda apply, x: 1.0 / apply("sqrt", x),
     "zeros_like": _like(0), "ones_like": _like(1), "full_like": _full_like,
 }  # fmt: skip
@@ -119,12 +154,16 @@ FUNCTIONS: dict[str, Rule] = {
 TENSORS: dict[str, Rule] = {"min": "min", "max": "max"}
 METHODS: dict[str, Rule] = {
     "where": lambda apply, x, condition, other: apply("where", condition, x, other),
+    "masked_fill": lambda apply, x, condition, value: apply("where", condition, value, x),
     "__and__": "and", "__or__": "or", "__xor__": "xor", "__lshift__": "shl", "__rshift__": "shr",
     "__floordiv__": "floordiv", "__mod__": "mod", "__pow__": "pow",
     "to": _to, "type": _to, "type_as": lambda apply, x, other: apply("cast", x, other.dtype),
     "float": _as(float), "double": _as("float64"), "int": _as(int), "long": _as(int), "bool": _as(bool),
     "new_zeros": _new(0), "new_ones": _new(1), "new_full": _new_full,
 }  # fmt: skip
+
+
+_OF_ONE = ("unsqueeze", "squeeze", "clone", "contiguous")  # methods that one number goes through unchanged
 
 
 @functools.cache
@@ -141,10 +180,16 @@ def _rules(library: str) -> dict[Any, Rule]:
 
 def called(apply: Apply, library: str, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """What a library's function makes of symbols."""
-    rule = _rules(library).get(function)
+    rule = _rules(library).get(function) or _of_operator(function)
     if rule is None:
         raise unknown(library, function)
     return _applied(apply, getattr(function, "__name__", "a function"), rule, args, options)
+
+
+def _of_operator(function: Any) -> Rule | None:
+    """What torch.ops.aten.tanh means, or one of its overloads."""
+    name = str(function).split(".") if type(function).__module__ == "torch._ops" else []
+    return {**FUNCTIONS, **TENSORS}.get(name[1]) if len(name) > 1 and name[0] == "aten" else None
 
 
 def unknown(library: str, function: Any) -> ExpressionError:
@@ -156,6 +201,8 @@ def unknown(library: str, function: Any) -> ExpressionError:
 
 def method(apply: Apply, x: Any, name: str) -> Callable[..., Any] | None:
     """A tensor's method, of a symbol; None: there is no such method here."""
+    if name in _OF_ONE:
+        return lambda *_, **__: x
     rule = METHODS.get(name) or TENSORS.get(name) or FUNCTIONS.get(name)
     if rule is None or name.startswith("__"):
         return None

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..errors import ExpressionError, shown
 from .operations import OPERATIONS
 from .symbols import Symbol, applied, is_traced
 
 
 def _function(op: str, *operands: Any) -> Any:
     """Of symbols a node, of numbers and arrays what NumPy makes of them."""
-    return applied(op, *operands) if is_traced(*operands) else OPERATIONS[op].numpy(*operands)
+    if is_traced(*operands):
+        return applied(op, *operands)
+    try:
+        return OPERATIONS[op].numpy(*operands)
+    except TypeError:
+        raise ExpressionError(
+            f"{op}: expected symbols, numbers or arrays of them; got {', '.join(map(shown, operands))}."
+        ) from None
 
 
 def minimum(a: Any, b: Any) -> Any:
@@ -101,6 +109,46 @@ def sigmoid(x: Any) -> Any:
     score sigmoid(s)
     """
     return _function("sigmoid", x)
+
+
+def sin(x: Any) -> Any:
+    """Sine of x radians; at most 2 ulp off. NaN beyond ±2⁴⁰ (1.1e12), as of infinities.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: s * sl.sin(0.01 * (i - j)))
+    score (s * sin((0.01 * cast((i - j)))))
+    """
+    return _function("sin", x)
+
+
+def cos(x: Any) -> Any:
+    """Cosine of x radians; at most 2 ulp off. NaN beyond ±2⁴⁰ (1.1e12), as of infinities.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.cos(s))
+    score cos(s)
+    """
+    return _function("cos", x)
+
+
+def tan(x: Any) -> Any:
+    """Tangent of x radians; at most 3 ulp off. NaN beyond ±2⁴⁰ (1.1e12), as of infinities.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: sl.tan(s))
+    score tan(s)
+    """
+    return _function("tan", x)
+
+
+def erf(x: Any) -> Any:
+    """The error function, 2/√π times the integral of exp(-t²) from 0 to x; at most 2 ulp off.
+
+    >>> import speedlight as sl
+    >>> sl.expression(lambda s, b, h, i, j: 0.5 * s * (1.0 + sl.erf(s * 0.5**0.5)))  # GELU
+    score ((0.5 * s) * (1.0 + erf((s * 0.7071067811865476))))
+    """
+    return _function("erf", x)
 
 
 def abs(x: Any) -> Any:

@@ -18,6 +18,7 @@ INT_MIN, INT_MAX = -(1 << 63), (1 << 63) - 1
 ANY, NUMBERS, FLOATS, BITS = KINDS, KINDS[1:], KINDS[2:], KINDS[:2]
 INT, BOOL = ("int",), ("bool",)
 LOOKUP_COST = 16  # of a table's entry, as operations count
+MOST_ANGLE = 2.0**40  # of sin, cos and tan, which are NaN beyond: up to here 160 bits of π are enough
 
 
 class Chosen(NamedTuple):
@@ -91,6 +92,22 @@ def _shr(a: Any, n: Any) -> Any:
 
 def _sigmoid(x: Any) -> Any:
     return 1 / (1 + np.exp(-np.asarray(x)))
+
+
+def _of_angle(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """NaN beyond MOST_ANGLE, as of infinities."""
+
+    def definition(x: Any) -> Any:
+        x = np.asarray(x)
+        return function(np.where(np.abs(x) <= MOST_ANGLE, x, x.dtype.type(np.nan) if x.dtype.kind == "f" else np.nan))
+
+    return definition
+
+
+def _erf(x: Any) -> Any:
+    """Python's, of every element: NumPy has none."""
+    x = np.asarray(x)
+    return np.vectorize(math.erf, otypes=[x.dtype if x.dtype.kind == "f" else np.float64])(x)
 
 
 # --- intervals: least and greatest result of integers, and of conditions (False < True), in the walk's arithmetic `ops`
@@ -242,12 +259,23 @@ def _root_error(v: Any, e: Any, y: Any) -> Any:
     return e[0] / np.maximum(np.sqrt(least), np.sqrt(e[0]) + 1e-300)
 
 
+def _tangent_error(v: Any, e: Any, y: Any) -> Any:
+    """Of an argument that may reach a pole: nothing is known."""
+    near = np.abs(y) * e[0]
+    return np.where(near < 0.5, (1 + y * y) * e[0] / np.maximum(1 - near, 0.5), np.inf)
+
+
+def _erf_error(v: Any, e: Any, y: Any) -> Any:
+    return _ERF_SLOPE * e[0]
+
+
 def _floor_error(v: Any, e: Any, y: Any) -> Any:
     return np.where(np.floor(v[0] - e[0]) == np.floor(v[0] + e[0]), 0.0, 1.0)
 
 
-# --- derivatives: the slope by each operand, from the result y and the operands, with Python's operators alone, so that
-# one rule makes nodes of symbols and values of NumPy arrays. 1, -1 and 0 (nothing flows) are told apart from numbers.
+# --- derivatives: the slope by each operand, from the result y and the operands, with Python's operators and NumPy's
+# functions, so that one rule makes nodes of symbols and values of NumPy arrays. 1, -1 and 0 (nothing flows) are told
+# apart from numbers.
 
 
 def _flat(y: Any, *operands: Any) -> Any:
@@ -272,7 +300,7 @@ def _where_slope(y: Any, condition: Any, a: Any, b: Any) -> Any:
     return 0, Chosen(condition, 1, 0), Chosen(condition, 0, 1)
 
 
-_LN2, _LOG2_E = math.log(2), math.log2(math.e)
+_LN2, _LOG2_E, _ERF_SLOPE = math.log(2), math.log2(math.e), 2 / math.sqrt(math.pi)
 _JUMPS = "its result jumps wherever the quotient becomes whole. Use it of integers, or sl.floor, whose slope is 0"
 
 # name, operands, accepts, gives, symbol, cost | numpy, interval | rounding, error | derivative
@@ -316,5 +344,10 @@ _ROWS = (
     Operation("tanh", 1, FLOATS, None, None, 16, np.tanh, None, 3, _pass_error, lambda y, a: (1.0 - y * y,)),
     Operation("sqrt", 1, FLOATS, None, None, 16, np.sqrt, None, 3, _root_error, lambda y, a: (0.5 / y,)),
     Operation("sigmoid", 1, FLOATS, None, None, 16, _sigmoid, None, 3, _pass_error, lambda y, a: (y * (1.0 - y),)),
+    Operation("sin", 1, FLOATS, None, None, 16, _of_angle(np.sin), None, 4, _pass_error, lambda y, a: (np.cos(a),)),
+    Operation("cos", 1, FLOATS, None, None, 16, _of_angle(np.cos), None, 4, _pass_error, lambda y, a: (-np.sin(a),)),
+    Operation("tan", 1, FLOATS, None, None, 16, _of_angle(np.tan), None, 6, _tangent_error,
+              lambda y, a: (1.0 + y * y,)),
+    Operation("erf", 1, FLOATS, None, None, 16, _erf, None, 4, _erf_error, lambda y, a: (_ERF_SLOPE * np.exp(-a * a),)),
 )  # fmt: skip
 OPERATIONS: dict[str, Operation] = {row.name: row for row in _ROWS}

@@ -19,6 +19,7 @@ from ..errors import ExpressionError, shown
 from . import foreign
 from .operations import INT_MAX, INT_MIN, KINDS, OPERATIONS
 from .tree import Node, convert, kind_of
+from .vectors import Vector, entrywise, is_row
 
 # what `array[symbol]` is: (array, index) -> the entry; while a function is traced. tracing.py sets it
 LOOKUP: ContextVar[Callable[[Any, Any], Any] | None] = ContextVar("lookup", default=None)
@@ -40,10 +41,23 @@ def node_of(x: Any) -> Node:
     found = _scalar_of(x)
     if found is not None:
         return node_of(found)
+    if isinstance(x, Vector):
+        raise ExpressionError(
+            f"{x.name}: expected one number; got a row of {x.count}. Index it, or make one number of it: .any(), "
+            ".all(), .sum(), .amax() …"
+        )
+    if type(x).__module__.split(".")[0] in ("jax", "jaxlib"):
+        raise ExpressionError(OF_JAX)
     raise ExpressionError(
         f"{type(x).__name__}: expected a symbol or a Python number in an expression. Look arrays up through "
         "sl.table(array)."
     )
+
+
+OF_JAX = (
+    "JAX's functions and arrays: expected functions that symbols can follow; JAX wants numbers. Use NumPy's, "
+    "PyTorch's or ours, np.tanh, torch.where, sl.exp …, and look arrays up through sl.table(array)."
+)
 
 
 def _scalar_of(x: Any) -> Any:
@@ -76,6 +90,20 @@ def _no_branch(self: Symbol, *_: Any) -> Any:
         "a symbol has no value while a mask or score is traced, so Python's if, and, or, not, max, range … cannot look "
         "at it: "
         "use sl.where(condition, yes, no), & | ~, sl.minimum, sl.maximum."
+    )
+
+
+def _no_index(self: Symbol, *_: Any) -> Any:
+    raise ExpressionError(
+        "a symbol has no value while a mask or score is traced, so Python's lists, dicts, slices and range() cannot "
+        "look at it: look numbers up through sl.table([…])[symbol], and use sl.where(condition, yes, no)."
+    )
+
+
+def _no_int(self: Symbol, *_: Any) -> Any:
+    raise ExpressionError(
+        "a symbol has no value while a mask or score is traced, so int() and round() cannot look at it: use "
+        "sl.cast(x, int), which drops the fraction, or sl.floor(x + 0.5)."
     )
 
 
@@ -118,10 +146,9 @@ class Symbol:
     def __repr__(self) -> str:
         return repr(self.node)
 
-    __bool__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = __array__ = __round__ = __contains__ = (
-        _no_branch
-    )
-    __hash__ = __reversed__ = _no_branch  # type: ignore[assignment]
+    __bool__ = __len__ = __iter__ = __complex__ = __array__ = __contains__ = __reversed__ = _no_branch
+    __hash__ = __index__ = _no_index  # type: ignore[assignment]
+    __int__ = __round__ = _no_int
     __float__ = __trunc__ = __floor__ = __ceil__ = _no_number
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
@@ -153,6 +180,11 @@ class Symbol:
         """What symbol.to(…) and torch.tensor(…, dtype=…) take."""
         return {"bool": bool, "int": int, "float": float, "double": np.float64}[self.node.kind]
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of one number: what symbol.new_zeros(symbol.shape) takes."""
+        return ()
+
     def __getattr__(self, name: str) -> Any:
         """A method of tensors that we have: s.tanh(), i.clamp(0, 9), s.to(torch.float32) …"""
         method = foreign.method(by_name, self, name)
@@ -162,9 +194,11 @@ class Symbol:
             return sys.modules["torch"].device("cpu")
         if name in ("__array_struct__", "__array_interface__"):  # NumPy's questions, before it gives up
             raise ExpressionError(
-                "an array that the function does not capture by its own name cannot be looked up at a symbol. Look it "
-                "up through sl.table(array)."
+                "NumPy cannot make an array of a symbol, nor look one up at it that the function does not capture by "
+                "its own name. Look it up through sl.table(array); np.minimum, np.where … work on symbols."
             )
+        if name == "__jax_array__":
+            raise ExpressionError(OF_JAX)
         raise ExpressionError(
             f"a symbol has no attribute {name!r}; an expression is built of operators and sl.where, sl.exp, sl.table …"
         )
@@ -291,6 +325,8 @@ class Symbol:
 
 def applied(op: str, *operands: Any) -> Symbol:
     """An operation on operands of one kind: the greatest of theirs, or the next that the operation accepts."""
+    if [x for x in operands if is_row(x)]:
+        return entrywise(applied, op, operands)  # type: ignore[return-value]
     row, nodes = OPERATIONS[op], [node_of(x) for x in operands]
     kind = _greatest(nodes)
     # lists: an interrupt that comes while a generator is closed would be lost
@@ -317,7 +353,10 @@ def _no_float(op: str, x: Symbol) -> ExpressionError:
 
 
 def is_traced(*args: Any) -> bool:
-    return bool([x for x in args if isinstance(x, Symbol)])
+    """Whether a symbol, a row of them, or a tensor's one number in a trace is among them."""
+    if [x for x in args if isinstance(x, (Symbol, Vector))]:
+        return True
+    return LOOKUP.get() is not None and bool([x for x in args if is_tensor(x) and not x.ndim])
 
 
 def where(condition: Any, yes: Any, no: Any) -> Any:
@@ -329,6 +368,8 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     """
     if not is_traced(condition, yes, no):
         return np.where(condition, yes, no)[()]
+    if [x for x in (condition, yes, no) if is_row(x)]:
+        return entrywise(by_name, "where", (condition, yes, no))
     c = node_of(condition)
     if c.kind != "bool":
         raise ExpressionError(f"where: expected a bool condition; got {c.kind} {c!r}. Write a comparison.")
@@ -353,6 +394,8 @@ def cast(x: Any, dtype: Any) -> Any:
         kind = _kind_named(dtype)
     if kind is None:
         raise ExpressionError(f"cast: expected bool, int, float32 or float64; got {shown(dtype)}.")
+    if is_row(x):
+        return entrywise(by_name, "cast", (x, kind))
     node = node_of(x)
     if kind == "bool" and node.kind != "bool" and node.op != "number":
         return Symbol(node) != 0
@@ -370,6 +413,8 @@ def _kind_named(dtype: Any) -> str | None:
 
 def by_name(op: str, *operands: Any) -> Any:
     """An operation of the table, or a power, or a number of some dtype, by its name: what foreign.py's rules need."""
+    if [x for x in operands if is_row(x)]:
+        return entrywise(by_name, op, operands)
     match op:
         case "where":
             return where(*operands)

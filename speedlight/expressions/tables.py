@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
 from . import foreign
 from .operations import INT_MAX
-from .symbols import Symbol, node_of
-from .tree import Node, kind_of
+from .symbols import LOOKUP, Symbol, by_name, node_of
+from .tree import Node, convert, kind_of
+from .vectors import Vector
 
 _FEW = 16384  # entries
 
@@ -186,6 +188,8 @@ class Table:
 
     def __getitem__(self, index: Any) -> Any:
         index = as_index(index)
+        if len(index) + 1 == self.array.ndim:
+            return self._row(index)
         if len(index) < self.array.ndim:
             return TableRows(self, index)
         if len(index) > self.array.ndim:
@@ -196,10 +200,9 @@ class Table:
                     f"{self.name}: expected index {at + 1} from 0 to {n - 1}; got {shown(x)} (shape "
                     f"{self.array.shape})."
                 )
-        if (
-            all([isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index])
-            and self.tensor is self.origin is None
-        ):
+        constant = all([isinstance(x, numbers.Integral) and not isinstance(x, (bool, np.bool_)) for x in index])
+        learned = self.kind in ("float", "double") and LOOKUP.get() is not None  # of what may be asked for its gradient
+        if constant and not learned and self.tensor is self.origin is None:
             return self.array[tuple(int(x) for x in index)].item()
         nodes = tuple(node_of(x) for x in index)
         for at, x in enumerate(nodes):
@@ -207,7 +210,17 @@ class Table:
                 raise ExpressionError(
                     f"{self.name}: expected an integer as index {at + 1}; got {x.kind}. Use sl.cast(x, int)."
                 )
-        return Symbol(Node("table", str(self.kind), nodes, self))
+        entry = Node("table", str(self.kind), nodes, self)
+        return Symbol(convert(entry, "float") if constant and self.origin is None else entry)  # as a number is
+
+    def _row(self, index: tuple[Any, ...]) -> Vector:
+        """What waits for its last index: table[b][i] is table[b, i]."""
+
+        def at(last: Any) -> Any:
+            return self[(*index, *as_index(last))]
+
+        count = self.array.shape[-1]
+        return Vector(by_name, lambda: [at(n) for n in range(count)], count, self.name, at)
 
     def ends(self) -> tuple[int, int]:
         """Least and greatest entry of an integer or bool table that has any."""
@@ -223,7 +236,7 @@ class Table:
 
 
 class TableRows:
-    """What has some of a table's indices, and waits for the others: table[b][i] is table[b, i]."""
+    """What has some of a table's indices, and waits for two or more others: table[b][h][i] is table[b, h, i]."""
 
     __slots__ = ("index", "table")
 
@@ -232,6 +245,12 @@ class TableRows:
 
     def __getitem__(self, index: Any) -> Any:
         return self.table[(*self.index, *as_index(index))]
+
+    def __len__(self) -> int:
+        return self.table.shape[len(self.index)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self[n] for n in range(len(self)))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
@@ -243,7 +262,7 @@ class TableRows:
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refused
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _refused
-    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __bool__ = __iter__ = _refused
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __bool__ = _refused
     __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = _refused
     __hash__ = None  # type: ignore[assignment]
 

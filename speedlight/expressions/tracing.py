@@ -15,13 +15,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
-from .captured import LIBRARIES, Tables, looking_up
+from .captured import LIBRARIES, Tables, called
 from .operations import LOOKUP_COST, OPERATIONS
-from .symbols import LOOKUP, Symbol, node_of
+from .symbols import LOOKUP, OF_JAX, Symbol, node_of
 from .tables import Table
 from .tree import SYMBOLS, Node, convert, lazily, merged, order, structure
+from .vectors import is_row
 
 # a user's function; the second of each: written for another library's arrays, or with annotations of its own
 MaskFunction = Callable[[Symbol, Symbol, Symbol, Symbol], Symbol | bool] | Callable[[Any, Any, Any, Any], Any]
@@ -160,15 +163,17 @@ def expression(function: MaskFunction | ScoreFunction | Expression, role: str | 
     if isinstance(result, Expression):
         return expression(result, role)
     check_returned(role, function, result)
-    root = node_of(result)
+    root = _returned(role, function, result)
     if role == "mask" and root.kind != "bool":
-        raise ExpressionError(f"mask: expected a bool result; got {root.kind} {root!r}. Write a comparison.")
+        raise ExpressionError(
+            f"mask: expected a bool result{_origin(function)}; got {root.kind} {root!r}. Write a comparison."
+        )
+    if role == "score" and root.kind == "bool":
+        raise ExpressionError(
+            f"score: expected a number made of s{_origin(function)}; got bool {root!r}. Give it as mask=, or write "
+            "sl.where(condition, s, -math.inf)."
+        )
     if role == "score":
-        if root.kind == "bool":
-            raise ExpressionError(
-                f"score: expected a number; got bool {root!r}. What is seen is mask=; or write sl.where(condition, s, "
-                "-inf)."
-            )
         root = convert(root, "float")
     return expression_of(role, root)
 
@@ -195,11 +200,30 @@ def _role(function: Callable[..., Any], role: str | None) -> str:
 def check_returned(name: str, function: Callable[..., Any], result: Any) -> None:
     """A function that forgot to return something is named."""
     if result is None:
-        code = getattr(inspect.unwrap(function), "__code__", None)
-        place = "" if code is None else f" of {code.co_name}() in {code.co_filename}:{code.co_firstlineno}"
-        raise ExpressionError(f"{name}: expected a result{place}; got None. Is a return missing?")
-    if isinstance(result, (str, bytes)):
-        raise ExpressionError(f"{name}: expected a symbol or a number as the result; got {shown(result)}.")
+        raise ExpressionError(f"{name}: expected a result{_origin(function)}; got None. Is a return missing?")
+
+
+def _origin(function: Callable[..., Any]) -> str:
+    """Whose result it is, where somebody else's function is looked at."""
+    function = inspect.unwrap(function)
+    code, module = getattr(function, "__code__", None), str(getattr(function, "__module__", ""))
+    if code is None or module.split(".")[0] in LIBRARIES:
+        return ""
+    return f" of {code.co_name}() in {code.co_filename}:{code.co_firstlineno}"
+
+
+def _returned(role: str, function: Callable[..., Any], result: Any) -> Node:
+    """The tree of a result: one number."""
+    try:
+        return node_of(result)
+    except ExpressionError as error:
+        what = "a condition of b, h, i and j" if role == "mask" else "a number made of s, b, h, i and j"
+        got = f"{type(result).__name__}, {shown(result)}. Return {what}."
+        if isinstance(result, np.ndarray):
+            got = f"an array of shape {result.shape}. Return one entry of it, array[i, j]."
+        elif is_row(result):
+            got = str(error)
+        raise ExpressionError(f"{role}: expected {what} as the result{_origin(function)}; got {got}") from None
 
 
 def expression_of(role: str, root: Node) -> Expression:
@@ -218,14 +242,29 @@ def _called(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
     tables = Tables()
     before = LOOKUP.set(tables)
     try:
-        return looking_up(function, tables)(*symbols)
-    except ExpressionError as error:
-        place = _place(error)
-        if place and not error.place:
-            error.place, error.args = place, (f"{error} In {place}",)
-        raise
+        return called(function, tables, symbols)
+    except Exception as error:
+        found = error if isinstance(error, ExpressionError) else _refused(error)
+        if found is None:
+            raise
+        place = _place(error) or _origin(function).rpartition(" in ")[2]
+        if place and not found.place:
+            found.place, found.args = place, (f"{found} In {place}",)
+        raise found from (None if found is error else error)
     finally:
         LOOKUP.reset(before)
+
+
+def _refused(error: Exception) -> ExpressionError | None:
+    """What it means that another library refuses a symbol, if that is what its error says."""
+    if "speedlight.expressions.symbols.Symbol" not in str(error):
+        return None
+    if [x for x in ("JAX", "jax", "jit-wrapped") if x in str(error)]:
+        return ExpressionError(OF_JAX)
+    return ExpressionError(
+        f"a function that symbols cannot follow: {type(error).__name__}: {str(error).partition('. ')[0]}. Use "
+        "operators, and NumPy's, PyTorch's or our functions of numbers."
+    )
 
 
 def _place(error: BaseException) -> str:

@@ -91,7 +91,7 @@ class _Text:
         match op:
             case "add" | "sub" | "mul" | "lt" | "le" | "gt" | "ge" | "eq" | "ne" | "and" | "or" | "xor":
                 return f"{args[0]} {OPERATIONS[op].symbol} {args[1]}"
-            case "exp" | "exp2" | "log" | "log2" | "tanh" | "sqrt" | "sigmoid":
+            case "exp" | "exp2" | "log" | "log2" | "tanh" | "sqrt" | "sigmoid" | "sin" | "cos" | "tan" | "erf":
                 return f"{op}({args[0]})"
             case "div":
                 return f"divided({args[0]}, {args[1]})"

@@ -234,6 +234,34 @@ def tanh(x):
 
 
 @triton.jit
+def _angle(x):
+    """NaN beyond 2^40, as of infinities."""
+    return tl.where(tl.abs(x) <= 1099511627776.0, x, float("nan"))
+
+
+@triton.jit
+def sin(x):
+    return tl.math.sin(_angle(x))
+
+
+@triton.jit
+def cos(x):
+    return tl.math.cos(_angle(x))
+
+
+@triton.jit
+def tan(x):
+    """In float64, of which a quotient of two is right to 3 ulp."""
+    angle = _angle(x).to(tl.float64)
+    return (tl.math.sin(angle) / tl.math.cos(angle)).to(x.dtype)
+
+
+@triton.jit
+def erf(x):
+    return tl.math.erf(x)
+
+
+@triton.jit
 def note(p_wrong, bad, index, shown):
     """Notes that an index is out of range at a key that is shown, and one such index."""
     bad = bad & shown

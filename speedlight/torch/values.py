@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..arrays import is_traced
-from ..expressions.operations import INT_MAX, INT_MIN
+from ..expressions.operations import INT_MAX, INT_MIN, MOST_ANGLE
 from ..expressions.tree import Node, order, out_of_range
 
 
@@ -87,6 +87,10 @@ def _greatest(a: Any, b: Any) -> Any:
     return torch.where((b > a) | (b != b), b, a)
 
 
+def _of_angle(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: function(torch.where(x.abs() <= MOST_ANGLE, x, torch.nan))
+
+
 _VALUES: dict[str, Callable[..., Any]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div, "floordiv": _floordiv, "mod": _mod,
     "lt": torch.lt, "le": torch.le, "gt": torch.gt, "ge": torch.ge, "eq": torch.eq, "ne": torch.ne,
@@ -94,4 +98,5 @@ _VALUES: dict[str, Callable[..., Any]] = {
     "not": torch.logical_not, "neg": torch.neg, "abs": lambda a: torch.where(a < 0, -a, a), "min": _least,
     "max": _greatest, "where": torch.where, "floor": torch.floor, "exp": torch.exp, "exp2": torch.exp2,
     "log": torch.log, "log2": torch.log2, "tanh": torch.tanh, "sqrt": torch.sqrt, "sigmoid": torch.sigmoid,
+    "sin": _of_angle(torch.sin), "cos": _of_angle(torch.cos), "tan": _of_angle(torch.tan), "erf": torch.erf,
 }  # fmt: skip
