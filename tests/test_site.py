@@ -1,0 +1,155 @@
+"""What `make docs` builds, looked at without its packages: every page is in the nav, every link leads somewhere, every
+public name has its place, and no word of a docstring is lost on the way to a page.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+import sys
+import types
+import unicodedata
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(x.name for x in DOCS.glob("*.md"))
+HERE = "https://github.com/speedlight/speedlight"
+TREES = (f"{HERE}/blob/main/", HERE.replace("github.com", "raw.githubusercontent.com") + "/main/")
+PACKAGES = {  # and the page where the names of each are
+    "speedlight": "api.md",
+    "speedlight.torch": "api-adapters.md",
+    "speedlight.transformers": "api-adapters.md",
+    "speedlight.flash_attn": "api-adapters.md",
+    "speedlight.jax": "api-adapters.md",
+}
+
+
+def prose(path):
+    """A page without its code."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", lambda found: "x" * len(found[0]), text)
+
+
+def links(path):
+    return re.findall(r"\]\(([^)\s]+)\)", prose(path))
+
+
+def anchors(path):
+    """What a page's headings are called in links: as the site calls them, and as GitHub does."""
+    code = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    named = {x.removeprefix("::: ") for x in re.findall(r"^::: .+", code, flags=re.MULTILINE)}
+    found = {"site": set(named), "github": set(named)}
+    for heading in re.findall(r"^#+ (.+)", code, flags=re.MULTILINE):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower()
+        ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+        found["site"].add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", ascii_text).strip()))
+        found["github"].add(re.sub(r"[^\w\s-]", "", text).replace(" ", "-"))
+    return found
+
+
+def nav():
+    def pages(part):
+        return [part] if isinstance(part, str) else [x for one in part for x in pages(next(iter(one.values())))]
+
+    return pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+
+
+def test_every_page_is_in_the_nav_once():
+    assert sorted(nav()) == PAGES and len(PAGES) > 15
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_of_pages(page):
+    for link in links(DOCS / page):
+        if not link.startswith("https://"):
+            file, _, anchor = link.partition("#")
+            target = DOCS / (file or page)
+            assert target.is_file() and target.resolve().is_relative_to(DOCS), f"{page}: {link}"
+            for place, names in anchors(target).items() if anchor else ():
+                assert anchor in names, f"{page}: {link} is none of {sorted(names)} ({place})"
+
+
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(f"docs/{x}" for x in PAGES)])
+def test_links_into_the_repository(page):
+    """They name files and headings that are there; the README, which package indexes show, has no others of ours."""
+    for link in links(ROOT / page):
+        tree = next((x for x in TREES if link.startswith(x)), None)
+        assert page != "README.md" or link.startswith("https://"), f"{link}: a package index has no such file"
+        if tree is not None:
+            file, _, anchor = link.removeprefix(tree).partition("#")
+            assert (ROOT / file).is_file(), f"{page}: {link}"
+            assert not anchor or anchor in anchors(ROOT / file)["github"], f"{page}: {link}"
+
+
+def test_there_are_links_to_test():
+    assert len(links(ROOT / "README.md")) > 20 and len([x for page in PAGES for x in links(DOCS / page)]) > 40
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_has_its_place(package):
+    """`::: speedlight.attention` on the page of the API; a new name needs such a line."""
+    module = importlib.import_module(package)
+    named = re.findall(r"^::: ([\w.]+)$", (DOCS / PACKAGES[package]).read_text(), flags=re.MULTILINE)
+    assert len(named) == len(set(named))
+    wanted = {f"{package}.{x}" for x in module.__all__ if x not in ("ARITHMETIC", "__version__")}
+    there = {x for x in named if x.rpartition(".")[0] == package and x not in PACKAGES and x != "speedlight.onnx"}
+    assert there == wanted
+
+
+def test_the_specification_has_its_place():
+    from speedlight import reference
+
+    public = {
+        n for n, x in vars(reference).items() if n[0] != "_" and getattr(x, "__module__", "") == reference.__name__
+    }
+    listed = re.search(r"::: speedlight.reference\n.*?members: \[(.*?)\]", (DOCS / "api.md").read_text(), re.DOTALL)
+    assert set(listed[1].split(", ")) == public - {"attention_row"}  # a part of attention(), for the bound
+
+
+@pytest.fixture
+def markdown(monkeypatch):
+    """tools/docstrings.py without griffe, whose extension it is."""
+    monkeypatch.setitem(sys.modules, "griffe", types.SimpleNamespace(Extension=object, Object=object))
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "tools" / "docstrings.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.markdown
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_word_of_a_docstring_is_lost(package, markdown):
+    module = importlib.import_module(package)
+    for name in module.__all__:
+        text = getattr(getattr(module, name), "__doc__", None) or ""
+        shown = markdown(text)
+        words = [x for x in re.findall(r"\w+", shown) if x != "pycon"]
+        assert words == re.findall(r"\w+", re.sub(r"^(\s*)Args:$", r"\1Arguments:", text, flags=re.MULTILINE)), name
+        assert shown.count("```pycon") == shown.count("\n```\n") and "\nArgs:" not in shown, name
+
+
+def test_lists_and_code_of_docstrings(markdown):
+    text = """It adds.
+
+    Args:
+        a, b, …: arrays. Any
+            strides, and:
+            more.
+        c, d,
+        e: as for b.
+        The others are as before.
+
+    Returns:
+        Their
+        sum.
+
+    >>> 1 + 1
+    2
+    """
+    shown = markdown(text)
+    assert "**Arguments**\n\n- `a`, `b`, …: arrays. Any strides, and: more.\n- `c`, `d`, `e`: as for b.\n- The" in shown
+    assert "**Returns**\n\nTheir sum.\n" in shown and "```pycon\n>>> 1 + 1\n2\n```" in shown
