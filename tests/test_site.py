@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import sys
 import types
@@ -153,3 +154,27 @@ def test_lists_and_code_of_docstrings(markdown):
     shown = markdown(text)
     assert "**Arguments**\n\n- `a`, `b`, …: arrays. Any strides, and: more.\n- `c`, `d`, `e`: as for b.\n- The" in shown
     assert "**Returns**\n\nTheir sum.\n" in shown and "```pycon\n>>> 1 + 1\n2\n```" in shown
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    yield importlib.import_module("table")
+    for name in ("table", "chart"):
+        sys.modules.pop(name)
+
+
+def test_figures_are_those_of_the_rows(tables):
+    """`make readme` writes them: every row to the page, eight to the README; no figure is typed."""
+    [path] = tables.RESULTS.glob("*.json")
+    gradients, models = (sorted((tables.RESULTS / name).glob("*.json")) for name in ("backward", "models"))
+    page, readme = tables.PAGE.read_text(), tables.README.read_text()
+    assert tables.between(page, "rows", tables.table(path)) == page
+    assert tables.between(page, "backward", tables.backward_table(gradients)) == page
+    reports = [json.loads(x.read_text()) for x in (path, gradients[-1], models[-1])]
+    figures = tables.figures(*reports)
+    assert tables.between(readme, "figures", figures) == readme and len(figures.splitlines()) == 2 + 8
+    assert len(re.findall(r"^!\[", readme, flags=re.MULTILINE)) == 1
+    for row in reports[0]["rows"]:
+        if "gflops" in row or "share_of_read" in row:
+            assert row["name"].removesuffix(" one token") in page

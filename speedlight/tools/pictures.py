@@ -38,18 +38,46 @@ def check_path(path: Path, option: str = "--output") -> None:
         raise ArgumentError(f"{option}: expected a directory that exists; got {path.parent}.")
 
 
-def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
-    """Which tiles are computed whole, computed under the mask, and skipped: queries downwards, keys to the right."""
+def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float, float] = (7.2, 7.0)) -> None:
+    """Which tiles are computed whole, computed under the mask, and skipped: queries downwards, keys to the right.
+
+    A small `size`, in inches, has shorter words.
+    """
     plt = _pyplot()
-    from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
+
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    queries, keys = _draw_tiles(axes, plan, head)
+    whole = plan.tile_flops + plan.skipped_flops
+    computed = plan.tile_flops / whole if whole else 0.0
+    square, visible = all_pairs(plan.problem), ""
+    if plan.visible_pairs is not None and square:
+        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
+    small = size[0] < 6  # then in shorter words
+    work = f"{computed:.1%} of the work is done" + ("" if small else f", {1 - computed:.1%} is skipped")
+    axes.set_title(f"{text}\n{visible}{work}", fontsize=9 if small else 11)
+    shown = f"a cell: {queries:g} queries x {keys} keys"
+    names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
+    handles = [
+        Patch(facecolor=_COLOURS[n], edgecolor="#666666", label=n if small else label) for n, label in names.items()
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=3, frameon=False, title=shown, title_fontsize=9, fontsize=9
+    )
+    figure.savefig(path, dpi=100 if small else 150)
+    plt.close(figure)
+
+
+def _draw_tiles(axes: Any, plan: Plan, head: int) -> tuple[float, int]:
+    """The map of one item; returns the queries and keys of a cell."""
+    from matplotlib.colors import ListedColormap
 
     p = plan.problem
     rows = Rows(p, 0, head // p.group, plan.panel, integers_of(p))
     kinds, queries, keys = grid(rows)
-    figure, axes = plt.subplots(figsize=(7.2, 7.0), layout="constrained")
     # the last cell may reach past the end: draw it whole and cut the axes there
-    extent = (p.k_start, p.k_start + kinds.shape[1] * keys, kinds.shape[0] * queries / p.group, 0)
+    first, last = p.q_starts[0], p.q_starts[0] + p.q_lengths[0]
+    extent = (p.k_start, p.k_start + kinds.shape[1] * keys, first + kinds.shape[0] * queries / p.group, first)
     axes.imshow(
         kinds,
         cmap=ListedColormap(list(_COLOURS.values())),
@@ -60,26 +88,12 @@ def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
         extent=extent,
     )
     axes.set_xlim(p.k_start, p.k_start + rows.keys)
-    axes.set_ylim(p.q_lengths[0], 0)
-    first = p.q_starts[0]
-    axes.yaxis.set_major_formatter(lambda y, _: f"{int(y) + first:,}")
-    axes.xaxis.set_major_formatter(lambda x, _: f"{int(x):,}")
+    axes.set_ylim(last, first)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda x, _: f"{int(x):,}")
     axes.set_xlabel("key position")
     axes.set_ylabel("query position")
-    whole = plan.tile_flops + plan.skipped_flops
-    computed = plan.tile_flops / whole if whole else 0.0
-    square, visible = all_pairs(p), ""
-    if plan.visible_pairs is not None and square:
-        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
-    axes.set_title(f"{text}\n{visible}{computed:.1%} of the work is done, {1 - computed:.1%} is skipped", fontsize=11)
-    shown = f"a cell: {queries / p.group:g} queries x {keys} keys"
-    names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
-    handles = [Patch(facecolor=_COLOURS[n], edgecolor="#666666", label=label) for n, label in names.items()]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=3, frameon=False, title=shown, title_fontsize=9, fontsize=9
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return queries / p.group, keys
 
 
 _PIXELS = 700  # cells of a picture to a side; more tokens share one
