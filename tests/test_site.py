@@ -81,6 +81,7 @@ def test_links_into_the_repository(page):
     for link in links(ROOT / page):
         tree = next((x for x in TREES if link.startswith(x)), None)
         assert page != "README.md" or link.startswith("https://"), f"{link}: a package index has no such file"
+        assert link.startswith("https://") or page[:5] == "docs/" or (ROOT / link).is_file(), f"{page}: {link}"
         if tree is not None:
             file, _, anchor = link.removeprefix(tree).partition("#")
             assert (ROOT / file).is_file(), f"{page}: {link}"
@@ -178,3 +179,11 @@ def test_figures_are_those_of_the_rows(tables):
     for row in reports[0]["rows"]:
         if "gflops" in row or "share_of_read" in row:
             assert row["name"].removesuffix(" one token") in page
+
+
+@pytest.mark.parametrize("name", ["KVCache", "PagePool", "Sequence", "Plan"])
+def test_every_public_member_has_a_docstring(name):
+    """Those without one would be missing from their page."""
+    thing = getattr(importlib.import_module("speedlight"), name)
+    members = {n: x for n, x in vars(thing).items() if n[0] != "_" and (callable(x) or isinstance(x, property))}
+    assert members and not {n for n, x in members.items() if not x.__doc__}

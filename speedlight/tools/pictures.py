@@ -149,6 +149,7 @@ def draw_weights(
         place.set_xlabel("key")
     for place in axes[:, 0]:
         place.set_ylabel("query")
+    figure.suptitle(f"Attention weights, item {item} of the batch", fontsize=11)
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8, pad=0.01)
     bar.set_label("attention weight")
     bar.set_ticks([1e-3, 1e-2, 1e-1, 1.0], labels=["≤ 0.001", "0.01", "0.1", "1"])
