@@ -10,7 +10,7 @@ import griffe
 
 TITLES = {"Args": "Arguments", "Returns": "Returns", "Raises": "Raises"}
 _SECTION = re.compile(rf"^({'|'.join(TITLES)}):\n((?:(?: .*)?\n)+)", re.MULTILINE)
-_NAMES = re.compile(r"(\*{0,2}[\w.]+(?:, [\w.…]+)*)(: |,$)")  # "q, k, v: …", or a list of names that goes on below
+_NAMES = re.compile(r"([\w.*]+(?:, [\w.*…]+)*)(: |,$)")  # "q, k, v: …", or a list of names that goes on below
 _EXAMPLES = re.compile(r"^>>> .*(?:\n.+)*", re.MULTILINE)
 
 
@@ -38,9 +38,9 @@ def _items(lines: list[str]) -> list[str]:
     items: list[str] = []
     for line in lines:
         begins = _NAMES.match(line) is not None or line[:1].isupper()
-        if begins and not (items and _NAMES.fullmatch(items[-1])):
+        if not items or (begins and not _NAMES.fullmatch(items[-1])):
             items.append(line)
-        elif items:
+        else:
             items[-1] += " " + line.strip()
     return items
 
