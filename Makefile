@@ -24,7 +24,7 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[docs]'
+	$(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 demo: $(VENV)/.cli

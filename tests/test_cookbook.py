@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tolerance import assert_within, plain
+from tolerance import assert_within, flat, plain
 
 from speedlight import reference
 
@@ -78,7 +78,7 @@ REST = functools.partial(part, rows=slice(80, None))
 FIRST = functools.partial(part, items=slice(1))
 TEXTS = functools.partial(part, rows=slice(40))
 SIX = functools.partial(part, rows=slice(80, 86), keys=slice(86))
-CAP_ALIBI = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None] * np.float32(KEY - ROW)
+ALIBI = np.float32([0.5, 0.25, 0.125, 0.0625])[:, None, None] * np.float32(KEY - ROW)
 
 # of each recipe, what its variables hold: which arrays, and options of the reference, or how they follow from the names
 EXPECTED = {
@@ -92,7 +92,7 @@ EXPECTED = {
     "T5": {"out": (part, lambda names: {"score": t5_bias(names), "scale": 1.0})},
     "Soft cap": {
         "out": (part, {"mask": CAUSAL, "score": lambda s, b, h, i, j: 5 * np.tanh(s / 5)}),
-        "also": (part, {"mask": CAUSAL, "score": [lambda s, b, h, i, j: 5 * np.tanh(s / 5), CAP_ALIBI]}),
+        "also": (part, {"mask": CAUSAL, "score": [lambda s, b, h, i, j: 5 * np.tanh(s / 5), ALIBI]}),
     },
     "Prefix-LM": {
         "out": (part, {"mask": CAUSAL | (KEY < 32)}),
@@ -111,6 +111,7 @@ EXPECTED = {
     "Beam search": {"out": (beams, {})},
     "Tree decoding": {"out": (SIX, {"mask": GUESSES})},
     "Sharding by merge": {"out": (part, {})},
+    "Gradients without PyTorch": {"out": (part, {"mask": CAUSAL, "score": ALIBI})},
 }  # fmt: skip
 
 
@@ -161,3 +162,12 @@ def test_continuous_batching():
 
 def test_what_a_tree_keeps_is_the_path_that_was_right():
     assert run("Tree decoding")["cache"].lengths(0) == (82, 82)
+
+
+def test_gradients():
+    names = run("Gradients without PyTorch")
+    given, asked = [names[x] for x in ("q", "k", "v", "out", "lse", "d_out")], {"grads": (names["learned"],)}
+    want, bound = (f(*given, **names["options"], **asked) for f in (reference.backward, reference.backward_bound))
+    got = *(names[x] for x in ("dq", "dk", "dv")), (names["d_learned"],)
+    for x, y, z in zip(*map(flat, (got, want, bound)), strict=True):
+        assert_within(x, y, z, "gradients")
