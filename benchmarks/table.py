@@ -114,7 +114,12 @@ def backward_table(paths: list[Path]) -> str:
 def figures(data: dict[str, Any], gradients: dict[str, Any], models: dict[str, Any]) -> str:
     """The README's eight rows: three forward, a window, two of decoding, gradients, a whole model."""
     rows = {row["name"]: row for report in (data, gradients, models) for row in report["rows"]}
-    lines = ["| problem | speedlight | of the roof | best peer takes |", "|---|---|---|---|"]
+    lines = [
+        f"{data['machine']}, {data['cores']} cores, {data['isa']}; 8 heads, d = 128 where nothing else is said.",
+        "",
+        "| problem | speedlight | of the roof | best peer takes |",
+        "|---|---|---|---|",
+    ]
 
     def line(text: str, speed: str, roof: str, peer: str) -> None:
         lines.append(f"| {text} | {speed} | {roof} | {peer} |")
@@ -130,19 +135,24 @@ def figures(data: dict[str, Any], gradients: dict[str, Any], models: dict[str, A
     row = rows["float32 H8 N16384 d64 window 1024"]
     assert row["flex"] < row["torch"]
     ms = f"{row['seconds']['speedlight'][2] * 1e3:.0f} ms"
-    line("window of 1,024 in 16,384 tokens, float32", ms, "–", f"{row['flex']:.2f} x (FlexAttention)")
+    line("window of 1,024 in 16,384 tokens, d = 64, float32", ms, "–", f"{row['flex']:.2f} x (FlexAttention)")
     for dtype in ("float32", "bfloat16"):
         row = rows[f"{dtype} B1 H32/8 N16384 d128 one token"]
         ratio, peer = best_peer(row)
         share = f"{row['share_of_read']:.0%} of a plain read"
-        line(f"one token after 16,384, {dtype}", f"{row['tokens']:,.0f} tokens/s", share, f"{ratio:.2f} x ({peer})")
+        line(
+            f"one token after 16,384, 32/8 heads, {dtype}",
+            f"{row['tokens']:,.0f} tokens/s",
+            share,
+            f"{ratio:.2f} x ({peer})",
+        )
     row = rows["float32 H8 N4096 d128 causal backward"]
     speed, share = f"{row['gflops']:.0f} GFLOP/s", f"{row['share_of_peak']:.0%} of peak"
     line("gradients, 4,096 tokens, causal, float32 ¹", speed, share, f"{row['ratios']['torch'][2]:.2f} x (PyTorch)")
     row = rows["Llama, 8 layers, 8/2 heads of 128, prefill 4096, bfloat16"]
     seconds = f"{row['seconds']['speedlight'][len(row['seconds']['speedlight']) // 2]:.2f} s"
     line(
-        "a whole Llama, 8 layers, prefill 4,096, bfloat16 ¹",
+        "a whole Llama, 8 layers, 8/2 heads, prefill 4,096, bfloat16 ¹",
         seconds,
         "–",
         f"{row['ratios']['sdpa'][2]:.2f} x (PyTorch)",
