@@ -179,6 +179,8 @@ def main() -> None:
     PICTURES.mkdir(exist_ok=True)
     for report in models:
         model_bars(json.loads(report.read_text()), PICTURES / f"models-{report.stem}.png")
+    for report in gradients:
+        roofline(json.loads(report.read_text()), PICTURES / f"backward-{report.stem}.png")
     chart(data, PICTURES / "best-peer.png")
     rows = [
         row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row

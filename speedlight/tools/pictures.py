@@ -213,6 +213,7 @@ def _labels(path: Path | None, length: int) -> list[str] | None:
 
 _COLOUR_OF = {"float32": "#0072b2", "float16": "#009e73", "bfloat16": "#d55e00", "float64": "#cc79a7"}
 _MARKERS = "osD^v"  # of head dims, ascending
+_SLOTS = {"bfloat16": 1, "float16": 2}  # to the right of wider ones that have the same work per byte
 
 
 def roofline(report: dict[str, Any], path: Path) -> None:
@@ -232,15 +233,16 @@ def roofline(report: dict[str, Any], path: Path) -> None:
         mine = [r for r in rows if r["causal"] == is_causal]
         _roofs(place, mine)
         for r in mine:
-            slot = dims.index(r["head_dim"]) + len(dims) * r["dtype"].endswith("16")
-            _linked(place, r, markers[r["head_dim"]], 1.07 ** (slot - len(dims) + 0.5))
+            slot = dims.index(r["head_dim"]) + len(dims) * _SLOTS.get(r["dtype"], 0)
+            _linked(place, r, markers[r["head_dim"]], 1.06 ** (slot - (3 * len(dims) - 1) / 2))
         place.set_title("causal" if is_causal else "full", fontsize=10)
-        place.set_xlabel("FLOPs per byte of Q, K, V and the result")
+        place.set_xlabel("FLOPs per byte that must be moved")
         place.tick_params(labelsize=8)
     axes[0][0].set_ylabel("GFLOP/s of visible work")
+    what = "Roofline of gradients" if report.get("backward") else "Roofline"
+    machine = ", ".join(report[x] for x in ("machine", "family", "isa") if x in report)
     figure.suptitle(
-        f"Roofline: speedlight linked to its best peer\n{report['machine']}, {report['threads']} threads, "
-        f"{report['isa']}; roofs measured in the same run",
+        f"{what}: speedlight linked to its best peer\n{machine}, {report['threads']} threads; roofs of the same run",
         fontsize=11,
     )
     line: Any = plt.Line2D
@@ -248,7 +250,7 @@ def roofline(report: dict[str, Any], path: Path) -> None:
     handles += [line([], [], color="#444444", linestyle="", marker=m, label=f"d = {d}") for d, m in markers.items()]
     grey = {"color": "#444444", "linestyle": "", "marker": "o"}
     handles += [line([], [], **grey, label="speedlight"), line([], [], **grey, mfc="white", label="best peer")]
-    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=len(handles))
+    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=4 * len(causal))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
