@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all mutations bench readme check-arm gpu-check gpu clean
+.PHONY: demo test test-all docs gallery mutations bench readme check-arm gpu-check gpu clean
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +23,10 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(VENV)/bin/pip install -q -c constraints.txt -e '.[bench]'
 	touch $@
 
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
+	touch $@
+
 demo: $(VENV)/.cli
 	$(VENV)/bin/speedlight attend examples/minilm-layer3.safetensors --check -o /tmp/speedlight-demo.safetensors
 	$(VENV)/bin/speedlight view examples/minilm-layer3.safetensors --head 0 --head 3 --head 7 --span 0:42 \
@@ -33,8 +37,16 @@ test: $(VENV)/.test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/pyright & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
-test-all: $(VENV)/.test
+test-all: $(VENV)/.test docs
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
+
+# the site, in build/site; any warning, and any link or anchor that leads nowhere, ends it
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build
+
+# docs/gallery/*.png, from the examples of docs/gallery.md
+gallery: $(VENV)/.cli
+	$(RUN) tools/gallery.py
 
 # does the suite see fifty faults? Goes on where it was stopped; `python tests/mutations.py --only WORD` asks about one
 mutations: $(VENV)/.test
@@ -43,7 +55,7 @@ mutations: $(VENV)/.test
 bench: $(VENV)/.bench
 	$(RUN) benchmarks/run.py
 
-# the README's tables and picture, from the rows of benchmarks/results
+# tables and pictures of docs/benchmarks.md and the README, from the rows of benchmarks/results
 readme: $(VENV)/.cli
 	$(RUN) benchmarks/table.py
 

@@ -1,4 +1,5 @@
-"""The figures of the README: speedlight and its peers in turn, A B A B, in one process, every result checked first.
+"""The figures of docs/benchmarks.md: speedlight and its peers in turn, A B A B, in one process, every result checked
+first.
 
     make bench                                    # or: python benchmarks/run.py [--quick] [--only
     prefill,small,start,...]

@@ -1,8 +1,7 @@
-"""Writes the README's tables from the rows of one machine: python benchmarks/table.py
-[benchmarks/results/<machine>.json]
+"""Writes tables and pictures from the rows of a machine: python benchmarks/table.py [benchmarks/results/<machine>.json]
 
-Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`; whole models in
-results/models, of `speedlight bench --models -o`, of which the pictures in docs are drawn.
+Every row goes to docs/benchmarks.md, eight of them and a chart to the README. Gradients have a file for each machine in
+results/backward, of `speedlight bench --backward -o`; whole models in results/models, of `bench --models -o`.
 """
 
 from __future__ import annotations
@@ -10,12 +9,20 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
+
+from chart import best_peer, chart
 
 from speedlight.tools.pictures import model_bars, roofline
 
-README = Path(__file__).parent.parent / "README.md"
-START, END = "<!-- rows: begin -->\n", "<!-- rows: end -->\n"
-BACKWARD_START, BACKWARD_END = "<!-- backward: begin -->\n", "<!-- backward: end -->\n"
+ROOT = Path(__file__).parent.parent
+RESULTS = Path(__file__).parent / "results"
+README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "pictures"
+
+
+def marks(name: str) -> tuple[str, str]:
+    """What stands before and after a part that is written here."""
+    return f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
 
 
 def table(path: Path) -> str:
@@ -104,26 +111,81 @@ def backward_table(paths: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def between(text: str, start: str, end: str, new: str) -> str:
-    """Text whose part from start to end is another."""
+def figures(data: dict[str, Any], gradients: dict[str, Any], models: dict[str, Any]) -> str:
+    """The README's eight rows: three forward, a window, two of decoding, gradients, a whole model."""
+    rows = {row["name"]: row for report in (data, gradients, models) for row in report["rows"]}
+    lines = [
+        f"{data['machine']}, {data['cores']} cores, {data['isa']}; 8 heads, d = 128 where nothing else is said.",
+        "",
+        "| problem | speedlight | of the roof | best peer takes |",
+        "|---|---|---|---|",
+    ]
+
+    def line(text: str, speed: str, roof: str, peer: str) -> None:
+        lines.append(f"| {text} | {speed} | {roof} | {peer} |")
+
+    for name, text in (
+        ("float32 H8 N4096 d128 full", "4,096 tokens, float32"),
+        ("float32 H8 N4096 d128 causal", "4,096 tokens, causal, float32"),
+        ("bfloat16 H8 N4096 d128 causal", "4,096 tokens, causal, bfloat16"),
+    ):
+        ratio, peer = best_peer(rows[name])
+        speed = f"{rows[name]['gflops']:.0f} GFLOP/s"
+        line(text, speed, f"{rows[name]['share_of_peak']:.0%} of peak", f"{ratio:.2f} x ({peer})")
+    row = rows["float32 H8 N16384 d64 window 1024"]
+    assert row["flex"] < row["torch"]
+    ms = f"{row['seconds']['speedlight'][2] * 1e3:.0f} ms"
+    line("window of 1,024 in 16,384 tokens, d = 64, float32", ms, "–", f"{row['flex']:.2f} x (FlexAttention)")
+    for dtype in ("float32", "bfloat16"):
+        row = rows[f"{dtype} B1 H32/8 N16384 d128 one token"]
+        ratio, peer = best_peer(row)
+        share = f"{row['share_of_read']:.0%} of a plain read"
+        line(
+            f"one token after 16,384, 32/8 heads, {dtype}",
+            f"{row['tokens']:,.0f} tokens/s",
+            share,
+            f"{ratio:.2f} x ({peer})",
+        )
+    row = rows["float32 H8 N4096 d128 causal backward"]
+    speed, share = f"{row['gflops']:.0f} GFLOP/s", f"{row['share_of_peak']:.0%} of peak"
+    line("gradients, 4,096 tokens, causal, float32 ¹", speed, share, f"{row['ratios']['torch'][2]:.2f} x (PyTorch)")
+    row = rows["Llama, 8 layers, 8/2 heads of 128, prefill 4096, bfloat16"]
+    seconds = f"{row['seconds']['speedlight'][len(row['seconds']['speedlight']) // 2]:.2f} s"
+    line(
+        "a whole Llama, 8 layers, 8/2 heads, prefill 4,096, bfloat16 ¹",
+        seconds,
+        "–",
+        f"{row['ratios']['sdpa'][2]:.2f} x (PyTorch)",
+    )
+    return "\n".join(lines) + "\n"
+
+
+def between(text: str, name: str, new: str) -> str:
+    """Text whose part of this name is another."""
+    start, end = marks(name)
     before, rest = text.split(start)
     return before + start + new + end + rest.split(end)[1]
 
 
 def main() -> None:
-    newest = max((Path(__file__).parent / "results").glob("*.json"), key=lambda x: x.stat().st_mtime)
+    newest = max(RESULTS.glob("*.json"), key=lambda x: x.stat().st_mtime)
     path = Path(sys.argv[1]) if len(sys.argv) > 1 else newest
-    text = between(README.read_text(), START, END, table(path))
-    gradients = sorted((Path(__file__).parent / "results" / "backward").glob("*.json"))
-    README.write_text(between(text, BACKWARD_START, BACKWARD_END, backward_table(gradients)))
-    for models in sorted((Path(__file__).parent / "results" / "models").glob("*.json")):
-        model_bars(json.loads(models.read_text()), README.parent / "docs" / f"models-{models.stem}.png")
     data = json.loads(path.read_text())
+    gradients, models = (sorted((RESULTS / name).glob("*.json")) for name in ("backward", "models"))
+    page = between(PAGE.read_text(), "rows", table(path))
+    PAGE.write_text(between(page, "backward", backward_table(gradients)))
+    further = [json.loads(x[-1].read_text()) for x in (gradients, models)]
+    README.write_text(between(README.read_text(), "figures", figures(data, *further)))
+    PICTURES.mkdir(exist_ok=True)
+    for report in models:
+        model_bars(json.loads(report.read_text()), PICTURES / f"models-{report.stem}.png")
+    for report in gradients:
+        roofline(json.loads(report.read_text()), PICTURES / f"backward-{report.stem}.png")
+    chart(data, PICTURES / "best-peer.png")
     rows = [
         row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row
     ]
-    if rows:
-        roofline(data | {"threads": data["cores"], "rows": rows}, README.parent / "docs" / "roofline.png")
+    roofline(data | {"threads": data["cores"], "rows": rows}, PICTURES / "roofline.png")
 
 
 if __name__ == "__main__":

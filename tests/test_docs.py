@@ -54,7 +54,9 @@ def test_readme_example(capsys):
     assert printed.endswith(f"\n{n} True\n")
 
 
-@pytest.mark.parametrize(("page", "made"), [("torch", "layer"), ("coming-from", "v_ab"), ("caches", "lengths")])
+@pytest.mark.parametrize(
+    ("page", "made"), [("torch", "layer"), ("coming-from", "v_ab"), ("caches", "lengths"), ("index", "q")]
+)
 def test_examples_of_pages(page, made, capsys):
     names: dict = {}
     for code in re.findall(r"```python\n(.*?)```", (PACKAGE.parent / "docs" / f"{page}.md").read_text(), re.DOTALL):

@@ -85,7 +85,7 @@ def flash_attn_func(
             and speedlight's functions of numbers work on them, those of CUTLASS do not.
         mask_mod: likewise (b, h, q_idx, kv_idx, seqlen_info, aux_tensors) -> bool. Not beside causal and window_size,
             which flash-attn would not look at.
-        aux_tensors: what they look up: aux_tensors[0][b, kv_idx]. Gradients flow to float ones in a score_mod.
+        aux_tensors: what they look up: `aux_tensors[0][b, kv_idx]`. Gradients flow to float ones in a score_mod.
         num_splits, pack_gqa, deterministic: mean nothing here.
         gather_kv_indices, score_mod_bwd, block_sparse_tensors, block_sparse_tensors_bwd: refused.
         return_lse: also return log-sum-exps.

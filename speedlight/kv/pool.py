@@ -105,6 +105,7 @@ class PagePool:
 
     @property
     def free_pages(self) -> int:
+        """Pages that no sequence holds."""
         self._count_dropped()
         return len(self._free)
 

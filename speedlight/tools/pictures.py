@@ -38,18 +38,46 @@ def check_path(path: Path, option: str = "--output") -> None:
         raise ArgumentError(f"{option}: expected a directory that exists; got {path.parent}.")
 
 
-def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
-    """Which tiles are computed whole, computed under the mask, and skipped: queries downwards, keys to the right."""
+def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float, float] = (7.2, 7.0)) -> None:
+    """Which tiles are computed whole, computed under the mask, and skipped: queries downwards, keys to the right.
+
+    A small `size`, in inches, has shorter words.
+    """
     plt = _pyplot()
-    from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
+
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    queries, keys = _draw_tiles(axes, plan, head)
+    whole = plan.tile_flops + plan.skipped_flops
+    computed = plan.tile_flops / whole if whole else 0.0
+    square, visible = all_pairs(plan.problem), ""
+    if plan.visible_pairs is not None and square:
+        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
+    small = size[0] < 6  # then in shorter words
+    work = f"{computed:.1%} of the work is done" + ("" if small else f", {1 - computed:.1%} is skipped")
+    axes.set_title(f"{text}\n{visible}{work}", fontsize=9 if small else 11)
+    shown = f"a cell: {queries:g} queries x {keys} keys"
+    names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
+    handles = [
+        Patch(facecolor=_COLOURS[n], edgecolor="#666666", label=n if small else label) for n, label in names.items()
+    ]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=3, frameon=False, title=shown, title_fontsize=9, fontsize=9
+    )
+    figure.savefig(path, dpi=100 if small else 150)
+    plt.close(figure)
+
+
+def _draw_tiles(axes: Any, plan: Plan, head: int) -> tuple[float, int]:
+    """The map of one item; returns the queries and keys of a cell."""
+    from matplotlib.colors import ListedColormap
 
     p = plan.problem
     rows = Rows(p, 0, head // p.group, plan.panel, integers_of(p))
     kinds, queries, keys = grid(rows)
-    figure, axes = plt.subplots(figsize=(7.2, 7.0), layout="constrained")
     # the last cell may reach past the end: draw it whole and cut the axes there
-    extent = (p.k_start, p.k_start + kinds.shape[1] * keys, kinds.shape[0] * queries / p.group, 0)
+    first, last = p.q_starts[0], p.q_starts[0] + p.q_lengths[0]
+    extent = (p.k_start, p.k_start + kinds.shape[1] * keys, first + kinds.shape[0] * queries / p.group, first)
     axes.imshow(
         kinds,
         cmap=ListedColormap(list(_COLOURS.values())),
@@ -60,26 +88,12 @@ def tile_map(plan: Plan, head: int, text: str, path: Path) -> None:
         extent=extent,
     )
     axes.set_xlim(p.k_start, p.k_start + rows.keys)
-    axes.set_ylim(p.q_lengths[0], 0)
-    first = p.q_starts[0]
-    axes.yaxis.set_major_formatter(lambda y, _: f"{int(y) + first:,}")
-    axes.xaxis.set_major_formatter(lambda x, _: f"{int(x):,}")
+    axes.set_ylim(last, first)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda x, _: f"{int(x):,}")
     axes.set_xlabel("key position")
     axes.set_ylabel("query position")
-    whole = plan.tile_flops + plan.skipped_flops
-    computed = plan.tile_flops / whole if whole else 0.0
-    square, visible = all_pairs(p), ""
-    if plan.visible_pairs is not None and square:
-        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
-    axes.set_title(f"{text}\n{visible}{computed:.1%} of the work is done, {1 - computed:.1%} is skipped", fontsize=11)
-    shown = f"a cell: {queries / p.group:g} queries x {keys} keys"
-    names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
-    handles = [Patch(facecolor=_COLOURS[n], edgecolor="#666666", label=label) for n, label in names.items()]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=3, frameon=False, title=shown, title_fontsize=9, fontsize=9
-    )
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    return queries / p.group, keys
 
 
 _PIXELS = 700  # cells of a picture to a side; more tokens share one
@@ -135,6 +149,7 @@ def draw_weights(
         place.set_xlabel("key")
     for place in axes[:, 0]:
         place.set_ylabel("query")
+    figure.suptitle(f"Attention weights, item {item} of the batch", fontsize=11)
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8, pad=0.01)
     bar.set_label("attention weight")
     bar.set_ticks([1e-3, 1e-2, 1e-1, 1.0], labels=["≤ 0.001", "0.01", "0.1", "1"])
@@ -196,66 +211,84 @@ def _labels(path: Path | None, length: int) -> list[str] | None:
     return [t.replace("$", r"\$") for t in tokens]
 
 
-_SERIES = {
-    "float32": ("#0072b2", "o"),
-    "float16": ("#009e73", "s"),
-    "bfloat16": ("#d55e00", "^"),
-    "float64": ("#cc79a7", "D"),
-}
+_COLOUR_OF = {"float32": "#0072b2", "float16": "#009e73", "bfloat16": "#d55e00", "float64": "#cc79a7"}
+_MARKERS = "osD^v"  # of head dims, ascending
+_SLOTS = {"bfloat16": 1, "float16": 2}  # to the right of wider ones that have the same work per byte
 
 
 def roofline(report: dict[str, Any], path: Path) -> None:
-    """GFLOP/s over FLOPs per byte that must be moved, under the measured roofs; filled: ours, hollow: the best peer."""
+    """GFLOP/s over FLOPs per byte that must be moved, under the measured roofs: full and causal side by side.
+
+    Filled: ours; hollow, and linked to it: the best peer on that problem. Colours are dtypes, shapes head dims.
+    """
     plt = _pyplot()
     rows = [r for r in report["rows"] if "gflops" in r]
-    figure, axes = plt.subplots(figsize=(8.0, 5.6), layout="constrained")
-    places = [r["flops"] / r["bytes_moved"] for r in rows] or [1.0]
-    x, tops = np.geomspace(min(places) / 2, max(places) * 2, 200), []
-    for dtype in dict.fromkeys(r["dtype"] for r in rows):
-        colour, marker = _SERIES[dtype]
-        mine = [r for r in rows if r["dtype"] == dtype]
-        peak = float(np.median([r["peak"] for r in mine]))
-        axes.plot(x, np.minimum(peak, x * mine[0]["read_bandwidth"] / 1e9), color=colour, linewidth=1.2)
-        tops.append((peak, dtype, colour))
-        at = [r["flops"] / r["bytes_moved"] for r in mine]
-        axes.plot(at, [r["gflops"] for r in mine], marker, color=colour, markersize=5, label=f"speedlight, {dtype}")
-        best = [
-            (a, r["gflops"] / min(t[2] for t in r["ratios"].values()))
-            for a, r in zip(at, mine, strict=True)
-            if r["ratios"]
-        ]
-        if best:
-            axes.plot(
-                *zip(*best, strict=True),
-                marker,
-                markerfacecolor="none",
-                color=colour,
-                markersize=5,
-                label=f"best peer, {dtype}",
-            )
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("FLOPs per byte of Q, K, V and the result")
-    axes.set_ylabel("GFLOP/s of visible work")
-    axes.set_title(
-        f"{report['machine']}, {report['threads']} threads, {report['isa']}; roofs measured in the same run",
-        fontsize=10,
+    causal = sorted({r["causal"] for r in rows}) or [False]
+    figure, axes = plt.subplots(
+        1, len(causal), figsize=(1.4 + 4.6 * len(causal), 5.4), layout="constrained", sharey=True, squeeze=False
     )
-    axes.grid(alpha=0.25, which="both")
-    for n, (peak, dtype, colour) in enumerate(sorted(tops)):
-        near = n > 0 and peak < 1.08 * sorted(tops)[n - 1][0]  # then its name stands above, the other's below its line
-        below = n + 1 < len(tops) and sorted(tops)[n + 1][0] < 1.08 * peak and not near
-        axes.annotate(
-            f"{dtype}: {peak:,.0f}",
-            (x[-1], peak),
-            color=colour,
-            ha="right",
-            va="top" if below else "bottom",
-            fontsize=8,
-        )
-    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=max(1, len(tops)))
+    dims, dtypes = sorted({r["head_dim"] for r in rows}), list(dict.fromkeys(r["dtype"] for r in rows))
+    markers = {d: _MARKERS[n % len(_MARKERS)] for n, d in enumerate(dims)}
+    for place, is_causal in zip(axes[0], causal, strict=True):
+        mine = [r for r in rows if r["causal"] == is_causal]
+        _roofs(place, mine)
+        for r in mine:
+            slot = dims.index(r["head_dim"]) + len(dims) * _SLOTS.get(r["dtype"], 0)
+            _linked(place, r, markers[r["head_dim"]], 1.06 ** (slot - (3 * len(dims) - 1) / 2))
+        place.set_title("causal" if is_causal else "full", fontsize=10)
+        place.set_xlabel("FLOPs per byte that must be moved")
+        place.tick_params(labelsize=8)
+    axes[0][0].set_ylabel("GFLOP/s of visible work")
+    what = "Roofline of gradients" if report.get("backward") else "Roofline"
+    machine = ", ".join(report[x] for x in ("machine", "family", "isa") if x in report)
+    figure.suptitle(
+        f"{what}: speedlight linked to its best peer\n{machine}, {report['threads']} threads; roofs of the same run",
+        fontsize=11,
+    )
+    line: Any = plt.Line2D
+    handles = [line([], [], color=_COLOUR_OF[x], linewidth=4, label=x) for x in dtypes]
+    handles += [line([], [], color="#444444", linestyle="", marker=m, label=f"d = {d}") for d, m in markers.items()]
+    grey = {"color": "#444444", "linestyle": "", "marker": "o"}
+    handles += [line([], [], **grey, label="speedlight"), line([], [], **grey, mfc="white", label="best peer")]
+    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=4 * len(causal))
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _roofs(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """The measured roof of each dtype, named at its end, and axes with round numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    places = [r["flops"] / r["bytes_moved"] for r in rows] or [1.0]
+    x, tops = np.geomspace(min(places) / 2, max(places) * 4, 200), []
+    for dtype in dict.fromkeys(r["dtype"] for r in rows):
+        mine = [r for r in rows if r["dtype"] == dtype]
+        peak = float(np.median([r["peak"] for r in mine]))
+        roof = np.minimum(peak, x * mine[0]["read_bandwidth"] / 1e9)
+        axes.plot(x, roof, color=_COLOUR_OF[dtype], linewidth=1.2, zorder=1)
+        tops.append((peak, dtype))
+    for n, (peak, dtype) in enumerate(sorted(tops)):
+        near = n > 0 and peak < 1.08 * sorted(tops)[n - 1][0]  # then its name stands above, the other's below its line
+        below = n + 1 < len(tops) and sorted(tops)[n + 1][0] < 1.08 * peak and not near
+        style = {"color": _COLOUR_OF[dtype], "ha": "right", "va": "top" if below else "bottom", "fontsize": 8}
+        axes.annotate(f"{dtype}: {peak:,.0f}", (x[-1], peak), **style)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
+    axes.grid(alpha=0.25)
+
+
+def _linked(axes: Any, row: dict[str, Any], marker: str, aside: float) -> None:
+    """A problem: ours, and below or above it the peer that came nearest; aside of others with as much work per byte."""
+    at, colour = row["flops"] / row["bytes_moved"] * aside, _COLOUR_OF[row["dtype"]]
+    if row["ratios"]:
+        best = row["gflops"] / min(spread[2] for spread in row["ratios"].values())
+        axes.plot([at, at], [best, row["gflops"]], color=colour, linewidth=0.8, alpha=0.7, zorder=2)
+        axes.plot(at, best, marker, markerfacecolor="white", color=colour, markersize=5, zorder=3)
+    axes.plot(at, row["gflops"], marker, color=colour, markersize=5, zorder=3)
 
 
 def model_bars(report: dict[str, Any], path: Path) -> None:
