@@ -247,6 +247,14 @@ def test_a_window_is_that_of_attention(here):  # noqa: F811
     assert options.window_of("7,") == (7, None) and options.window_of("none,3") == (None, 3)
 
 
+def test_a_pipe_that_knows_few_letters():
+    done = subprocess.run(
+        [sys.executable, "-m", "speedlight.tools.cli", "attend", "--help"],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and "QK?)V" in done.stdout, done.stderr
+
+
 def test_shells_complete():
     environment = os.environ | {"_SPEEDLIGHT_COMPLETE": "complete_bash", "COMP_CWORD": "3"}
     command = [sys.executable, "-m", "speedlight.tools.cli"]

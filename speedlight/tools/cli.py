@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -205,6 +206,9 @@ def command() -> Any:
 def main() -> None:
     """Runs the command: errors are one line on stderr and exit code 2."""
     group, words = command(), sys.argv[1:]
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a pipe may know fewer letters than ᵀ and µ
     try:
         code = group.main(words or ["--help"], prog_name="speedlight", standalone_mode=False)
         raise SystemExit(code or (0 if words else 2))
