@@ -76,7 +76,7 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ("plan --q-len 5 --dropout 2 --seed 1", "--dropout: expected a probability"),
         ("plan --q-len 5 --dropout .5", "--seed: expected an int beside --dropout,"),
         ("plan --q-len 5 --isa sse2", "--isa: expected one of avx512bf16"),
-        ("plan --q-len 5 --device tpu", "--device: expected 'cpu'"),
+        ("plan --q-len 5 --device tpu", "--device: expected "),
         ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
         ("show --q-len -1", "--q-len: expected a size"),
         ("bench --heads 0", "--heads: expected sizes from 1"),

@@ -42,7 +42,7 @@ from .measuring import (
     tensors,
     with_gradients,
 )
-from .options import Backward, Device, Json, Unit, on_unit
+from .options import Backward, Device, Json, Unit, check_device, on_unit
 from .pictures import check_path, model_bars, roofline
 from .reports import console, print_json, progress
 
@@ -91,6 +91,7 @@ def bench(
 
     --backward: gradients, beside PyTorch's. --device cuda: forward, masks and decode on a GPU, beside its own peers.
     """
+    check_device(device)
     if device != "cpu" or models:
         others = dtype or head_dim or q_len or peer or base or backward or isa or (plot and not models)
         _listed(device, models, only, turns, output, plot, as_json, others)
@@ -198,6 +199,7 @@ def tune(
         raise ArgumentError(
             "tune: expected a dtype of the GPU, a head dim of 64, 128, 256 or 512, and full, masked or decode."
         )
+    check_device("cuda")
     engine.resident().device_of("cuda")
     from . import gpu
 

@@ -45,6 +45,7 @@ from .options import (
     Unit,
     ValueDim,
     Window,
+    check_device,
     hidden_by,
     on_unit,
 )
@@ -160,6 +161,7 @@ def plan(
 
     Runs nothing.
     """
+    check_device(device)
     with on_unit(isa):
         found = sl.plan(
             batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,

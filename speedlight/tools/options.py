@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -71,6 +72,14 @@ Unit = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def check_device(device: str) -> None:
+    """A GPU takes more than the command does."""
+    if device != "cpu" and not (find_spec("torch") and find_spec("triton")):
+        raise ArgumentError(
+            f"--device: expected cpu, or PyTorch and Triton for {device!r}: pip install 'speedlight[gpu]'."
+        )
 
 
 def window_of(text: str | None) -> tuple[int | None, int | None] | None:
