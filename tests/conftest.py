@@ -17,8 +17,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import pytest
 
-_mine = f"speedlight-tests-{getattr(os, 'getuid', getpass.getuser)()}"
-os.environ.setdefault("SPEEDLIGHT_CACHE_DIR", os.path.join(tempfile.gettempdir(), _mine))
+os.environ.setdefault(
+    "SPEEDLIGHT_CACHE_DIR",
+    os.path.join(tempfile.gettempdir(), f"speedlight-tests-{getattr(os, 'getuid', getpass.getuser)()}"),
+)
 
 from engines import CPU, Engine
 from problems import DIMS, DTYPES, LENGTHS
