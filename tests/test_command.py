@@ -79,6 +79,10 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ("plan --q-len 5 --device tpu", "--device: expected "),
         ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
         ("show --q-len -1", "--q-len: expected a size"),
+        ("tune --kind x", "--kind: expected one of full, masked, decode; got 'x'."),
+        ("tune --head-dim 65", "--head-dim: expected one of 64, 128, 256, 512; got 65."),
+        ("tune --dtype int8", "--dtype: expected one of float16, bfloat16, float32; got 'int8'."),
+        ("tune --turns 0", "--turns: expected at least 1; got 0."),
         ("bench --heads 0", "--heads: expected sizes from 1"),
         ("bench --mask half", "--mask: expected full, causal or both; got 'half'. It is called --causal now."),
         ("view -o m.png", "--mask: expected a mask to draw (or --causal, --window)"),
@@ -143,8 +147,11 @@ def test_an_unknown_count_is_unknown(here):  # noqa: F811
     assert "time at least  unknown (" in done.stdout
 
 
-def test_counting_says_how_far_it_is(monkeypatch):
-    heard, whole = [], sl.plan(q_heads=8, q_len=300, head_dim=64, mask=lambda b, h, i, j: (i * j) % 7 == h)
+@pytest.mark.parametrize("other", [0, "h"])
+def test_counting_says_how_far_it_is(monkeypatch, other):
+    """Heads that are alike are counted once: a step then stands for all of them."""
+    mask = lambda b, h, i, j: (i * j) % 7 == (h if other else 0)  # noqa: E731
+    heard, whole = [], sl.plan(q_heads=8, q_len=300, head_dim=64, mask=mask)
 
     class Watched:
         def __init__(self, what, total):

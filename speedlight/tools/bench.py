@@ -12,7 +12,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -185,31 +184,6 @@ def _listed(
         print_json(report)
     if any("refused" in row for row in report["rows"]):
         raise typer.Exit(1)
-
-
-def tune(
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
-    head_dim: Annotated[int, typer.Option(help="64, 128, 256 or 512.")] = 128,
-    kind: Annotated[str, typer.Option(help="full, masked or decode.")] = "full",
-    turns: Annotated[int, typer.Option(help="Samples of each tile.")] = 3,
-    as_json: Json = False,
-) -> None:
-    """Measures the GPU kernel's tiles, best first: what gpu/tiles.py should say for this device."""
-    if dtype not in _DTYPES or head_dim not in (64, 128, 256, 512) or kind not in ("full", "masked", "decode"):
-        raise ArgumentError(
-            "tune: expected a dtype of the GPU, a head dim of 64, 128, 256 or 512, and full, masked or decode."
-        )
-    check_device("cuda")
-    engine.resident().device_of("cuda")
-    from . import gpu
-
-    with progress("tiles", None):
-        measured = list(gpu.tune(dtype, head_dim, kind, turns))
-    if as_json:
-        print_json({"tiles": [{"seconds": seconds} | asdict(tile) for seconds, tile in measured]})
-        return
-    for seconds, tile in measured:
-        print(f"{seconds * 1e6:10,.1f} us  {tile}")
 
 
 def _names(peer: list[str] | None, backward: bool) -> list[str]:

@@ -23,7 +23,7 @@ except ImportError as error:  # pragma: no cover
     ) from None
 
 from .attending import attend, named
-from .bench import bench, tune
+from .bench import bench
 from .inspecting import info, show
 from .options import (
     OLD,
@@ -51,6 +51,7 @@ from .options import (
 )
 from .pictures import check_path, draw_weights, tile_map
 from .reports import plan_figures, plan_rows, print_json, print_rows, progress
+from .tuning import tune
 from .typed import as_typed, usage
 
 app = typer.Typer(
