@@ -1,41 +1,47 @@
 # Everything here sets up what it needs in .venv first.
 PYTHON ?= python3
 VENV := .venv
-RUN := $(VENV)/bin/python
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+RUN := $(BIN)/python
 
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all docs gallery mutations bench readme check-arm gpu-check gpu clean
+.PHONY: demo test test-all docs gallery mutations bench readme package check-arm gpu-check gpu clean
 
-$(VENV)/bin/python:
+$(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.cli: pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[cli,plot]'
+$(VENV)/.cli: pyproject.toml | $(VENV)/pyvenv.cfg
+	$(RUN) -m pip install -q -c constraints.txt -e '.[cli,plot]'
 	touch $@
 
-$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[test]'
+$(VENV)/.test: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	$(RUN) -m pip install -q -c constraints.txt -e '.[test]'
 	touch $@
 
-$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(VENV)/bin/pip install -q -c constraints.txt -e '.[bench]'
+$(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	$(RUN) -m pip install -q -c constraints.txt -e '.[bench]'
 	touch $@
 
-$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.package: pyproject.toml | $(VENV)/pyvenv.cfg
+	$(RUN) -m pip install -q -e '.[package]'
+	touch $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	$(RUN) -m pip install -q -c constraints.txt -e '.[docs]'
 	touch $@
 
 demo: $(VENV)/.cli
-	$(VENV)/bin/speedlight attend examples/minilm-layer3.safetensors --check -o /tmp/speedlight-demo.safetensors
-	$(VENV)/bin/speedlight view examples/minilm-layer3.safetensors --head 0 --head 3 --head 7 --span 0:42 \
-		--labels examples/minilm-tokens.txt -o /tmp/speedlight-demo.png
+	mkdir -p build
+	$(BIN)/speedlight attend examples/minilm-layer3.safetensors --check -o build/demo.safetensors
+	$(BIN)/speedlight view examples/minilm-layer3.safetensors --head 0 --head 3 --head 7 --span 0:42 \
+		--labels examples/minilm-tokens.txt -o build/demo.png
 
 test: $(VENV)/.test
-	$(VENV)/bin/ruff check .
-	$(VENV)/bin/ruff format --check .
-	$(VENV)/bin/pyright & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; wait $$types && exit $$tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; wait $$types && exit $$tests
 
 test-all: $(VENV)/.test docs
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
@@ -58,6 +64,14 @@ bench: $(VENV)/.bench
 # tables and pictures of docs/benchmarks.md and the README, from the rows of benchmarks/results
 readme: $(VENV)/.cli
 	$(RUN) benchmarks/table.py
+
+# a wheel and an sdist in dist/; each is checked, then attends in an environment that has nothing else
+package: $(VENV)/.package
+	rm -rf dist build/lib build/bdist.*
+	$(RUN) -m build
+	$(RUN) -m twine check --strict dist/*
+	set -e; for file in dist/*; do $(PYTHON) -m venv --clear build/bare; bare=build/bare/$(notdir $(BIN)); \
+		$$bare/python -m pip install -q $$file; (cd build && bare/$(notdir $(BIN))/python ../tests/bare.py); done
 
 # kernels for 64-bit Arm under qemu: needs gcc-aarch64-linux-gnu and qemu-user-static
 check-arm: $(VENV)/.test

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import platform
+import struct
+import sys
 from dataclasses import dataclass
 
 from .errors import UnsupportedError
@@ -155,11 +157,62 @@ def available_threads() -> int:
 def level2_bytes() -> int:
     """Size of one core's second-level cache; 512 KiB where it cannot be read."""
     try:
-        with open("/sys/devices/system/cpu/cpu0/cache/index2/size") as f:
-            text = f.read().strip()
-        return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]]
-    except (OSError, ValueError, KeyError):
-        return 512 << 10
+        match sys.platform:
+            case "darwin":
+                found = _macos_level2()
+            case "win32":
+                found = _windows_level2(_windows_processors())
+            case _:
+                found = _linux_level2()
+    except (OSError, ValueError, KeyError, AttributeError, struct.error):
+        found = 0
+    return found or 512 << 10
+
+
+def _linux_level2() -> int:
+    with open("/sys/devices/system/cpu/cpu0/cache/index2/size") as f:
+        text = f.read().strip()
+    return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]]
+
+
+def _macos_level2() -> int:
+    """Of a fast core: Apple's have one cache for each cluster of them, and another size for slow ones."""
+    whole = _sysctl("hw.perflevel0.l2cachesize") or _sysctl("hw.l2cachesize")
+    sharers = _sysctl("hw.perflevel0.cpusperl2") or b"\1"
+    return int.from_bytes(whole, "little") // max(1, int.from_bytes(sharers, "little"))
+
+
+def _sysctl(name: str) -> bytes:
+    """What macOS says of itself, as it lies in memory: a number, or text that ends in a zero; empty if it does not."""
+    import ctypes
+
+    system, size = ctypes.CDLL(None), ctypes.c_size_t(256)
+    found = ctypes.create_string_buffer(size.value)
+    failed = system.sysctlbyname(name.encode(), found, ctypes.byref(size), None, ctypes.c_size_t(0))
+    return b"" if failed else found.raw[: size.value]
+
+
+_WINDOWS_RECORD = struct.Struct("<QI4xBBHI8x")  # SYSTEM_LOGICAL_PROCESSOR_INFORMATION, of a cache
+_IS_CACHE = 2
+
+
+def _windows_level2(records: bytes) -> int:
+    """Of the first second-level cache, which the threads of a core share."""
+    for _, kind, level, _, _, size in _WINDOWS_RECORD.iter_unpack(records):
+        if kind == _IS_CACHE and level == 2:
+            return size
+    return 0
+
+
+def _windows_processors() -> bytes:
+    """What Windows says of its processors, as it lies in memory."""
+    import ctypes
+
+    ask = ctypes.WinDLL("kernel32").GetLogicalProcessorInformation  # type: ignore[attr-defined]
+    size = ctypes.c_uint32(0)
+    ask(None, ctypes.byref(size))  # says how much room it needs
+    found = ctypes.create_string_buffer(size.value)
+    return found.raw[: size.value] if ask(found, ctypes.byref(size)) else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,4 +327,22 @@ def interpreting() -> bool:
 
 def cpu_name() -> str:
     """The CPU's model name as the system gives it."""
-    return _cpuinfo().get("model name") or platform.processor() or platform.machine()
+    try:
+        match sys.platform:
+            case "darwin":
+                found = _sysctl("machdep.cpu.brand_string").rstrip(b"\0").decode("utf-8", "replace")
+            case "win32":
+                found = _windows_name()
+            case _:
+                found = _cpuinfo().get("model name", "")
+    except (OSError, AttributeError):
+        found = ""
+    return found.strip() or platform.processor() or platform.machine()
+
+
+def _windows_name() -> str:
+    import winreg
+
+    path = r"HARDWARE\DESCRIPTION\System\CentralProcessor\0"
+    with winreg.OpenKey(winreg.HKEY_LOCAL_MACHINE, path) as key:  # type: ignore[attr-defined]
+        return str(winreg.QueryValueEx(key, "ProcessorNameString")[0])  # type: ignore[attr-defined]

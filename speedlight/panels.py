@@ -7,7 +7,7 @@ memory follow the edges of a mask and not the square: the walk of bounds.py, ove
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -326,8 +326,8 @@ def _union(rows: Rows, i: np.ndarray, planes: list[list[Any]]) -> np.ndarray:
     return total
 
 
-def counted_pairs(rows: Rows) -> int:
-    """Visible pairs, element by element in mixed tiles: the time grows with those."""
+def counted_pairs(rows: Rows, watch: Callable[[int], None] = lambda tiles: None) -> int:
+    """Visible pairs, element by element in mixed tiles: the time grows with those. `watch` hears how many were done."""
     p = rows.problem
     total, count = Tally(), 0
     hidden = _hiding(p)
@@ -344,6 +344,7 @@ def counted_pairs(rows: Rows) -> int:
             if hidden is not None:
                 seen = seen & ~evaluate(hidden, env, number, seen=False)
             count += int(seen.sum())
+        watch(len(panels))
     return count + (total.full_pairs if hidden is None else 0)
 
 

@@ -93,10 +93,12 @@ class Plan:
 
     @property
     def seconds_at_least(self) -> float | None:
-        """No run on this machine can be faster: the larger of compute and memory time. None without roofs."""
-        if self.roofs is None:
+        """The larger of compute and memory time: no run is faster while the machine is as it was when its roofs were
+        measured. None where flops or roofs are not known.
+        """
+        if self.flops is None or self.roofs is None:
             return None
-        return max((self.flops or 0) / self.roofs.flops, (self.bytes_read + self.bytes_written) / self.roofs.bytes)
+        return max(self.flops / self.roofs.flops, (self.bytes_read + self.bytes_written) / self.roofs.bytes)
 
     def __str__(self) -> str:
         return "\n".join(f"{name:<16} {text}" for name, text in self.rows())
@@ -108,7 +110,7 @@ class Plan:
         mask = " and ".join(["causal"] * p.causal + ["masked"] * (p.mask is not None)) or "full"
         mask += ", scored" if p.score is not None else ""
         mask += f", dropout {p.dropout:g}" if p.dropout else ""
-        visible = "? FLOP visible (exact=True counts)" if self.flops is None else f"{_si(self.flops, 'FLOP')} visible"
+        visible = "visible unknown (exact=True counts)" if self.flops is None else f"{_si(self.flops, 'FLOP')} visible"
         unit = "thread" if self.engine == "cpu" else "program"
         sums = self.backward and p.storage in ("f16", "bf16")  # of gradients, in 32 bits
         limits = ", whatever the lengths" if self.engine == "cpu" and not sums else ""
@@ -142,9 +144,10 @@ class Plan:
                 f"{_bytes(self.materialised_bytes)} for {what}: {self.memory_ratio:,.1f} x the workspace",
             ),
         ]
-        if self.seconds_at_least is not None and self.roofs:
+        if self.roofs:
+            least = "unknown" if self.seconds_at_least is None else _seconds(self.seconds_at_least)
             roofs = f"{self.roofs.flops / 1e9:,.0f} GFLOP/s and {self.roofs.bytes / 1e9:,.1f} GB/s, {self.roofs.date}"
-            rows.append(("time at least", f"{_seconds(self.seconds_at_least)} ({roofs})"))
+            rows.append(("time at least", f"{least} ({roofs})"))
         return rows
 
 

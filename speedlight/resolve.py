@@ -65,6 +65,8 @@ def from_sizes(sizes: Sizes, options: Options) -> Problem:
         checks.size(n, x) for n, x in (("q_heads", sizes.q_heads), ("q_len", q_len), ("k_len", k_len))
     )
     kv_heads = q_heads if sizes.kv_heads is None else checks.size("kv_heads", sizes.kv_heads)
+    if (q_heads % kv_heads if kv_heads else q_heads) != 0:
+        raise ArgumentError(f"kv_heads: expected a number that divides q_heads={q_heads}; got {kv_heads}.")
     head_dim = checks.size("head_dim", sizes.head_dim, 1)
     value_dim = head_dim if sizes.value_dim is None else checks.size("value_dim", sizes.value_dim, 1)
     batch = checks.size("batch", sizes.batch)

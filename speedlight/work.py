@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,10 +25,19 @@ class Work(NamedTuple):
     mixed_keys: int  # … of those that are computed under the mask
 
 
-def count(problem: Problem, panel: int, *, exact: bool = False, backward: bool = False) -> Work:
-    """`exact`: pairs are counted one by one where no closed form tells. `backward`: of a pass back, Rows `alone`."""
+def count(
+    problem: Problem,
+    panel: int,
+    *,
+    exact: bool = False,
+    backward: bool = False,
+    watch: Callable[[int], None] = lambda tiles: None,
+) -> Work:
+    """`exact`: pairs are counted one by one where no closed form tells; `watch` hears how many tiles' were, since it
+    heard last. `backward`: of a pass back, Rows `alone`.
+    """
     if problem.mask is not None or problem.score is not None:
-        return _count_expressions(problem, panel, exact, backward)
+        return _count_expressions(problem, panel, exact, backward, watch)
     totals, (columns, heads) = np.zeros(len(Work._fields), dtype=object), _columns(problem, backward)
     for lengths, times in _distinct(problem, panel, backward).items():
         totals += np.array(_count_item(lengths, problem.causal, heads, panel, backward), dtype=object) * times
@@ -92,7 +102,7 @@ def _distinct(problem: Problem, panel: int, backward: bool) -> dict[_Lengths, in
     return counts
 
 
-def _count_expressions(problem: Problem, panel: int, exact: bool, backward: bool) -> Work:
+def _count_expressions(problem: Problem, panel: int, exact: bool, backward: bool, watch: Callable[[int], None]) -> Work:
     """Items and heads that the expressions cannot tell apart are counted once."""
     uses = frozenset().union(*(x.root.uses for x in (problem.mask, problem.score) if x is not None))
     items: dict[Any, list[int]] = {}
@@ -111,7 +121,8 @@ def _count_expressions(problem: Problem, panel: int, exact: bool, backward: bool
             for n, x in enumerate((full, mixed, tiles - full - mixed, each_tally.keys, each_tally.mixed_keys)):
                 sums[n] += x * times
             shown = pairs(rows)
-            shown = counted_pairs(rows) if shown is None and exact else shown
+            if shown is None and exact:
+                shown = counted_pairs(rows, lambda tiles, times=times: watch(tiles * times))
             visible = None if visible is None or shown is None else visible + shown * times
     return Work(visible, *sums)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import mmap
 import os
 import re
-import resource
 import shutil
 import subprocess
 import sys
@@ -341,7 +341,7 @@ def test_compiling_leaves_nothing_behind():
 
     def resident() -> int:
         gc.collect()
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     sizes = []
     for _ in range(3):

@@ -286,11 +286,20 @@ def cache_directory() -> Path | None:
     named = os.environ.get("SPEEDLIGHT_CACHE_DIR")
     if named:
         return Path(named)
-    base = os.environ.get("XDG_CACHE_HOME")
     try:
-        return (Path(base) if base else Path.home() / ".cache") / "speedlight"
+        return _users_directory()
     except RuntimeError:
         return None
+
+
+def _users_directory() -> Path:
+    """Where this system keeps what may be made again: a directory of this user's."""
+    if sys.platform == "darwin" or sys.platform == "win32":
+        from platformdirs import user_cache_path
+
+        return user_cache_path("speedlight", appauthor=False)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "speedlight"
 
 
 def cache_path(shape: AnyShape) -> Path | None:

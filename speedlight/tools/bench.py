@@ -20,8 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import Progress
+from rich.markup import escape
 from rich.table import Table
 
 import speedlight as sl
@@ -42,8 +41,9 @@ from .measuring import (
     tensors,
     with_gradients,
 )
+from .options import Backward, Device, Json, Unit, check_device, on_unit
 from .pictures import check_path, model_bars, roofline
-from .reports import console, print_json
+from .reports import console, print_json, progress
 
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -56,22 +56,22 @@ def bench(
         list[str] | None, typer.Option(help="May be given several times. Default float32, float16 and bfloat16.")
     ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be given several times. Default 64 and 128.")] = None,
-    length: Annotated[
-        list[int] | None, typer.Option(help="May be given several times. Default 128, 512, 2048 and 8192.")
+    q_len: Annotated[
+        list[int] | None,
+        typer.Option(help="Queries, and keys. May be given several times. Default 128, 512, 2048 and 8192."),
     ] = None,
-    mask: Annotated[str, typer.Option(help="full, causal or both.")] = "both",
-    heads: Annotated[int, typer.Option(help="Heads.")] = 8,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="Hide keys after the query, or none. Default both.")
+    ] = None,
+    q_heads: Annotated[int, typer.Option(help="Query heads; as many of keys and values.")] = 8,
     peer: Annotated[
         list[str] | None,
         typer.Option(help=f"Which peers, of {', '.join(PEERS)}, or none. Default all that are installed."),
     ] = None,
     turns: Annotated[int, typer.Option(help="Samples of each, in turn.")] = 5,
-    backward: Annotated[
-        bool, typer.Option("--backward", help="Measure attention_backward(), beside PyTorch's backward pass.")
-    ] = False,
-    device: Annotated[
-        str, typer.Option(help="cpu, or cuda: forward, masks and decode on a GPU, beside its own peers.")
-    ] = "cpu",
+    backward: Backward = False,
+    device: Device = "cpu",
+    isa: Unit = None,
     models: Annotated[
         bool, typer.Option("--models", help="Measure whole models and training steps, beside PyTorch's attention.")
     ] = False,
@@ -83,16 +83,21 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(help="A picture: .png, .svg or .pdf. Of the roofline; of --models, bars.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    mask: Annotated[str, typer.Option(hidden=True)] = "both",
+    as_json: Json = False,
 ) -> None:
-    """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused."""
+    """Measures attention beside its peers, in turn (A B A B). A row whose result is not right is refused.
+
+    --backward: gradients, beside PyTorch's. --device cuda: forward, masks and decode on a GPU, beside its own peers.
+    """
+    check_device(device)
     if device != "cpu" or models:
-        others = dtype or head_dim or length or peer or base or backward or (plot and not models)
+        others = dtype or head_dim or q_len or peer or base or backward or isa or (plot and not models)
         _listed(device, models, only, turns, output, plot, as_json, others)
         return
     if only:
         raise ArgumentError(f"--only: expected --models or --device cuda beside it; got {only!r} alone.")
-    shapes = _shapes(dtype, head_dim, length, mask, heads)
+    shapes = _shapes(dtype, head_dim, q_len, _causal(causal, mask), q_heads)
     names = _names(peer, backward)
     _check(turns, output)
     if plot is not None:
@@ -104,12 +109,13 @@ def bench(
         source = _against(base, shapes, turns, backward)
     else:
         source = _measured(shapes, names, turns, missing, backward)
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task("shapes", total=len(shapes))
+    with on_unit(isa), progress("problems", len(shapes)) as advance:
         for row in source:
             rows.append(row)
-            progress.advance(task)
-    report = _about() | {"base": base, "backward": backward, "missing": missing, "rows": rows}
+            advance()
+    with on_unit(isa):
+        about = _about()
+    report = about | {"base": base, "backward": backward, "missing": missing, "rows": rows}
     if output is not None:
         try:
             output.write_text(json.dumps(report, indent=1) + "\n")
@@ -180,24 +186,6 @@ def _listed(
         raise typer.Exit(1)
 
 
-def tune(
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
-    head_dim: Annotated[int, typer.Option(help="64, 128, 256 or 512.")] = 128,
-    kind: Annotated[str, typer.Option(help="full, masked or decode.")] = "full",
-    turns: Annotated[int, typer.Option(help="Samples of each tile.")] = 3,
-) -> None:
-    """Measures the GPU kernel's tiles, best first: what gpu/tiles.py should say for this device."""
-    if dtype not in _DTYPES or head_dim not in (64, 128, 256, 512) or kind not in ("full", "masked", "decode"):
-        raise ArgumentError(
-            "tune: expected a dtype of the GPU, a head dim of 64, 128, 256 or 512, and full, masked or decode."
-        )
-    engine.resident().device_of("cuda")
-    from . import gpu
-
-    for seconds, tile in gpu.tune(dtype, head_dim, kind, turns):
-        print(f"{seconds * 1e6:10,.1f} us  {tile}")
-
-
 def _names(peer: list[str] | None, backward: bool) -> list[str]:
     """Of the peers that are asked for."""
     known = BACKWARD_PEERS if backward else PEERS
@@ -208,18 +196,23 @@ def _names(peer: list[str] | None, backward: bool) -> list[str]:
     return names
 
 
+def _causal(causal: bool | None, mask: str) -> tuple[bool, ...]:
+    """Which are measured; --mask is what --causal was called."""
+    known = {"full": (False,), "causal": (True,), "both": (False, True)}
+    if mask not in known:
+        raise ArgumentError(f"--mask: expected full, causal or both; got {mask!r}. It is called --causal now.")
+    return known[mask] if causal is None else (causal,)
+
+
 def _shapes(
-    dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, mask: str, heads: int
+    dtypes: list[str] | None, dims: list[int] | None, lengths: list[int] | None, causal: tuple[bool, ...], heads: int
 ) -> list[tuple[Any, ...]]:
-    if mask not in ("full", "causal", "both"):
-        raise ArgumentError(f"--mask: expected full, causal or both; got {mask!r}.")
-    for name, values in (("--head-dim", dims or []), ("--length", lengths or []), ("--heads", [heads])):
+    for name, values in (("head_dim", dims or []), ("q_len", lengths or []), ("q_heads", [heads])):
         if any(not 1 <= x <= 1 << 20 for x in values):
             raise ArgumentError(f"{name}: expected sizes from 1 to 1,048,576; got {', '.join(map(str, values))}.")
     for name in dtypes or []:
         if name not in _TOLERANCE:
             raise ArgumentError(f"--dtype: expected some of {', '.join(_TOLERANCE)}; got {name!r}.")
-    causal = {"full": (False,), "causal": (True,), "both": (False, True)}[mask]
     return [
         (t, heads, n, d, c)
         for t in dtypes or _DTYPES
@@ -428,14 +421,14 @@ def _print(report: dict[str, Any], output: Path | None, plot: Path | None) -> No
         )
     for row in rows:
         if "refused" in row:
-            screen.print(f"[red]{row['name']}: refused: {row['refused']}[/]")
+            screen.print(f"[red]{escape(row['name'])}: refused: {escape(row['refused'])}[/]")
     for name, why in report["missing"].items():
-        screen.print(f"{name}: {why}", style="dim")
+        screen.print(escape(f"{name}: {why}"), style="dim")
     for why in sorted({f"{name}: {text}" for row in rows for name, text in row.get("notes", {}).items()}):
-        screen.print(why, style="dim")
+        screen.print(escape(why), style="dim")
     if base:
         same = sum(row.get("same_bits", False) for row in rows)
         screen.print(f"The same bits in {same} of {len(rows)} problems.", style="dim")
     for path in (output, plot):
         if path is not None:
-            screen.print(f"written {path}")
+            screen.print(escape(f"written {path}"))

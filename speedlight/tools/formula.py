@@ -34,8 +34,10 @@ _COMPARE = {
 _MOST_PARTS = 10_000  # names, numbers and operators
 
 
-def read_formula(option: str, text: str, symbols: str) -> Any:
+def read_formula(option: str, text: str, symbols: str, at: dict[str, int] | None = None) -> Any:
     """The mask or score of a text such as "causal() & window(1024, 0)" or, in symbols, "(i >= j) & (i - j < 100)".
+
+    at: numbers that stand for symbols, as b and h of one head.
 
     Raises ArgumentError, naming the option, for anything but numbers, operators, the patterns and the functions.
     """
@@ -58,9 +60,10 @@ def read_formula(option: str, text: str, symbols: str) -> Any:
             lambda s, b, h, i, j: _evaluated(option, text, tree, names | {"s": s, "b": b, "h": h, "i": i, "j": j}),
             "score",
         )
-    patterns = {n: _inlined(names[n]) for n in _PATTERNS}
+    names |= {n: _inlined(names[n]) for n in _PATTERNS}
+    fixed = at or {}
     return sl.expression(
-        lambda b, h, i, j: _evaluated(option, text, tree, names | patterns | {"b": b, "h": h, "i": i, "j": j}), "mask"
+        lambda b, h, i, j: _evaluated(option, text, tree, names | {"b": b, "h": h, "i": i, "j": j} | fixed), "mask"
     )
 
 
@@ -70,8 +73,9 @@ def _parsed(option: str, text: str) -> ast.expr:
         if sum(1 for _ in ast.walk(tree)) <= _MOST_PARTS:
             return tree
     except (SyntaxError, ValueError) as error:
+        why = getattr(error, "msg", None) or error
         raise ArgumentError(
-            f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {_shortened(text)} ({error})."
+            f"{option}: expected a formula such as 'causal() & window(1024, 0)'; got {_shortened(text)} ({why})."
         ) from None
     except (RecursionError, MemoryError):
         pass
@@ -173,10 +177,10 @@ def _joined(op: type[ast.operator], left: Any, right: Any) -> Any:
     return found
 
 
-def read_formulas(mask: str | None, score: str | None) -> dict[str, Any]:
+def read_formulas(mask: str | None, score: str | None, at: dict[str, int] | None = None) -> dict[str, Any]:
     """The options mask= and score= of --mask and --score."""
     return {
-        "mask": None if mask is None else read_formula("--mask", mask, "bhij"),
+        "mask": None if mask is None else read_formula("--mask", mask, "bhij", at),
         "score": None if score is None else read_formula("--score", score, "sbhij"),
     }
 

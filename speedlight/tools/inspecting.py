@@ -14,8 +14,29 @@ import speedlight as sl
 from .. import engine, machine
 from ..cpu.operands import Strides
 from ..errors import ArgumentError, FileError
-from .formula import read_formulas
-from .reports import print_json, print_rows, size_text
+from ..planning import Roofs
+from .options import (
+    Backward,
+    Batch,
+    Causal,
+    Dropout,
+    Dtype,
+    HeadDim,
+    Json,
+    KLen,
+    KvHeads,
+    Mask,
+    QHeads,
+    QLen,
+    Score,
+    Seed,
+    Unit,
+    ValueDim,
+    Window,
+    hidden_by,
+    on_unit,
+)
+from .reports import print_json, print_rows, progress, size_text
 
 
 def info(
@@ -23,22 +44,23 @@ def info(
         bool, typer.Option("--measure", help="Measure peak and bandwidth again; the best that was seen is kept.")
     ] = False,
     clear: Annotated[bool, typer.Option("--clear", help="Delete the kernels that were kept.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    isa: Unit = None,
+    as_json: Json = False,
 ) -> None:
     """This machine: vector unit, threads, measured peaks and bandwidth, and the kernels that are kept."""
-    from ..cpu import compile, roof, workers
+    from ..cpu import compile, workers
 
-    isa, threads = machine.current_isa(), sl.get_threads()
+    with on_unit(isa):
+        unit, threads = machine.current_isa(), sl.get_threads()
     cached = compile.cached_kernels()
     removed = compile.clear_kernels() if clear else None
-    kinds = {"float32": "f32", "float64": "f64"} | ({"bfloat16": "bf16"} if isa.product("bf16") == "pairs" else {})
-    known = {x: roof.measure(isa, kinds[x], threads) if measure else roof.roofs(isa, kinds[x], threads) for x in kinds}
+    known = _roofs(unit, threads, again=measure)
     peaks, read = {x: r.flops for x, r in known.items()}, max(r.bytes for r in known.values())
     directory = compile.cache_directory()
     report = {
         "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(),
-        "vector_unit": isa.name,
-        "vector_units": [x.name for x in machine.host_isas()], "threads": threads, "thread_runtime": workers.runtime(),
+        "isa": unit.name,
+        "isas": [x.name for x in machine.host_isas()], "threads": threads, "thread_runtime": workers.runtime(),
         "peak_flops": peaks, "read_bytes_per_second": read,
         "measured": {x: r.date for x, r in known.items()},
         "kernels": {"directory": str(directory) if directory else None, "count": len(cached),
@@ -49,7 +71,7 @@ def info(
     if as_json:
         print_json(report)
         return
-    others = ", ".join(f"{x.name}" for x in machine.host_isas() if x is not isa)
+    others = ", ".join(f"{x.name}" for x in machine.host_isas() if x is not unit)
     where = (
         "not kept (SPEEDLIGHT_CACHE=0, or no home directory)"
         if directory is None
@@ -60,7 +82,7 @@ def info(
         ("cpu", machine.cpu_name()),
         (
             "vector unit",
-            f"{isa.name}: {isa.registers} registers of {8 * isa.vector_bytes} bits"
+            f"{unit.name}: {unit.registers} registers of {8 * unit.vector_bytes} bits"
             + (f"; also here: {others}" if others else ""),
         ),
         ("threads", f"{threads}, {workers.runtime()}"),
@@ -76,29 +98,47 @@ def info(
     print_rows(rows if removed is None else [*rows, ("removed", f"{removed} kernels")])
 
 
+def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
+    """Of each dtype that has a peak of its own: those that were kept, or measured again."""
+    from ..cpu import roof
+
+    kinds = {"float32": "f32", "float64": "f64"} | ({"bfloat16": "bf16"} if unit.product("bf16") == "pairs" else {})
+    known = {}
+    with progress("measuring", len(kinds)) as advance:
+        for name, storage in kinds.items():
+            known[name] = (roof.measure if again else roof.roofs)(unit, storage, threads)
+            advance()
+    return known
+
+
 def show(
-    length: Annotated[int, typer.Option(help="Queries.")] = 4096,
-    keys: Annotated[int | None, typer.Option(help="Keys; default as many. With --length 1: decoding.")] = None,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = 8,
-    kv_heads: Annotated[int | None, typer.Option(help="Heads of keys and values; default as many.")] = None,
-    head_dim: Annotated[int, typer.Option(help="Elements of a query.")] = 64,
-    dtype: Annotated[str, typer.Option(help="float32, float64, float16 or bfloat16.")] = "float32",
-    causal: Annotated[bool, typer.Option("--causal", help="Hide keys after the query.")] = False,
-    mask: Annotated[str | None, typer.Option(help="A mask, as for attend.")] = None,
-    score: Annotated[str | None, typer.Option(help="A score, as for attend.")] = None,
-    backward: Annotated[bool, typer.Option("--backward", help="The kernel of attention_backward().")] = False,
-    isa: Annotated[
-        str | None,
-        typer.Option(help=f"A vector unit, this machine's or not: {', '.join(x.name for x in machine.ISAS)}."),
-    ] = None,
+    q_len: QLen = 4096,
+    k_len: KLen = None,
+    batch: Batch = 1,
+    q_heads: QHeads = 8,
+    kv_heads: KvHeads = None,
+    head_dim: HeadDim = 64,
+    value_dim: ValueDim = None,
+    dtype: Dtype = "float32",
+    causal: Causal = False,
+    window: Window = None,
+    mask: Mask = None,
+    score: Score = None,
+    dropout: Dropout = 0.0,
+    seed: Seed = None,
+    backward: Backward = False,
+    isa: Unit = None,
     ir: Annotated[bool, typer.Option("--ir", help="Print the LLVM IR.")] = False,
     assembly: Annotated[bool, typer.Option("--asm", help="Print the assembly.")] = False,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Where to write the IR or assembly instead.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: Json = False,
 ) -> None:
-    """The kernel that a call would run: its name, size and registers; its IR or its assembly."""
+    """The kernel that a call would run: its name, size and registers; its IR or its assembly.
+
+    With --q-len 1 that is the one of decoding. --isa may name a vector unit that this machine lacks.
+    """
     from ..cpu import compile
 
     if ir and assembly:
@@ -109,22 +149,15 @@ def show(
         raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
     unit = machine.current_isa() if isa is None else machine.isa_named(isa)
     problem = sl.plan(
-        q_heads=heads,
-        kv_heads=kv_heads,
-        q_len=length,
-        k_len=keys,
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
-        **read_formulas(mask, score),
-    ).problem
+        batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
+        value_dim=value_dim, dtype=dtype, dropout=dropout, seed=seed, **hidden_by(causal, window, mask, score),
+    ).problem  # fmt: skip
     maker = engine.gradients() if backward else engine.of("cpu")
     how, shape = maker.kernel_of_problem(problem, Strides(), sl.get_threads(), unit)
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
-    report = _report(
-        compile.symbol_of(shape), shape, how.panel if shape.kind == "decode" else how.panels, code, listing
-    )
+    panels = how.panel if shape.kind == "decode" else how.panels
+    report = _report(compile.symbol_of(shape), shape, panels, code, listing)
     if ir or assembly:
         body = text if ir else listing
         if output is None:
@@ -145,10 +178,10 @@ def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> 
     """What is known of a kernel, for --json."""
     functions, unit = _functions(listing), shape.isa
     return {
-        "kernel": symbol, "vector_unit": unit.name, "runs_here": unit in machine.host_isas(),
-        "arithmetic": "pairs of bfloat16" if shape.product == "pairs" else "multiply-adds", "lanes": shape.lanes,
-        "tile": f"{shape.rows} x {shape.vectors} vectors" if shape.kind != "decode" else "lanes are keys",
-        "panels": panels,
+        "kernel": symbol, "isa": unit.name, "runs_here": unit in machine.host_isas(),
+        "product": shape.product, "lanes": shape.lanes, "lanes_are": "keys" if shape.kind == "decode" else "queries",
+        "tile_rows": None if shape.kind == "decode" else shape.rows,
+        "tile_vectors": None if shape.kind == "decode" else shape.vectors, "panels": panels,
         "object_bytes": len(code), "instructions": sum(n for n, _ in functions.values()),
         "registers": _registers(listing, unit),
         "functions": {name: {"instructions": n, "spills": spills} for name, (n, spills) in functions.items()},
@@ -157,17 +190,22 @@ def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> 
 
 def _rows(report: dict[str, Any], unit: machine.Isa) -> list[tuple[str, str]]:
     """The same as lines of a table."""
-    tile = f"register tile {report['tile']}; {report['panels']} panels share a tile of keys"
+    panels = f"{report['panels']} panels share" if report["panels"] > 1 else "a panel at a time takes"
+    tile = f"{report['lanes_are']} in lanes; {panels} a tile of keys"
+    if report["tile_rows"]:
+        tile = f"register tile {report['tile_rows']} x {report['tile_vectors']} vectors; {tile}"
+    product = "pairs of bfloat16" if report["product"] == "pairs" else "multiply-adds"
     registers = f"{report['registers']} of {unit.registers} vector registers"
     rows = [
         ("kernel", report["kernel"]),
         ("vector unit", unit.name + ("" if report["runs_here"] else ", not of this machine")),
-        ("lanes", f"{report['lanes']}, {report['arithmetic']}; {tile}"),
+        ("lanes", f"{report['lanes']}, {product}; {tile}"),
         ("object", f"{report['object_bytes']:,} bytes, {report['instructions']:,} instructions, {registers}"),
     ]
     for name, x in report["functions"].items():
         spills = f", {x['spills']} vector spills" if x["spills"] else ""
-        rows.append((f"  {name}", f"{x['instructions']:,} instructions{spills}"))
+        shown = name.replace(report["kernel"], "entry")  # its whole name stands above
+        rows.append((f"  {shown}", f"{x['instructions']:,} instructions{spills}"))
     return [*rows, ("written", report["output"])] if "output" in report else rows
 
 

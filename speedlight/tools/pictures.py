@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..errors import ArgumentError, FileError
 from ..panels import Rows, grid, integers_of
 from ..planning import Plan
 from ..work import all_pairs
+from .reports import progress
 
 SUFFIXES = (".png", ".svg", ".pdf")
 _COLOURS = {"skipped": "#f2f2f2", "mixed": "#e69f00", "full": "#0072b2"}  # told apart by every eye, and in grey
@@ -108,10 +110,10 @@ def draw_weights(
     item: int,
     span: str | None,
     labels: Path | None,
-    options: dict[str, Any],
+    options: Callable[[int], dict[str, Any]],
     path: Path,
 ) -> dict[str, Any]:
-    """A panel of attention weights for each head: queries downwards, keys to the right."""
+    """A panel of attention weights for each head: queries downwards, keys to the right. `options` are a head's."""
     if q.ndim != 4 or k.ndim != 4:
         raise ArgumentError(
             f"--q: expected arrays of shape (batch, heads, length, head_dim); got {q.shape} and {k.shape}."
@@ -130,10 +132,14 @@ def draw_weights(
     figure, axes = plt.subplots(
         down, across, figsize=(side * across + 0.9, side * down + 0.4), layout="constrained", squeeze=False
     )
-    drawn, largest = None, {}
-    for place, head in zip(axes.flat, heads, strict=False):
-        cells = _cells(q, k, item, head, options, rows, keys)
-        largest[f"head {head}"] = f"largest weight {cells.max(initial=0.0):.3g}"
+    drawn, largest = None, []
+    with progress("weights of heads", len(heads)) as advance:
+        cells_of = []
+        for head in heads:
+            cells_of.append(_cells(q, k, item, head, options(head), rows, keys))
+            advance()
+    for place, head, cells in zip(axes.flat, heads, cells_of, strict=False):
+        largest.append({"head": head, "largest": float(cells.max(initial=0.0))})
         extent = (keys[0] - 0.5, keys[1] - 0.5, rows[1] - 0.5, rows[0] - 0.5)
         faint = np.maximum(cells, _FAINTEST)  # one scale for all heads
         drawn = place.imshow(
@@ -155,7 +161,7 @@ def draw_weights(
     bar.set_ticks([1e-3, 1e-2, 1e-1, 1.0], labels=["≤ 0.001", "0.01", "0.1", "1"])
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    return {"weights": f"item {item}, queries {rows[0]} to {rows[1] - 1}, keys {keys[0]} to {keys[1] - 1}"} | largest
+    return {"weights": {"item": item, "queries": rows, "keys": keys, "heads": largest}}
 
 
 def _name_ticks(axis: Any, span: tuple[int, int], tokens: list[str], rotation: int) -> None:

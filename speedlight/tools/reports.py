@@ -1,34 +1,82 @@
-"""What every command prints: a table of names and texts, or one JSON object."""
+"""What every command prints: a table of names and texts, or one JSON object; and how far a long one is."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from ..planning import Plan
+
+_VERDICTS = {"passed": "green", "FAILED": "red"}  # of a check
 
 
 def console() -> Console:
     """Of the terminal's width; into a pipe or a file nothing is cut."""
-    return Console() if sys.stdout.isatty() or "COLUMNS" in os.environ else Console(width=200)
+    return Console() if _has_width() else Console(width=200)
+
+
+def _has_width() -> bool:
+    return sys.stdout.isatty() or "COLUMNS" in os.environ
 
 
 def print_rows(rows: Iterable[tuple[str, str]]) -> None:
-    """Names in bold, texts beside them, folded where the terminal ends."""
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    """Names in bold, texts beside them: between words folded where the terminal ends, one line each in a pipe."""
+    screen, rows = console(), list(rows)
+    indent = max(len(name) for name, _ in rows) + 2
     for name, text in rows:
-        table.add_row(name, text)
-    console().print(table)
+        room = max(20, screen.width - indent) if _has_width() else sys.maxsize
+        lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) or [""]
+        for n, line in enumerate(lines):
+            shown = Text.assemble((("" if n else name).ljust(indent), "bold"), line)
+            for word, style in _VERDICTS.items():
+                shown.highlight_regex(rf"\b{word}(?=: )", style)
+            screen.print(shown, soft_wrap=True)
 
 
 def print_json(report: Any) -> None:
-    print(json.dumps(report, ensure_ascii=False))
+    """On one line. JSON has no infinities: those, and NaN, are null."""
+    finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
+    print(json.dumps(finite, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """Calls of what it gives advance a bar on stderr, with the time that is left; on a terminal only."""
+    columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda steps=1: bar.advance(task, steps)
+
+
+_FIGURES = (
+    "engine", "isa", "kernel", "threads", "panel", "tile_keys", "visible_pairs", "flops", "tile_flops", "full_flops",
+    "mixed_flops", "skipped_flops", "tiles_full", "tiles_mixed", "tiles_skipped", "bytes_read", "bytes_written",
+    "workspace_bytes", "materialised_bytes", "memory_ratio", "peak_flops", "bandwidth", "seconds_at_least", "backward",
+)  # fmt: skip
+_SIZES = ("dtype", "batch", "q_heads", "kv_heads", "head_dim", "value_dim", "causal", "scale", "dropout")
+
+
+def plan_figures(plan: Plan) -> dict[str, Any]:
+    """A plan's numbers, for --json; what is not known is null."""
+    p = plan.problem
+    problem = {name: getattr(p, name) for name in _SIZES} | {"q_lengths": p.q_lengths, "k_lengths": p.k_lengths}
+    problem |= {"masked": p.mask is not None, "scored": p.score is not None}
+    return {"problem": problem} | {name: getattr(plan, name) for name in _FIGURES}
+
+
+def plan_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The lines of its table, in the command's words."""
+    return [(name, text.replace("exact=True", "`speedlight plan --exact`")) for name, text in plan.rows()]
 
 
 def size_text(n: float) -> str:

@@ -1,0 +1,178 @@
+"""`speedlight attend`: attention over a file, and its check against float64."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+import speedlight as sl
+
+from ..errors import ArgumentError
+from ..files import read_arrays, write_arrays
+from ..machine import current_isa
+from ..problem import Problem
+from .options import Causal, Dropout, Json, Layout, Mask, Score, Seed, Unit, Window, hidden_by, on_unit
+from .reports import plan_figures, plan_rows, print_json, print_rows, progress
+
+_LONG = 0.5  # seconds, at the machine's peak: then head by head
+
+
+def attend(
+    files: Annotated[
+        list[Path], typer.Argument(help="One .safetensors or .npz file with q, k and v; or three .npy files named so.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Where to write out and lse: .safetensors or .npz; .npy holds out alone."),
+    ] = None,
+    q: Annotated[str, typer.Option(help="Name of the queries.")] = "q",
+    k: Annotated[str, typer.Option(help="Name of the keys.")] = "k",
+    v: Annotated[str, typer.Option(help="Name of the values.")] = "v",
+    layout: Layout = "bhld",
+    causal: Causal = False,
+    top_left: Annotated[bool, typer.Option("--top-left", help="Causal, aligned at the start.")] = False,
+    window: Window = None,
+    mask: Mask = None,
+    score: Score = None,
+    scale: Annotated[float | None, typer.Option(help="Factor of the scores. Default 1/sqrt(head_dim).")] = None,
+    dropout: Dropout = 0.0,
+    seed: Seed = None,
+    isa: Unit = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare every element with float64; exit 1 if one is outside its bound.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Attention over a file: softmax(scale·QKᵀ)V, its log-sum-exp, and the plan it followed."""
+    if top_left and causal:
+        raise ArgumentError("--top-left: expected either --causal or --top-left; got both.")
+    if output is not None and not output.parent.is_dir():
+        raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
+    found = read_arrays(files)
+    arrays = named(found, {"--q": q, "--k": k, "--v": v})
+    options: dict[str, Any] = {"scale": scale, "layout": layout, "dropout": dropout, "seed": seed}
+    options |= hidden_by("top-left" if top_left else causal, window, mask, score)
+    if layout == "lhd":
+        options |= {n: found[n] for n in ("cu_seqlens_q", "cu_seqlens_k") if n in found}
+    with on_unit(isa):
+        plan = sl.plan(*arrays, **options)
+        out, lse, seconds = _attend(arrays, options, plan)
+        written = {"out": out} if output is not None and output.suffix == ".npy" else {"out": out, "lse": lse}
+        if output is not None:
+            write_arrays(output, written)
+        report: dict[str, Any] = {
+            "out": {"shape": list(out.shape), "dtype": out.dtype.name},
+            "seconds": seconds,
+            "gflops": None if plan.flops is None else plan.flops / seconds / 1e9,
+            "kernel": plan.kernel,
+            "output": str(output) if output else None,
+            "written": list(written) if output else [],
+        }
+        if check:
+            report["check"] = _check(arrays, options, plan.problem, out, lse)
+    if as_json:
+        print_json(report | {"plan": plan_figures(plan)})
+    else:
+        print_rows([*_rows(report, plan), *plan_rows(plan)])
+    if check and not report["check"]["passed"]:
+        raise typer.Exit(1)
+
+
+def named(found: dict[str, np.ndarray], names: dict[str, str]) -> list[np.ndarray]:
+    """The arrays of a file that options name."""
+    for option, name in names.items():
+        if name not in found:
+            raise ArgumentError(
+                f"{option}: expected one of {', '.join(sorted(found)) or 'no arrays at all'}; got {name!r}."
+            )
+    return [found[name] for name in names.values()]
+
+
+def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan) -> tuple[np.ndarray, np.ndarray, float]:
+    """The call; if it takes long head by head, under a progress bar. The bits are the same."""
+    if plan.tile_flops < _LONG * (plan.peak_flops or 0) or not _heads_are_alike(plan.problem):
+        out, lse, seconds = arrays[0], arrays[0], 0.0
+        for _ in range(2):  # the first call also loads or compiles the kernel; the second is the one to time
+            start = time.perf_counter()
+            out, lse = sl.attention(*arrays, return_lse=True, **options)
+            seconds = time.perf_counter() - start
+        return out, lse, seconds
+    parts, seconds = [], 0.0
+    with progress("attention by heads", plan.problem.kv_heads) as advance:
+        for some in _by_heads(arrays, options["layout"], plan.problem):
+            start = time.perf_counter()
+            parts.append(sl.attention(*some, return_lse=True, **options))
+            seconds += time.perf_counter() - start
+            advance()
+    out, lse = _joined(parts, options["layout"])
+    return out, lse, seconds
+
+
+def _heads_are_alike(problem: Problem) -> bool:
+    """Whether heads can be computed alone: none has a number that a mask, a score or dropout asks for."""
+    expressions = [x for x in (problem.mask, problem.score) if x is not None]
+    return problem.kv_heads > 0 and not problem.dropout and not any("h" in x.root.uses for x in expressions)
+
+
+def _by_heads(arrays: list[np.ndarray], layout: str, problem: Problem) -> Iterator[list[np.ndarray]]:
+    """q, k and v of each head of the keys."""
+    axis, group = layout.index("h"), problem.group
+    for h in range(problem.kv_heads):
+        heads = (slice(h * group, (h + 1) * group), slice(h, h + 1), slice(h, h + 1))
+        yield [x[(slice(None),) * axis + (some,)] for x, some in zip(arrays, heads, strict=True)]
+
+
+def _joined(parts: list[tuple[np.ndarray, np.ndarray]], layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Results of heads, as those of one call."""
+    axis, lse_axis = layout.index("h"), len(layout) - 3
+    outs, lses = zip(*parts, strict=True)
+    return np.concatenate(outs, axis=axis), np.concatenate(lses, axis=lse_axis)
+
+
+def _check(
+    arrays: list[np.ndarray], options: dict[str, Any], problem: Problem, out: np.ndarray, lse: np.ndarray
+) -> dict[str, Any]:
+    """Every element against the float64 reference: largest error, and the largest share of its bound."""
+    dot = current_isa().product("bf16") == "pairs" and out.dtype.name == "bfloat16"
+    alike, layout = _heads_are_alike(problem), options["layout"]
+    wanted, bounds = [], []
+    with progress("check in float64", problem.kv_heads if alike else 1) as advance:
+        for some in _by_heads(arrays, layout, problem) if alike else [arrays]:
+            wanted.append(sl.reference.attention(*some, return_lse=True, **options))
+            bound = sl.reference.error_bound(*some, dot=dot, **options)
+            bounds.append((bound.out, bound.lse))
+            advance()
+    passed, share, largest = True, 0.0, 0.0
+    for got, expected, bound in zip((out, lse), _joined(wanted, layout), _joined(bounds, layout), strict=True):
+        got = got.astype(np.float64)
+        same = (np.isnan(got) == np.isnan(expected)) & (~np.isinf(expected) | (got == expected))
+        finite = np.isfinite(expected)
+        error = np.abs(got[finite] - expected[finite])
+        passed = passed and bool(same.all()) and bool((error <= bound[finite]).all())
+        if error.size:
+            share = max(share, float((error / np.maximum(bound[finite], 1e-320)).max()))
+            largest = max(largest, float(error.max())) if expected.ndim == out.ndim else largest
+    return {"passed": passed, "largest_error": largest, "share_of_bound": share, "elements": int(out.size)}
+
+
+def _rows(report: dict[str, Any], plan: sl.Plan) -> list[tuple[str, str]]:
+    """The lines above the plan's."""
+    out, seconds = report["out"], report["seconds"]
+    rate = "" if report["gflops"] is None else f" ({report['gflops']:.3g} GFLOP/s)"
+    rows = [("result", f"out {tuple(out['shape'])} {out['dtype']}, in {seconds * 1e3:.3g} ms{rate}")]
+    if report["output"]:
+        alone = " (.npy holds out alone: .npz and .safetensors keep lse, too)" if len(report["written"]) == 1 else ""
+        rows.append(("written", f"{report['output']}: {' and '.join(report['written'])}{alone}"))
+    if "check" in report:
+        c = report["check"]
+        word = "passed" if c["passed"] else "FAILED"
+        error = f"largest error {c['largest_error']:.2g}, {c['share_of_bound']:.0%} of its bound"
+        rows.append(("check", f"{word}: {c['elements']:,} elements against float64, {error}"))
+    if plan.seconds_at_least is not None and seconds < plan.seconds_at_least:
+        rows.append(("faster", "than “time at least” below: the machine was busy while that was measured"))
+    return rows

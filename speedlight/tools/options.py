@@ -1,0 +1,117 @@
+"""Options that several commands have: called as the API's arguments are, and described once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from .. import machine
+from ..arrays import DTYPES
+from ..errors import ArgumentError
+from ..problem import LAYOUTS
+from .formula import read_formulas
+
+OLD = {"length": "q-len", "keys": "k-len", "heads": "q-heads"}  # names that some options had; they still do
+
+
+def one_of(*names: str) -> Callable[[str], list[str]]:
+    """What a shell completes a value to."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+_UNITS, _DTYPES = [isa.name for isa in machine.ISAS], tuple(DTYPES)
+
+Batch = Annotated[int, typer.Option("--batch", help="Sequences.")]
+QLen = Annotated[int, typer.Option("--q-len", help="Queries of a sequence.")]
+KLen = Annotated[
+    int | None, typer.Option("--k-len", help="Keys; default as many as queries. The last query is at the last key.")
+]
+QHeads = Annotated[int, typer.Option("--q-heads", help="Query heads.")]
+KvHeads = Annotated[int | None, typer.Option("--kv-heads", help="Heads of keys and values; default as many.")]
+HeadDim = Annotated[int, typer.Option("--head-dim", help="Elements of a query and a key.")]
+ValueDim = Annotated[int | None, typer.Option("--value-dim", help="Elements of a value; default --head-dim.")]
+Dtype = Annotated[
+    str, typer.Option("--dtype", help="float32, float64, float16 or bfloat16.", autocompletion=one_of(*_DTYPES))
+]
+Layout = Annotated[
+    str,
+    typer.Option(
+        "--layout",
+        help="bhld, blhd, hld, or lhd (packed; offsets are read from cu_seqlens_q and cu_seqlens_k).",
+        autocompletion=one_of(*LAYOUTS),
+    ),
+]
+Causal = Annotated[bool, typer.Option("--causal", help="Hide keys after the query, aligned at the end.")]
+Window = Annotated[
+    str | None,
+    typer.Option("--window", help="LEFT,RIGHT: hide keys farther before and after the query; '1023,0' leaves 1,024."),
+]
+Mask = Annotated[
+    str | None,
+    typer.Option(
+        "--mask", help="Which keys are seen: 'causal() & window(1024, 0)', or in b, h, i, j: '(i - j) % 2 == 0'."
+    ),
+]
+Score = Annotated[
+    str | None,
+    typer.Option("--score", help="What becomes of a score s: 'softcap(30)', or '30 * tanh(s / 30) - abs(i - j)'."),
+]
+Dropout = Annotated[float, typer.Option("--dropout", help="How likely a weight is dropped after the softmax.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Of --dropout: says which weights are dropped.")]
+Backward = Annotated[bool, typer.Option("--backward", help="Of attention_backward().")]
+Device = Annotated[str, typer.Option("--device", help="cpu, or cuda for a GPU.", autocompletion=one_of("cpu", "cuda"))]
+Unit = Annotated[
+    str | None,
+    typer.Option(
+        "--isa", help=f"The vector unit: {', '.join(_UNITS)}. Default the best here.", autocompletion=one_of(*_UNITS)
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+def check_device(device: str) -> None:
+    """A GPU takes more than the command does."""
+    if device != "cpu" and not (find_spec("torch") and find_spec("triton")):
+        raise ArgumentError(
+            f"--device: expected cpu, or PyTorch and Triton for {device!r}: pip install 'speedlight[gpu]'."
+        )
+
+
+def window_of(text: str | None) -> tuple[int | None, int | None] | None:
+    """The window of a text such as "1023,0"; no number, or none, means no limit on that side."""
+    if text is None:
+        return None
+    try:
+        left, right = (None if x.strip() in ("", "none") else int(x) for x in text.split(","))
+    except ValueError:
+        raise ArgumentError(
+            f"--window: expected LEFT,RIGHT such as 1023,0, either of which may be left out; got {text!r}."
+        ) from None
+    return left, right
+
+
+def hidden_by(
+    causal: bool | str, window: str | None, mask: str | None, score: str | None, at: dict[str, int] | None = None
+) -> dict[str, Any]:
+    """The options of attention() that say which keys are seen, and what becomes of scores; `at`: of one head."""
+    return {"causal": causal, "window": window_of(window)} | read_formulas(mask, score, at)
+
+
+@contextlib.contextmanager
+def on_unit(name: str | None) -> Iterator[None]:
+    """In force while a command runs, as SPEEDLIGHT_ISA would be."""
+    before = os.environ.get("SPEEDLIGHT_ISA")
+    if name is not None:
+        os.environ["SPEEDLIGHT_ISA"] = name
+    try:
+        yield
+    finally:
+        if name is not None:
+            os.environ.pop("SPEEDLIGHT_ISA")
+            if before is not None:
+                os.environ["SPEEDLIGHT_ISA"] = before
