@@ -422,32 +422,8 @@ def ours(q, k, v, score_mod, block_mask):
 # --- what cannot be traced says so, with a way out
 
 
-class StraightThrough(torch.autograd.Function):
-    """Steps, with the slope of what was stepped."""
-
-    @staticmethod
-    def forward(x):
-        return torch.floor(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, d):
-        return d
-
-
-class OldStyle(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return torch.tanh(x)
-
-
 REFUSED = {
     "rows that are not joined": (lambda s, b, h, i, j: s + sum(x[0] for x in TYPES[b]), "one number; got a row of 2"),
-    "slopes of its own": (lambda s, b, h, i, j: StraightThrough.apply(s), "StraightThrough: .* backward"),
-    "forward with a context": (lambda s, b, h, i, j: OldStyle.apply(s), "OldStyle: .* setup_context"),
     "branches": (lambda s, b, h, i, j: s if i > j else s - 1, "use sl.where"),
 }  # fmt: skip
 

@@ -247,6 +247,38 @@ def test_a_row_is_its_entries():
     assert repr(entries[0] | entries[1]) == repr(sl.expression(lambda b, h, q, k: (CHOSEN[b, h, 0] == k).any()))
 
 
+class StraightThrough(torch.autograd.Function):
+    """Steps, with the slope of what was stepped."""
+
+    @staticmethod
+    def forward(x):
+        return torch.floor(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, d):
+        return d
+
+
+class OldStyle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.tanh(x)
+
+
+def test_autograd_functions_that_are_refused():
+    for function, message in (
+        (lambda s, b, h, q, k: StraightThrough.apply(s), "StraightThrough: expected a backward that PyTorch's own"),
+        (lambda s, b, h, q, k: OldStyle.apply(s), "OldStyle: expected an autograd function with a setup_context"),
+    ):
+        with pytest.raises(sl.ExpressionError, match=message) as caught:
+            sl.expression(function, "score")
+        assert f"{__file__}:{function.__code__.co_firstlineno}" in str(caught.value)
+
+
 def test_rows_are_not_numbers():
     """What a row is no number for says so, with its place."""
     wide = torch.zeros(2, 251)

@@ -220,7 +220,7 @@ def _returned(role: str, function: Callable[..., Any], result: Any) -> Node:
         what = "a condition of b, h, i and j" if role == "mask" else "a number made of s, b, h, i and j"
         got = f"{type(result).__name__}, {shown(result)}. Return {what}."
         if isinstance(result, np.ndarray):
-            got = f"an array of shape {result.shape}. Return one entry of it, array[i, j]."
+            got = f"an array of shape {result.shape}. Return one entry of it. Look arrays up through sl.table(array)."
         elif is_row(result):
             got = str(error)
         raise ExpressionError(f"{role}: expected {what} as the result{_origin(function)}; got {got}") from None
