@@ -24,7 +24,6 @@ OPTIONS = {
     "mask": {"mask": np.random.default_rng(1).random((4, 20, 40)) > 0.4},
     "bias": {"score": np.random.default_rng(2).standard_normal((20, 40)).astype(np.float32), "sink_logits": [1.0] * 4},
 }
-LAYOUTS = {"hld": (0, 1, 2), "lhd": (1, 0, 2)}  # of (heads, length, dim)
 DTYPES = ("float32", "float64", "float16", "bfloat16") if FULL else ("float32", "bfloat16")
 
 

@@ -69,7 +69,7 @@ def test_wherever_keys_lie(isa, rng, pair):
 
 
 def test_a_window_over_spans(isa, rng):
-    """A ring of pages, odd dims and lengths, hidden keys that are NaN; many queries and one."""
+    """A ring of pages, odd dims; many queries, and one."""
     q, k, v = drawn(rng, "float32", "bfloat16", SPANS, SPANS, (33, 17))
     want = converted(q, k, v, causal=True, mask=sl.window(99, 0) | sl.prefix(3))
     cache: Any = sl.KVCache(
