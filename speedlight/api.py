@@ -38,7 +38,7 @@ from .signatures import (
     Sinks,
     T,
     Window,
-)  # fmt: skip
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
