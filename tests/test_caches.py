@@ -287,11 +287,12 @@ def arguments(rng):
     """Of every method of a cache: with what it is called."""
     q, k, v = qkv(rng, "float32", 2, 4, 2, 1, 1, 16, 16)
     step = {"layer": 0, "q": q, "k": k, "v": v, "new_lengths": None, "scale": None, "mask": None, "score": None}
-    step |= {"sink_logits": None, "return_lse": False, "out": None}
+    step |= {"sink_logits": None, "return_lse": False, "out": None, "q_lengths": None}
     return {
         "attend": step,
         "append": {n: step[n] for n in ("layer", "k", "v", "new_lengths")},
         "truncate": {"length": 3},
+        "keep": {"indices": [0], "start": 3},
         "select": {"batch_indices": [0]},
         "lengths": {"layer": 0},
         "length": {"layer": 0, "item": 0},

@@ -266,6 +266,7 @@ def test_arguments_of_any_type(rng):
         "k": k[:1],
         "v": v[:1],
         "new_lengths": None,
+        "q_lengths": None,
         "scale": None,
         "mask": None,
     }
@@ -275,6 +276,7 @@ def test_arguments_of_any_type(rng):
         ("attend", step),
         ("append", append),
         ("truncate", {"length": 3}),
+        ("keep", {"indices": [0], "start": 3}),
         ("length", {"layer": 0}),
         ("keys", {"layer": 0}),
     ]

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..api import attention_paged
 from ..checks import item_lengths, packed_offsets
 from ..errors import ArgumentError, ArgumentTypeError
-from ..expressions.patterns import window as window_mask
 from ..torch.attending import attention
 from .options import check_tensors
 
@@ -103,23 +102,13 @@ def attended_pages(
     """attention_paged(), (out, lse)."""
     _check_pages(pages, names)
     check_sides(q, q, q, queries, queries)
-    said = paged_options(said) | {"return_lse": True}
+    said = {**said, "return_lse": True}
     if queries.offsets is queries.used is None:
         return attention_paged(q, *pages, table, k_lengths, layout="blhd", **said)
     packing = packed(queries, q)
     said |= {"layout": "lhd", "cu_seqlens_q": packing.offsets}
     found = attention_paged(_rows(q, queries, packing.rows), *pages, table, k_lengths, **said)
     return _placed(found, q, queries, packing, True)
-
-
-def paged_options(said: dict[str, Any]) -> dict[str, Any]:
-    """The same, with the window as a mask."""
-    said = dict(said)
-    window = said.pop("window", None)
-    if window is not None:
-        mask = window_mask(*window)
-        said["mask"] = mask if said.get("mask") is None else mask & said["mask"]
-    return said
 
 
 def lengths(side: Side, x: Tensor) -> tuple[int, ...]:
