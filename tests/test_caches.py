@@ -197,6 +197,9 @@ def test_queries_that_are_not_those_of_the_new_tokens(rng, dtype, sizes):
                 assert some[item, :, :n].tobytes() == lse[item, :, at - n : at].tobytes()
                 assert not out[item, :, n:].any() and np.isneginf(some[item, :, n:]).all()
             cache.truncate(at - new)
+            if new not in (0, given.shape[2]):  # it must be said each time
+                with pytest.raises(sl.ArgumentError, match="told by q_lengths="):
+                    cache.attend(0, given, *chunk)
         cache.append(0, *chunk)
     assert cache.lengths(0) == (60, 60)
     few = made(dtype, batch=2, **sizes)

@@ -72,6 +72,7 @@ def test_a_path_in_pages_that_others_share(rng, dtype):
             for layer in (0, 1):
                 pool.append(layer, [a], k[100:140], v[100:140])
             others += [a.fork()] * shared
+            tree = [x(1).tobytes() for x in (a.keys, a.values)] * shared
             want = [
                 np.concatenate([x(1)[:, :start], x(1)[:, [start + n for n in path]]], 1) for x in (a.keys, a.values)
             ]
@@ -79,7 +80,7 @@ def test_a_path_in_pages_that_others_share(rng, dtype):
             assert [x(1).tobytes() for x in (a.keys, a.values)] == [x.tobytes() for x in want]
             assert a.length(0) == a.length(1) == start + len(path) and len(a.pages) == -(-a.length() // 16)
             assert [x.tobytes() for other in others[:1] for x in (other.keys(1), other.values(1))] == before
-            assert [other.length() for other in others] == [start, start + 40][: len(others)]
+            assert [x.tobytes() for other in others[1:] for x in (other.keys(1), other.values(1))] == tree
             check_accounts(pool, [a, *others])
             others.clear()
             check_accounts(pool, [a])
@@ -123,6 +124,12 @@ def test_a_tree_that_a_ring_has_no_room_for(rng):
     assert state(cache) == before
     cache.keep([1, 90], start=450)
     assert cache.lengths(0) == (452,)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, window=60, keep_first=20)
+    cache.append(0, k, v)
+    with pytest.raises(sl.ArgumentError, match="start: expected tokens that are still there"):
+        cache.keep([1, 120], start=10)  # where it goes is kept, what goes there is gone
+    cache.keep([1, 8], start=10)
+    assert cache.keys(0).tobytes() == k[:, :, [*range(10), 11, 18]].tobytes()
 
 
 CALLS = [
