@@ -87,6 +87,8 @@ class _Probe:
         finally:
             sys.settrace(tracing)
             sys.setprofile(profiling)
+            self.last.clear()  # frames, and what they hold, may go: whoever is waited for is not held by a cycle
+            self.told.clear()
             if enabled:
                 gc.enable()
 

@@ -197,6 +197,9 @@ def test_queries_that_are_not_those_of_the_new_tokens(rng, dtype, sizes):
                 assert some[item, :, :n].tobytes() == lse[item, :, at - n : at].tobytes()
                 assert not out[item, :, n:].any() and np.isneginf(some[item, :, n:]).all()
             cache.truncate(at - new)
+            if new not in (0, given.shape[2]):  # it must be said each time
+                with pytest.raises(sl.ArgumentError, match="told by q_lengths="):
+                    cache.attend(0, given, *chunk)
         cache.append(0, *chunk)
     assert cache.lengths(0) == (60, 60)
     few = made(dtype, batch=2, **sizes)
@@ -287,11 +290,12 @@ def arguments(rng):
     """Of every method of a cache: with what it is called."""
     q, k, v = qkv(rng, "float32", 2, 4, 2, 1, 1, 16, 16)
     step = {"layer": 0, "q": q, "k": k, "v": v, "new_lengths": None, "scale": None, "mask": None, "score": None}
-    step |= {"sink_logits": None, "return_lse": False, "out": None}
+    step |= {"sink_logits": None, "return_lse": False, "out": None, "q_lengths": None}
     return {
         "attend": step,
         "append": {n: step[n] for n in ("layer", "k", "v", "new_lengths")},
         "truncate": {"length": 3},
+        "keep": {"indices": [0], "start": 3},
         "select": {"batch_indices": [0]},
         "lengths": {"layer": 0},
         "length": {"layer": 0, "item": 0},

@@ -266,6 +266,7 @@ def test_arguments_of_any_type(rng):
         "k": k[:1],
         "v": v[:1],
         "new_lengths": None,
+        "q_lengths": None,
         "scale": None,
         "mask": None,
     }
@@ -275,6 +276,7 @@ def test_arguments_of_any_type(rng):
         ("attend", step),
         ("append", append),
         ("truncate", {"length": 3}),
+        ("keep", {"indices": [0], "start": 3}),
         ("length", {"layer": 0}),
         ("keys", {"layer": 0}),
     ]
@@ -702,12 +704,12 @@ PLACED = [
     {"causal": True, "window": (30, None)},
     {"window": (3, 7), "q_start": [250, 2, 100], "q_lengths": [5, 0, 3]},
     {"causal": True, "q_start": 100, "q_lengths": [5, 4, 1]},
-    {"causal": "top-left", "window": (2, 0)},
+    {"causal": "top-left", "window": (2, 0), "q_lengths": [5, 2, 0]},
     {"q_lengths": [0, 5, 2], "causal": True, "mask": sl.dilated(3), "window": (40, 0), "score": sl.softcap(2.0)},
 ]
 
 
-@pytest.mark.parametrize("options", PLACED)
+@pytest.mark.parametrize("options", PLACED if FULL else PLACED[1::2])
 def test_windows_starts_and_lengths_over_raw_pages(rng, options):
     """As attention() means them, with the same bits; packed, too."""
     lengths = [300, 7, 129]

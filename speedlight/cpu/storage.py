@@ -46,27 +46,27 @@ def _query(q: Any) -> Array:
     return arrays.describe(q, "q")
 
 
-def _move(storage: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
-    for store in (storage.keys[layer], storage.values[layer]):
+def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
+    for store in (self.keys[layer], self.values[layer]):
         store.move(moves)
 
 
-def _blocks(storage: CacheStorage | PoolStorage, layer: int, where: Any) -> _Undo:
+def _blocks(self: CacheStorage | PoolStorage, layer: int, where: Any) -> _Undo:
     """What put_back() needs: these blocks will be written over."""
-    return where, storage.keys[layer].memory[where], storage.values[layer].memory[where]
+    return where, self.keys[layer].memory[where], self.values[layer].memory[where]
 
 
-def _before_moves(storage: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
+def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
     """What put_back() needs, as before() gives it; of keep()."""
-    return _blocks(storage, layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
+    return _blocks(self, layer, (np.array(moves.to_owner), _ALL, np.array(moves.to_slot) // BLOCK))
 
 
-def _put_back(storage: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
+def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
     """Of each layer what was there before. In a forked child, what another thread of the parent had begun to write
     over.
     """
     for layer, (where, keys, values) in undo.items():
-        storage.keys[layer].memory[where], storage.values[layer].memory[where] = keys, values
+        self.keys[layer].memory[where], self.values[layer].memory[where] = keys, values
 
 
 class Step:

@@ -12,7 +12,6 @@ from torch import Tensor
 from ..api import attention_paged
 from ..checks import item_lengths, packed_offsets
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
-from ..expressions.patterns import window as window_mask
 from ..torch.attending import attention
 from .options import check_tensors
 
@@ -115,7 +114,7 @@ def attended_pages(
     """attention_paged(), (out, lse), whose errors have the caller's names."""
     _check_pages(pages, names[:2])
     check_sides(q, q, q, queries, queries)
-    said = paged_options(said) | {"return_lse": True}
+    said = {**said, "return_lse": True}
     try:
         if queries.offsets is queries.used is None:
             return attention_paged(q, *pages, table, k_lengths, layout="blhd", **said)
@@ -125,17 +124,8 @@ def attended_pages(
     except Error as error:
         rename(error, dict(zip(("k_pages", "v_pages", "block_table", "k_lengths"), names, strict=True)))
         raise
+
     return _placed(found, q, queries, packing, True)
-
-
-def paged_options(said: dict[str, Any]) -> dict[str, Any]:
-    """The same, with the window as a mask."""
-    said = dict(said)
-    window = said.pop("window", None)
-    if window is not None:
-        mask = window_mask(*window)
-        said["mask"] = mask if said.get("mask") is None else mask & said["mask"]
-    return said
 
 
 def lengths(side: Side, x: Tensor) -> tuple[int, ...]:

@@ -44,19 +44,19 @@ def _slots(owners: list[int], slots: list[int], device: torch.device) -> tuple[A
     return torch.tensor(owners, device=device), slice(None), torch.tensor(slots, device=device)
 
 
-def _move(storage: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
-    old = _slots(moves.from_owner, moves.from_slot, storage.device)
-    new = _slots(moves.to_owner, moves.to_slot, storage.device)
-    for part in storage.rows[layer].parts:
+def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
+    old = _slots(moves.from_owner, moves.from_slot, self.device)
+    new = _slots(moves.to_owner, moves.to_slot, self.device)
+    for part in self.rows[layer].parts:
         part[new] = part[old]  # of which this is a copy
 
 
-def _before_moves(storage: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
+def _before_moves(self: CacheStorage | PoolStorage, layer: int, lengths: list[int], moves: Moves) -> _Undo:
     """What put_back() needs, as before() gives it; of keep()."""
     if capturing():
         raise UnsupportedError("keep: a CUDA graph cannot replay it; which tokens move would be the same every time.")
-    where = _slots(moves.to_owner, moves.to_slot, storage.device)
-    return torch.tensor(lengths, dtype=torch.int32), where, [x[where] for x in storage.rows[layer].parts]
+    where = _slots(moves.to_owner, moves.to_slot, self.device)
+    return torch.tensor(lengths, dtype=torch.int32), where, [x[where] for x in self.rows[layer].parts]
 
 
 class CacheStorage:

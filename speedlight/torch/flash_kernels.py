@@ -16,7 +16,6 @@ from torch import Tensor
 from ..api import attention, attention_paged
 from ..backward import attention_backward
 from ..errors import ArgumentError, UnsupportedError
-from ..expressions.patterns import window as window_mask
 from ..expressions.tables import table
 from ..expressions.tracing import Expression, expression
 from .dot_product import only_pytorch_takes
@@ -139,7 +138,7 @@ def _varlen_out(
         if block_table is not None:
             if cum_seq_q is None or seqused_k is None:
                 raise ArgumentError("seqused_k: expected lengths of sequences, and cum_seq_q, beside block_table.")
-            said |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "mask": window and window_mask(*window)}
+            said |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "window": window}
             lse = attention_paged(query, key, value, block_table, seqused_k, **said)[1]
         elif cum_seq_q is None:
             if seqused_k is not None:
