@@ -48,7 +48,7 @@ _OPTIONS = {
     "attention_mask": _PADDING,
     **dict.fromkeys(("key_padding_mask", "src_key_padding_mask", "memory_key_padding_mask"), _HIDDEN),
     **dict.fromkeys(("attn_bias", "bias", "position_bias", "pse"), _ADDED),
-    "dropout_p": "dropout= beside seed=, an int that says which weights are dropped",
+    "dropout_p": "dropout= and seed=, an int that says which weights are dropped",
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "scale=, a factor of the scores"),
     "enable_gqa": _GROUPED,
     **dict.fromkeys(("softcap", "logits_soft_cap", "attn_logits_soft_cap", "soft_cap"), _CAP),
