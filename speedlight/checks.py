@@ -90,9 +90,8 @@ def item_lengths(name: str, x: Any, batch: int, most: int, what: str = "the leng
     if x is None:
         return (most,) * batch
     if isinstance(x, numbers.Integral) and not isinstance(x, bool):
-        raise ArgumentTypeError(
-            f"{name}: expected a sequence of ints; got {type(x).__name__}. One for each of the items: [{x}] * {batch}."
-        )
+        way = f"One for each of the items: [{shown(x)}] * {batch}."
+        raise ArgumentTypeError(f"{name}: expected a sequence of ints; got {type(x).__name__}. {way}")
     values = listed(x, name, "a sequence of ints")
     if values and isinstance(values[0], (list, tuple, np.ndarray)):
         raise ArgumentTypeError(
@@ -146,7 +145,7 @@ def window_sides(window: Any) -> tuple[int | None, int | None]:
     """Left and right of a window, either of which may have no limit."""
     if not (isinstance(window, (tuple, list)) and len(window) == 2):
         n: int = window if type(window) is int else 0
-        way = f" A sliding window of {n} tokens is window=({n - 1}, None) beside causal=True." if n > 0 else ""
+        way = f" A sliding window of {n} tokens is window=({n - 1}, None) beside causal=True." if 0 < n < MOST else ""
         raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {shown(window)}.{way}")
     negative = [isinstance(x, numbers.Integral) and int(x) < 0 for x in window]
     if any(negative):

@@ -20,7 +20,7 @@ def leaves_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> _R:
-        if in_graph():
+        if "torch._dynamo" in sys.modules and in_graph():  # asked here first: a call of its own costs more
             return outside(function, *args, **options)
         try:
             return function(*args, **options)

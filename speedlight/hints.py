@@ -48,7 +48,7 @@ _OPTIONS = {
     "attention_mask": _PADDING,
     **dict.fromkeys(("key_padding_mask", "src_key_padding_mask", "memory_key_padding_mask"), _HIDDEN),
     **dict.fromkeys(("attn_bias", "bias", "position_bias", "pse"), _ADDED),
-    "dropout_p": "dropout= beside seed=, an int that says which weights are dropped",
+    "dropout_p": "dropout= and seed=, an int that says which weights are dropped",
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "scale=, a factor of the scores"),
     "enable_gqa": _GROUPED,
     **dict.fromkeys(("softcap", "logits_soft_cap", "attn_logits_soft_cap", "soft_cap"), _CAP),
@@ -186,14 +186,11 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
 def explain(error: Exception, function: Any, args: Sequence[Any], options: Collection[str]) -> None:
     """Raises what says more than an error of a call: one of Python's own, that arguments do not fit, or one of ours.
 
-    Called in the frame that called the function: Python refuses arguments before there is a frame of it.
+    Of a TypeError from within, whose call had all that it needs, nothing is said.
     """
     if isinstance(error, Error):
         if "lengths" in options:
             _named_lengths(error)
-        return
-    trace = error.__traceback__
-    if trace is None or trace.tb_next is not None:
         return
     known, by_place = parameters(function)
     theirs = [name for name in options if name not in known]

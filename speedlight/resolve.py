@@ -350,7 +350,8 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
             check_plain_tensor(table.source, table.name)
         if table.of_heads and table.shape[0] != problem.q_heads:
             raise ArgumentError(
-                f"{table.name}: expected an entry for each of q's {problem.q_heads} heads; got {table.shape[0]}."
+                f"{table.name}: expected an entry for each of q's {problem.q_heads} heads; got {table.shape[0]}. Give "
+                "an entry for each query head of the call."
             )
     return replace(problem, mask=hiding, score=found)
 

@@ -552,7 +552,7 @@ def _calls():
     options = dict.fromkeys(
         ("causal", "window", "mask", "score", "sink_logits", "q_start", "k_start", "scale", "layout", "cu_seqlens_q")
     )
-    lengths = dict.fromkeys(("cu_seqlens_k", "q_lengths", "k_lengths"))
+    lengths = dict.fromkeys(("cu_seqlens_k", "lengths", "q_lengths", "k_lengths"))
     sizes = dict.fromkeys(
         (
             "batch",

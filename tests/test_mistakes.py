@@ -46,7 +46,7 @@ MISTAKES = {
         ("sl.attention(q, k, v, square)", TYPE, "q, k, v by place", "Write mask=…"),
         ("sl.attention(q, k, v, attention_mask=attention_mask)", TYPE, "mask=sl.padding(attention_mask)"),
         ("sl.attention(q, k, v, key_padding_mask=attention_mask)", TYPE, "mask=sl.padding(~key_padding_mask)"),
-        ("sl.attention(q, k, v, dropout_p=0.1)", TYPE, "dropout= beside seed="),
+        ("sl.attention(q, k, v, dropout_p=0.1)", TYPE, "dropout= and seed="),
         ("sl.attention(q, k, v, is_training=False)", TYPE, "Leave it out: dropout=0.0"),
         ("sl.attention(q, k, v, enable_gqa=True)", TYPE, "Leave it out: fewer heads of k and v"),
         ("sl.attention(q, k, v, softmax_scale=0.1)", TYPE, "scale="),

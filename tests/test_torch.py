@@ -409,7 +409,10 @@ def test_messages_say_the_way_out():
         (lambda: attend(q, k, v, attn_mask=tokens), "attn_mask: .* Use mask="),
         (lambda: attend(q, k, v, dropout_p=0.1), "dropout_p: .* dropout= and seed="),
         (lambda: attend(q, k, v, mask=tokens), r"mask: .* mask=sl\.padding\(attention_mask\)"),
-        (lambda: attend(q, k, v, score=sl.alibi([0.5, 0.25])), "slopes: .* Give an entry for each query head"),
+        (
+            lambda: attend(q, k, v, score=sl.alibi([0.5, 0.25])),
+            "slopes: .* Give an entry for each query head of the call",
+        ),
         (lambda: attend(q, k, v, score=2.0), "score: .* A factor of scores is scale="),
         (lambda: sl.softcap(torch.ones(2)), r"c: expected a number, or a tensor of one; got shape \(2,\)"),
         (
