@@ -11,8 +11,9 @@ from .arrays import Array, describe, is_tensor
 from .checks import block_table_of, check_layout, check_pages, item_lengths, new_counts, packed_counts
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheFull
-from .problem import LAYOUTS
+from .problem import LAYOUTS, our_layout
 from .results import overlap
+from .signatures import AnyArray, BlockTable, Engine, Ints, Layout
 
 
 class Places(NamedTuple):
@@ -26,16 +27,16 @@ class Places(NamedTuple):
 
 @leaves_graph
 def append_paged(
-    k_pages: Any,
-    v_pages: Any,
-    block_table: Any,
-    k_lengths: Any,
-    k: Any,
-    v: Any,
+    k_pages: AnyArray,
+    v_pages: AnyArray,
+    block_table: BlockTable,
+    k_lengths: Ints,
+    k: AnyArray,
+    v: AnyArray,
     *,
-    new_lengths: Any = None,
-    layout: str = "bhld",
-    engine: str | None = None,
+    new_lengths: Ints | None = None,
+    layout: Layout = "bhld",
+    engine: Engine | None = None,
 ) -> Any:
     """Puts new keys and values into pages of the caller's, behind those that sequences have there.
 
@@ -74,7 +75,9 @@ def append_paged(
     >>> sl.attention_paged(x, k_pages, v_pages, table, lengths, causal=True, q_lengths=[3, 2]).shape
     (2, 2, 3, 8)
     """
-    check_layout(layout)
+    check_layout(ours := our_layout(layout))
+    if ours == "hld":
+        raise ArgumentError("layout: expected 'bhld', 'blhd' or 'lhd', which say whose tokens they are; got 'hld'.")
     named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
     pages_k, pages_v, new_k, new_v = (describe(x, name, gpu=True) for name, x in named.items())
     _check_target(pages_k, pages_v)
@@ -84,18 +87,18 @@ def append_paged(
     on_gpu = place != "cpu" or engine == "cuda"
     if on_gpu and all([engines.gpu().is_resident(x, place) for x in (block_table, k_lengths)]):
         table, lengths = engines.gpu().checked_tables(block_table, k_lengths)
-        _check_tokens(new_k, new_v, pages_k, pages_v, layout, len(table))
-        return engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), layout, table, lengths, new_lengths)
+        _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
+        return engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), ours, table, lengths, new_lengths)
     table = block_table_of(block_table)
-    _check_tokens(new_k, new_v, pages_k, pages_v, layout, len(table))
-    counts = _counts(new_lengths, layout, len(table), new_k)
+    _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
+    counts = _counts(new_lengths, ours, len(table), new_k)
     before, after = _lengths(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
     places = _places(table, before, counts, pages_k)
     if on_gpu:
         where = (table, np.array(before, np.int64))
-        engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), layout, *where, counts)
+        engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), ours, *where, counts)
     else:
-        _store(places, (pages_k, pages_v), (new_k, new_v), layout)
+        _store(places, (pages_k, pages_v), (new_k, new_v), ours)
     return _as_given(k_lengths, after)
 
 

@@ -122,6 +122,7 @@ def frozen(x):
         ({"k": np.ones((1, 2, 3, 16), np.float32)}, "k: expected shape"),
         ({"layout": "lhd"}, r"k: expected shape \(n_new, 2, 16\)"),
         ({"layout": "abc"}, "layout: expected"),
+        ({"layout": "hld"}, "layout: expected 'bhld', 'blhd' or 'lhd', which say whose tokens they are; got 'hld'"),
         ({"k": np.ones((2, 2, 3, 16), np.float16)}, "k: expected dtype float32, as k_pages has; got float16"),
         ({"v_pages": np.ones((6, 4, 2, 17), np.float64)}, "v_pages: expected dtype float32, as k_pages has"),
         ({"v_pages": np.ones((5, 4, 2, 17), np.float32)}, "v_pages: expected shape"),
