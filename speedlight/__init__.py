@@ -19,7 +19,8 @@ In order of use; help(speedlight.attention) has every option:
     causal, window, prefix, documents, padding, dilated         masks; join them with & | ~
     alibi, softcap, relative_bias                               scores; several in a list
     table                an array for functions to look up
-    where, cast, minimum, maximum, exp, exp2, log, log2, tanh, sqrt, sigmoid, floor, abs      in functions
+    where, cast, minimum, maximum, abs, floor, sqrt, exp, exp2, log, log2       in functions
+    tanh, sigmoid, erf, sin, cos, tan                           in functions
     expression           traces a function once, and shows what it is
     Symbol, MaskFunction, ScoreFunction, Expression, Table, AttentionOptions                  types
 
@@ -28,6 +29,7 @@ In order of use; help(speedlight.attention) has every option:
     PagePool             the same in pages, for many sequences that come and go
     PagedSequence        … one of them
     attention_paged      attention() over another engine's pages
+    append_paged         new keys and values into them
 
   the machine
     set_threads, get_threads, synchronize
@@ -49,7 +51,7 @@ from .lazy import importer
 
 if TYPE_CHECKING:
     from . import reference
-    from .api import attention, attention_paged, plan, synchronize
+    from .api import attention, plan, synchronize
     from .appending import append_paged
     from .backward import attention_backward
     from .cpu.workers import get_threads, set_threads
@@ -90,6 +92,7 @@ if TYPE_CHECKING:
     from .kv.pool import PagePool
     from .kv.sequence import PagedSequence
     from .merging import merge, merge_states
+    from .paging import attention_paged
     from .planning import Plan
     from .signatures import AttentionOptions
     from .turning import rotary
@@ -103,7 +106,7 @@ _HOMES = {
     "append_paged": "appending",
     "attention": "api",
     "attention_backward": "backward",
-    "attention_paged": "api",
+    "attention_paged": "paging",
     "merge": "merging",
     "merge_states": "merging",
     "plan": "api",

@@ -10,6 +10,7 @@ import numpy as np
 
 from .arrays import DTYPES, Array, address_of, check_plain_tensor, describe, numpy_dtype
 from .errors import ArgumentError, ArgumentTypeError
+from .problem import LAYOUTS, Options, Problem
 
 
 class Results:
@@ -145,3 +146,12 @@ def like_input(x: Array, result: Any) -> Any:
     if hasattr(library, "from_dlpack") and (x.device != "cpu" or result.dtype.name != "bfloat16"):
         return library.from_dlpack(result)
     return library.asarray(result)
+
+
+def results_for(
+    q: Array, problem: Problem, options: Options, return_lse: bool, out: Any, inputs: tuple[Array, ...]
+) -> Results:
+    """Where a call writes. Only kernels learn that a lookup is out of range: where one may be, `out` is staged."""
+    lse_shape = tuple(q.shape[x] for x in LAYOUTS[options.layout][:-1]) if return_lse else None
+    staged = out is not None and problem.program is not None and problem.program.may_fail
+    return Results(q, (*q.shape[:-1], problem.value_dim), lse_shape, out, inputs, staged)

@@ -168,7 +168,9 @@ def _dense(*broadcast: int) -> Any:
 
 
 def _alibi(rng: Any) -> Any:
-    return sl.alibi(rng.uniform(0.01, 1, HEADS).astype(np.float32))
+    """sl.alibi of however many heads, which wants a slope for each and no more."""
+    slopes = table(rng.uniform(0.01, 1, HEADS).astype(np.float32))
+    return E(lambda s, b, h, i, j: s + slopes[h] * (j - i))
 
 
 def _relative(rng: Any) -> Any:

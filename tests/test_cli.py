@@ -29,6 +29,7 @@ def speedlight(*words: object) -> subprocess.CompletedProcess:
 @pytest.fixture
 def here(monkeypatch, capsys):
     """The same in this process: a new one takes half a second."""
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it: lines would be folded
 
     def run(*words: object) -> subprocess.CompletedProcess:
         monkeypatch.setattr(sys, "argv", ["speedlight", *map(str, words)])

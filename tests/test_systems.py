@@ -19,11 +19,15 @@ def on(monkeypatch):
 
     def pretend(name: str) -> None:
         monkeypatch.setattr(sys, "platform", name)
+        forget()
+
+    def forget() -> None:
         machine.level2_bytes.cache_clear()
+        machine._cpuinfo.cache_clear()
 
     yield pretend
     monkeypatch.undo()
-    machine.level2_bytes.cache_clear()
+    forget()
 
 
 def macos(monkeypatch, answers: dict[str, bytes]) -> None:

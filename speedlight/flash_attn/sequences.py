@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..api import attention_paged
 from ..checks import item_lengths, packed_offsets
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
+from ..paging import attention_paged
 from ..torch.attending import attention
 from .options import check_tensors
 

@@ -62,6 +62,9 @@ def attend(
     with on_unit(isa):
         plan = sl.plan(*arrays, **options)
         out, lse, seconds = _attend(arrays, options, plan)
+        if seconds < (plan.seconds_at_least or 0):
+            _measure_again(plan)
+            plan = sl.plan(*arrays, **options)
         written = {"out": out} if output is not None and output.suffix == ".npy" else {"out": out, "lse": lse}
         if output is not None:
             write_arrays(output, written)
@@ -111,6 +114,13 @@ def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan) ->
             advance()
     out, lse = _joined(parts, options["layout"])
     return out, lse, seconds
+
+
+def _measure_again(plan: sl.Plan) -> None:
+    """Roofs that a call has beaten were measured while the machine was busy."""
+    from ..cpu import roof
+
+    roof.measure(current_isa(), "f32" if plan.problem.widened else plan.problem.storage, plan.threads)
 
 
 def _heads_are_alike(problem: Problem) -> bool:

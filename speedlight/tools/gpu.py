@@ -235,11 +235,11 @@ def forward(
     }
 
 
-def mask_list(n: int) -> dict[str, tuple[dict[str, Any], Any, Any]]:
+def mask_list(n: int, heads: int = 16) -> dict[str, tuple[dict[str, Any], Any, Any]]:
     """Our options, and the same mask and score for FlexAttention."""
     ids = np.arange(n) * 8 // n
     ids_resident = torch.from_numpy(ids).to(device())
-    slopes = np.exp2(-np.arange(1, 17) / 2).astype(np.float32)
+    slopes = np.exp2(-8 * np.arange(1, heads + 1) / heads).astype(np.float32)
     slopes_there = torch.from_numpy(slopes).to(device())
     causal = lambda b, h, i, j: i >= j  # noqa: E731
     return {
@@ -266,7 +266,7 @@ def mask_list(n: int) -> dict[str, tuple[dict[str, Any], Any, Any]]:
 
 def masked(name: str, n: int, turns: int, with_flex: bool = True, heads: int = 16, d: int = 128) -> dict[str, Any]:
     """One mask of the list against compiled FlexAttention."""
-    options, mask, score = mask_list(n)[name]
+    options, mask, score = mask_list(n, heads)[name]
     q, k, v = (drawn(2 if with_flex else 1, heads, n, d, dtype="bfloat16", seed=s) for s in range(3))
     ours = lambda: sl.attention(q, k, v, engine="cuda", **options)  # noqa: E731
     out = ours()

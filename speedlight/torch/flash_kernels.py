@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention, attention_paged
+from ..api import attention
 from ..backward import attention_backward
 from ..errors import ArgumentError, UnsupportedError
 from ..expressions.tables import table
 from ..expressions.tracing import Expression, expression
+from ..paging import attention_paged
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, ours
 

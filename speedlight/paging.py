@@ -1,0 +1,172 @@
+"""`attention_paged()`: keys and values in pages that are the caller's."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from . import engine as engines
+from .arrays import Array, describe
+from .checks import check_flag, check_layout, check_pages, packed_lengths, page_lists
+from .compiling import leaves_graph
+from .cpu.layout import SLACK
+from .cpu.operands import Paged, Pages, Rows
+from .errors import ArgumentError
+from .layouts import check_together
+from .machine import current_isa
+from .problem import Options, Problem
+from .resolve import Stored, from_stored
+from .results import results_for
+from .signatures import (
+    AnyArray,
+    ArrayOf,
+    BlockTable,
+    Causal,
+    Engine,
+    Int,
+    Ints,
+    Layout,
+    Mask,
+    PagedOptions,
+    Scores,
+    Sinks,
+    T,
+    Window,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def attention_paged(
+    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    return_lse: Literal[False] = False, **options: Unpack[PagedOptions],
+) -> T: ...  # fmt: skip
+@overload
+def attention_paged(
+    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    return_lse: Literal[True], **options: Unpack[PagedOptions],
+) -> tuple[T, T]: ...  # fmt: skip
+@overload
+def attention_paged(
+    q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
+    return_lse: bool, **options: Unpack[PagedOptions],
+) -> T | tuple[T, T]: ...  # fmt: skip
+@leaves_graph
+def attention_paged(
+    q: Any,
+    k_pages: Any,
+    v_pages: Any,
+    block_table: BlockTable,
+    k_lengths: Ints,
+    *,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    q_lengths: Ints | None = None,
+    return_lse: bool = False,
+    out: AnyArray | None = None,
+    engine: Engine | None = None,
+    dropout: float = 0.0,
+    seed: Int | None = None,
+) -> Any:
+    """attention() over keys and values in pages of any size, as serving engines keep them.
+
+    Args:
+        q: (batch, q_heads, q_len, head_dim), or as `layout` says.
+        k_pages: (pages, page_size, kv_heads, head_dim), of q's kind, of dtypes as for attention(). Any strides: pages
+            that have heads first come as k_pages.swapaxes(1, 2). On a GPU q, k_pages and v_pages lie there together.
+        v_pages: (pages, page_size, kv_heads, value_dim).
+        block_table: (batch, most) ints: which pages hold a sequence, in order. Entries past its length may be any ints.
+        k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU,
+            which nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize()
+            raises it.
+        q_start: position of the first query of a sequence, an int or one for each. Default: its last query is at its
+            last key.
+        cu_seqlens_q: for "lhd", offsets of the sequences in q. Default one query for each.
+        q_lengths: for a padded batch, queries of each sequence; rows past them get out 0 and lse -inf.
+        causal, window, mask, score, sink_logits, scale, layout, return_lse, out, engine, dropout, seed: as for
+            attention().
+
+    Returns:
+        As attention() does, and the same bits.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came; of the block table, every entry that is used is
+        checked.
+
+    >>> import numpy as np, speedlight as sl
+    >>> q, pages = np.ones((2, 4, 1, 8), np.float32), np.ones((5, 3, 2, 8), np.float32)
+    >>> sl.attention_paged(q, pages, pages, [[4, 0], [2, -1]], [5, 3]).shape
+    (2, 4, 1, 8)
+    """
+    options = Options(
+        causal, window, mask, score, sink_logits, q_start, 0, scale, layout, cu_seqlens_q, None, q_lengths,
+        dropout=dropout, seed=seed,
+    ).spelled()  # fmt: skip
+    check_layout(options.layout)
+    check_flag("return_lse", return_lse)
+    a, k, v = (describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
+    check_pages(k, v)
+    check_together(k, v, a)
+    place = engines.chosen(engine, a)
+    if place != "cpu" or engine == "cuda":
+        return _paged_on_gpu(a, k, v, block_table, k_lengths, options, return_lse, out)
+    lists, lengths = page_lists(block_table, k_lengths, k.shape[0], k.shape[1], SLACK)
+    problem, offsets = _paged(a, k, v, lengths, options)
+    results = results_for(a, problem, options, return_lse, out, (a, k, v))
+    pages = Pages(
+        False, k.shape[1],
+        k_head=k.strides[2], k_page=k.strides[0], k_row=k.strides[1], k_column=k.strides[3],
+        v_head=v.strides[2], v_page=v.strides[0], v_row=v.strides[1], v_column=v.strides[3],
+    )  # fmt: skip
+    each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
+    first = None if offsets is None else offsets[:-1]
+    rows = Rows(options.layout, a, results.out.strides, first)
+    prepared = engines.of("cpu").prepare(problem, rows, Paged(pages, each), engines.threads_now(), current_isa())
+    prepared.run(a.address, k.address, v.address, results.out.address, results.lse_address)
+    return results.returned()
+
+
+def _paged(
+    q: Array, k: Array, v: Array, lengths: tuple[int, ...], options: Options, shortest: Any = None
+) -> tuple[Problem, tuple[int, ...] | None]:
+    """The problem of queries over pages, and the offsets of packed queries; `shortest` as Stored has it."""
+    offsets = None
+    if options.layout == "lhd":
+        if options.q_lengths is not None:
+            raise ArgumentError("q_lengths: expected None for layout='lhd'; packed sequences have cu_seqlens_q.")
+        given = range(len(lengths) + 1) if options.cu_seqlens_q is None else options.cu_seqlens_q
+        rows = packed_lengths(given, q.shape[0] if q.shape else 0, len(lengths))
+        offsets = tuple(itertools.accumulate(rows, initial=0))
+        options = options._replace(q_lengths=rows)
+    elif options.cu_seqlens_q is not None:
+        raise ArgumentError(
+            f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."
+        )
+    stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest)
+    return from_stored(q, stored, options), offsets
+
+
+def _paged_on_gpu(
+    q: Array, k: Array, v: Array, block_table: Any, k_lengths: Any, options: Options,
+    return_lse: bool, out: Any,
+) -> Any:  # fmt: skip
+    """attention_paged() on arrays of a GPU."""
+    launch = engines.gpu()
+    table, lengths_there, lengths = launch.paged_tables(block_table, k_lengths, k.shape[0], k.shape[1], q.device)
+    placed = options.q_start is not None or options.causal == "top-left"
+    problem, offsets = _paged(q, k, v, lengths, options, None if lengths_there is None or placed else 1)
+    results = results_for(q, problem, options, return_lse, out, (q, k, v))
+    launch.check(problem, q.device, "ieee")
+    keys = launch.paged_keys(k.tensor, v.tensor, table, lengths_there, max(lengths, default=0), placed)
+    lse = None if results.lse is None else results.lse.tensor
+    launch.run(problem, options.layout, q.tensor, keys, results.out.tensor, lse, cu_q=offsets)
+    return results.returned()
