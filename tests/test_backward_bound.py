@@ -88,8 +88,8 @@ class Rounding:
 
 def emulated(arrays: Any, returned: Any, grads: Any, options: dict[str, Any], kind: str, rng: Random) -> Any:
     """dq, dk and dv of plain arrays ("bhld"), and `grads`, as docs/numerics.md orders their operations."""
-    case, r = reference._Case(*arrays, options), Rounding(kind)
-    flow = reference._Flow(case, arrays[0], returned, grads)
+    case, r = reference.Case(*arrays, options), Rounding(kind)
+    flow = reference.Flow(case, arrays[0], returned, grads)
     found = tuple(np.zeros(x.shape, r.type) for x in arrays)
     further = {grad: np.zeros(flow.asked.shape(grad)) for grad in grads}
     scale, group = r.type(case.problem.scale), []

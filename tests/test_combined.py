@@ -570,7 +570,7 @@ def seen_keys(p: Combined) -> list[np.ndarray]:
     """Of each item, (kv_heads, k_len): whether any query of the heads of a key may see it, whatever its score is."""
     arrays, options = for_reference(p)
     seen = [np.zeros(x.k.shape[:2], bool) for x in p.parts]
-    for head in reference._Case(*arrays, options).heads():
+    for head in reference.Case(*arrays, options).heads():
         visible = head.visible
         if head.problem.score is not None:
             nothing = np.full(visible.shape, np.nan)

@@ -9,6 +9,7 @@ from tolerance import assert_accurate, assert_within
 
 import speedlight as sl
 from speedlight import reference
+from speedlight.reference_case import attention_row
 
 
 def test_whole_matrix_and_row_by_row_agree(rng):
@@ -16,7 +17,7 @@ def test_whole_matrix_and_row_by_row_agree(rng):
     out, lse = reference.attention(q, k, v, causal=True, return_lse=True)
     for h in range(2):
         for i in range(9):
-            row, row_lse = reference.attention_row(k[0, 0] @ q[0, h, i] / np.sqrt(5), v[0, 0], np.arange(11) <= i + 2)
+            row, row_lse = attention_row(k[0, 0] @ q[0, h, i] / np.sqrt(5), v[0, 0], np.arange(11) <= i + 2)
             np.testing.assert_allclose(out[0, h, i], row, rtol=1e-12)
             assert lse[0, h, i] == pytest.approx(row_lse, rel=1e-12)
 
@@ -71,6 +72,6 @@ def test_rows_are_summed_in_pairs():
     """Equal values of many keys: in one long chain their roundings add up to more than the engine's whole bound."""
     v = np.full((1, 1, 4096, 3), 1.4392500169132)
     q, k = np.zeros((1, 1, 1, 8)), np.zeros((1, 1, 4096, 8))
-    row, _ = reference.attention_row(k[0, 0] @ q[0, 0, 0], v[0, 0], np.ones(4096, bool))
+    row, _ = attention_row(k[0, 0] @ q[0, 0, 0], v[0, 0], np.ones(4096, bool))
     for got in (row, reference.attention(q, k, v)[0, 0, 0]):
         assert abs(got - v[0, 0, 0]).max() <= 2.0**-53 * 24 * 1.44
