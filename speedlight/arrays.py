@@ -49,11 +49,14 @@ class Array:
         return low, self.address + sum(max(r, 0) for r in reach) + DTYPES[self.dtype][1]
 
     def numpy(self) -> np.ndarray:
-        """A NumPy view of the same memory."""
+        """A NumPy view of the same memory, which it keeps alive by itself: the array behind it may be a caller's
+        temporary.
+        """
         if isinstance(self.owner, np.ndarray):
             return self.owner
         low, high = self.extent()
         buffer: Any = (ctypes.c_char * max(high - low, 1)).from_address(low or ctypes.addressof(_EMPTY))
+        buffer.owner = self.owner
         view = np.ndarray(self.shape, numpy_dtype(self.dtype), buffer, self.address - low, self.strides)
         view.flags.writeable = self.writeable
         return view

@@ -435,6 +435,13 @@ MUTATIONS = (
     ),
     # --- the kernel cache and files
     Mutation(
+        "a view does not keep the memory of what it was made of",
+        "arrays.py",
+        "        buffer.owner = self.owner\n",
+        "",
+        "tests/test_caches.py -k keeps_its_memory",
+    ),
+    Mutation(
         "a damaged object file is run",
         "cpu/compile.py",
         "if data[: _HEADER - 32] != _MAGIC + _sum(path, code):",

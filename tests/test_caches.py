@@ -5,12 +5,14 @@ fails.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,12 @@ from conftest import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from problems import DTYPES, numpy_dtype, qkv
+from problems import DTYPES, Pack, numpy_dtype, qkv
 from tolerance import assert_within
 from wrong import WRONG
 
 import speedlight as sl
+from speedlight import arrays
 from speedlight.cpu.blocks import quantise
 from speedlight.cpu.storage import Step
 from speedlight.results import Results
@@ -939,3 +942,42 @@ def test_truncate_wants_a_length():
     with pytest.raises(sl.ArgumentTypeError, match="^length: expected an int"):
         cache.truncate(None)  # type: ignore[arg-type]
     assert cache.length(0) == 5
+
+
+def through_torch(x):
+    return pytest.importorskip("torch").from_numpy(x.copy())
+
+
+def through_dlpack(x):
+    return Pack(x.copy())
+
+
+@pytest.mark.parametrize("made", [through_torch, through_dlpack])
+def test_arrays_that_nobody_else_holds(rng, made):
+    """An argument may be the only reference: its memory must stay until it is stored."""
+    x = rng.standard_normal((1, 2, 2000, 64), dtype=np.float32)
+    tokens = np.ascontiguousarray(x[0].swapaxes(0, 1))
+    want = np.asarray(sl.attention(x[:, :, -1:], x, x)).tobytes()
+    sizes = {"layers": 2, "kv_heads": 2, "head_dim": 64}
+    for _ in range(3):
+        cache, pool = sl.KVCache(capacity=2000, **sizes), sl.PagePool(pages=130, page_size=32, **sizes)
+        sequence = pool.sequence()
+        cache.append(0, made(x), made(x))
+        pool.append(0, [sequence], made(tokens), made(tokens))
+        cache.attend(1, made(x[:, :, -1:]), made(x), made(x), q_lengths=[1])
+        pool.attend(1, [sequence], made(tokens[-1:]), made(tokens), made(tokens), q_lengths=[1])
+        for layer in range(2):
+            assert cache.keys(layer).tobytes() == cache.values(layer).tobytes() == x.tobytes()
+            assert pool.attend(layer, [sequence], tokens[-1:]).tobytes() == want
+
+
+@pytest.mark.parametrize("made", [through_torch, through_dlpack])
+def test_a_view_keeps_its_memory(rng, made):
+    x = rng.standard_normal((3, 4))
+    given = made(x)
+    alive, view = weakref.ref(given), arrays.describe(given, "x").numpy()
+    del given
+    assert alive() is not None and view.tobytes() == x.tobytes()
+    del view
+    gc.collect()
+    assert alive() is None
