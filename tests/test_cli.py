@@ -222,7 +222,7 @@ def test_info_and_clear(here, tmp_path, monkeypatch):
     assert done.returncode == 0 and "vector unit" in done.stdout and "GB/s" in done.stdout
 
 
-@pytest.mark.parametrize("unit", ["avx512bf16", "avx2", "neon"] if FULL else ["avx512bf16", "neon"])
+@pytest.mark.parametrize("unit", ["avx512bf16", "avx2", "neon"] if FULL else ["neon"])
 def test_show(here, unit, tmp_path):
     report = json.loads(here("show", "--isa", unit, "--dtype", "bfloat16", "--mask", "window(100, 0)", "--json").stdout)
     assert report["isa"] == unit and unit in report["kernel"] and "score_tile" in report["functions"]
@@ -230,8 +230,6 @@ def test_show(here, unit, tmp_path):
         f["instructions"] for f in report["functions"].values()
     )
     assert here("show", "--isa", unit, "--q-len", 1, "--k-len", 500, "--ir").stdout.startswith("; ModuleID")
-    if not FULL and unit != "neon":
-        return
     done = here("show", "--isa", unit, "--asm", "-o", tmp_path / "k.s")
     assert done.returncode == 0 and "forward_f32" in (tmp_path / "k.s").read_text()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.util
 import os
 import sys
@@ -13,17 +14,13 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # weights are in a package, or random; nothing is fetched
 
 import torch
-from transformers.cache_utils import DynamicCache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import AutoModel
-from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
-from transformers.models.gpt_oss import GptOssConfig, GptOssForCausalLM
-from transformers.models.llama import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
 
 import speedlight.transformers
 
 from .models import Clock, Contender, Problem
+
+# Untyped: to look at its models takes a type checker longer than all of this package does
+transformers: Any = importlib.import_module("transformers")
 
 _STEPS = 16  # tokens of a measured generation
 _SHORT = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -32,8 +29,8 @@ _TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 6e-2}  # of norms of differen
 
 def problems(kind: str) -> Iterator[Problem]:
     """Of a kind, or all, made one after another."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     speedlight.transformers.register()
     if kind in ("", "minilm") and (folder := _minilm()):
         yield _encoder(folder)
@@ -61,37 +58,37 @@ def _of(model: Any, dtype: torch.dtype) -> Any:
 
 def _llama(dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=8192, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=2, max_position_embeddings=8192,
     )  # fmt: skip
-    return _of(LlamaForCausalLM(config), dtype)
+    return _of(transformers.LlamaForCausalLM(config), dtype)
 
 
 def _gemma() -> Any:
     torch.manual_seed(0)
-    config = Gemma2Config(
+    config = transformers.Gemma2Config(
         vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
         num_key_value_heads=4, head_dim=128, sliding_window=1024, query_pre_attn_scalar=128,
     )  # fmt: skip
-    return _of(Gemma2ForCausalLM(config), torch.bfloat16)
+    return _of(transformers.Gemma2ForCausalLM(config), torch.bfloat16)
 
 
 def _gpt_oss() -> Any:
     torch.manual_seed(0)
-    config = GptOssConfig(
+    config = transformers.GptOssConfig(
         vocab_size=4096, hidden_size=512, intermediate_size=256, num_hidden_layers=4, num_attention_heads=16,
         num_key_value_heads=4, head_dim=64, num_local_experts=2, num_experts_per_tok=1, sliding_window=128,
         layer_types=["sliding_attention", "full_attention"] * 2,
     )  # fmt: skip
-    return _of(GptOssForCausalLM(config), torch.bfloat16)
+    return _of(transformers.GptOssForCausalLM(config), torch.bfloat16)
 
 
 @contextlib.contextmanager
 def _with(model: Any, name: str, clock: Clock) -> Iterator[None]:
     """A model whose attention is of this name, timed."""
     model.set_attn_implementation(name)
-    table, key = ALL_ATTENTION_FUNCTIONS._global_mapping, name
+    table, key = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS._global_mapping, name
     if name == "eager":  # each model's module has its own
         table, key = vars(sys.modules[type(model).__module__]), "eager_attention_forward"
     whole: Any = table[key]
@@ -117,7 +114,7 @@ def _contenders(
 
 def _encoder(folder: Path, texts: int = 64, tokens: int = 256) -> Problem:
     """all-MiniLM-L6-v2, with its weights."""
-    clock, model = Clock(), AutoModel.from_pretrained(folder).eval()
+    clock, model = Clock(), transformers.AutoModel.from_pretrained(folder).eval()
     ids = torch.randint(1000, 30000, (texts, tokens), generator=torch.Generator().manual_seed(0))
     shown = torch.ones_like(ids)
 
@@ -152,10 +149,8 @@ def _generation(model: Any, length: int) -> Problem:
     @torch.inference_mode()
     def run(name: str) -> tuple[list[torch.Tensor], None]:
         if name not in caches:
-            ours = name == "speedlight"
-            caches[name] = (
-                speedlight.transformers.Cache(model.config, capacity=length + _STEPS) if ours else DynamicCache()
-            )
+            ours = speedlight.transformers.Cache(model.config, capacity=length + _STEPS)
+            caches[name] = ours if name == "speedlight" else transformers.DynamicCache()
             model(input_ids=ids[:, :length], past_key_values=caches[name], logits_to_keep=1)
         logits = [
             model(input_ids=ids[:, n : n + 1], past_key_values=caches[name]).logits
