@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from .checks import block_table_of, check_layout, check_pages, item_lengths, new
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheFull
 from .problem import LAYOUTS, our_layout
-from .results import overlap
+from .results import overlap, overlaps_itself, tell_written
 from .signatures import AnyArray, BlockTable, Engine, Ints, Layout
 
 
@@ -93,13 +94,15 @@ def append_paged(
     _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
     counts = _counts(new_lengths, ours, len(table), new_k)
     before, after = _lengths(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
-    places = _places(table, before, counts, pages_k)
+    places, now = _places(table, before, counts, pages_k), _as_given(k_lengths, after)
     if on_gpu:
         where = (table, np.array(before, np.int64))
         engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), ours, *where, counts)
     else:
         _store(places, (pages_k, pages_v), (new_k, new_v), ours)
-    return _as_given(k_lengths, after)
+        for x in (pages_k, pages_v):
+            tell_written(x)
+    return now
 
 
 # --- what is checked before anything is written
@@ -114,8 +117,10 @@ def _check_target(k: Array, v: Array) -> None:
             raise ArgumentError(f"{x.name}: expected memory that can be written; got a read-only array. Use a copy.")
         if any([n > 1 and not s for n, s in zip(x.shape, x.strides, strict=True)]):
             raise ArgumentError(f"{x.name}: expected memory of its own for every token; got an expanded array.")
-    if k.address == v.address and 0 not in k.shape:
-        raise ArgumentError("v_pages: expected memory of its own; got that of k_pages.")
+        if overlaps_itself(x):
+            raise ArgumentError(f"{x.name}: expected memory of its own for every token; got pages that share some.")
+    if overlap(k, v):
+        raise ArgumentError("v_pages: expected memory of its own; got some of k_pages'.")
 
 
 def _check_like(x: Array, other: Array) -> None:
@@ -215,7 +220,9 @@ def _store(at: Places, pages: tuple[Array, Array], new: tuple[Array, Array], lay
 def _as_given(k_lengths: Any, after: list[int]) -> Any:
     """Lengths as the caller has them."""
     if is_tensor(k_lengths):
-        return k_lengths.new_tensor(after)
+        torch = sys.modules["torch"]
+        narrow = max(after, default=0) > torch.iinfo(k_lengths.dtype).max
+        return k_lengths.new_tensor(after, dtype=torch.int64 if narrow else k_lengths.dtype)
     if isinstance(k_lengths, np.ndarray):
         return np.array(after, np.int64 if max(after, default=0) > np.iinfo(k_lengths.dtype).max else k_lengths.dtype)
     return after

@@ -124,6 +124,22 @@ def overlap(a: Array, b: Array) -> bool:
         return True
 
 
+def overlaps_itself(x: Array) -> bool:
+    """Whether two of its numbers may share a byte: in no array whose steps are beyond what lies within each."""
+    within = DTYPES[x.dtype][1]
+    for step, n in sorted((abs(s), n) for n, s in zip(x.shape, x.strides, strict=True) if n > 1):
+        if step < within:
+            return 0 not in x.shape
+        within += step * (n - 1)
+    return False
+
+
+def tell_written(x: Array) -> None:
+    """Tells autograd that a tensor was written to: what was saved of it for a backward pass is no more."""
+    if x.kind == "torch" and not x.tensor.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(x.tensor)
+
+
 def deliver(target: Array) -> None:
     """Copies what was written for a caller's own array to it; nothing, where it lies there."""
     if target.final is None:

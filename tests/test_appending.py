@@ -77,6 +77,9 @@ def test_lengths_come_back_as_they_were_given(rng):
         after = sl.append_paged(k, v, table, given, x, y)
         assert type(after) is kind and [int(n) for n in after] == [129]
     short = sl.append_paged(k, v, table, np.array([7], np.uint16), x, y)
+    for kind in (torch.int8, torch.uint8):
+        after = sl.append_paged(k, v, table, torch.tensor([torch.iinfo(kind).max], dtype=kind), x, y)
+        assert after.dtype == torch.int64 and after.tolist() == [torch.iinfo(kind).max + 9]
     assert short.dtype == np.uint16 and sl.append_paged(k, v, table, torch.tensor([7]), x, y).tolist() == [16]
 
 
@@ -87,6 +90,20 @@ def test_new_tokens_may_lie_in_the_pages(rng):
     want = [x.copy() for x in new]
     sl.append_paged(k, v, [[0, 1, 2]], [4], *new, layout="lhd")
     assert [x.reshape(12, 2, -1)[4:10].tobytes() for x in (k, v)] == [x.tobytes() for x in want]
+    k, v = pages_of(rng, "float32", count=3, size=4, dims=(16, 16))
+    lies_in_keys = k.reshape(12, 2, -1)[2:8]  # written before values are
+    want, new = lies_in_keys.copy(), rng.standard_normal((6, 2, 16)).astype(np.float32)
+    sl.append_paged(k, v, [[0, 1, 2]], [4], new, lies_in_keys, layout="lhd")
+    assert v.reshape(12, 2, -1)[4:10].tobytes() == want.tobytes()
+
+
+def test_autograd_hears_of_it(rng):
+    """What was saved for a backward pass and is written to must not give gradients."""
+    pages, w = torch.zeros(2, 4, 1, 8), torch.ones(2, 4, 1, 8, requires_grad=True)
+    flow, new = (w * pages).sum(), torch.ones(1, 1, 3, 8)
+    sl.append_paged(pages, torch.zeros(2, 4, 1, 8), [[1, 0]], [0], new, new)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        flow.backward()
 
 
 def arguments(rng) -> dict[str, Any]:
@@ -145,8 +162,19 @@ def test_nothing_is_written_where_anything_is_wrong(rng, change, message):
 def test_the_same_memory_twice_is_refused(rng):
     given = arguments(rng)
     given |= {"v_pages": given["k_pages"], "v": given["k"]}
-    with pytest.raises(sl.ArgumentError, match="v_pages: expected memory of its own; got that of k_pages"):
+    with pytest.raises(sl.ArgumentError, match="v_pages: expected memory of its own; got some of k_pages'"):
         sl.append_paged(**given)
+    more = np.zeros((7, 4, 2, 16), np.float32)
+    for k, v in ((more[:6], more[1:]), (more[:6], more[:6, ::-1]), (more[:6], more[5::-1])):
+        with pytest.raises(sl.ArgumentError, match="v_pages: expected memory of its own; got some of k_pages'"):
+            sl.append_paged(**(given | {"k_pages": k, "v_pages": v}))
+    of_themselves = np.lib.stride_tricks.as_strided(more, (6, 4, 2, 16), (256, *more.strides[1:]))
+    with pytest.raises(sl.ArgumentError, match="k_pages: expected memory of its own for every token; got pages that"):
+        sl.append_paged(**(given | {"k_pages": of_themselves, "v_pages": np.zeros_like(more[:6])}))
+    assert not more.any()
+    halves = np.zeros((6, 4, 2, 32), np.float32)
+    sl.append_paged(**(given | {"k_pages": halves[..., :16], "v_pages": halves[..., 16:]}))
+    assert halves[5, 0, 0].tobytes() == 2 * given["k"][0, 0, 1].tobytes()
     both = np.zeros((6, 2, 4, 2, 16), np.float32)  # which interleaved pages are not
     sl.append_paged(**(given | {"k_pages": both[:, 0], "v_pages": both[:, 1]}))
     assert both[5, 0, :2].tobytes() == both[5, 1, :2].tobytes() == given["k"][0, :, 1:].swapaxes(0, 1).tobytes()

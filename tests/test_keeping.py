@@ -101,6 +101,10 @@ def test_a_full_pool_says_so_and_keeps_what_it_has(rng):
     pool.append(0, [a], k, v)
     a.keep([1, 3], start=20)  # alone, in place
     assert a.keys(0)[0].tobytes() == k[[*range(20), 21, 23], 0].tobytes() and pool.free_pages == 1
+    pool.append(0, [a], k[:20], v[:20])
+    a.keep(range(10), start=22)  # 32 tokens: as many as two pages hold
+    assert len(a.pages) == 2 and pool.free_pages == 1
+    a.truncate(22)
     b = a.fork()
     pool.append(0, [pool.sequence()], k[:0], v[:0])
     c = pool.sequence()

@@ -114,6 +114,10 @@ WRONG = {
         lambda: sl.attention(*(np.ones((n, 1, 3, 4), np.float32) for n in (3, 2, 2))),
         "k: expected batch 3, as q has, or 1, which all of its items share; got 2",
     ),
+    "no items, and keys of two": (
+        lambda: sl.attention(*(np.ones((n, 1, 3, 4), np.float32) for n in (0, 2, 2))),
+        "k: expected batch 0, as q has, or 1, which all of its items share; got 2",
+    ),
     "queries of one item": (
         lambda: sl.attention(X[:1, None], X[:, None], X[:, None]),
         r"k: expected batch 1, as q has; got 2 .* numpy.broadcast_to\(q, \(2, \*q.shape\[1:\]\)\)",

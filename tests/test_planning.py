@@ -320,6 +320,9 @@ def test_a_plan_measures_when_it_is_asked_for_roofs(tmp_path, monkeypatch):
     assert peak() == 2e9
     file.write_text(whole.replace('"machine": "', '"machine": "another '))
     assert peak() == 3e9 and measured == [1, 2, 3]
+    for wrong in ("-1.0", "0.0", "NaN", "Infinity", "1e400", f"1{'0' * 400}", '"1e12"', "true", "[" * 100_000):
+        file.write_text(whole.replace("1000000000.0", wrong))
+        assert roof.kept_roofs(current_isa(), "f32", sl.get_threads()) is None, wrong
     file.write_text(whole.replace("1000000000.0", "9000000000.0"))
     assert roof.measure(current_isa(), "f32", sl.get_threads())[:2] == (9e9, 5e9) and peak() == 9e9  # the best
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 from conftest import FULL
@@ -244,6 +245,19 @@ def test_a_row_is_its_entries():
     query, key = query.numpy(), key.numpy()
     assert repr(row) == repr(sl.expression(entry_by_entry))
     entries = [sl.expression(lambda b, h, q, k, n=n: CHOSEN[b, h, 0, n] == k) for n in range(2)]
+    end = {"0": lambda r: r[0], "1": lambda r: r[1]}
+    for make, same in (
+        (lambda r: 7 // r, lambda n: 7 // n),
+        (lambda r: 1 << r, lambda n: 1 << n),
+        (lambda r: 64 >> r, lambda n: 64 >> n),
+    ):
+        for at in "01":
+            made = sl.expression(lambda b, h, q, k, make=make, at=at: end[at](make(CHOSEN[b, h, 0])) == k)
+            alone = sl.expression(lambda b, h, q, k, same=same, at=at: same(CHOSEN[b, h, 0, int(at)]) == k)
+            assert repr(made) == repr(alone)
+    assert repr(sl.expression(lambda b, h, q, k: CHOSEN[b, h, 0][-1] == k)) == repr(entries[1])
+    both = sl.expression(lambda b, h, q, k: sl.cast(CHOSEN[b, h, 0, 0], bool) & sl.cast(CHOSEN[b, h, 0, 1], bool))
+    assert repr(sl.expression(lambda b, h, q, k: CHOSEN[b, h, 0].all())) == repr(both)
     assert repr(entries[0] | entries[1]) == repr(sl.expression(lambda b, h, q, k: (CHOSEN[b, h, 0] == k).any()))
 
 
@@ -292,6 +306,13 @@ def test_rows_are_not_numbers():
         (lambda s, b, h, q, k: s + wide[b].sum(), "a row of at most 250 entries, taken together; got 251"),
         (lambda s, b, h, q, k: s + torch.dot(wide[b], wide[h]), "at most 125 entries; got 251. Append them to q and k"),
         (lambda s, b, h, q, k: s + CHOSEN[b, h, 0].sum(dim=1), "expected dim None, 0 or -1 of a row; got 1"),
+        (lambda s, b, h, q, k: s + torch.max(CHOSEN[b, h, 0], 0)[0], "torch.max: expected a row alone .*; got dim 0"),
+        (lambda s, b, h, q, k: s + torch.min(CHOSEN[b, h, 0], -1)[0], "torch.min: expected a row alone .*; got dim -1"),
+        (
+            lambda s, b, h, q, k: s + CHOSEN[b, h, 0].sum(dtype=torch.int32),
+            "sum: expected a row, and dim .*; got dtype",
+        ),
+        (lambda s, b, h, q, k: s + np.sum(CHOSEN[b, h, 0], keepdims=True), "sum: expected a row, .*; got keepdims"),
         (lambda s, b, h, q, k: s + CHOSEN[b, h, 0].median(), "a row of 2 has no attribute 'median'"),
     ):
         with pytest.raises(sl.ExpressionError, match=message) as caught:

@@ -449,6 +449,27 @@ def test_no_memory_anywhere_in_a_run(rng, monkeypatch):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_forks_while_roofs_are_measured():
+    """A child must not find LLVM's lock taken by a thread that it does not have."""
+    code = (
+        "import os, signal, threading, warnings; import speedlight as sl\n"
+        "from speedlight.cpu import compile, roof\n"
+        "warnings.simplefilter('ignore'); roof.bandwidth = lambda *_: 1e9\n"
+        "plan = sl.plan(q_heads=1, q_len=8, head_dim=8); str(plan); stop = []\n"
+        "def measure():\n"
+        "    with compile.lock: roof._known.clear(); roof._kernels.cache_clear()\n"
+        "    plan.measured()\n"
+        "def other():\n    while not stop: measure()\n"
+        "thread = threading.Thread(target=other); thread.start(); hung = 0\n"
+        f"for n in range({100 if FULL else 8}):\n"
+        "    pid = os.fork()\n"
+        "    if not pid: signal.alarm(20); measure(); os._exit(0)\n"
+        "    hung += os.waitpid(pid, 0)[1] != 0\n"
+        "stop.append(1); thread.join(); print(hung)"
+    )
+    assert run(code, SPEEDLIGHT_CACHE="0").strip() == "0"
+
+
 def test_forks_while_masks_are_traced():
     """Nothing that a mask's properties are computed under may be left locked in a child."""
     code = (

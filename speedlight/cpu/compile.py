@@ -39,14 +39,14 @@ _MAGIC = _OURS + b"3\n"
 _HEADER = len(_MAGIC) + 64  # then sha256 of the file's name and the objects, sha256 of the IR, the objects
 _NAME = re.compile(r"[a-z0-9_]+_[0-9a-f]{12}_[0-9a-f]{64}\.o")
 MOST_LOADED = 256  # kernels; then the least recently used is unloaded, once no thread runs it
-_lock = threading.RLock()
+lock = threading.RLock()
 _loaded: dict[Any, Kernel] = {}
 _turns = itertools.count()  # a clock of uses
 _warned = False
 
 # No fork while a kernel is being compiled: LLVM's lock would stay locked in the child.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
 
 class Kernel:
@@ -87,7 +87,7 @@ def kernel_of(shape: AnyShape) -> Kernel:
     key = _structure(shape)
     kernel = _loaded.get(key)
     if kernel is None:
-        with _lock:
+        with lock:
             kernel = _loaded.get(key)
             if kernel is None:
                 kernel = _make(shape)
@@ -151,6 +151,11 @@ def compile_ir(shape: AnyShape, text: str, triple: str | None = None, *, assembl
 @functools.lru_cache(maxsize=16)  # what many kernels share comes again and again
 @standard
 def _compiled(isa: Isa, text: str, triple: str, assembly: bool) -> Any:
+    with lock:
+        return _compile(isa, text, triple, assembly)
+
+
+def _compile(isa: Isa, text: str, triple: str, assembly: bool) -> Any:
     from llvmlite import binding
 
     if isa.arch == "x86_64":

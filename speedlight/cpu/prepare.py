@@ -21,7 +21,7 @@ from ..philox import drop_below
 from ..planning import Plan, Roofs, Run, plan_of
 from ..problem import LAYOUTS, Problem
 from ..work import all_pairs
-from .compile import kernel_of, symbol_of
+from .compile import kernel_of, lock, symbol_of
 from .layout import CALL, ITEM, SCRATCH, Item, Record, arguments_of
 from .operands import Dense, Paged, Rows, Strides, steps
 from .schedule import Schedule, product_of, schedule
@@ -52,10 +52,11 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
 
 
 def measured_roofs(isa: Isa, storage: str, threads: int) -> Roofs:
-    """Of this machine, where a plan is asked for them."""
-    from .roof import roofs
+    """Of this machine, where a plan is asked for them. No fork meanwhile: modules are imported, kernels compiled."""
+    with lock:
+        from .roof import roofs
 
-    return roofs(isa, storage, threads)
+        return roofs(isa, storage, threads)
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:

@@ -145,9 +145,11 @@ def kept_roofs(isa: Isa, storage: str, threads: int) -> Roofs | None:
     data = read_kept(path) if path else None
     try:
         row = json.loads(data or b"")
-        known = Roofs(float(row["flops"]), float(row["bytes"]), str(row["date"]))
-        return known if row["machine"] == cpu_name() and min(known.flops, known.bytes) > 0 else None
-    except (ValueError, KeyError, TypeError):
+        rates = [row[name] for name in ("flops", "bytes")]
+        if row["machine"] != cpu_name() or not all([type(x) is float and 1e6 < x < 1e18 for x in rates]):
+            return None
+        return Roofs(rates[0], rates[1], str(row["date"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
 
 

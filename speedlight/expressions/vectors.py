@@ -63,7 +63,8 @@ class Vector:
             part = list(self)[index]
             return Vector(self.apply, lambda: part, len(part), self.name)
         if self.at is not None:
-            return self.at(index)
+            from_the_end = type(index) is int and -self.count <= index < 0
+            return self.at(index + self.count if from_the_end else index)
         try:
             return list(self)[index]
         except (TypeError, IndexError, ExpressionError):
@@ -77,6 +78,7 @@ class Vector:
     __mod__, __rmod__, __pow__, __rpow__ = _operator("mod"), _reflected("mod"), _operator("pow"), _reflected("pow")
     __and__, __rand__, __or__, __ror__ = _operator("and"), _reflected("and"), _operator("or"), _reflected("or")
     __xor__, __rxor__, __lshift__, __rshift__ = _operator("xor"), _reflected("xor"), _operator("shl"), _operator("shr")
+    __rlshift__, __rrshift__ = _reflected("shl"), _reflected("shr")
     __lt__, __le__, __gt__, __ge__ = _operator("lt"), _operator("le"), _operator("gt"), _operator("ge")
     __eq__, __ne__ = _operator("eq"), _operator("ne")
     __neg__, __abs__, __invert__ = _unary("neg"), _unary("abs"), _unary("not")
@@ -102,16 +104,19 @@ class Vector:
         return first._called("torch", function, args, options or {})
 
     def _called(self, library: str, function: Any, args: Any, options: Any) -> Any:
-        end = _ENDS.get(getattr(function, "__name__", "")) if isinstance(args[0], Vector) else None
-        if end is not None and len(args) == 1:
-            return end(*args, **options)
-        if getattr(function, "__name__", "") in ("dot", "inner", "vdot", "vecdot") and len(args) == 2:
+        name = getattr(function, "__name__", "")
+        if name in _ENDS and isinstance(args[0], Vector):
+            if len(args) == 1:
+                return _ended(name, args[0], **options)
+            if library == "torch" and type(args[1]) is int:  # torch.max(row, 0) is a pair, and no maximum of row and 0
+                raise ExpressionError(f"torch.{name}: expected a row alone in an expression; got dim {args[1]}, too.")
+        if name in ("dot", "inner", "vdot", "vecdot") and len(args) == 2:
             return _dot(*args)
         return foreign.called(self.apply, library, function, args, dict(options))
 
     def __getattr__(self, name: str) -> Any:
         if name in _ENDS:
-            return functools.partial(_ENDS[name], self)
+            return functools.partial(_ended, name, self)
         if name in ("dot", "inner"):
             return functools.partial(_dot, self)
         method = foreign.method(self.apply, self, name)
@@ -154,6 +159,15 @@ def _end(op: str, of: str | None = None) -> Callable[..., Any]:
         return Vector(x.apply, lambda: [joined], 1) if keepdim else joined
 
     return end
+
+
+def _ended(name: str, x: Vector, *args: Any, **options: Any) -> Any:
+    """A row as one number."""
+    more = set(options) - {"dim", "keepdim", "axis"}
+    if more or len(args) > 2:
+        what = ", ".join(sorted(more)) or f"{1 + len(args)} arguments"
+        raise ExpressionError(f"{name}: expected a row, and dim or keepdim; got {what}.")
+    return _ENDS[name](x, *args, **options)
 
 
 def _mean(x: Vector, dim: Any = None, keepdim: bool = False, *, axis: Any = None) -> Any:
