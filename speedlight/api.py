@@ -82,6 +82,10 @@ def attention(
 ) -> Any:
     """Exact attention, softmax(scale · QKᵀ)V, in memory that does not grow with the square of the length.
 
+    Of the types above, Int is a whole number of Python's or NumPy's, or a tensor of one; Ints are several, in a list
+    or an array; AnyArray is an array of a library that q may be of. Causal, Window, Mask, Scores, Sinks, Layout, Engine
+    and Precision are what the arguments of these names take, as said below.
+
     Args:
         q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch
             tensor, or an object with DLPack or `__array_interface__`; on the CPU or (not float64) on an NVIDIA GPU. Any
@@ -275,14 +279,15 @@ def plan(
     seed: Int | None = None,
     backward: bool = False,
 ) -> Plan:
-    """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
+    """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the least time.
 
     Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads,
     k_len is q_len, and value_dim head_dim; sizes that are left out are the longest of lengths, q_lengths, k_lengths or
     cu_seqlens.
-    Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Runs nothing
-    but, once per process, a few milliseconds that measure the machine's peak and bandwidth. Of a mask, the tiles that
-    are computed are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
+    Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Computes
+    no attention. The least time is at the best peak and bandwidth that were measured on this machine: a run may beat
+    it if the machine was busy then (`speedlight info --measure` measures again). Of a mask, the tiles that are computed
+    are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
     j; else `exact=True` counts it, key by key in the tiles that are mixed, and without it visible_pairs and flops are
     None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product
     of matrices of the dtype there. With `backward=True` it is the plan of attention_backward(), on the CPU: what

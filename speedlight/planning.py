@@ -36,10 +36,11 @@ class Plan:
 
     FLOPs count a multiply-add as two and only visible query-key pairs, except `tile_flops`, which is what is computed.
     visible_pairs and flops are None where only counting would tell (`plan(…, exact=True)` counts).
-    Bytes are the least that must be moved: every input once, every output once. Seconds are what this machine's
-    measured peak and bandwidth allow at best: these are measured when they are first asked for, in a quarter of a
-    second, and kept beside the kernels; `speedlight info --measure` measures again. `backward`: of
-    attention_backward(): five products where attention() has two; gradients of tables and sinks are not in it.
+    Bytes are the least that must be moved: every input once, every output once. Seconds are the least
+    at the best peak and bandwidth that were measured on this machine: when they are first asked for, in a quarter of a
+    second, and then kept beside the kernels. If the machine was busy then, a run may take less; `speedlight info
+    --measure` measures again. `backward`: of attention_backward(): five products where attention() has two; gradients
+    of tables and sinks are not in it.
 
     >>> import speedlight as sl
     >>> p = sl.plan(q_heads=8, q_len=1024, head_dim=64, causal=True)
@@ -93,8 +94,8 @@ class Plan:
 
     @property
     def seconds_at_least(self) -> float | None:
-        """The larger of compute and memory time: no run is faster while the machine is as it was when its roofs were
-        measured. None where flops or roofs are not known.
+        """The larger of compute and memory time, at the best peak and bandwidth that were measured on this machine.
+        None where flops or roofs are not known.
         """
         if self.flops is None or self.roofs is None:
             return None

@@ -89,7 +89,7 @@ EXPECTED = {
     "Padding on the left": {"out": (part, {"mask": CAUSAL & (np.where(ITEM, 36, 0) <= KEY)})},
     "ALiBi": {"out": (part, {"mask": CAUSAL, "score": SLOPES * np.float32(KEY - ROW)})},
     "Relative bias": {"out": (part, lambda names: {"score": names["learned"][:, ROW - KEY + 95]})},
-    "T5": {"out": (part, lambda names: {"score": t5_bias(names), "scale": 1.0})},
+    "T5": {"out": (part, lambda names: {"score": t5_bias(names), "scale": 1.0}), "same": "out"},
     "Soft cap": {
         "out": (part, {"mask": CAUSAL, "score": lambda s, b, h, i, j: 5 * np.tanh(s / 5)}),
         "also": (part, {"mask": CAUSAL, "score": [lambda s, b, h, i, j: 5 * np.tanh(s / 5), ALIBI]}),
@@ -162,6 +162,12 @@ def test_continuous_batching():
 
 def test_what_a_tree_keeps_is_the_path_that_was_right():
     assert run("Tree decoding")["cache"].lengths(0) == (82, 82)
+
+
+def test_t5_bias_trains():
+    names = run("T5")
+    used = np.unique(names["buckets"].numpy())
+    assert (plain(names["emb"].weight.grad)[used] != 0).all() and len(used) > 25
 
 
 def test_gradients():

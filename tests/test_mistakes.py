@@ -163,6 +163,12 @@ def page() -> str:
         "",
         "Each row runs as a test; the error that comes has the words on the right, and more of them.",
         "`tests/test_mistakes.py` has the table, and writes this page.",
+        "",
+        "In the rows `q`, `k` and `v` are float32 arrays (batch 2, heads 4, length 6, dim 8), and `attention(…)` is",
+        "`sl.attention(q, k, v, …)`. `tensor` is one of PyTorch, shaped as q; `attention_mask` a tokenizer's, (2, 6);",
+        "`square` floats, (6, 6); `slopes` 8 numbers. `cache`, `pool` and `pages` hold such keys and values; `new` is",
+        "two tokens of them, packed; `kept` and `table` are pages and a block table of PyTorch's. `v3` is",
+        "`speedlight.flash_attn.v3`, `sdpa` is `speedlight.torch.scaled_dot_product_attention`.",
     ]
     for section, rows in MISTAKES.items():
         lines += ["", f"## {section}", "", "| written | told |", "|---|---|"]

@@ -158,9 +158,9 @@ def plan(
     isa: Unit = None,
     as_json: Json = False,
 ) -> None:
-    """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the time it cannot beat.
+    """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the least time.
 
-    Runs nothing.
+    That is at the best peak and bandwidth that were measured on this machine. Computes no attention.
     """
     check_device(device)
     with on_unit(isa):
