@@ -41,6 +41,8 @@ def piece_of(query: Query, before: list[int], after: list[int], written: list[in
     """A cache's queries that are not those of its new tokens: of each sequence the last one is at its last token."""
     shape = query.q.shape
     rows = shape[2] if len(shape) == 4 else 0
+    if query.lengths is None and not (ring.size or query.options.causal):
+        return Piece(slice(0, rows), before, after, None)  # a step that reads, in a microsecond less
     counts = list(item_lengths("q_lengths", query.lengths, len(after), rows, "the queries in q"))
     if query.options.causal:
         check_asked(counts, after)
