@@ -74,6 +74,12 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
+def conversion(name: str, dtype: str) -> str:
+    """How an array, or a tensor, is converted, for a message."""
+    of_numpy = f"ml_dtypes.{dtype}" if dtype == "bfloat16" else repr(dtype)
+    return f"{name}.astype({of_numpy}), of a tensor {name}.to(torch.{dtype})"
+
+
 def _check_dtype(name: str, dtype: str) -> str:
     if dtype not in DTYPES:
         scales = " Codes alone have no scales: KVCache(dtype='int8') and PagePool keep both." if dtype == "int8" else ""

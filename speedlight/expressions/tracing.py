@@ -94,7 +94,8 @@ class Expression:
         if callable(other) and not isinstance(other, Expression):
             other = expression(other)
         if not isinstance(other, Expression) or self.role != "mask" or other.role != "mask":
-            raise ExpressionError(f"{OPERATIONS[op].symbol}: expected two masks; got {self!r} and {other!r}.")
+            way = " An array of (batch, k_len) is sl.padding(array), a mask, too." if hasattr(other, "shape") else ""
+            raise ExpressionError(f"{OPERATIONS[op].symbol}: expected two masks; got {self!r} and {shown(other)}.{way}")
         return _checked("mask", Node(op, "bool", (self.root, other.root)), self.size + other.size)
 
     def __and__(self, other: MaskFunction | Expression) -> Expression:
