@@ -61,7 +61,9 @@ _OPTIONS = {
     **dict.fromkeys(("softcap", "logits_soft_cap", "attn_logits_soft_cap", "soft_cap"), _CAP),
     "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",
     **dict.fromkeys(("window_left", "left_window_size", "window_size_left"), _LEFT),
-    **dict.fromkeys(("num_heads", "q_num_heads", "kv_num_heads", "num_kv_heads", "kv_heads", "q_heads"), _HAS_HEADS),
+    **dict.fromkeys(
+        ("num_heads", "q_num_heads", "kv_num_heads", "kv_heads", "q_heads", "heads", "n_heads"), _HAS_HEADS
+    ),
     **dict.fromkeys(("past_key_values", "past_key_value", "past_key", "past_value", "kv_cache"), _EARLIER),
     "local_window_size": "window=(left, right); JAX's n alone is (n, n)",
     "sliding_window": "window=(n - 1, None) beside causal=True: n tokens, the query's own among them",

@@ -39,15 +39,13 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any
 
     Args:
         out1, out2, …: (…, n_q, value_dim), the outputs for the same queries over disjoint keys. float32, float64,
-        float16 or
-            bfloat16, of any strides; those of one call may differ.
+            float16 or bfloat16, of any strides; those of one call may differ.
         lse1, lse2, …: (…, n_q), their log-sum-exps (natural logarithms), of these dtypes likewise.
 
     Returns:
         (out, lse), of the kinds and dtypes of out1 and lse1. Computed in float64 in the order of the states and rounded
-        at the
-        end: the same bits on every CPU, for any threads, strides and place in a batch, but not those of one call over
-            all keys.
+        at the end: the same bits on every CPU, for any threads, strides and place in a batch, but not those of one call
+        over all keys.
 
     Raises:
         ArgumentError: shapes, devices or numbers of arrays that don't go together, naming the argument.

@@ -24,6 +24,7 @@ from speedlight.problem import SAME_CAUSAL, SAME_LAYOUTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "mistakes.md"
 
+# --- what rows speak of
 q = k = v = np.ones((2, 4, 6, 8), np.float32)  # (batch, heads, length, head_dim)
 attention_mask = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])  # a tokenizer's: 1 where there is a token
 slopes = np.ones(8, np.float32)
@@ -35,9 +36,11 @@ attention = functools.partial(sl.attention, q, k, v)
 cache = sl.KVCache(layers=1, batch=2, kv_heads=4, head_dim=8, capacity=64)
 narrow = sl.KVCache(layers=1, batch=2, kv_heads=4, head_dim=8, capacity=64, dtype="bfloat16")
 embedding = torch.nn.Embedding(11, 4)
+weight = embedding.weight
 pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=4, head_dim=8)
 kept, table = torch.ones(2, 4, 16, 6, 8), torch.tensor([[0], [9]])
 sdpa = speedlight.torch.scaled_dot_product_attention
+# --- of errors
 VALUE, TYPE, EXPRESSION, PLAIN = sl.ArgumentError, sl.ArgumentTypeError, sl.ExpressionError, TypeError
 
 # Of each section: (what is written, the error, words of it)
@@ -138,8 +141,22 @@ MISTAKES = {
         ("attention(mask=sl.causal() and sl.prefix(2))", EXPRESSION, "combine masks with & | ~"),
         ("attention(mask=[sl.causal(), sl.prefix(2)])", TYPE, "Join masks by &: sl.causal() & sl.prefix(3)"),
         ("attention(mask=sl.causal() & attention_mask)", EXPRESSION, "sl.padding(array), a mask, too"),
+        ("attention(mask=attention_mask & sl.causal())", EXPRESSION, "sl.padding(array), a mask, too"),
         ("attention(mask=sl.documents([0, 0, 1, 1]))", VALUE, "from 0 to 3", "Give an id for every token"),
+        ("attention(score=sl.relative_bias(np.ones((4, 9))))", VALUE, "got -1", "Give 2n - 1 distances"),
         ("attention(score=sl.relative_bias(np.ones((11, 4))))", VALUE, "(q_heads, 2n - 1)", "pass bias.T"),
+        (
+            "attention(score=lambda s, b, h, i, j: s + weight[i - j + 5, h])",
+            sl.UnsupportedError,
+            "weight: requires grad",
+            "of tensors q, k and v",
+        ),
+        (
+            "speedlight.torch.attention(q, k, v, score=lambda s, b, h, i, j: s + weight[i, h])",
+            TYPE,
+            "q: expected a PyTorch tensor",
+            "torch.from_numpy(q)",
+        ),
         ("attention(score=lambda s, b, h, i, j: s + embedding(i - j + 5)[h])", EXPRESSION, "write emb.weight[i, h]"),
         ("attention(mask=sl.softcap(30.0))", EXPRESSION, "expected a mask; got the score"),
         ("attention(score=lambda s, b, h, i, j: j <= i)", EXPRESSION, "Give it as mask="),
@@ -191,6 +208,20 @@ def _escaped(row):
     return [x.replace("|", "\\|") if isinstance(x, str) else x for x in row]
 
 
+USED = (
+    *("import functools", "import numpy as np", "import torch", "import speedlight as sl", "import speedlight.torch"),
+    "from speedlight.flash_attn import v3",
+)
+
+
+def _names() -> list[str]:
+    """The lines above that say what the rows speak of."""
+    lines = Path(__file__).read_text().splitlines()
+    imports = [x for x in lines if x in USED]
+    first, last = (lines.index(f"# --- {x}") for x in ("what rows speak of", "of errors"))
+    return [*imports, "", *lines[first + 1 : last]]
+
+
 def page() -> str:
     """docs/mistakes.md."""
     lines = [
@@ -198,6 +229,12 @@ def page() -> str:
         "",
         "Each row runs as a test; the error that comes has the words on the right, and more of them.",
         "`tests/test_mistakes.py` has the table, and writes this page.",
+        "",
+        "Where nothing else is said:",
+        "",
+        "```python",
+        *_names(),
+        "```",
     ]
     for section, rows in MISTAKES.items():
         lines += ["", f"## {section}", "", "| written | told |", "|---|---|"]

@@ -174,6 +174,7 @@ def relative_bias(bias: Any) -> Expression:
         way = " That is (2n - 1, q_heads): pass bias.T." if of.array.shape[0] % 2 else ""
         raise ArgumentError(f"bias: expected shape (q_heads, 2n - 1); got {of.array.shape}.{way}")
     of.of_heads = True
+    of.way = of.way or "Give 2n - 1 distances, n no less than positions are apart; or hide farther keys with a mask."
     middle = of.array.shape[1] // 2
     return expression(lambda s, b, h, i, j: s + of[h, i - j + middle])
 
