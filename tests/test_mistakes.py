@@ -36,7 +36,7 @@ attention = functools.partial(sl.attention, q, k, v)
 cache = sl.KVCache(layers=1, batch=2, kv_heads=4, head_dim=8, capacity=64)
 narrow = sl.KVCache(layers=1, batch=2, kv_heads=4, head_dim=8, capacity=64, dtype="bfloat16")
 embedding = torch.nn.Embedding(11, 4)
-weight = embedding.weight
+by_weight = sl.expression(lambda s, b, h, i, j: s + embedding.weight[i, h])
 pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=4, head_dim=8)
 kept, table = torch.ones(2, 4, 16, 6, 8), torch.tensor([[0], [9]])
 sdpa = speedlight.torch.scaled_dot_product_attention
@@ -145,18 +145,8 @@ MISTAKES = {
         ("attention(mask=sl.documents([0, 0, 1, 1]))", VALUE, "from 0 to 3", "Give an id for every token"),
         ("attention(score=sl.relative_bias(np.ones((4, 9))))", VALUE, "got -1", "Give 2n - 1 distances"),
         ("attention(score=sl.relative_bias(np.ones((11, 4))))", VALUE, "(q_heads, 2n - 1)", "pass bias.T"),
-        (
-            "attention(score=lambda s, b, h, i, j: s + weight[i - j + 5, h])",
-            sl.UnsupportedError,
-            "weight: requires grad",
-            "of tensors q, k and v",
-        ),
-        (
-            "speedlight.torch.attention(q, k, v, score=lambda s, b, h, i, j: s + weight[i, h])",
-            TYPE,
-            "q: expected a PyTorch tensor",
-            "torch.from_numpy(q)",
-        ),
+        ("attention(score=by_weight)", sl.UnsupportedError, "requires grad", "of tensors q, k and v"),
+        ("speedlight.torch.attention(q, k, v, score=by_weight)", TYPE, "q: expected a PyTorch", "torch.from_numpy(q)"),
         ("attention(score=lambda s, b, h, i, j: s + embedding(i - j + 5)[h])", EXPRESSION, "write emb.weight[i, h]"),
         ("attention(mask=sl.softcap(30.0))", EXPRESSION, "expected a mask; got the score"),
         ("attention(score=lambda s, b, h, i, j: j <= i)", EXPRESSION, "Give it as mask="),
@@ -230,7 +220,7 @@ def page() -> str:
         "Each row runs as a test; the error that comes has the words on the right, and more of them.",
         "`tests/test_mistakes.py` has the table, and writes this page.",
         "",
-        "Where nothing else is said:",
+        "What the rows speak of:",
         "",
         "```python",
         *_names(),
