@@ -99,6 +99,8 @@ MISTAKES = {
         ("cache.attend(0, q, k, v, q_start=0)", TYPE, "got an argument of attention()", "the cache knows its lengths"),
         ("pool.attend(0, [pool.sequence()], new, new, new, cu_seqlens_q=[0, 2])", TYPE, "new_lengths="),
         ("speedlight.torch.attention(tensor, tensor, tensor, is_causal=True)", TYPE, "scaled_dot_product_attention()"),
+        ("sdpa(tensor, tensor, tensor, causal=True)", PLAIN, "unexpected keyword", "mean 'is_causal'?"),
+        ("sdpa(tensor, tensor, tensor, softmax_scale=0.1)", TYPE, "Use scale="),
         ("sl.attention(q, k, v, casual=True)", PLAIN, "unexpected keyword argument 'casual'", "mean 'causal'?"),
         ("cache.attend(0, q, k, v, retrun_lse=True)", PLAIN, "unexpected keyword", "mean 'return_lse'?"),
     ],
