@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import engine as engines
-from .arrays import Array, describe, is_tensor
+from .arrays import Array, conversion, describe, is_tensor
 from .checks import block_table_of, check_layout, check_pages, item_lengths, new_counts, packed_counts
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheFull
@@ -127,7 +127,8 @@ def _check_like(x: Array, other: Array) -> None:
     """Of another's dtype and kind, and where it lies."""
     if x.dtype != other.dtype:
         raise ArgumentTypeError(
-            f"{x.name}: expected dtype {other.dtype}, as {other.name} has; got {x.dtype}. Convert it first."
+            f"{x.name}: expected dtype {other.dtype}, as {other.name} has; got {x.dtype}. Convert it first: "
+            f"{conversion(x.name, other.dtype)}."
         )
     if (x.kind == "torch") != (other.kind == "torch"):
         raise ArgumentTypeError(

@@ -74,6 +74,12 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(name)
 
 
+def conversion(name: str, dtype: str) -> str:
+    """How an array, or a tensor, is converted, for a message."""
+    of_numpy = f"ml_dtypes.{dtype}" if dtype == "bfloat16" else repr(dtype)
+    return f"{name}.astype({of_numpy}), of a tensor {name}.to(torch.{dtype})"
+
+
 def _check_dtype(name: str, dtype: str) -> str:
     if dtype not in DTYPES:
         scales = " Codes alone have no scales: KVCache(dtype='int8') and PagePool keep both." if dtype == "int8" else ""
@@ -228,8 +234,9 @@ def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
     if not followed and is_followed(x):
         what = "requires grad" if x.requires_grad and torch.is_grad_enabled() else "has a tangent"
         raise UnsupportedError(
-            f"{name}: {what}, and autograd does not follow through this call: speedlight.torch.attention() is one that "
-            f"it does. Without gradients, use {name}.detach(), or call under torch.no_grad()."
+            f"{name}: {what}, and autograd does not follow through this call: speedlight.torch.attention(), of "
+            f"tensors q, k and v, is one that it does. Without gradients, use {name}.detach(), or call under "
+            "torch.no_grad()."
         )
     if x.is_conj() or x.is_neg():
         raise ArgumentTypeError(f"{name}: expected a plain tensor; got a lazily negated one. Use {name}.resolve_neg().")

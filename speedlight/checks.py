@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, Array, check_plain_tensor, is_masked, is_tensor, listed
+from .arrays import DTYPES, Array, check_plain_tensor, conversion, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .hints import of_layout
 from .problem import LAYOUTS, MOST_SEEDS
@@ -85,7 +85,9 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def item_lengths(name: str, x: Any, batch: int, most: int, what: str = "the length of the array") -> tuple[int, ...]:
+def item_lengths(
+    name: str, x: Any, batch: int, most: int, what: str = "the length of the array", way: str = ""
+) -> tuple[int, ...]:
     """Lengths of a padded batch, copied before they are checked."""
     if x is None:
         return (most,) * batch
@@ -99,7 +101,7 @@ def item_lengths(name: str, x: Any, batch: int, most: int, what: str = "the leng
             "(batch, k_len) is mask=sl.padding(attention_mask), which needs no lengths."
         )
     if len(values) != batch:
-        raise ArgumentError(f"{name}: expected {batch} lengths, one per batch item; got {len(values)}.")
+        raise ArgumentError(f"{name}: expected {batch} lengths, one per batch item; got {len(values)}.{way}")
     lengths = tuple(integer(name, n) for n in values)
     for at, n in enumerate(lengths):
         if not 0 <= n <= most:
@@ -239,7 +241,8 @@ def check_list(name: str, x: Any, of: str) -> list[Any]:
     try:
         return list(x)
     except TypeError:
-        raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__}.") from None
+        way = " Of one alone write [sequence]." if name == "sequences" else ""
+        raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__}.{way}") from None
     except Exception as error:  # another library's, or a generator's
         raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__} ({error}).") from error
 
@@ -281,7 +284,8 @@ def check_tokens(got: str, name: str, dtype: str) -> None:
                 f"{name}: expected float32, float16 or bfloat16, which an int8 cache rounds itself; got {got}."
             )
     elif got != dtype:
-        raise ArgumentTypeError(f"{name}: expected dtype {dtype}, as the cache has; got {got}. Convert it first.")
+        way = f"Convert it first: {conversion(name, dtype)}."
+        raise ArgumentTypeError(f"{name}: expected dtype {dtype}, as the cache has; got {got}. {way}")
 
 
 def new_counts(new_lengths: Any, batch: int, n_new: int) -> list[int]:

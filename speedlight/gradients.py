@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .arrays import Array, is_followed, is_tensor, is_traced, listed
+from .arrays import Array, conversion, is_followed, is_tensor, is_traced, listed
 from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression
@@ -185,7 +185,8 @@ def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
             raise ArgumentError(f"{x.name}: expected shape {shape}, as attention() returns {what}; got {x.shape}.")
         if x.dtype != dtype:
             raise ArgumentTypeError(
-                f"{x.name}: expected dtype {dtype}, as attention() returns {what}; got {x.dtype}. Convert it first."
+                f"{x.name}: expected dtype {dtype}, as attention() returns {what}; got {x.dtype}. Convert it first: "
+                f"{conversion(x.name, dtype)}."
             )
         check_beside(x, q)
 

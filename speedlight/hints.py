@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -40,6 +41,9 @@ _LAYOUT = (
 _TRAINING = "nothing: dropout=0.0, the default, where nothing trains"
 _SAME_BITS = "nothing: results have the same bits for any threads, and from run to run"
 _OURS = "nothing: how work is divided is the engine's own"
+_HAS_HEADS = "nothing: heads are a dimension of q, k and v: q.reshape(batch, length, heads, -1) is layout='blhd'"
+_EARLIER = "nothing: keys and values of earlier tokens are a KVCache's: cache.attend(layer, q, k, v)"
+_LEFT = "window=(left, None) beside causal=True; -1, elsewhere no limit, is leaving it out"
 
 # of attention() and whatever has its options
 _OPTIONS = {
@@ -48,12 +52,19 @@ _OPTIONS = {
     "attention_mask": _PADDING,
     **dict.fromkeys(("key_padding_mask", "src_key_padding_mask", "memory_key_padding_mask"), _HIDDEN),
     **dict.fromkeys(("attn_bias", "bias", "position_bias", "pse"), _ADDED),
-    "dropout_p": "dropout= and seed=, an int that says which weights are dropped",
+    **dict.fromkeys(
+        ("dropout_p", "attn_dropout", "attention_dropout", "dropout_rate"),
+        "dropout= and seed=, an int that says which weights are dropped",
+    ),
     **dict.fromkeys(("softmax_scale", "sm_scale", "scaling", "scale_factor"), "scale=, a factor of the scores"),
     "enable_gqa": _GROUPED,
     **dict.fromkeys(("softcap", "logits_soft_cap", "attn_logits_soft_cap", "soft_cap"), _CAP),
     "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",
-    "window_left": "window=(left, None) beside causal=True; FlashInfer's -1, no limit, is leaving it out",
+    **dict.fromkeys(("window_left", "left_window_size", "window_size_left"), _LEFT),
+    **dict.fromkeys(
+        ("num_heads", "q_num_heads", "kv_num_heads", "kv_heads", "q_heads", "heads", "n_heads"), _HAS_HEADS
+    ),
+    **dict.fromkeys(("past_key_values", "past_key_value", "past_key", "past_value", "kv_cache"), _EARLIER),
     "local_window_size": "window=(left, right); JAX's n alone is (n, n)",
     "sliding_window": "window=(n - 1, None) beside causal=True: n tokens, the query's own among them",
     "alibi_slopes": "score=sl.alibi(slopes), s + slopes[h] * (j - i): flash-attn's, of -|i - j|, where causal",
@@ -61,11 +72,15 @@ _OPTIONS = {
     "mask_mod": f"mask=, {_FLEX}",
     "block_mask": f"mask=, {_FLEX}",
     **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "cu_seqlens_kv", "cu_seq_lens_q", "cu_seq_lens_k"), _PACKED),
+    **dict.fromkeys(("qo_indptr", "kv_indptr"), _PACKED),
     **dict.fromkeys(("max_seqlen", "max_seqlen_q", "max_seqlen_k", "max_s"), _OFFSETS_SAY),
     **dict.fromkeys(("seqlens", "seq_lens", "seq_lengths", "lens", "sequence_lengths", "actual_seq_lengths"), _LENGTHS),
-    **dict.fromkeys(("seqused_q", "query_seq_lengths"), "q_lengths=, one for each item"),
+    **dict.fromkeys(("seqused_q", "seqlens_q", "q_seq_lens", "query_seq_lengths"), "q_lengths=, one for each item"),
     **dict.fromkeys(
-        ("seqused_k", "cache_seqlens", "kv_lengths", "kv_lens", "key_value_seq_lengths"),
+        (
+            *("seqused_k", "seqlens_k", "cache_seqlens", "kv_lengths", "kv_lens", "kv_seq_lens", "kv_seqlens"),
+            *("key_value_seq_lengths", "nonpad_kv_seqlen"),
+        ),
         "k_lengths=, one for each item",
     ),
     **dict.fromkeys(("tensor_layout", "qkv_format", "input_layout", "qkv_layout", "kv_layout", "batch_first"), _LAYOUT),
@@ -89,7 +104,7 @@ _ADAPTERS = {
     ("softmax_scale", "window_size", "alibi_slopes", "seqused_k", "cache_seqlens"): "speedlight.flash_attn has the "
     "calls of flash-attn.",
 }
-_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_heads_kv", "nheads_k")
+_HEADS = ("num_kv_heads", "n_kv_heads", "num_key_value_heads", "num_heads_kv", "kv_num_heads", "nheads_k")
 _BATCH = dict.fromkeys(("batch_size", "bsz", "max_batch_size"), "batch=")
 _SIZES = {
     **dict.fromkeys(_HEADS, "kv_heads="),
@@ -99,7 +114,9 @@ _SIZES = {
 _PLAN = {
     **_BATCH,
     **_SIZES,
-    **dict.fromkeys(("num_heads", "n_heads", "nheads", "heads", "num_qo_heads"), "q_heads= (and kv_heads=)"),
+    **dict.fromkeys(
+        ("num_heads", "n_heads", "nheads", "heads", "num_qo_heads", "q_num_heads"), "q_heads= (and kv_heads=)"
+    ),
     **dict.fromkeys(("seq_len", "seqlen", "sequence_length", "n"), "q_len= (and k_len=)"),
     **dict.fromkeys(("seqlen_q", "qo_len"), "q_len="),
     **dict.fromkeys(("seqlen_k", "kv_len"), "k_len="),
@@ -134,8 +151,18 @@ _ATTEND = {
     ),
     "score_mod": "score=, the same function: positions are those in the whole sequence",
     "mask_mod": "mask=, the same function: positions are those in the whole sequence",
-    **dict.fromkeys(("q_start", "positions", "cache_position", "start_pos"), "nothing: the cache knows its lengths"),
+    **dict.fromkeys(
+        ("q_start", "k_start", "positions", "cache_position", "start_pos"), "nothing: the cache knows its lengths"
+    ),
+    **dict.fromkeys(
+        ("past_key_values", "past_key_value", "past_key", "past_value", "kv_cache"),
+        "nothing: the cache has the tokens of earlier calls",
+    ),
+    "engine": "nothing: it is where the cache lies",
+    "precision": "nothing: products of float32 are float32's",
+    "layout": "nothing: caches take (batch, heads, length, dim) of any strides: q.swapaxes(1, 2) of 'blhd'",
 }
+_PACKED_ATTEND = {"layout": "nothing: pools take (total new, heads, dim), one sequence's tokens after the other's"}
 _KEYS = {
     **dict.fromkeys(("page_table", "block_tables"), "block_table="),
     **dict.fromkeys(("cache_seqlens", "seq_lens", "seqused_k", "context_lens", "kv_lens", "lengths"), "k_lengths="),
@@ -154,7 +181,7 @@ _OF = {
     "plan": _PLAN,
     "attention_paged": _KEYS,
     "KVCache.attend": _ATTEND,
-    "PagePool.attend": _ATTEND,
+    "PagePool.attend": _ATTEND | _PACKED_ATTEND,
     "merge": _STATES,
 }
 _MAKERS = {"KVCache": _CACHE, "PagePool": _POOL}
@@ -217,9 +244,9 @@ def unknown(function: Any, name: str) -> Exception:
     if hint is not None:
         way = hint.replace("nothing", "Leave it out", 1) if hint.startswith("nothing") else f"Use {hint}"
         more = "".join([f" {text}" for names, text in _ADAPTERS.items() if name in names])
-        return ArgumentTypeError(
-            f"{name}: expected the arguments of {_name(function)}(); got another library's. {way}.{more}"
-        )
+        attention = sys.modules["speedlight"].attention
+        whose = "an argument of attention()" if name in parameters(attention)[0] else "another library's"
+        return ArgumentTypeError(f"{name}: expected the arguments of {_name(function)}(); got {whose}. {way}.{more}")
     from difflib import get_close_matches
 
     near = get_close_matches(name, [x for x in parameters(function)[0] if x != "self"], 1)
@@ -254,7 +281,8 @@ def _named_lengths(error: Error) -> None:
     """`lengths=` is both kinds of lengths from early on: what is wrong with them is wrong with it."""
     text = re.sub(r"^[qk]_lengths(?=: )", "lengths", str(error.args[0])) if error.args else ""
     if error.args and text != error.args[0]:
-        error.args = (f"{text} lengths= is of queries and keys alike; k_lengths= is of keys alone.", *error.args[1:])
+        way = " lengths= is of queries and keys alike; k_lengths= is of keys alone, q_lengths= of queries."
+        error.args = (text + way * ("expected lengths from" in text), *error.args[1:])
 
 
 def refuses_others(method: _F) -> _F:
@@ -279,6 +307,25 @@ def of_heads(layout: str, sizes: Any) -> str:
     if other is None or not 0 < sizes.k_len <= sizes.q_len < sizes.q_heads or sizes.q_len % sizes.k_len:
         return ""
     return f" If these are lengths, of {sizes.q_len} and {sizes.k_len} heads, give layout={other!r}."
+
+
+def of_items(layout: str) -> str:
+    """A sentence for who gives several lengths of what has no batch."""
+    one = "layout='hld' is of one item: (batch, length, head_dim) of one head is q[:, None], by layout='bhld'."
+    return f" {one}" if layout == "hld" else ""
+
+
+def of_causal(x: Any) -> str:
+    """A sentence for who gives a truth that is no bool."""
+    return f" Write causal={bool(x)}." if type(x).__name__ in ("int", "bool", "bool_") and x in (0, 1) else ""
+
+
+def of_masks(name: str, x: Any) -> str:
+    """A sentence for who gives several masks, or an array's lists."""
+    if name != "mask" or not isinstance(x, (list, tuple)):
+        return ""
+    numbers = all([isinstance(one, (list, tuple, bool, int, float)) for one in x])
+    return " Try numpy.array(mask)." if numbers else " Join masks by &: sl.causal() & sl.prefix(3)."
 
 
 def of_mask(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> str:

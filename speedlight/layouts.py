@@ -27,8 +27,8 @@ def check_dimensions(name: str, shape: tuple[int, ...], layout: str) -> None:
     way = ""
     if len(shape) == 3:
         way = (
-            " Say which three: layout='hld' for (heads, length, head_dim), 'lhd' for packed (length, heads, head_dim); "
-            f"(batch, length, head_dim) of one head is {name}{_ONE_HEAD[layout]}."
+            f" Say which three: (batch, length, head_dim) of one head is {name}{_ONE_HEAD[layout]}; layout='hld' is "
+            "for (heads, length, head_dim), 'lhd' for packed (length, heads, head_dim)."
         )
     elif len(shape) == 4:
         way = " With a batch the layout is 'bhld' or 'blhd'."

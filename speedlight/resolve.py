@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checks
-from .arrays import Array, check_plain_tensor, is_tensor, listed
+from .arrays import Array, check_plain_tensor, conversion, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.symbols import Symbol, where
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression, score_chain
-from .hints import of_heads, of_mask
+from .hints import of_causal, of_heads, of_items, of_mask, of_masks
 from .layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
 from .modes import standard
 from .philox import MOST_POSITIONS
@@ -164,8 +164,9 @@ def _padded_lengths(sizes: Sizes, options: Options) -> tuple[tuple[int, ...], tu
     for name, x in (("cu_seqlens_q", o.cu_seqlens_q), ("cu_seqlens_k", o.cu_seqlens_k)):
         if x is not None:
             raise ArgumentError(f"{name}: expected None for layout={o.layout!r}; packed sequences take layout='lhd'.")
-    q_lens = checks.item_lengths("q_lengths", o.q_lengths, sizes.batch, sizes.q_len)
-    k_lens = checks.item_lengths("k_lengths", o.k_lengths, sizes.batch, sizes.k_len)
+    way = of_items(o.layout)
+    q_lens = checks.item_lengths("q_lengths", o.q_lengths, sizes.batch, sizes.q_len, "the length of q", way)
+    k_lens = checks.item_lengths("k_lengths", o.k_lengths, sizes.batch, sizes.k_len, "the length of k", way)
     alone = (o.q_lengths is None) != (o.k_lengths is None)
     if alone and o.q_start is None and sizes.q_len == sizes.k_len > 1 and o.causal != "top-left":
         _check_alignment(q_lens, k_lens, o)
@@ -215,7 +216,8 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         if q.dtype == "float64":
             raise ArgumentTypeError("q: expected float32, float16 or bfloat16 over an int8 cache; got float64.")
     elif q.dtype != stored.dtype and not are_widened(stored.dtype, q.dtype):
-        raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as the cache has; got {q.dtype}. Convert it first.")
+        way = f"Convert it first: {conversion('q', stored.dtype)}."
+        raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as the cache has; got {q.dtype}. {way}")
     rows, batch = None, len(stored.k_lengths)
     if layout == "lhd":
         q_lens = tuple(options.q_lengths)
@@ -223,7 +225,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         if batch_of(q.shape, layout) != batch:
             got = f"{batch_of(q.shape, layout)} (shape {q.shape})"
             raise ArgumentError(f"q: expected batch {batch}, as the cache has; got {got}.")
-        q_lens = checks.item_lengths("q_lengths", options.q_lengths, batch, q_len)
+        q_lens = checks.item_lengths("q_lengths", options.q_lengths, batch, q_len, "the length of q")
         rows = None if options.q_lengths is None else q_len
     sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, 0, stored.head_dim, stored.value_dim)
     problem = _dropping(_problem(sizes, q_lens, stored.k_lengths, options), options)
@@ -253,7 +255,8 @@ def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
         way = of_heads(options.layout, sizes) if q_heads and kv_heads else ""
         raise ArgumentError(f"k: expected a number of kv heads that divides q's {q_heads} heads; got {kv_heads}.{way}")
     if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
-        raise ArgumentError(f"causal: expected False, True (aligned at the end) or 'top-left'; got {shown(causal)}.")
+        what = "False, True or 'bottom-right' (aligned at the end) or 'top-left'"
+        raise ArgumentError(f"causal: expected {what}; got {shown(causal)}.{of_causal(causal)}")
     k_start = checks.integer("k_start", options.k_start)
     if causal == "top-left" and options.q_start is not None:
         raise ArgumentError("q_start: expected None with causal='top-left', which means q_start=0.")
@@ -416,7 +419,7 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
         )
     if not (is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
         way = f" {'Causality is causal=True' if name == 'mask' else 'A factor of scores is scale='}."
-        way = way if isinstance(x, (bool, int, float)) else ""
+        way = way if isinstance(x, (bool, int, float)) else of_masks(name, x)
         raise ArgumentTypeError(
             f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.{way}"
         )

@@ -122,9 +122,10 @@ def check_array(name: str, x: Any) -> None:
     elif isinstance(x, np.ndarray):
         describe(x, name)
     else:
-        raise ArgumentTypeError(
-            f"{name}: expected {_ARRAY}; got {type(x).__name__}. Try numpy.asarray({name}, dtype='float32')."
-        )
+        way = f"Try numpy.asarray({name}, dtype='float32')."
+        if name == "cos" and isinstance(x, (int, float)):
+            way = f"A base of angles is base={shown(x)}."
+        raise ArgumentTypeError(f"{name}: expected {_ARRAY}; got {type(x).__name__}. {way}")
 
 
 def _computed(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) -> tuple[Any, Any]:

@@ -186,7 +186,7 @@ def test_numbers_that_float32_cannot_hold(rng):
         ({"q_lengths": [30]}, "q_lengths: expected 2 lengths, one per batch item; got 1"),
         (
             {"q_lengths": [30, 31]},
-            "q_lengths: expected lengths from 0 to 30, the length of the array; got 31 for item 1",
+            "q_lengths: expected lengths from 0 to 30, the length of q; got 31 for item 1",
         ),
         ({"k_lengths": [-1, 3]}, "k_lengths: expected lengths from 0 to 60"),
         ({"k_lengths": [1.5, 3]}, "k_lengths: expected an int; got float"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import shlex
 import subprocess
 import sys
 
@@ -43,6 +45,13 @@ def test_no_words_print_the_help(here):  # noqa: F811
     assert done.returncode == 2 and "plan" in done.stdout and not done.stderr
 
 
+def test_python_runs_the_package(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "--version"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("speedlight", run_name="__main__")
+    assert not end.value.code and capsys.readouterr().out == f"speedlight {sl.__version__}\n"
+
+
 def test_old_names_mean_the_new_ones(here):  # noqa: F811
     old = ["--length", 300, "--keys", 500, "--heads", 4]
     new = ["--q-len", 300, "--k-len", 500, "--q-heads", 4]
@@ -73,8 +82,16 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ("plan --q-len 5 --keys -1", "--keys: expected a size"),
         ("plan --q-len 5 --window 3", "--window: expected LEFT,RIGHT such as 1023,0"),
         ("plan --q-len 5 --window=-3,0", "--window: expected a size from 0"),
+        ("plan --q-len 5 --window=-1,0", "got '-1,0'. Write --window=,0."),
+        ("plan --q-len 5 --mask causal", "--mask: expected a call; got causal alone. Write causal() in 'causal'."),
+        ("plan --q-len 5 --mask 'j <= i and j > 3'", "--mask: expected & in place of 'and'"),
+        ("plan --q-len 5 --mask 'not j <= i'", "--mask: expected ~ in place of 'not'"),
+        ("plan --q-len 5 --mask 'lambda b, h, i, j: j <= i'", "--mask: expected what follows the colon of a lambda"),
         ("plan --q-len 5 --dropout 2 --seed 1", "--dropout: expected a probability"),
-        ("plan --q-len 5 --dropout .5", "--seed: expected an int beside --dropout,"),
+        (
+            "plan --q-len 5 --dropout .5",
+            "--seed: expected an int beside --dropout, which says what is dropped; got none. Write --seed=7.",
+        ),
         ("plan --q-len 5 --isa sse2", "--isa: expected one of avx512bf16"),
         ("plan --q-len 5 --device tpu", "--device: expected "),
         ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
@@ -89,7 +106,7 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
     ],
 )
 def test_errors_name_what_was_typed(here, words, says):  # noqa: F811
-    done = here(*words.split())
+    done = here(*shlex.split(words))
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith("speedlight: ") and says in done.stderr
 

@@ -100,8 +100,8 @@ X = np.ones((2, 3, 4), np.float32)
 WRONG = {
     "three of four": (
         lambda: sl.attention(X, X, X),
-        r"q: expected 4 dimensions .* got shape \(2, 3, 4\)\. Say which three: layout='hld' for \(heads, length, "
-        r"head_dim\), 'lhd' for packed .*; \(batch, length, head_dim\) of one head is q\[:, None\]\.",
+        r"q: expected 4 dimensions .* got shape \(2, 3, 4\)\. Say which three: \(batch, length, head_dim\) of one head "
+        r"is q\[:, None\]; layout='hld' is for \(heads, length, head_dim\), 'lhd' for packed ",
     ),
     "three of four, heads after": (lambda: sl.attention(X, X, X, layout="blhd"), r"of one head is q\[:, :, None\]"),
     "four of three": (

@@ -24,6 +24,7 @@ from speedlight.problem import SAME_CAUSAL, SAME_LAYOUTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "mistakes.md"
 
+# --- what rows speak of
 q = k = v = np.ones((2, 4, 6, 8), np.float32)  # (batch, heads, length, head_dim)
 attention_mask = np.array([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])  # a tokenizer's: 1 where there is a token
 slopes = np.ones(8, np.float32)
@@ -33,9 +34,13 @@ pages = np.ones((4, 16, 4, 8), np.float32)
 new = np.ones((2, 4, 8), np.float32)
 attention = functools.partial(sl.attention, q, k, v)
 cache = sl.KVCache(layers=1, batch=2, kv_heads=4, head_dim=8, capacity=64)
+narrow = sl.KVCache(layers=1, batch=2, kv_heads=4, head_dim=8, capacity=64, dtype="bfloat16")
+embedding = torch.nn.Embedding(11, 4)
+by_weight = sl.expression(lambda s, b, h, i, j: s + embedding.weight[i, h])
 pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=4, head_dim=8)
 kept, table = torch.ones(2, 4, 16, 6, 8), torch.tensor([[0], [9]])
 sdpa = speedlight.torch.scaled_dot_product_attention
+# --- of errors
 VALUE, TYPE, EXPRESSION, PLAIN = sl.ArgumentError, sl.ArgumentTypeError, sl.ExpressionError, TypeError
 
 # Of each section: (what is written, the error, words of it)
@@ -47,6 +52,11 @@ MISTAKES = {
         ("sl.attention(q, k, v, attention_mask=attention_mask)", TYPE, "mask=sl.padding(attention_mask)"),
         ("sl.attention(q, k, v, key_padding_mask=attention_mask)", TYPE, "mask=sl.padding(~key_padding_mask)"),
         ("sl.attention(q, k, v, dropout_p=0.1)", TYPE, "dropout= and seed="),
+        ("sl.attention(q, k, v, attn_dropout=0.1)", TYPE, "dropout= and seed="),
+        ("sl.attention(q, k, v, num_heads=4)", TYPE, "Leave it out: heads are a dimension", "layout='blhd'"),
+        ("sl.attention(q, k, v, q_num_heads=4, kv_num_heads=4)", TYPE, "Leave it out: heads are a dimension"),
+        ("sl.attention(q, k, v, kv_heads=4)", TYPE, "Leave it out: heads are a dimension"),
+        ("sl.attention(q, k, v, past_key_values=None)", TYPE, "cache.attend(layer, q, k, v)"),
         ("sl.attention(q, k, v, is_training=False)", TYPE, "Leave it out: dropout=0.0"),
         ("sl.attention(q, k, v, enable_gqa=True)", TYPE, "Leave it out: fewer heads of k and v"),
         ("sl.attention(q, k, v, softmax_scale=0.1)", TYPE, "scale="),
@@ -59,6 +69,12 @@ MISTAKES = {
         ("sl.attention(q, k, v, score_mod=lambda s, b, h, i, j: s)", TYPE, "score=", "q_start=0"),
         ("sl.attention(q, k, v, mask_mod=lambda b, h, i, j: j <= i)", TYPE, "mask=", "q_start=0"),
         ("sl.attention(q, k, v, cu_seqlens=[0, 6])", TYPE, "cu_seqlens_q=", "layout='lhd'"),
+        ("sl.attention(q, k, v, qo_indptr=[0, 6], kv_indptr=[0, 6])", TYPE, "cu_seqlens_q=", "layout='lhd'"),
+        ("sl.attention(q, k, v, kv_indptr=[0, 6])", TYPE, "cu_seqlens_k=", "layout='lhd'"),
+        ("sl.attention(q, k, v, seqlens_k=[6, 3])", TYPE, "k_lengths=, one for each item"),
+        ("sl.attention(q, k, v, kv_seq_lens=[6, 3])", TYPE, "k_lengths=, one for each item"),
+        ("sl.attention(q, k, v, nonpad_kv_seqlen=[6, 3])", TYPE, "k_lengths=, one for each item"),
+        ("sl.attention(q, k, v, left_window_size=4)", TYPE, "window=(left, None) beside causal=True"),
         ("sl.attention(q, k, v, seqlens=[6, 3])", TYPE, "lengths= for queries and keys alike"),
         ("sl.attention(q, k, v, tensor_layout='HND')", TYPE, "layout='bhld'"),
         ("sl.attention(q, k, v, page_table=[[0]])", TYPE, "attention_paged("),
@@ -72,8 +88,19 @@ MISTAKES = {
         ("sl.KVCache(1, 2, 4, 8, 64)", TYPE, "by name", "layers=…"),
         ("sl.PagePool(num_layers=1, num_blocks=4, block_size=16)", TYPE, "layers="),
         ("cache.attend(0, q, k, v, causal=True)", TYPE, "Leave it out: a query sees the tokens up to its own"),
+        (
+            "cache.attend(0, q, k, v, layout='blhd')",
+            TYPE,
+            "caches take (batch, heads, length, dim)",
+            "q.swapaxes(1, 2)",
+        ),
+        ("cache.attend(0, q, k, v, lengths=[6, 3])", TYPE, "got an argument of attention()", "new_lengths="),
+        ("cache.attend(0, q, k, v, window=(5, 0))", TYPE, "got an argument of attention()", "KVCache(window=n)"),
+        ("cache.attend(0, q, k, v, q_start=0)", TYPE, "got an argument of attention()", "the cache knows its lengths"),
         ("pool.attend(0, [pool.sequence()], new, new, new, cu_seqlens_q=[0, 2])", TYPE, "new_lengths="),
         ("speedlight.torch.attention(tensor, tensor, tensor, is_causal=True)", TYPE, "scaled_dot_product_attention()"),
+        ("sdpa(tensor, tensor, tensor, causal=True)", PLAIN, "unexpected keyword", "mean 'is_causal'?"),
+        ("sdpa(tensor, tensor, tensor, softmax_scale=0.1)", TYPE, "Use scale="),
         ("sl.attention(q, k, v, casual=True)", PLAIN, "unexpected keyword argument 'casual'", "mean 'causal'?"),
         ("cache.attend(0, q, k, v, retrun_lse=True)", PLAIN, "unexpected keyword", "mean 'return_lse'?"),
     ],
@@ -82,6 +109,7 @@ MISTAKES = {
         ("attention(layout='bld')", VALUE, "split the last dimension into heads"),
         ("sl.attention(np.ones((2, 512, 8, 64)), *np.ones((2, 2, 77, 8, 64)))", VALUE, "give layout='blhd'"),
         ("sl.attention(q[0, 0], k[0, 0], v[0, 0])", VALUE, "4 dimensions (batch, heads, length, head_dim)"),
+        ("sl.attention(q[:, 0], k[:, 0], v[:, 0])", VALUE, "(batch, length, head_dim) of one head is q[:, None]"),
         ("sl.attention(q.tolist(), k, v)", TYPE, "numpy.asarray(q, dtype='float32')"),
         ("sl.attention(q, tensor, tensor)", TYPE, "the same kind of array as q"),
         ("sl.attention(q, k.astype('float64'), v)", TYPE, "dtype float32, as q has", "Convert one of them"),
@@ -93,8 +121,9 @@ MISTAKES = {
         ("attention(k_lengths=60)", TYPE, "One for each of the items", "[60] * 2"),
         ("attention(k_lengths=attention_mask)", TYPE, "mask=sl.padding(attention_mask)"),
         ("attention(lengths=[6])", VALUE, "2 lengths, one per batch item"),
-        ("attention(lengths=[9, 3])", VALUE, "k_lengths= is of keys alone"),
+        ("attention(lengths=[9, 3])", VALUE, "the length of q", "k_lengths= is of keys alone, q_lengths= of queries"),
         ("attention(lengths=[6, 3], k_lengths=[6, 3])", VALUE, "None beside k_lengths="),
+        ("sl.attention(q[0], k[0], v[0], layout='hld', lengths=[6, 3])", VALUE, "'hld' is of one item", "q[:, None]"),
         ("attention(mask=attention_mask)", VALUE, "mask=sl.padding(attention_mask)"),
         ("attention(mask=attention_mask == 1)", VALUE, "mask[:, None, None, :]", "sl.padding(attention_mask)"),
         ("attention(mask=attention_mask[:, None, None])", TYPE, "mask.astype(bool)", "sl.padding(mask)"),
@@ -112,6 +141,15 @@ MISTAKES = {
         ("attention(mask=lambda b, h, i, j: j <= i and i - j < 4)", EXPRESSION, "& | ~", "sl.where"),
         ("attention(mask=lambda b, h, i, j: i - j)", EXPRESSION, "a bool result", "Write a comparison"),
         ("attention(mask=sl.causal() and sl.prefix(2))", EXPRESSION, "combine masks with & | ~"),
+        ("attention(mask=[sl.causal(), sl.prefix(2)])", TYPE, "Join masks by &: sl.causal() & sl.prefix(3)"),
+        ("attention(mask=sl.causal() & attention_mask)", EXPRESSION, "sl.padding(array), a mask, too"),
+        ("attention(mask=attention_mask & sl.causal())", EXPRESSION, "sl.padding(array), a mask, too"),
+        ("attention(mask=sl.documents([0, 0, 1, 1]))", VALUE, "from 0 to 3", "Give an id for every token"),
+        ("attention(score=sl.relative_bias(np.ones((4, 9))))", VALUE, "got -1", "Give 2n - 1 distances"),
+        ("attention(score=sl.relative_bias(np.ones((11, 4))))", VALUE, "(q_heads, 2n - 1)", "pass bias.T"),
+        ("attention(score=by_weight)", sl.UnsupportedError, "requires grad", "of tensors q, k and v"),
+        ("speedlight.torch.attention(q, k, v, score=by_weight)", TYPE, "q: expected a PyTorch", "torch.from_numpy(q)"),
+        ("attention(score=lambda s, b, h, i, j: s + embedding(i - j + 5)[h])", EXPRESSION, "write emb.weight[i, h]"),
         ("attention(mask=sl.softcap(30.0))", EXPRESSION, "expected a mask; got the score"),
         ("attention(score=lambda s, b, h, i, j: j <= i)", EXPRESSION, "Give it as mask="),
         ("attention(score=lambda s, b, h, i, j: 'alibi')", EXPRESSION, "a number made of s, b, h, i and j"),
@@ -121,7 +159,8 @@ MISTAKES = {
         ("attention(window=128)", TYPE, "window=(127, None) beside causal=True"),
         ("attention(window=(128, -1))", VALUE, "None for no limit", "window=(128, None)"),
         ("sl.window(-1, 0)", VALUE, "None for no limit"),
-        ("attention(causal='left')", VALUE, "True (aligned at the end) or 'top-left'"),
+        ("attention(causal='left')", VALUE, "True or 'bottom-right' (aligned at the end) or 'top-left'"),
+        ("attention(causal=1)", VALUE, "Write causal=True"),
         ("attention(scale='auto')", TYPE, "a number or None (1/sqrt(head_dim))"),
         ("attention(dropout=0.1)", VALUE, "seed: expected an int beside dropout="),
         ("attention(sink_logits=1.0)", TYPE, "numbers, one per query head"),
@@ -132,7 +171,12 @@ MISTAKES = {
         ("sl.KVCache(layers=1, kv_heads=4, head_dim=8)", VALUE, "capacity: expected the most tokens"),
         ("cache.attend(q, k, v)", TYPE, "layer: expected an int"),
         ("cache.attend(0, q[:, :, :1], k, v)", VALUE, "6 tokens, as k has"),
+        ("narrow.attend(0, q, k, v)", TYPE, "dtype bfloat16, as the cache has", "k.astype(ml_dtypes.bfloat16)"),
+        ("cache.keep(np.array([True, False]), start=0)", TYPE, "got bool", "numpy.flatnonzero(accepted)"),
         ("pool.attend(0, [], new, new, new)", VALUE, "sequences: expected one at least"),
+        ("pool.attend(0, pool.sequence(), new, new, new)", TYPE, "Of one alone write [sequence]"),
+        ("sl.PagedSequence(pool)", TYPE, "Sequences come from pool.sequence()"),
+        ("sl.rotary(q, 10000.0)", TYPE, "A base of angles is base=10000.0"),
         ("sl.attention_paged(q, pages, pages, [[0], [9]], [5, 5])", VALUE, "pages from 0 to 3; got 9 at [1, 0]"),
         ("sl.attention_paged(q, pages, pages, [[0], [1]], 5)", TYPE, "[5] * 2"),
         ("v3.flash_attn_with_kvcache(tensor, *kept, page_table=table, cache_seqlens=5)", VALUE, "page_table: expected"),
@@ -156,6 +200,20 @@ def _escaped(row):
     return [x.replace("|", "\\|") if isinstance(x, str) else x for x in row]
 
 
+USED = (
+    *("import functools", "import numpy as np", "import torch", "import speedlight as sl", "import speedlight.torch"),
+    "from speedlight.flash_attn import v3",
+)
+
+
+def _names() -> list[str]:
+    """The lines above that say what the rows speak of."""
+    lines = Path(__file__).read_text().splitlines()
+    imports = [x for x in lines if x in USED]
+    first, last = (lines.index(f"# --- {x}") for x in ("what rows speak of", "of errors"))
+    return [*imports, "", *lines[first + 1 : last]]
+
+
 def page() -> str:
     """docs/mistakes.md."""
     lines = [
@@ -164,11 +222,11 @@ def page() -> str:
         "Each row runs as a test; the error that comes has the words on the right, and more of them.",
         "`tests/test_mistakes.py` has the table, and writes this page.",
         "",
-        "In the rows `q`, `k` and `v` are float32 arrays (batch 2, heads 4, length 6, dim 8), and `attention(…)` is",
-        "`sl.attention(q, k, v, …)`. `tensor` is one of PyTorch, shaped as q; `attention_mask` a tokenizer's, (2, 6);",
-        "`square` floats, (6, 6); `slopes` 8 numbers. `cache`, `pool` and `pages` hold such keys and values; `new` is",
-        "two tokens of them, packed; `kept` and `table` are pages and a block table of PyTorch's. `v3` is",
-        "`speedlight.flash_attn.v3`, `sdpa` is `speedlight.torch.scaled_dot_product_attention`.",
+        "What the rows speak of:",
+        "",
+        "```python",
+        *_names(),
+        "```",
     ]
     for section, rows in MISTAKES.items():
         lines += ["", f"## {section}", "", "| written | told |", "|---|---|"]

@@ -194,6 +194,8 @@ def _of_operator(function: Any) -> Rule | None:
 
 def unknown(library: str, function: Any) -> ExpressionError:
     short, name = {"numpy": "np"}.get(library, library), getattr(function, "__name__", "a function")
+    if name == "embedding":
+        return ExpressionError("torch.embedding: expected its weight, looked up: of emb(i)[h] write emb.weight[i, h].")
     return ExpressionError(
         f"{short}.{name}: expected operators, sl.where, sl.exp, sl.minimum … in an expression; symbols have no values."
     )

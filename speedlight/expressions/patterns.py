@@ -64,6 +64,7 @@ def documents(ids: Any) -> Expression:
     mask ((ids[i] == ids[j]) & (j <= i))
     """
     of = _table(ids, "ids", ("bool", "int"), (1, 2))
+    of.way = of.way or "Give an id for every token, those of queries and of keys: as many as the longest of them."
     if of.array.ndim == 2:
         return expression(lambda b, h, i, j: of[b, i] == of[b, j])
     return expression(lambda b, h, i, j: of[i] == of[j])
@@ -170,8 +171,10 @@ def relative_bias(bias: Any) -> Expression:
     """
     of = _table(bias, "bias", ("int", *_FLOATS), (2,))
     if of.array.shape[1] % 2 == 0:
-        raise ArgumentError(f"bias: expected shape (q_heads, 2n - 1); got {of.array.shape}.")
+        way = " That is (2n - 1, q_heads): pass bias.T." if of.array.shape[0] % 2 else ""
+        raise ArgumentError(f"bias: expected shape (q_heads, 2n - 1); got {of.array.shape}.{way}")
     of.of_heads = True
+    of.way = of.way or "Give 2n - 1 distances, n no less than positions are apart; or hide farther keys with a mask."
     middle = of.array.shape[1] // 2
     return expression(lambda s, b, h, i, j: s + of[h, i - j + middle])
 

@@ -55,6 +55,7 @@ class Table:
         "tensor",
         "version",
         "watched",
+        "way",
     )
 
     def __init__(self, array: Any, name: str = "table", *, copy: bool = True) -> None:
@@ -66,6 +67,7 @@ class Table:
         self.copies: dict[str, Any] = {}  # by device
         self.of_keys = False  # whether its shape has to be (batch, k_len) of the call
         self.of_heads = False  # whether it has to have an entry for each query head
+        self.way = ""  # out of an index beyond it, where a pattern knows better than the rule
         self.origin: Any = None  # the tensor of floats that these are the numbers of
         self.version = 0  # of its numbers
         self.watched: Any = None if copy else array  # the tensor, or array, whose memory these numbers are in

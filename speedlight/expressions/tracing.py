@@ -46,6 +46,7 @@ class Expression:
     """
 
     __slots__ = ("__dict__", "role", "root", "size")
+    __array_ufunc__ = None  # array & mask is ours to refuse, not NumPy's to do entry by entry
 
     def __init__(self, role: str, root: Node, size: int) -> None:
         check_outside(role, "& | ~ of patterns")
@@ -94,7 +95,8 @@ class Expression:
         if callable(other) and not isinstance(other, Expression):
             other = expression(other)
         if not isinstance(other, Expression) or self.role != "mask" or other.role != "mask":
-            raise ExpressionError(f"{OPERATIONS[op].symbol}: expected two masks; got {self!r} and {other!r}.")
+            way = " An array of (batch, k_len) is sl.padding(array), a mask, too." if hasattr(other, "shape") else ""
+            raise ExpressionError(f"{OPERATIONS[op].symbol}: expected two masks; got {self!r} and {shown(other)}.{way}")
         return _checked("mask", Node(op, "bool", (self.root, other.root)), self.size + other.size)
 
     def __and__(self, other: MaskFunction | Expression) -> Expression:
@@ -104,10 +106,14 @@ class Expression:
         return self._joined("or", other)
 
     def __rand__(self, other: MaskFunction) -> Expression:
-        return expression(other) & self
+        return self._before("and", other)
 
     def __ror__(self, other: MaskFunction) -> Expression:
-        return expression(other) | self
+        return self._before("or", other)
+
+    def _before(self, op: str, other: Any) -> Expression:
+        """As _joined, with the other one first."""
+        return expression(other)._joined(op, self) if callable(other) else self._joined(op, other)
 
     def __invert__(self) -> Expression:
         if self.role != "mask":

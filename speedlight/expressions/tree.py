@@ -227,7 +227,7 @@ def out_of_range(lookup: Node, at: int, value: int) -> ArgumentError:
         f"{table.name}: expected index {at + 1} from 0 to {table.array.shape[at] - 1} where the key is visible; "
         f"got {value} (shape {table.array.shape}). "
         + ("Give an entry for each query head. " if of_heads else "")
-        + "Hide those keys with a mask, or bound the index with sl.minimum and sl.maximum."
+        + (table.way or "Hide those keys with a mask, or bound the index with sl.minimum and sl.maximum.")
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import listed
 from ..checks import integer, shorter_lengths
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..tokens import Moves
 from ..windows import Ring
 from .query import busy
@@ -83,10 +83,19 @@ def _paths(indices: Any, batch: int) -> list[list[int]]:
     what = "ints" + f", or a list of them for each of {batch} sequences" * (batch > 1)
     given = listed(indices, "indices", what)
     if not any([hasattr(x, "__len__") and not isinstance(x, np.generic) for x in given]):
-        return [[integer("indices", n) for n in given]] * batch
+        return [[_index(n) for n in given]] * batch
     if len(given) != batch:
         raise ArgumentError(f"indices: expected {what}; got {len(given)} lists.")
-    return [[integer("indices", n) for n in listed(x, "indices", what)] for x in given]
+    return [[_index(n) for n in listed(x, "indices", what)] for x in given]
+
+
+def _index(n: Any) -> int:
+    if isinstance(n, (bool, np.bool_)):
+        raise ArgumentTypeError(
+            "indices: expected ints, those of the tokens that are kept; got bool. Of an array that says which are, "
+            "they are numpy.flatnonzero(accepted)."
+        )
+    return integer("indices", n)
 
 
 def _check_path(path: list[int], start: int, least: int, whose: str) -> None:

@@ -30,7 +30,9 @@ class PagedSequence:
 
     __slots__ = ("__weakref__", "_number", "pool")
 
-    def __init__(self, pool: Any, number: int) -> None:
+    def __init__(self, pool: Any, number: Any = None) -> None:
+        if number is None:
+            raise ArgumentTypeError("number: expected a pool's own; got None. Sequences come from pool.sequence().")
         self.pool, self._number = pool, number
 
     def __repr__(self) -> str:

@@ -16,7 +16,7 @@ from ..errors import ArgumentError
 from ..files import read_arrays, write_arrays
 from ..machine import current_isa
 from ..problem import Problem
-from .options import Causal, Dropout, Json, Layout, Mask, Score, Seed, Unit, Window, hidden_by, on_unit
+from .options import Causal, Dropout, Json, Layout, Mask, Score, Seed, Unit, Window, check_seed, hidden_by, on_unit
 from .reports import plan_figures, plan_rows, print_json, print_rows, progress
 
 _LONG = 0.5  # seconds, at the machine's peak: then head by head
@@ -53,6 +53,7 @@ def attend(
         raise ArgumentError("--top-left: expected either --causal or --top-left; got both.")
     if output is not None and not output.parent.is_dir():
         raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
+    check_seed(dropout, seed)
     found = read_arrays(files)
     arrays = named(found, {"--q": q, "--k": k, "--v": v})
     options: dict[str, Any] = {"scale": scale, "layout": layout, "dropout": dropout, "seed": seed}

@@ -46,6 +46,7 @@ from .options import (
     ValueDim,
     Window,
     check_device,
+    check_seed,
     hidden_by,
     on_unit,
 )
@@ -163,6 +164,7 @@ def plan(
     That is at the best peak and bandwidth that were measured on this machine. Computes no attention.
     """
     check_device(device)
+    check_seed(dropout, seed)
     with on_unit(isa):
         found = sl.plan(
             batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,

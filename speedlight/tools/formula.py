@@ -133,6 +133,8 @@ def _operands(node: ast.AST) -> list[ast.expr]:
             return [*node.args, *(x.value for x in node.keywords)]
         case ast.List() | ast.Tuple():
             return node.elts
+        case ast.Name(id=name) if name in (*_PATTERNS, *_FUNCTIONS):
+            raise ValueError(f"expected a call; got {name} alone. Write {name}({'' if name == 'causal' else '…'})")
         case ast.Name():
             return []
         case ast.Constant(value=value) if type(value) in (int, float, bool, type(None)):
@@ -143,6 +145,15 @@ def _operands(node: ast.AST) -> list[ast.expr]:
             raise ValueError("expected no power: multiply, or use exp2(log2(x) * n)")
         case ast.Compare():
             raise ValueError("expected comparisons of two, with < <= > >= == !=, joined by &: (0 < i) & (i < 9)")
+        case ast.BoolOp(op=op):
+            one, other = ("&", "and") if isinstance(op, ast.And) else ("|", "or")
+            raise ValueError(f"expected {one} in place of {other!r}, with comparisons in parentheses: (a) {one} (b)")
+        case ast.UnaryOp(op=ast.Not()):
+            raise ValueError("expected ~ in place of 'not', with a comparison in parentheses: ~(j <= i)")
+        case ast.Lambda():
+            raise ValueError("expected what follows the colon of a lambda, in b, h, i and j (a score: s, too); got one")
+        case ast.IfExp():
+            raise ValueError("expected where(condition, a, b) in place of 'if'")
     raise ValueError(f"expected numbers, operators, patterns and functions; got {type(node).__name__}")
 
 

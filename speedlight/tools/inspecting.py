@@ -33,6 +33,7 @@ from .options import (
     Unit,
     ValueDim,
     Window,
+    check_seed,
     hidden_by,
     on_unit,
 )
@@ -147,6 +148,7 @@ def show(
         raise ArgumentError("--output: expected --ir or --asm beside it.")
     if output is not None and not output.parent.is_dir():
         raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
+    check_seed(dropout, seed)
     unit = machine.current_isa() if isa is None else machine.isa_named(isa)
     problem = sl.plan(
         batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,

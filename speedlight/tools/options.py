@@ -92,7 +92,19 @@ def window_of(text: str | None) -> tuple[int | None, int | None] | None:
         raise ArgumentError(
             f"--window: expected LEFT,RIGHT such as 1023,0, either of which may be left out; got {text!r}."
         ) from None
+    if any([x is not None and x < 0 for x in (left, right)]):
+        ours = ",".join("" if x is None or x < 0 else str(x) for x in (left, right))
+        way = f"Write --window={ours}." if ours != "," else "Leave it out."
+        raise ArgumentError(f"--window: expected a size from 0, or nothing for no limit; got {text!r}. {way}")
     return left, right
+
+
+def check_seed(dropout: float, seed: int | None) -> None:
+    """Whoever drops weights says which."""
+    if dropout and seed is None:
+        raise ArgumentError(
+            "--seed: expected an int beside --dropout, which says what is dropped; got none. Write --seed=7."
+        )
 
 
 def hidden_by(

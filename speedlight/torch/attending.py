@@ -13,7 +13,7 @@ from ..api import attention as forward
 from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
-from ..errors import UnsupportedError
+from ..errors import ArgumentTypeError, UnsupportedError
 from ..gradients import SINKS, Followed, check_fresh, check_one_dtype, check_unwritten, followed, settled, tables_of
 from ..hints import explained
 from ..problem import Options, new_options, our_causal, our_layout, padded_alike
@@ -140,7 +140,12 @@ def _is_plain(*tensors: Any) -> bool:
 
 def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed, return_lse: bool) -> Any:
     """A call of which something is followed."""
-    if is_tensor(q) and q.is_cuda:
+    if not is_tensor(q):
+        raise ArgumentTypeError(
+            f"q: expected a PyTorch tensor, as k, v or a table that requires grad is one; got {type(q).__name__}. Use "
+            "torch.from_numpy(q), or call under torch.no_grad()."
+        )
+    if q.is_cuda:
         raise UnsupportedError(
             "q: expected tensors on the CPU, where gradients are computed; got one on a GPU. Use .cpu(), or call under "
             "torch.no_grad()."

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
-from ..hints import of_mask
+from ..hints import of_mask, refuses_others, unknown
 from ..signatures import Causal
 from .attending import attention
 
@@ -18,6 +18,7 @@ _NAMES = {"q": "query", "k": "key", "v": "value", "dropout": "dropout_p", "mask"
 _MASKS = "a bool tensor, True where a key takes part, or one of float32 or of query's dtype, which is added to scores"
 
 
+@refuses_others
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -28,6 +29,7 @@ def scaled_dot_product_attention(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    **theirs: NoReturn,
 ) -> Tensor:
     """torch.nn.functional.scaled_dot_product_attention, with its signature and its meaning, on the CPU.
 
@@ -63,6 +65,8 @@ def scaled_dot_product_attention(
     >>> speedlight.torch.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
     torch.Size([2, 8, 5, 4])
     """
+    if theirs:
+        raise unknown(scaled_dot_product_attention, next(iter(theirs)))
     shape = weights_shape(query, key, value, enable_gqa)
     causal: Causal = "top-left" if is_causal else False
     mask = score = None
