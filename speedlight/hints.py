@@ -35,8 +35,8 @@ _PACKED = "cu_seqlens_q= (and cu_seqlens_k=, where keys have other lengths) besi
 _OFFSETS_SAY = "nothing: cu_seqlens_q= and cu_seqlens_k= say it"
 _LENGTHS = "lengths= for queries and keys alike, k_lengths= for keys alone, both for batches padded on the right"
 _LAYOUT = (
-    "layout='bhld' for (batch, heads, length, head_dim), 'blhd' for (batch, length, heads, head_dim), 'lhd' for packed "
-    "(total_length, heads, head_dim)"
+    "layout='bhld' for (batch, heads, length, head_dim), 'blhd' for (batch, length, heads, head_dim), 'hld' for one "
+    "item, (heads, length, head_dim), 'lhd' for packed (total_length, heads, head_dim)"
 )
 _TRAINING = "nothing: dropout=0.0, the default, where nothing trains"
 _SAME_BITS = "nothing: results have the same bits for any threads, and from run to run"
@@ -171,7 +171,8 @@ _KEYS = {
     "score_mod": "score=, the same function: positions are those in the whole sequence",
     "mask_mod": "mask=, the same function: positions are those in the whole sequence",
     "is_causal": "causal=True, which aligns the last query with the last key",
-    **dict.fromkeys(("window", "window_size", "sliding_window"), "mask=sl.window(left, 0)"),
+    "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",
+    "sliding_window": "window=(n - 1, None) beside causal=True: n tokens, the query's own among them",
 }
 _STATES = dict.fromkeys(
     ("out", "lse", "out_a", "lse_a", "v_a", "s_a", "v_b", "s_b", "out_partial", "lse_partial"),
@@ -187,7 +188,7 @@ _OF = {
 _MAKERS = {"KVCache": _CACHE, "PagePool": _POOL}
 _LAYOUTS = {
     **dict.fromkeys(("sbhd", "lbhd", "tbhd"), "q.swapaxes(0, 1) is 'blhd'; so are k and v"),
-    **dict.fromkeys(("hnd", "hld", "htd"), "of one item 'bhld' with a batch of 1, q[None]; packed sequences are 'lhd'"),
+    **dict.fromkeys(("hnd", "htd"), "of one item 'hld'; packed sequences are 'lhd'"),
     **dict.fromkeys(
         ("bsh", "bld", "bsd", "btd"), "split the last dimension into heads: q.reshape(b, l, heads, -1) is 'blhd'"
     ),
