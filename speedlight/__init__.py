@@ -8,7 +8,7 @@
 In order of use; help(speedlight.attention) has every option:
 
     attention            softmax(scale · QKᵀ)V of NumPy's arrays, PyTorch's tensors …, with any mask and score
-    plan                 what a call would do: FLOPs, bytes, tiles, the time it cannot beat; runs nothing
+    plan                 what a call would do: FLOPs, bytes, tiles, the least time; no attention is computed
     Plan                 … as figures, and as a table when printed
     rotary               rotary positions of queries and keys
     merge                attention over shards of the keys, joined

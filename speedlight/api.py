@@ -275,18 +275,20 @@ def plan(
     seed: Int | None = None,
     backward: bool = False,
 ) -> Plan:
-    """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the time it cannot beat.
+    """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the least time, at the
+    best rates that were measured on this machine.
 
     Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads,
     k_len is q_len, and value_dim head_dim; sizes that are left out are the longest of lengths, q_lengths, k_lengths or
     cu_seqlens.
-    Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Runs nothing
-    but, once per process, a few milliseconds that measure the machine's peak and bandwidth. Of a mask, the tiles that
-    are computed are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
-    j; else `exact=True` counts it, key by key in the tiles that are mixed, and without it visible_pairs and flops are
-    None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product
-    of matrices of the dtype there. With `backward=True` it is the plan of attention_backward(), on the CPU: what
-    flows to q, k and v; gradients of tables and sinks come on top.
+
+    Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. It computes
+    no attention; once per process, a few milliseconds measure the machine's peak and bandwidth. Of a mask, the
+    tiles that are computed are always known. What is visible in them is known where a mask is made of comparisons
+    of i, j and i - j; else `exact=True` counts it, key by key in the tiles that are mixed, and without it
+    visible_pairs and flops are None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's
+    kernel, its peak that of a product of matrices of the dtype there. With `backward=True` it is the plan of
+    attention_backward(), on the CPU: what flows to q, k and v; gradients of tables and sinks come on top.
 
     Returns:
         A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.

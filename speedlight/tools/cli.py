@@ -159,9 +159,10 @@ def plan(
     isa: Unit = None,
     as_json: Json = False,
 ) -> None:
-    """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the time it cannot beat.
+    """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the least time, at the best
+    rates that were measured on this machine.
 
-    Runs nothing.
+    It computes no attention.
     """
     check_device(device)
     check_seed(dropout, seed)
