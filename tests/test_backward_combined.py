@@ -107,7 +107,7 @@ def check_problem(form: Form, seed: int, number: int, unit: str) -> None:
     raise AssertionError("no gradients were computed")
 
 
-TRIED = FORMS if FULL else FORMS[::4]  # a kernel takes a second
+TRIED = FORMS if FULL else FORMS[::5]  # a kernel takes a second
 
 
 @pytest.mark.parametrize("form", TRIED, ids=[x.name for x in TRIED])
