@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
+from injection import interrupted, needs_places, places
 
 import speedlight as sl
 from speedlight.expressions.operations import OPERATIONS
@@ -361,3 +362,16 @@ def test_classes_and_odd_names_are_no_functions_and_names():
         sl.table([1], None)  # type: ignore[arg-type]
     with pytest.raises(sl.ArgumentError, match="role"):
         sl.expression(lambda b, h, i, j: i == j, np.ones((2, 2)))  # type: ignore[arg-type]
+
+
+@needs_places
+def test_an_interrupt_while_a_function_is_traced():
+    """Nothing says afterwards that one is: entries at numbers are numbers."""
+    table = sl.table(np.arange(4.0))
+
+    def trace() -> None:
+        sl.expression(lambda s, b, h, i, j: s + table[1] * j)
+
+    for n in places(trace, ("tracing.py", "captured.py")):
+        interrupted(trace, n, ("tracing.py", "captured.py"))
+        assert table[2] == 2.0, f"place {n}"

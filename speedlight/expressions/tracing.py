@@ -246,8 +246,9 @@ def expression_of(role: str, root: Node) -> Expression:
 def _called(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
     """What a function makes of symbols. Arrays that it captures are looked up; errors tell where in it they arose."""
     tables = Tables()
-    before = LOOKUP.set(tables)
+    before = LOOKUP.get()
     try:
+        LOOKUP.set(tables)  # inside: a signal may come when the call has returned
         return called(function, tables, symbols)
     except Exception as error:
         found = error if isinstance(error, ExpressionError) else _refused(error)
@@ -258,7 +259,7 @@ def _called(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
             found.place, found.args = place, (f"{found} In {place}",)
         raise found from (None if found is error else error)
     finally:
-        LOOKUP.reset(before)
+        LOOKUP.set(before)
 
 
 def _refused(error: Exception) -> ExpressionError | None:
