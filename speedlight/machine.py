@@ -1,4 +1,4 @@
-"""Facts about machines: vector units, how many of what they have, and the roofs that were measured."""
+"""Facts about machines: vector units and what they have, threads, caches, the family of the CPU."""
 
 from __future__ import annotations
 
@@ -213,101 +213,6 @@ def _windows_processors() -> bytes:
     ask(None, ctypes.byref(size))  # says how much room it needs
     found = ctypes.create_string_buffer(size.value)
     return found.raw[: size.value] if ask(found, ctypes.byref(size)) else b""
-
-
-@dataclass(frozen=True, slots=True)
-class RegisterTiles:
-    """Sums that are held in registers at once; the rest hold operands. No bit of a result depends on it."""
-
-    registers: int  # the row is for units of at least so many
-    keys: tuple[int, int, int]  # keys (or columns of values) beside 1, 2, 3 query vectors
-    # decoding: rows of queries x blocks of a cache, the largest first; blocks at once are streams from memory
-    scores: tuple[tuple[int, int], ...]
-    int8_scores: tuple[tuple[int, int], ...]
-    narrow_scores: tuple[tuple[int, int], ...]  # where a block of 16 keys takes several vectors
-    # decoding: rows of queries x vectors of a value, and for how many rows or more
-    values: tuple[tuple[int, int, int], ...]
-    int8_values: tuple[tuple[int, int, int], ...]
-    gradients: tuple[tuple[int, int], ...]  # keys x vectors of columns, of dK and dV, the widest first, down to one
-
-
-# One stream is read fastest, by 4 to 9 % (measured). int8 takes less time to read than to compute, where a few chains
-# wait for each other: it has more sums, and a vector of values that was widened is used for four rows.
-#       registers   keys
-#          scores                    of int8                   narrow
-#          values                             of int8
-#          gradients
-REGISTER_TILES = (
-    RegisterTiles(32, (8, 8, 8),
-        ((8, 1), (4, 1), (1, 1)), ((8, 1), (4, 2), (1, 4)), ((4, 1), (1, 1)),
-        ((4, 4, 8), (2, 8, 2), (1, 8, 1)), ((4, 4, 4), (2, 8, 2), (1, 8, 1)),
-        ((8, 2), (8, 1))),
-    RegisterTiles(16, (4, 4, 4),
-        ((4, 1), (1, 1)),         ((4, 1), (1, 1)),         ((4, 1), (1, 1)),
-        ((2, 4, 2), (1, 4, 1)),            ((2, 4, 2), (1, 4, 1)),
-        ((4, 3), (4, 2), (4, 1))),
-)  # fmt: skip
-
-
-def register_tiles(isa: Isa) -> RegisterTiles:
-    """The row of a vector unit."""
-    fitting = [row for row in REGISTER_TILES if row.registers <= isa.registers]
-    return fitting[0]  # not next(…): an interrupt while its generator is closed would be lost
-
-
-@dataclass(frozen=True, slots=True)
-class Blocking:
-    """What a CPU wants of the forward kernel's blocks of queries. No bit of a result depends on it."""
-
-    worth: tuple[float, float, float]  # share of the peak that panels of 1, 2, 3 query vectors reach, of the best
-    panels: int  # that share a tile of keys, at most
-    task_flops: int  # of a task, at least, where there is so much work
-
-
-# measured over 90 shapes on each of the two (docs/ladder.md)
-#   family   product           worth of 1, 2, 3 vectors   panels   FLOPs of a task
-_BLOCKINGS = {
-    ("zen4", "fma"): Blocking((1.00, 0.98, 0.95), 8, 800_000_000),
-    ("zen4", "pairs"): Blocking((0.72, 1.00, 0.99), 4, 1_600_000_000),
-    ("zen5", "fma"): Blocking((0.80, 0.97, 1.00), 8, 800_000_000),
-    ("zen5", "pairs"): Blocking((0.80, 0.97, 1.00), 8, 1_600_000_000),
-    ("other", "fma"): Blocking((0.80, 0.97, 1.00), 8, 800_000_000),
-    ("other", "pairs"): Blocking((0.80, 0.97, 1.00), 8, 1_600_000_000),
-}  # fmt: skip
-
-
-def blocking(isa: Isa, product: str) -> Blocking:
-    """The row of this CPU. Units of 16 registers have no room for enough sums of one vector: theirs is the last row."""
-    return _BLOCKINGS[_family_of(isa), product]
-
-
-@dataclass(frozen=True, slots=True)
-class Fetching:
-    """How far ahead of its use the decode kernel fetches memory; 0 leaves that to the CPU. No bit depends on it.
-
-    There is room for the addresses of 32 keys, or 24 blocks, past a tile (PLACES in cpu/layout.py).
-    """
-
-    groups: int = 2  # vectors of keys, where keys are rows
-    keys: int = 16  # where values are rows; of pairs, twice as many
-    cache_bytes: int = 16384  # of a cache's keys and values: some microseconds of reading
-    cache_blocks: int = 24  # … and blocks, at most
-    twice: bool = True  # whether a cache's values are asked for while weights are computed, too
-
-
-# A Zen 4 reads from memory 5 to 18 % faster without, and slower what its caches hold: there is one row for all so far.
-#                  groups   keys   bytes   blocks   twice
-FETCHING = Fetching(     2,    16, 16384,      24,  True)  # fmt: skip
-_FETCHINGS = {"zen4": FETCHING, "zen5": FETCHING, "other": FETCHING}
-
-
-def fetching(isa: Isa) -> Fetching:
-    """The row of this CPU."""
-    return _FETCHINGS[_family_of(isa)]
-
-
-def _family_of(isa: Isa) -> str:
-    return cpu_family() if isa.registers >= 32 and isa.arch == host_arch() else "other"
 
 
 @functools.cache

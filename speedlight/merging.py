@@ -19,7 +19,6 @@ from .rotations import check_array, check_out, converted
 from .signatures import AnyArray, ArrayOf, T, V
 
 _TICKET_BYTES = 128 << 10  # of outputs that a thread takes at a time
-_INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
 _BYTES, _ROW_SECONDS = 5e9, 20e-9  # what a thread is guessed to do: bytes per second, and seconds for a row of a state
 
 
@@ -210,6 +209,7 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     """Fills `out` and `lse`, which are contiguous."""
     from .cpu import merging as kernels
     from .cpu.compile import kernel_of
+    from .cpu.tuned import tuning_of
     from .cpu.workers import get_threads, run_tickets
 
     rows, width, states = math.prod(lse.shape), out.shape[-1], len(outs)
@@ -220,7 +220,9 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     ticket_rows = max(1, _TICKET_BYTES // row_bytes // kernels.BLOCK) * kernels.BLOCK
     tickets = -(-rows // ticket_rows)
     seconds = rows * (row_bytes / _BYTES + states * _ROW_SECONDS)
-    threads = min(get_threads(), tickets) if seconds > _INLINE_SECONDS else 1
+    isa = current_isa()
+    wants = tuning_of(isa).threading
+    threads = min(get_threads(), tickets) if seconds > wants.inline_seconds else 1
     table = _table(outs, lses, steps)
     state_words, size_words = (ctypes.c_int64 * len(table))(*table), (ctypes.c_int64 * len(sizes))(*sizes)
     stride = -(-kernels.scratch_bytes(states, len(sizes)) // 64) * 64 + 64  # no cache line belongs to two threads
@@ -244,7 +246,7 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
         "lse_kind": _KINDS[lse.dtype],
     }.items():
         words[kernels.ARGUMENTS.word(name)] = value
-    run_tickets(kernel_of(kernels.MergeShape(current_isa())), words, tickets, threads, seconds)
+    run_tickets(kernel_of(kernels.MergeShape(isa)), words, tickets, threads, seconds, wants.region_seconds)
 
 
 def _table(outs: list[Array], lses: list[Array], steps: list[list[int]]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import getpass
 import os
@@ -22,10 +23,10 @@ os.environ.setdefault(
     os.path.join(tempfile.gettempdir(), f"speedlight-tests-{getattr(os, 'getuid', getpass.getuser)()}"),
 )
 
-from engines import CPU, Engine
+from engines import CPU, Engine, one_vector, tuned
 from problems import DIMS, DTYPES, LENGTHS
 
-from speedlight.machine import Blocking, Isa, host_isas
+from speedlight.machine import Isa, host_isas
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
 
@@ -69,12 +70,10 @@ def queries(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture
-def one_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_width() -> Iterator[None]:
     """A short run has panels of one vector where their width is not what is tested: a third of the kernels."""
-    if not FULL:
-        from speedlight.cpu import schedule
-
-        monkeypatch.setattr(schedule, "blocking", lambda *_, **__: Blocking((1.0, 1e-9, 1e-9), 8, 800_000_000))
+    with contextlib.nullcontext() if FULL else tuned(**one_vector(1)):
+        yield
 
 
 @pytest.fixture

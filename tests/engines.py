@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,9 +12,35 @@ from problems import DTYPES
 from tolerance import assert_within
 
 import speedlight as sl
-from speedlight import api, reference
+from speedlight import api, backward, reference
 from speedlight.cpu import schedule
+from speedlight.cpu.tuned import changed
 from speedlight.machine import current_isa
+from speedlight.tunings import Tuning
+
+
+@contextlib.contextmanager
+def tuned(**parts: dict[str, Any]) -> Iterator[None]:
+    """Calls are prepared anew, with another tuning: of each of its parts some fields that differ."""
+
+    def change(tuning: Tuning) -> Tuning:
+        return replace(tuning, **{x: replace(getattr(tuning, x), **fields) for x, fields in parts.items()})
+
+    memos = api._prepared, backward._prepared
+    with changed(change):
+        try:
+            for memo in memos:
+                memo.clear()
+            yield
+        finally:
+            for memo in memos:
+                memo.clear()
+
+
+def one_vector(vectors: int) -> dict[str, dict[str, Any]]:
+    """Of a tuning: panels of so many vectors of queries."""
+    worth = tuple(1.0 if n == vectors else 1e-9 for n in (1, 2, 3))
+    return {product: {"worth": worth, "panels": 8, "task_flops": 800_000_000} for product in ("fma", "pairs")}
 
 
 @contextlib.contextmanager

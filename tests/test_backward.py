@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import FULL, differing_units
+from engines import tuned
 from expressions import BIAS, LENGTH, masks, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,8 +19,7 @@ from problems import DIMS, DTYPES, Pack, flow_of, numpy_dtype, qkv
 from tolerance import assert_gradients, assert_within
 
 import speedlight as sl
-from speedlight import backward, reference
-from speedlight.cpu import differentiate
+from speedlight import reference
 from speedlight.machine import current_isa, host_isas
 
 NAN, INF = np.nan, np.inf
@@ -321,18 +321,15 @@ def several(rng: Any, dtype: str) -> tuple[Arrays, Arrays, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_same_bits_for_any_threads(rng, dtype, monkeypatch):
+def test_same_bits_for_any_threads(rng, dtype):
     """Nor do ranges and gangs matter: they are how the work is cut."""
     arrays, flow, options = several(rng, dtype)
     sl.set_threads(1)
     want = sl.attention_backward(*arrays, *flow, **options)
     for threads, keys, tasks in ((2, 1024, 3), (3, 1024, 1), (8, 1024, 3), (2, 128, 50), (3, 256, 3), (1, 384, 3)):
-        monkeypatch.setattr(differentiate, "_RANGES", (keys, keys))
-        monkeypatch.setattr(differentiate, "_TASKS", tasks)
-        backward._prepared.clear()
         sl.set_threads(threads)
-        same(sl.attention_backward(*arrays, *flow, **options), want, f"{threads} threads, ranges of {keys}")
-    backward._prepared.clear()
+        with tuned(ranges={"keys": (keys, keys), "tasks": tasks}):
+            same(sl.attention_backward(*arrays, *flow, **options), want, f"{threads} threads, ranges of {keys}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])

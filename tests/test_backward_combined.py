@@ -16,14 +16,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from conftest import FULL
+from engines import tuned
 from forms import FORMS, Form, units
 from problems import Combined, draw_combined, flow_of
 from test_combined import Call, as_kind, as_numpy, lie
 from tolerance import assert_within, plain
 
 import speedlight as sl
-from speedlight import backward, reference
-from speedlight.cpu import differentiate
+from speedlight import reference
 from speedlight.machine import current_isa
 
 MOST = 20_000  # pairs of queries and keys
@@ -40,14 +40,13 @@ class Gradients(Call):
     def attention(self, q: Any, k: Any, v: Any, options: dict[str, Any], out: bool) -> Any:
         arrays = [as_numpy(x) for x in (q, k, v)]
         rng, given = self.rng, self.flow(arrays, options)
-        before, differentiate._TASKS = differentiate._TASKS, int(rng.choice([1, 3, 50]))
-        backward._prepared.clear()
+        tasks = int(rng.choice([1, 3, 50]))
         sl.set_threads(int(rng.choice([1, 2, 3])))
         try:
             lying = [None if x is None else self.lying(x) for x in given]
-            got = [as_numpy(x) for x in sl.attention_backward(q, k, v, *lying, **options)]
+            with tuned(ranges={"tasks": tasks}):
+                got = [as_numpy(x) for x in sl.attention_backward(q, k, v, *lying, **options)]
         finally:
-            differentiate._TASKS = before
             sl.set_threads(None)
         want = reference.backward(*arrays, *given, **options)
         dot = current_isa().product("bf16") == "pairs" and self.p.form.dtype == "bfloat16"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import FULL
+from engines import tuned
 from injection import interrupted, needs_places, places, spread
 from problems import DTYPES, flow_of, numpy_dtype, qkv
 from test_backward import NAMES, same
@@ -47,6 +48,13 @@ def guarded() -> list[Guarded]:
     return [Guarded(size << 20) for size in [1] * 13 + [8]]
 
 
+@pytest.fixture
+def no_gap() -> Any:
+    """Nothing lies between the scratch of one worker and the next one's."""
+    with tuned(threading={"apart": 0}):
+        yield
+
+
 class Numpy:
     """NumPy, but that empty arrays are made between guards."""
 
@@ -62,7 +70,7 @@ class Numpy:
 
 @linux
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_guard_pages(isa, guarded, dtype, monkeypatch):
+def test_guard_pages(isa, guarded, no_gap, dtype, monkeypatch):
     """Inputs sealed, outputs and scratch full of NaN, guards on both sides of all: a fault kills the process."""
     rng, kind, side = np.random.default_rng(7), numpy_dtype(dtype), "over"
 
@@ -74,7 +82,6 @@ def test_guard_pages(isa, guarded, dtype, monkeypatch):
         last = guarded[13]
         return (ctypes.c_char * size).from_address(last.base + last.size - size)
 
-    monkeypatch.setattr(differentiate, "APART", 0)
     monkeypatch.setattr(differentiate, "take_scratch", scratch)
     monkeypatch.setattr(differentiate, "give_scratch", lambda x: None)
     sl.set_threads(1)
@@ -165,14 +172,12 @@ def followed(rng, monkeypatch) -> Any:
 
 def called(call: Any, monkeypatch: Any) -> Any:
     """The call, to be made by three threads, and what it comes to with one."""
-    monkeypatch.setattr(differentiate, "_RANGES", (128, 128))
     monkeypatch.setattr(workers, "_openmp", lambda _: None)
-    backward._prepared.clear()
-    sl.set_threads(1)
-    want = call()
-    sl.set_threads(3)
-    yield call, want
-    backward._prepared.clear()
+    with tuned(ranges={"keys": (128, 128)}):
+        sl.set_threads(1)
+        want = call()
+        sl.set_threads(3)
+        yield call, want
 
 
 def from_ticket(words: Any, first: int, end: int) -> Any:
@@ -188,7 +193,7 @@ def test_tasks_wait_for_their_turn(which, request, monkeypatch):
     call, want = request.getfixturevalue(which)
     cuts = []
 
-    def out_of_turn(kernel: Any, words: Any, tickets: int, threads: int, seconds: float) -> None:
+    def out_of_turn(kernel: Any, words: Any, tickets: int, threads: int, *_: float) -> None:
         cut = max(1, 5 * len(cuts))  # of five ranges of keys: where a head begins, too
         cuts.append(cut)
         early, late = from_ticket(words, 0, cut), from_ticket(words, cut, tickets)
@@ -212,7 +217,7 @@ def test_a_call_may_stop_after_any_ticket(which, request, monkeypatch):
     call, want = request.getfixturevalue(which)
     at = [0, 1]
 
-    def in_two(kernel: Any, words: Any, tickets: int, threads: int, seconds: float) -> None:
+    def in_two(kernel: Any, words: Any, tickets: int, threads: int, *_: float) -> None:
         at[1] = tickets
         for first, end in itertools.pairwise((0, min(at[0], tickets), tickets)):
             if first < end:
@@ -286,12 +291,16 @@ stop.append(1); thread.join(); print(good)
     assert int(run(code)) == count
 
 
+@pytest.fixture
+def short_regions() -> Any:
+    with tuned(threading={"region_seconds": 1e-4}):
+        yield
+
+
 @needs_places
-def test_an_interrupt_anywhere_leaves_threads_as_they_were(many, monkeypatch):
+def test_an_interrupt_anywhere_leaves_threads_as_they_were(many, short_regions):
     """In a call of several regions: no slot stays taken, nobody inside, the next call right."""
     call, want = many
-    monkeypatch.setattr(workers, "_REGION_SECONDS", 1e-4)
-
     call()
     wait_until(lambda: all(x.up.locked() for x in workers._helpers))
     threads = count_threads()

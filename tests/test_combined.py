@@ -24,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
+from engines import one_vector, tuned
 from forms import FORMS, Form, units
 from problems import Combined, Part, draw_combined, numpy_dtype
 from tolerance import assert_within, plain
@@ -33,7 +34,7 @@ from speedlight import reference
 from speedlight.cpu import compile as compiler
 from speedlight.cpu import schedule
 from speedlight.expressions.tree import evaluate
-from speedlight.machine import Blocking, host_isas, isa_named
+from speedlight.machine import host_isas, isa_named
 
 Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, length, dim) and lse (heads, length)
 
@@ -41,17 +42,15 @@ Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, lengt
 @contextlib.contextmanager
 def kernels(form: Form, unit: str, short: bool, *, cached: bool = False) -> Iterator[None]:
     """On a vector unit; in a short run with panels of one width, and the decode kernel only where the form says so."""
-    blocking, rows, before = schedule.blocking, schedule.DECODE_ROWS, os.environ.get("SPEEDLIGHT_ISA")
+    rows, before = schedule.DECODE_ROWS, os.environ.get("SPEEDLIGHT_ISA")
     os.environ["SPEEDLIGHT_ISA"] = unit
-    if short:
-        worth = tuple(1.0 if n == vectors_of(form) else 1e-9 for n in (1, 2, 3))
-        schedule.blocking = lambda *_, **__: Blocking(worth, 8, 800_000_000)  # type: ignore[arg-type, return-value]
-        if form.extra != ("steps" if cached else "decode") or unit != units(form)[0]:
-            schedule.DECODE_ROWS = 0
+    if short and (form.extra != ("steps" if cached else "decode") or unit != units(form)[0]):
+        schedule.DECODE_ROWS = 0
     try:
-        yield
+        with tuned(**one_vector(vectors_of(form))) if short else contextlib.nullcontext():
+            yield
     finally:
-        schedule.blocking, schedule.DECODE_ROWS = blocking, rows
+        schedule.DECODE_ROWS = rows
         if before is None:
             del os.environ["SPEEDLIGHT_ISA"]
         else:

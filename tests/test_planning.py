@@ -20,6 +20,7 @@ from speedlight.cpu.compile import symbol_of
 from speedlight.cpu.operands import Dense, Operands, Rows, Strides
 from speedlight.cpu.prepare import prepare
 from speedlight.cpu.schedule import schedule
+from speedlight.cpu.tuned import tuning_of
 from speedlight.gradients import Asked
 from speedlight.machine import current_isa
 from speedlight.problem import LAYOUTS, Options
@@ -276,7 +277,7 @@ def test_the_plan_is_frozen_and_prints_as_a_table():
 
 def test_schedule_fits_the_cache():
     problem = sl.plan(q_heads=8, q_len=4096, head_dim=64).problem
-    how = schedule(problem, current_isa(), 2, Strides())
+    how = schedule(problem, current_isa(), 2, Strides(), tuning_of(current_isa()))
     assert how.scratch_bytes < 1 << 20 and how.panels >= 1
 
 

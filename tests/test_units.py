@@ -1,4 +1,4 @@
-"""A vector unit that no CPU has, added where units are added, in machine.py's tables: the forward tests pass on it.
+"""A vector unit that no CPU has, added where units are added, in the tables of machines and tunings: the forward tests pass on it.
 
 AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, which divide neither a tile nor a panel.
 """
@@ -6,11 +6,12 @@ AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, wh
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
 from conftest import FULL
+from engines import tuned
 from problems import qkv
 from test_attention import (  # noqa: F401 - collected here as well, with the fixture `isa` below
     test_every_dim,
@@ -19,9 +20,10 @@ from test_attention import (  # noqa: F401 - collected here as well, with the fi
 )
 
 import speedlight as sl
-from speedlight import machine
+from speedlight import machine, tunings
 from speedlight.cpu.compile import emit
 from speedlight.cpu.shape import Shape
+from speedlight.tunings import Fetching
 
 if FULL:
     from test_attention import (  # noqa: F401
@@ -42,7 +44,7 @@ if FULL:
     )
 
 BASES = [isa for isa in machine.host_isas() if isa.vector_bytes == 64][: None if FULL else 1]
-ROW = machine.RegisterTiles(
+ROW = tunings.RegisterTiles(
     24, (8, 8, 6), ((8, 1), (4, 1), (1, 1)), ((4, 2), (1, 4)), ((4, 1), (1, 1)), ((2, 8, 2), (1, 8, 1)), ((2, 8, 1),),
     ((6, 3), (8, 2), (8, 1)),
 )  # fmt: skip
@@ -53,7 +55,8 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """One with the features of a unit that this machine has."""
     unit = replace(request.param, name=f"{request.param.name}r24", registers=24)
     monkeypatch.setattr(machine, "ISAS", (unit, *machine.ISAS))
-    monkeypatch.setattr(machine, "REGISTER_TILES", (machine.REGISTER_TILES[0], ROW, *machine.REGISTER_TILES[1:]))
+    for family, row in tunings.TUNINGS.items():
+        monkeypatch.setitem(tunings.TUNINGS, family, replace(row, tiles=(row.tiles[0], ROW, *row.tiles[1:])))
     forget()
     monkeypatch.setenv("SPEEDLIGHT_ISA", unit.name)
     yield unit.name
@@ -83,15 +86,19 @@ def test_its_bits_are_those_of_the_unit_it_is_made_from(isa, rng, dtype, rows, m
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"] if FULL else ["bfloat16", "int8"])
-def test_what_is_fetched_ahead_changes_no_bit(rng, dtype, monkeypatch):
+def test_what_is_fetched_ahead_changes_no_bit(rng, dtype):
     q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 1, 4, 1, 1, 700, 64, 64)
     results = set()
-    for fetching in (machine.FETCHING, machine.Fetching(0, 0, 0, 0, False), machine.Fetching(1, 3, 4096, 5, True)):
-        monkeypatch.setattr(machine, "_FETCHINGS", dict.fromkeys(machine._FETCHINGS, fetching))
-        cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=700, dtype=dtype)
-        cache.append(0, k, v)
-        own = b"" if dtype == "int8" else sl.attention(np.ascontiguousarray(q), k, v).tobytes()
-        results.add(own + cache.attend(0, q).tobytes())
+    for fetching in (
+        tunings.TUNINGS["other"].fetching,
+        Fetching(0, 0, 0, 0, False, 1),
+        Fetching(1, 3, 4096, 5, True, 2),
+    ):
+        with tuned(fetching=asdict(fetching)):
+            cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=700, dtype=dtype)
+            cache.append(0, k, v)
+            own = b"" if dtype == "int8" else sl.attention(np.ascontiguousarray(q), k, v).tobytes()
+            results.add(own + cache.attend(0, q).tobytes())
         text = emit(Shape("decode", machine.current_isa(), "f32", cached=True, fetching=fetching))
         assert ("prefetch" in text) == (fetching.cache_blocks > 0)
     assert len(results) == 1
@@ -99,9 +106,10 @@ def test_what_is_fetched_ahead_changes_no_bit(rng, dtype, monkeypatch):
 
 def test_every_unit_has_a_row_in_every_table():
     for unit in machine.ISAS:
-        tiles = machine.register_tiles(unit)
+        tuning = tunings.shipped(unit)
+        tiles = tuning.register_tiles(unit)
         for vectors, keys in enumerate(tiles.keys, 1):
             assert keys * vectors + vectors < unit.registers  # sums, and a vector of each query
         for product in {unit.product(storage) for storage in ("f32", "f64", "f16", "bf16")}:
             assert product in machine.PRODUCTS
-            assert len(machine.blocking(unit, product).worth) == 3
+            assert len(tuning.blocking(product).worth) == 3

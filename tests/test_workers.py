@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import FULL
+from engines import tuned
 from injection import interrupted, needs_places, places, spread
 from problems import qkv
 
@@ -272,9 +273,16 @@ def test_signals_end_a_call_when_nobody_is_inside(with_torch):
     assert run(code).split() == ["True", "0", "0", "0"]
 
 
+@pytest.fixture
+def long_regions(regions: int) -> Any:
+    """So long that a call has so many."""
+    with tuned(threading={"region_seconds": 1.0 if regions == 1 else 1e-4}):
+        yield
+
+
 @needs_places
 @pytest.mark.parametrize(("runtime", "regions"), [("pool", 1), ("pool", 5), ("openmp", 1)])
-def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, runtime, regions):
+def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, runtime, regions, long_regions):
     """At each place of the engine where CPython looks for signals: no slot stays taken, nobody inside, no thread
     more.
     """
@@ -282,7 +290,6 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, run
 
     if runtime == "pool":
         monkeypatch.setattr(workers, "_openmp", lambda _: None)
-    monkeypatch.setattr(workers, "_REGION_SECONDS", 1.0 if regions == 1 else 1e-4)
     q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 256, 64, 64)
     out = np.empty_like(q)
     sl.set_threads(3)

@@ -9,10 +9,11 @@ import numpy as np
 
 from ..arrays import STORAGE_BYTES, address_of
 from ..expressions.program import Program
-from ..machine import PRODUCTS, Isa, number_bytes, register_tiles
+from ..machine import PRODUCTS, Isa, number_bytes
 from ..philox import drop_below
 from ..planning import pair_flops
 from ..problem import QUERY_BLOCK, TILE, Problem
+from ..tunings import Ranges, Tuning
 from .compile import kernel_of
 from .flows import needs_raw
 from .layout import (
@@ -31,16 +32,13 @@ from .layout import (
     together,
 )
 from .operands import Operands, Strides, step_of_items, steps, stride_of
-from .prepare import INLINE_SECONDS, bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
-from .schedule import APART, product_of, up
+from .prepare import bits_of, give_scratch, raise_wrong, signs_of, take_scratch, template_of
+from .schedule import product_of, up
 from .shape import Kind, Shape
 from .workers import run_tickets
 
 _VECTORS = 3  # of queries, in a panel
-_RANGES = 1024, 4096  # keys of a task, at least, and at most where a row has 128 elements
-_TASKS = 3  # at once, for each thread
 _SLACK = 24  # rows that register tiles write past a tile
-_GUESS = 5e9  # FLOP/s of one thread for each element that a vector has, to begin with
 
 
 class Lies(NamedTuple):
@@ -82,6 +80,7 @@ class BackwardSchedule(NamedTuple):
     """How the CPU engine runs a pass back through attention."""
 
     isa: Isa
+    tuning: Tuning
     storage: str
     vectors: int
     threads: int
@@ -91,7 +90,7 @@ class BackwardSchedule(NamedTuple):
 
     @property
     def scratch_stride(self) -> int:
-        return self.scratch_bytes + APART
+        return self.scratch_bytes + self.tuning.threading.apart
 
     @property
     def panels(self) -> int:
@@ -105,10 +104,16 @@ class BackwardSchedule(NamedTuple):
 
 
 def schedule_backward(
-    problem: Problem, isa: Isa, strides: Strides, program: Program | None, tickets: Tickets, threads: int
+    problem: Problem,
+    isa: Isa,
+    strides: Strides,
+    program: Program | None,
+    tickets: Tickets,
+    threads: int,
+    tuning: Tuning,
 ) -> BackwardSchedule:
     """A panel of three vectors of queries; QUERY_BLOCK is so many panels on every vector unit."""
-    sizes, staged = _sizes(problem, isa, strides, program)
+    sizes, staged = _sizes(problem, isa, strides, program, tuning.register_tiles(isa).keys[_VECTORS - 1])
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
     pairs, pair_bytes = placed(PAIRS, sizes)
     offsets, panel_bytes = placed(BACKWARD_PANEL, sizes)
@@ -120,13 +125,14 @@ def schedule_backward(
     words |= {f"{name}_staged": int(x) for name, x in staged.items()}
     words |= {f"at_{name}": at for name, at in (scratch | pairs | offsets).items()}
     used = up(fixed + panels * panel_bytes, 4096)
-    return BackwardSchedule(isa, problem.storage, _VECTORS, max(1, min(threads, tickets.number)), tickets, words, used)
+    threads = max(1, min(threads, tickets.number))
+    return BackwardSchedule(isa, tuning, problem.storage, _VECTORS, threads, tickets, words, used)
 
 
 def _sizes(
-    problem: Problem, isa: Isa, strides: Strides, program: Program | None
+    problem: Problem, isa: Isa, strides: Strides, program: Program | None, rows: int
 ) -> tuple[BackwardSizes, dict[str, bool]]:
-    """What scratch depends on, and which rows are copied."""
+    """What scratch depends on, and which rows are copied; `rows`: columns of a register tile."""
     lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
     panel, elements = lanes * _VECTORS, PRODUCTS[product_of(problem, isa)]
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
@@ -138,7 +144,7 @@ def _sizes(
         tile_rows=TILE + _SLACK,
         units=units,
         value_units=value_units,
-        width=up(problem.head_dim, register_tiles(isa).keys[_VECTORS - 1]),
+        width=up(problem.head_dim, rows),
         columns=columns,
         value_columns=value_columns,
         staged_keys=staged["k"] * TILE * units * number,
@@ -166,7 +172,7 @@ def _steps_of(problem: Problem) -> list[int]:
     ]
 
 
-def tickets_of(problem: Problem, threads: int, *, skew: int = 0) -> Tickets:
+def tickets_of(problem: Problem, threads: int, wants: Ranges, *, skew: int = 0) -> Tickets:
     """Of blocks of queries against ranges of keys, gang after gang.
 
     A gang is as small as keeps all threads busy: what it reads again and again then stays in the cache they share.
@@ -174,12 +180,12 @@ def tickets_of(problem: Problem, threads: int, *, skew: int = 0) -> Tickets:
     """
     steps = _steps_of(problem)
     columns = problem.batch * problem.kv_heads
-    keys = _range_of(problem, threads, columns)
+    keys = _range_of(problem, threads, columns, wants)
     ranges = [max(1, -(-n // keys)) for n in problem.k_lengths]
     # tasks of a head at once; what is hidden leaves one of a diagonal with work, maybe
     hides = problem.mask is not None or problem.score is not None
     apart = 1 if hides else max([min(a, b) for a, b in zip(steps, ranges, strict=True)], default=0)
-    together = -(-_TASKS * threads // max(1, apart)) if threads > 1 else 1
+    together = -(-wants.tasks * threads // max(1, apart)) if threads > 1 else 1
     rows, count, progress = [], 0, 0
     for first in range(0, columns, together):
         heads = min(together, columns - first)
@@ -196,11 +202,11 @@ def tickets_of(problem: Problem, threads: int, *, skew: int = 0) -> Tickets:
     return Tickets(count, gangs, progress, words)
 
 
-def _range_of(problem: Problem, threads: int, columns: int) -> int:
+def _range_of(problem: Problem, threads: int, columns: int, wants: Ranges) -> int:
     """Keys of a task: all, where heads and items keep the threads busy; no bit depends on it."""
-    least, most = _RANGES
+    least, most = wants.keys
     most = max(least, most * 128 // max(128, problem.head_dim, problem.value_dim))
-    wanted = -(-_TASKS * threads // max(1, columns)) if threads > 1 else 1
+    wanted = -(-wants.tasks * threads // max(1, columns)) if threads > 1 else 1
     keys = -(-max(problem.k_lengths, default=0) // wanted)
     return up(min(most, max(least, keys)), TILE)
 
@@ -210,11 +216,11 @@ def blocks_of_positions(problem: Problem) -> int:
     return max(_steps_of(problem), default=0) // problem.group
 
 
-def side_by_side(problem: Problem, threads: int) -> int:
+def side_by_side(problem: Problem, threads: int, wants: Ranges) -> int:
     """How many tasks are worked on at once where each kv head follows the one before."""
     if len(set(zip(problem.q_starts, problem.q_lengths, problem.k_lengths, strict=True))) != 1:
         return 0  # where that one is cannot be told from where this one is
-    keys = _range_of(problem, threads, problem.batch * problem.kv_heads)
+    keys = _range_of(problem, threads, problem.batch * problem.kv_heads, wants)
     return blocks_of_positions(problem) * max(1, -(-problem.k_lengths[0] // keys))
 
 
@@ -248,7 +254,8 @@ def tickets_of_tables(problem: Problem, most_shares: int, *, by_positions: bool)
 
 def shape_of(problem: Problem, kind: Kind, program: Program | None, how: BackwardSchedule) -> Shape:
     """What the kernel of a pass is specialised for."""
-    return Shape(kind, how.isa, how.storage, how.vectors, program, dropout=problem.dropout > 0)
+    tiles, dropout = how.tuning.register_tiles(how.isa), problem.dropout > 0
+    return Shape(kind, how.isa, how.storage, how.vectors, program, own_tiles=tiles, dropout=dropout)
 
 
 class BackwardCall:
@@ -271,7 +278,9 @@ class BackwardCall:
         self.template = template_of(BACKWARD, words)
         self.words_type = ctypes.c_int64 * len(BACKWARD.names)
         self.seconds = _guessed_seconds(problem, how, self.shape.elements)
-        self.threads = how.threads if self.seconds > INLINE_SECONDS else 1
+        wants = how.tuning.threading
+        self.threads = how.threads if self.seconds > wants.inline_seconds else 1
+        self.region_seconds = wants.region_seconds
 
     @property
     def size(self) -> int:
@@ -303,7 +312,8 @@ class BackwardCall:
                 x.d_out.address, _address(d_lse), x.dq.address, x.dk.address, x.dv.address, *map(_address, sums),
                 ctypes.addressof(progress), _address(shares),
             )  # fmt: skip
-            run_tickets(kernel_of(self.shape), words, self.how.tickets.number, self.threads, self.seconds)
+            tickets = self.how.tickets.number
+            run_tickets(kernel_of(self.shape), words, tickets, self.threads, self.seconds, self.region_seconds)
         finally:
             give_scratch(scratch)
         raise_wrong(self.lookups, wrong)
@@ -313,7 +323,7 @@ def _guessed_seconds(problem: Problem, how: BackwardSchedule, elements: int) -> 
     """Of one thread."""
     pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
     flops = pairs * pair_flops(problem, backward=True) * (0.5 if problem.causal else 1.0)
-    return flops / (_GUESS * how.isa.lanes(how.storage) * elements)
+    return flops / (how.tuning.threading.backward_flops * how.isa.lanes(how.storage) * elements)
 
 
 def _address(x: np.ndarray | None) -> int:

@@ -17,6 +17,7 @@ from ..modes import standard
 from ..planning import Plan, Run, plan_of
 from ..problem import FAR_LSE, LAYOUTS, Problem
 from ..resolve import Stated
+from ..tunings import Ranges
 from .compile import symbol_of
 from .differentiate import (
     BackwardCall,
@@ -35,6 +36,7 @@ from .layout import SHARE_OF
 from .operands import Operands, Strides
 from .prepare import measured_roofs, program_of
 from .shape import Kind, Shape
+from .tuned import tuning_of
 
 _SHARES, _SHARE_BYTES = 64, 64 << 20  # of gradients of tables, and bytes of all shares together
 _POSITIONS = 4  # blocks of queries, from which on a share is what is at the same positions
@@ -44,22 +46,24 @@ class Gradients:
     """A prepared request, for arrays at any addresses."""
 
     def __init__(self, request: Asked, lies: Lies, threads: int, isa: Isa) -> None:
-        self.request, self.problem, self.lies = request, request.problem, lies
+        self.request, self.problem, self.lies, self.tuning = request, request.problem, lies, tuning_of(isa)
+        wants = self.tuning.ranges
         self.untouched = _untouched(self.problem, lies)
         program, skew = program_of(self.problem, backward=True), 0
         self.sums = _sums_of(self.problem, request.tables)
         self.tables = None  # the call that adds to their gradients, where that of dq, dk and dv does not
         if self.sums is not None:
-            if self.sums.beside(self.problem, program, threads):
+            if self.sums.beside(self.problem, program, threads, wants):
                 tickets = tickets_of_tables(self.problem, self.sums.shares, by_positions=self.sums.one)
                 self.tables = self._call("tables", self.sums.program, tickets, threads, isa)
             else:
                 program, skew = self.sums.program, 0 if self.sums.alone else self.problem.group
-        self.call = self._call("backward", program, tickets_of(self.problem, threads, skew=skew), threads, isa)
+        tickets = tickets_of(self.problem, threads, wants, skew=skew)
+        self.call = self._call("backward", program, tickets, threads, isa)
 
     def _call(self, kind: Kind, program: Program | None, tickets: Tickets, threads: int, isa: Isa) -> BackwardCall:
         strides = self.lies.strides(self.problem.storage)
-        how = schedule_backward(self.problem, isa, strides, program, tickets, threads)
+        how = schedule_backward(self.problem, isa, strides, program, tickets, threads, self.tuning)
         return BackwardCall(self.problem, kind, program, self.lies, how)
 
     @property
@@ -107,11 +111,11 @@ class _TableSums(NamedTuple):
     def alone(self) -> bool:
         return all([id(node.value) in self.single for node, _ in self.program.entries])
 
-    def beside(self, problem: Problem, program: Program | None, threads: int) -> bool:
+    def beside(self, problem: Problem, program: Program | None, threads: int, wants: Ranges) -> bool:
         """Whether a kernel of its own sums them; dS is computed twice then."""
         if not self.rows or changes_flow(program):
             return True
-        return not self.alone and side_by_side(problem, threads) < 2 * threads
+        return not self.alone and side_by_side(problem, threads, wants) < 2 * threads
 
     def new(self, problem: Problem, shares: int) -> tuple[dict[int, np.ndarray], np.ndarray]:
         """Sums of so many shares, by the tables' ids, and where kernels find them."""
@@ -178,8 +182,9 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[BackwardSchedule, Shape]:
     """How a backward call runs, and what its kernel is specialised for; for any vector unit, this machine's or not."""
-    program = program_of(problem, backward=True)
-    how = schedule_backward(problem, isa, strides, program, tickets_of(problem, threads), threads)
+    program, tuning = program_of(problem, backward=True), tuning_of(isa)
+    tickets = tickets_of(problem, threads, tuning.ranges)
+    how = schedule_backward(problem, isa, strides, program, tickets, threads, tuning)
     return how, shape_of(problem, "backward", program, how)
 
 

@@ -96,7 +96,7 @@ def score_rows(module: Module, s: Shape) -> Any:
             keys = []
             for m in range(n):
                 if ahead is not None:
-                    k.prefetch(k.at(ahead, t * unit_step + lane_step * m))
+                    k.prefetch(k.at(ahead, t * unit_step + lane_step * m), s.fetching.level)
                 keys.append(load_units(k, s, k.load(PTR, rows, 8 * m), t, stored=True))
             each_row(j, t, k.transpose(keys))
         with k.range(whole, p["units"]) as t:
@@ -150,13 +150,13 @@ def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j
     vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
     totals = [[k.variable(k.const(0.0, s.vector)) for _ in vectors] for _ in rows]
     for ahead in aheads if s.quantised else ():
-        k.prefetch(k.at(ahead, -s.header))
+        k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
     def unit(t: Value) -> None:
         keys = [load_keys(k, s, block, t, lane) for block, lane in vectors]
         for ahead in aheads:
             for line in range(0, unit_bytes, 64):
-                k.prefetch(k.at(ahead, t * unit_bytes + line))
+                k.prefetch(k.at(ahead, t * unit_bytes + line), s.fetching.level)
         for row, sums in zip(queries, totals, strict=True):
             query = k.splat(k.load(s.unit, row, t * s.number_bytes), n)
             for total, x in zip(sums, keys, strict=True):
@@ -242,7 +242,7 @@ def _fetch_values(k: Function, s: Shape, j: Value) -> None:
         number = k.min(block, k.i64(TILE // BLOCK + s.fetching.cache_blocks))
         at = k.at(k.load(PTR, p["places"], number * 8), byte - block * block_bytes)
         for line in range(2 * s.lanes):
-            k.prefetch(k.at(at, line * 64))
+            k.prefetch(k.at(at, line * 64), s.fetching.level)
 
 
 def add_up(module: Module, s: Shape) -> Any:
@@ -343,12 +343,12 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
         block = _block(k, s, j // size)
         ahead = None if far is None else _block(k, s, j // size + far)
         if s.quantised and ahead is not None:
-            k.prefetch(k.at(ahead, -s.header))
+            k.prefetch(k.at(ahead, -s.header), s.fetching.level)
         with k.range(0, k.min(p["end"] - j, k.i64(size))) as i:
             row = k.at(block, i * step_row)
             if ahead is not None:
                 for column in lines:
-                    k.prefetch(k.at(ahead, i * step_row + column * s.stored_bytes))
+                    k.prefetch(k.at(ahead, i * step_row + column * s.stored_bytes), s.fetching.level)
             step(j + i, cached_row(k, s, row, i, step_row))
 
 
@@ -361,7 +361,7 @@ def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> N
         for n in range(keys) if far else ():
             ahead = row_of(first + (far * keys + n))
             for column in lines:
-                k.prefetch(k.at(ahead, column * s.key_bytes))
+                k.prefetch(k.at(ahead, column * s.key_bytes), s.fetching.level)
         step(j, [row_of(first + n) for n in range(keys)])
 
     base = k.load(PTR, p["places"])

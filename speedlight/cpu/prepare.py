@@ -15,7 +15,7 @@ from ..arrays import STORAGE_BYTES, pages
 from ..errors import ArgumentError
 from ..expressions.program import Program
 from ..expressions.tree import Node, out_of_range
-from ..machine import PRODUCTS, Isa, current_isa, fetching, number_bytes
+from ..machine import PRODUCTS, Isa, current_isa, number_bytes
 from ..modes import standard
 from ..philox import drop_below
 from ..planning import Plan, Roofs, Run, plan_of
@@ -27,17 +27,14 @@ from .operands import Dense, Paged, Rows, Strides, steps
 from .schedule import Schedule, product_of, schedule
 from .shape import Shape
 from .softmax import LOG4_E
+from .tuned import tuning_of
 from .workers import run_tickets
-
-INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
-_GUESS = 50e9  # FLOP/s of one thread, to begin with
-_READ_GUESS = 20e9  # bytes per second that a decode step reads keys and values with, likewise
 
 
 @standard
 def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:
     """Everything that addresses don't change."""
-    how = schedule(problem, isa, threads, keys.strides(problem.key_dtype))
+    how = schedule(problem, isa, threads, keys.strides(problem.key_dtype), tuning_of(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
     return Call(problem, how, words, items, isinstance(keys, Paged) and keys.pages.lanes)
@@ -63,14 +60,15 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
     """How a problem over arrays runs, and what its kernel is specialised for; for any vector unit, this machine's or
     not.
     """
-    how = schedule(problem, isa, threads, strides)
+    how = schedule(problem, isa, threads, strides, tuning_of(isa))
     return how, _shape(problem, how, program_of(problem))
 
 
 def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = False) -> Shape:
-    fetched, dropout, widened = fetching(how.isa), problem.dropout > 0, problem.key_storage if problem.widened else None
+    dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
+    loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
     of_keys = cached, problem.quantised
-    return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_keys, fetched, dropout, widened)
+    return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_keys, *loops, dropout, widened)
 
 
 class Call:
@@ -96,7 +94,9 @@ class Call:
         record = arguments_of(how.kind)
         self.words_type, self.template = ctypes.c_int64 * len(record.names), template_of(record, words)
         self.seconds = _guessed_seconds(problem, how)
-        self.threads = how.threads if self.seconds > INLINE_SECONDS else 1
+        wants = how.tuning.threading
+        self.threads = how.threads if self.seconds > wants.inline_seconds else 1
+        self.region_seconds = wants.region_seconds
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
         self.items_at = items.ctypes.data
         self.counts_at = 0  # address to which kernels add tiles and keys (layout.COUNTS); 0: they do not count
@@ -157,7 +157,7 @@ class Call:
                 ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
                 self.problem.seed if seed is None else seed,
             )  # fmt: skip
-            run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
+            run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds, self.region_seconds)
         finally:
             give_scratch(scratch)
         raise_wrong(self.lookups, wrong)
@@ -187,8 +187,9 @@ def _guessed_seconds(problem: Problem, how: Schedule) -> float:
     if how.kind == "decode":
         size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
         read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * size
-        return read / _READ_GUESS
-    return all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0) / _GUESS
+        return read / how.tuning.threading.read_bytes
+    flops = all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
+    return flops / how.tuning.threading.flops
 
 
 def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:

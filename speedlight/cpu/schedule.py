@@ -1,6 +1,6 @@
 """How this machine runs a problem: which kernel, in what blocks, on how many threads, in how much scratch. Pure.
 
-The figures of machines are tables in machine.py; no bit of a result depends on them.
+The figures of CPUs are the tables of tunings.py; no bit of a result depends on them.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ..machine import PRODUCTS, Isa, blocking, level2_bytes, number_bytes, register_tiles
+from ..machine import PRODUCTS, Isa, level2_bytes, number_bytes
 from ..problem import SPAN, TILE, Problem
+from ..tunings import Decoding, Tuning
 from .layout import (
     DECODE_SCRATCH,
     FORWARD_SCRATCH,
@@ -21,12 +22,7 @@ from .layout import (
 from .operands import Strides
 
 DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
-_TASK_ROWS = 128  # of all heads of a decode task: their states stay in the second-level cache
 _PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
-_TASKS = 4  # for each thread, so that none waits long for the last
-
-# Side by side, two workers' scratches cost 2 to 4 % (measured; prefetchers run past the end of one into the other)
-APART = (1 << 20) + 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +31,7 @@ class Schedule:
 
     kind: Literal["forward", "decode"]
     isa: Isa
+    tuning: Tuning
     storage: str
     panel: int  # query rows that go through a tile together
     panels: int  # of one task
@@ -55,7 +52,7 @@ class Schedule:
     @property
     def scratch_stride(self) -> int:
         """From one worker's scratch to the next; the gap is never touched, so it costs addresses, not memory."""
-        return self.scratch_bytes + APART
+        return self.scratch_bytes + self.tuning.threading.apart
 
     @property
     def workspace_bytes(self) -> int:
@@ -68,11 +65,11 @@ def product_of(problem: Problem, isa: Isa) -> str:
     return "fma" if problem.quantised or problem.widened else isa.product(problem.storage)
 
 
-def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides) -> Schedule:
+def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning) -> Schedule:
     """The decode kernel for few rows, the forward kernel for all else."""
     if _decodes(problem, isa, strides):
-        return _decode_schedule(problem, isa, threads, strides.heads_adjoin)
-    return _forward_schedule(problem, isa, threads, strides)
+        return _decode_schedule(problem, isa, threads, strides.heads_adjoin, tuning)
+    return _forward_schedule(problem, isa, threads, strides, tuning)
 
 
 def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
@@ -86,19 +83,19 @@ def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
 # --- many rows
 
 
-def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides) -> Schedule:
+def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning) -> Schedule:
     """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads
     allow.
     """
     lanes, product = isa.lanes(problem.storage), product_of(problem, isa)
     rows = [n * problem.group for n in problem.q_lengths]
-    wants = blocking(isa, product)
+    wants, tiles = tuning.blocking(product), tuning.register_tiles(isa)
     vectors = min((3, 2, 1), key=lambda n: _blocks(rows, lanes * n) * n / wants.worth[n - 1])
     panel = lanes * vectors
     stage_keys, stage_values = _staged(problem, product, strides)
     cached = strides.pages is not None and strides.pages.lanes
     # a cache's values are staged where pages part a tile
-    sizes = _sizes(problem, isa, vectors, stage_keys, stage_values or cached)
+    sizes = _sizes(problem, isa, vectors, tiles.keys[vectors - 1], (stage_keys, stage_values or cached))
     scratch, fixed = placed(FORWARD_SCRATCH, sizes)
     offsets, panel_bytes = placed(PANEL, sizes)
     fits = (level2_bytes() * 5 // 8 - fixed) // panel_bytes
@@ -106,7 +103,7 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     keys = max(problem.k_lengths, default=0)
     work = panel * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
     wanted = max(4 if stage_keys or stage_values else 2, wants.task_flops // work)
-    share = _blocks(rows, panel) * problem.kv_heads // (8 * threads)
+    share = _blocks(rows, panel) * problem.kv_heads // (wants.tasks * threads)
     panels = max(1, min(wants.panels, fits, wanted, share))
     blocks = _blocks(rows, panel * panels) * problem.kv_heads
     words = {
@@ -116,6 +113,7 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     return Schedule(
         "forward",
         isa,
+        tuning,
         problem.storage,
         panel,
         panels,
@@ -138,17 +136,18 @@ def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, boo
     return keys, values
 
 
-def _sizes(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_values: bool) -> ForwardSizes:
+def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bool, bool]) -> ForwardSizes:
+    """`rows`: keys of a register tile; `staged`: whether keys are, and values."""
     number, elements = number_bytes(problem.storage), PRODUCTS[product_of(problem, isa)]
-    units, rows = -(-problem.head_dim // elements), register_tiles(isa).keys[vectors - 1]
+    units = -(-problem.head_dim // elements)
     return ForwardSizes(
         number=number,
         panel=vectors * isa.lanes(problem.storage),
         tile_rows=up(TILE, rows),
         units=units,
         width=up(problem.value_dim, rows),
-        staged_keys=stage_keys * TILE * units * number,
-        staged_values=stage_values * (TILE // elements) * problem.value_dim * number,
+        staged_keys=staged[0] * TILE * units * number,
+        staged_values=staged[1] * (TILE // elements) * problem.value_dim * number,
         quantised=problem.quantised,
     )
 
@@ -161,7 +160,7 @@ def _unused(problem: Problem) -> list[int]:
 # --- few rows
 
 
-def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: bool) -> Schedule:
+def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: bool, tuning: Tuning) -> Schedule:
     """One task for each kv head, or several that share its spans where heads are few.
 
     Where heads adjoin, a task takes several of them through each tile: memory is then read in longer pieces (a page of
@@ -170,9 +169,11 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     rows = max(problem.q_lengths) * problem.group
     heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
     spans = -(-max(problem.k_lengths, default=0) // SPAN)
-    together = _heads_together(problem, threads, rows, spans) if heads_adjoin else 1
-    tasks, enough = heads // together, _TASKS * threads
-    parts = max(1, min(spans, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
+    wants = tuning.decoding
+    together = _heads_together(problem, threads, rows, spans, wants) if heads_adjoin else 1
+    tasks, enough = heads // together, wants.tasks * threads
+    most = -(-spans // wants.spans)
+    parts = max(1, min(most, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
     elements = PRODUCTS[product_of(problem, isa)]
     sizes = DecodeSizes(
         number=number_bytes(problem.storage),
@@ -190,6 +191,7 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     return Schedule(
         "decode",
         isa,
+        tuning,
         problem.storage,
         rows,
         1,
@@ -203,11 +205,11 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     )
 
 
-def _heads_together(problem: Problem, threads: int, rows: int, spans: int) -> int:
+def _heads_together(problem: Problem, threads: int, rows: int, spans: int, wants: Decoding) -> int:
     """kv heads of one task: the most whose states stay in the cache, and which leave enough tasks."""
     items = max(1, sum(1 for n in problem.q_lengths if n))
-    enough = _TASKS * threads if threads > 1 else 1
-    fits = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n * rows <= _TASK_ROWS]
+    enough = wants.tasks * threads if threads > 1 else 1
+    fits = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n * rows <= wants.rows]
     return max((n for n in fits if items * (problem.kv_heads // n) * max(1, spans) >= enough), default=1)
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..arrays import STORAGE_BYTES
-from ..machine import FETCHING, PRODUCTS, Fetching, Isa, RegisterTiles, number_bytes, register_tiles
+from ..machine import PRODUCTS, Isa, number_bytes
+from ..tunings import TUNINGS, Fetching, RegisterTiles, shipped
 from .layout import BLOCK
 
 if TYPE_CHECKING:
@@ -29,7 +30,8 @@ class Shape:
         False  # keys and values lie as a cache keeps them: keys in lane order, values in pairs if multiplied so
     )
     quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
-    fetching: Fetching = FETCHING  # of the decode kernel
+    fetching: Fetching = TUNINGS["other"].fetching  # of the decode kernel
+    own_tiles: RegisterTiles | None = None  # None: those that ship for the unit
     dropout: bool = False  # weights are dropped
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
 
@@ -139,7 +141,7 @@ class Shape:
 
     @property
     def tiles(self) -> RegisterTiles:
-        return register_tiles(self.isa)
+        return shipped(self.isa).register_tiles(self.isa) if self.own_tiles is None else self.own_tiles
 
     @property
     def rows(self) -> int:

@@ -30,7 +30,6 @@ from .schedule import DECODE_ROWS
 from .workers import get_threads
 
 _STEPS, _STEPS_BYTES = 64, 16 << 20  # prepared steps that are remembered
-_INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
 _ALL = slice(None)
 _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them of keys and values
 
@@ -72,11 +71,11 @@ def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
 class Step:
     """A prepared call of a cache, for queries of one form over any lengths of as many spans."""
 
-    __slots__ = ("addresses", "lse_dtype", "prepared", "token_bytes", "value_dim")
+    __slots__ = ("addresses", "inline_bytes", "lse_dtype", "prepared", "token_bytes", "value_dim")
 
     def __init__(self, prepared: Call, storage: CacheStorage) -> None:
         self.prepared, self.addresses, self.token_bytes = prepared, storage.addresses, storage.token_bytes
-        self.value_dim = storage.shape.value_dim
+        self.value_dim, self.inline_bytes = storage.shape.value_dim, prepared.how.tuning.threading.inline_bytes
         self.lse_dtype = np.float64 if storage.shape.dtype == "float64" else np.float32
 
     def run(self, layer: int, q: np.ndarray, lengths: list[int], return_lse: bool, seed: int) -> Any:
@@ -84,7 +83,7 @@ class Step:
         items = self.prepared.items_for(lengths)
         out = np.empty((*q.shape[:-1], self.value_dim), q.dtype)
         lse = np.empty(q.shape[:-1], self.lse_dtype) if return_lse else None
-        threads = 1 if sum(lengths) * self.token_bytes * max(1, q.shape[2] // 8) < _INLINE_BYTES else 0
+        threads = 1 if sum(lengths) * self.token_bytes * max(1, q.shape[2] // 8) < self.inline_bytes else 0
         (k_at, v_at), lse_at = self.addresses[layer], 0 if lse is None else arrays.address_of(lse)
         q_at, out_at, items_at = arrays.address_of(q), arrays.address_of(out), ctypes.addressof(items)
         self.prepared.run(q_at, k_at, v_at, out_at, lse_at, items_at, threads, seed)

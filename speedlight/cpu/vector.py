@@ -355,10 +355,10 @@ class Function:
     def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
         self.b.store(value.x, self.at(pointer, offset).x, align=align)
 
-    def prefetch(self, pointer: Value) -> None:
-        """Towards the first-level cache; any address will do."""
+    def prefetch(self, pointer: Value, level: int = 1) -> None:
+        """Towards a cache: the first, second or third; any address will do."""
         f = self.module.declare("llvm.prefetch.p0", VOID, [PTR, I32, I32, I32])
-        self.b.call(f, [pointer.x, I32(0), I32(3), I32(1)])
+        self.b.call(f, [pointer.x, I32(0), I32(4 - level), I32(1)])
 
     def fetch_add(self, pointer: Value, offset: int, amount: Value | int) -> Value:
         """Adds atomically; what was there before."""

@@ -27,8 +27,6 @@ from ..machine import available_threads, setting
 from .compile import Kernel
 from .layout import LEFT, LIMIT, TICKET, WORKER
 
-_REGION_SECONDS = 0.048  # a region lasts about so long at most, so that signals are seen
-
 _threads: int | None = None
 _forked = False  # GNU OpenMP hangs in a forked child: there we use threads of our own
 _region: list[object] = [None]  # the owner's token: one region at a time; other callers run inline
@@ -104,16 +102,18 @@ def runtime() -> str:
     return "openmp" if not _forked and _openmp("torch" in sys.modules) else "pool"
 
 
-def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds: float) -> None:
-    """All tickets of a call; `seconds` is how long one thread may take. Raises as run_region does.
+def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds: float, longest: float) -> None:
+    """All tickets of a call; `seconds` is how long one thread may take, and `longest` a region at most.
+
+    Raises as run_region does.
 
     In the main thread, where signals are handled, a long call is one region after another. The bits don't know.
     """
-    if seconds < _REGION_SECONDS or threading.current_thread() is not threading.main_thread():
+    if seconds < longest or threading.current_thread() is not threading.main_thread():
         words[LIMIT] = tickets
         run_region(kernel, words, threads)
         return
-    step = max(1, round(tickets * _REGION_SECONDS / seconds / threads)) * threads
+    step = max(1, round(tickets * longest / seconds / threads)) * threads
     done = 0
     while done < tickets:
         end = min(tickets, done + step)
@@ -121,7 +121,7 @@ def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds:
         start = time.perf_counter()
         run_region(kernel, words, threads)
         passed = max(time.perf_counter() - start, 1e-6)
-        step = max(1, min(4 * step, round((end - done) * _REGION_SECONDS / passed)) // threads) * threads
+        step = max(1, min(4 * step, round((end - done) * longest / passed)) // threads) * threads
         done = end
 
 

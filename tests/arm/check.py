@@ -25,6 +25,7 @@ from speedlight.cpu.shape import Shape
 from speedlight.machine import isa_named
 from speedlight.problem import Options
 from speedlight.resolve import from_arrays
+from speedlight.tunings import shipped
 
 HERE = Path(__file__).parent
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
@@ -39,7 +40,7 @@ def words_for(
     described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
     problem = from_arrays(*described, Options(causal)).problem
     rows, keys = Rows("bhld", described[0], out.strides), Dense("bhld", *described[1:])
-    how = schedule(problem, isa, 1, keys.strides(problem.dtype))
+    how = schedule(problem, isa, 1, keys.strides(problem.dtype), shipped(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
     template = np.frombuffer(bytearray(template_of(arguments_of(how.kind), words)), np.int64)

@@ -1,0 +1,180 @@
+"""What each family of CPUs wants of schedules and loops: a row each, measured. No bit of a result depends on them.
+
+`shipped` gives the row of a vector unit on this CPU; cpu/tuned.py what is in force, which may have been measured here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .machine import Isa, cpu_family, host_arch
+
+FAMILIES = {"zen4": "Zen 4", "zen5": "Zen 5", "other": "other CPUs"}
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterTiles:
+    """Sums that are held in registers at once; the rest hold operands."""
+
+    registers: int  # the row is for units of at least so many
+    keys: tuple[int, int, int]  # keys (or columns of values) beside 1, 2, 3 query vectors
+    # decoding: rows of queries x blocks of a cache, the largest first; blocks at once are streams from memory
+    scores: tuple[tuple[int, int], ...]
+    int8_scores: tuple[tuple[int, int], ...]
+    narrow_scores: tuple[tuple[int, int], ...]  # where a block of 16 keys takes several vectors
+    # decoding: rows of queries x vectors of a value, and for how many rows or more
+    values: tuple[tuple[int, int, int], ...]
+    int8_values: tuple[tuple[int, int, int], ...]
+    gradients: tuple[tuple[int, int], ...]  # keys x vectors of columns, of dK and dV, the widest first, down to one
+
+
+@dataclass(frozen=True, slots=True)
+class Blocking:
+    """The forward kernel's blocks of queries."""
+
+    worth: tuple[float, float, float]  # share of the peak that panels of 1, 2, 3 query vectors reach, of the best
+    panels: int  # that share a tile of keys, at most
+    task_flops: int  # of a task, at least, where there is so much work
+    tasks: int  # for each thread, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """How far ahead of its use the decode kernel fetches memory; 0 leaves that to the CPU.
+
+    There is room for the addresses of 32 keys, or 24 blocks, past a tile (PLACES in cpu/layout.py).
+    """
+
+    groups: int  # vectors of keys, where keys are rows
+    keys: int  # where values are rows; of pairs, twice as many
+    cache_bytes: int  # of a cache's keys and values: some microseconds of reading
+    cache_blocks: int  # … and blocks, at most
+    twice: bool  # whether a cache's values are asked for while weights are computed, too
+    level: int  # cache that it is fetched to: 1 to 3
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """The decode kernel's tasks."""
+
+    tasks: int  # for each thread, so that none waits long for the last
+    rows: int  # of all heads of a task: their states stay in the second-level cache
+    spans: int  # of a task, at least, where several share a head
+
+
+@dataclass(frozen=True, slots=True)
+class Ranges:
+    """The backward pass's tasks."""
+
+    tasks: int  # at once, for each thread
+    keys: tuple[int, int]  # of a task, at least, and at most where a row has 128 elements
+
+
+@dataclass(frozen=True, slots=True)
+class Threading:
+    """When threads are worth waking, and how long they work without a look at signals."""
+
+    inline_seconds: float  # a region that one thread ends so soon is not worth waking another
+    inline_bytes: int  # … and a step of a cache over so many bytes of keys and values
+    region_seconds: float  # a region lasts about so long at most, so that signals are seen
+    flops: float  # per second of one thread, to guess from
+    backward_flops: float  # … of the backward pass, for each element that a vector has
+    read_bytes: float  # … that a decode step reads keys and values with
+    # from one worker's scratch to the next's: side by side they cost 2 to 4 % (a prefetcher runs into the other's)
+    apart: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tuning:
+    """All that is chosen by the CPU and changes no bit. What is prepared depends on it, by identity."""
+
+    family: str
+    tiles: tuple[RegisterTiles, ...]
+    fma: Blocking  # by what multiplies
+    pairs: Blocking
+    fetching: Fetching
+    decoding: Decoding
+    ranges: Ranges
+    threading: Threading
+    date: str = ""  # when parts of it were measured on this machine, if so
+
+    def blocking(self, product: str) -> Blocking:
+        """By a name in machine.PRODUCTS."""
+        return self.pairs if product == "pairs" else self.fma
+
+    def register_tiles(self, isa: Isa) -> RegisterTiles:
+        """Those for as many registers as a unit has."""
+        fitting = [row for row in self.tiles if row.registers <= isa.registers]
+        return fitting[0]  # not next(…): an interrupt while its generator is closed would be lost
+
+
+# One stream is read fastest, by 4 to 9 % (measured on a Zen 5). int8 takes less time to read than to compute, where a
+# few chains wait for each other: it has more sums, and a vector of values that was widened is used for four rows.
+#       registers   keys
+#          scores                    of int8                   narrow
+#          values                             of int8
+#          gradients
+REGISTER_TILES = (
+    RegisterTiles(32, (8, 8, 8),
+        ((8, 1), (4, 1), (1, 1)), ((8, 1), (4, 2), (1, 4)), ((4, 1), (1, 1)),
+        ((4, 4, 8), (2, 8, 2), (1, 8, 1)), ((4, 4, 4), (2, 8, 2), (1, 8, 1)),
+        ((8, 2), (8, 1))),
+    RegisterTiles(16, (4, 4, 4),
+        ((4, 1), (1, 1)),         ((4, 1), (1, 1)),         ((4, 1), (1, 1)),
+        ((2, 4, 2), (1, 4, 1)),            ((2, 4, 2), (1, 4, 1)),
+        ((4, 3), (4, 2), (4, 1))),
+)  # fmt: skip
+
+# Measured over 90 shapes on Zen 4 and Zen 5 (docs/ladder.md). Units of 16 registers have no room for enough sums of
+# one vector: they take the row of other CPUs.
+#                    worth of 1, 2, 3     panels  FLOPs of a task  tasks
+_FMA = {
+    "zen4":  Blocking((1.00, 0.98, 0.95),      8,     800_000_000,     8),
+    "zen5":  Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8),
+    "other": Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8),
+}  # fmt: skip
+_PAIRS = {
+    "zen4":  Blocking((0.72, 1.00, 0.99),      4,   1_600_000_000,     8),
+    "zen5":  Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),
+    "other": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),
+}  # fmt: skip
+
+# A Zen 5 reads a fifth faster with it. A Zen 4 reads from memory 5 to 18 % faster without, and slower what its caches
+# hold.
+#                groups  keys  cache_bytes  cache_blocks  twice  level
+_FETCHING = {
+    "zen4":  Fetching(2,   16,       16384,           24,  True,     1),
+    "zen5":  Fetching(2,   16,       16384,           24,  True,     1),
+    "other": Fetching(2,   16,       16384,           24,  True,     1),
+}  # fmt: skip
+
+#                 tasks  rows  spans
+_DECODING = {
+    "zen4":  Decoding(4,  128,     1),
+    "zen5":  Decoding(4,  128,     1),
+    "other": Decoding(4,  128,     1),
+}  # fmt: skip
+
+#               tasks   least  most keys
+_RANGES = {
+    "zen4":  Ranges(3,  (1024, 4096)),
+    "zen5":  Ranges(3,  (1024, 4096)),
+    "other": Ranges(3,  (1024, 4096)),
+}  # fmt: skip
+
+#                 inline seconds  bytes  region  FLOP/s  backward  bytes/s  scratches apart
+_THREADING = {
+    "zen4":  Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+    "zen5":  Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+    "other": Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+}  # fmt: skip
+
+TUNINGS = {
+    x: Tuning(x, REGISTER_TILES, _FMA[x], _PAIRS[x], _FETCHING[x], _DECODING[x], _RANGES[x], _THREADING[x])
+    for x in FAMILIES
+}
+
+
+def shipped(isa: Isa) -> Tuning:
+    """The row of a vector unit on this CPU; narrow units, and those of machines that are not here, have the last."""
+    return TUNINGS[cpu_family() if isa.registers >= 32 and isa.arch == host_arch() else "other"]
