@@ -233,7 +233,8 @@ def visible_step(k: Function, s: Shape, value: Value, weight: Value, total: Valu
     """multiply_add in lanes that see the unit; `seen` as from visible()."""
     match s.product:
         case "pairs":
-            return k.select(seen.differs(0), multiply_add(k, s, value & seen, weight & seen, total), total)
+            some = ((seen << 16) | seen) < 0  # as a sign: LLVM then makes it the multiply-add's own mask
+            return k.select(some, multiply_add(k, s, value & seen, weight & seen, total), total)
     return k.select(seen, k.fma(value, weight, total), total)
 
 

@@ -73,14 +73,13 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     Meanwhile brings in what the expression will read: `ahead` has the panel's addresses, once for each number of
     `lines`.
 
-    check holds every lane's largest score, the sum (finite only if all scores are), and the smallest.
-    Row groups past the end repeat the last key: what they write lies past n_keys.
+    check holds every lane's largest score, the sum (finite only if all scores are), and the smallest; where a score
+    function follows, that says so of what it makes of them. Row groups past the end repeat the last key: what they
+    write lies past n_keys.
     """
     k = module.function("score_tile", _SCORE_PARAMS | _scales(s))
     p = k.p
-    for v in range(s.vectors):
-        for i, start in enumerate((float("-inf"), 0.0, float("inf"))):
-            k.store(k.const(start, s.vector), p["check"], i * s.row_bytes + s.lane_offset(v))
+    checks = _Checks(k, s) if s.program is None or s.program.score is None else None
     last = p["n_keys"] - 1
     with k.range(0, p["n_keys"], s.rows) as j:
         rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
@@ -96,8 +95,31 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
         _fetch_rows(k, s, lines, j)
         k.unrolled(0, p["units"], step)
         for v in range(s.vectors):
-            _store_scores(k, s, j, v, [total[m][v].get() for m in range(s.rows)])
+            scores = _stored_scores(k, s, j, v, [total[m][v].get() for m in range(s.rows)])
+            if checks is not None:
+                checks.add(v, scores)
+    if checks is not None:
+        checks.store()
     return k.finish()
+
+
+class _Checks:
+    """What softmax_tile asks of scores: each lane's largest, their sum, the smallest; part of score_tile."""
+
+    def __init__(self, k: Function, s: Shape) -> None:
+        self.k, self.s = k, s
+        starts = float("-inf"), 0.0, float("inf")
+        self.found = [[k.variable(k.const(x, s.vector)) for x in starts] for _ in range(s.vectors)]
+
+    def add(self, v: int, scores: list[Value]) -> None:
+        k = self.k
+        for variable, combine in zip(self.found[v], (k.max, lambda a, b: a + b, k.min), strict=True):
+            variable.set(_tree(scores, combine, variable.get()))
+
+    def store(self) -> None:
+        for v, found in enumerate(self.found):
+            for i, x in enumerate(found):
+                self.k.store(x.get(), self.k.p["check"], i * self.s.row_bytes + self.s.lane_offset(v))
 
 
 def _fetch_rows(k: Function, s: Shape, lines: Sequence[int], j: Value) -> None:
@@ -111,8 +133,8 @@ def _fetch_rows(k: Function, s: Shape, lines: Sequence[int], j: Value) -> None:
                 k.prefetch(k.at(row, line * 64))
 
 
-def _store_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> None:
-    """Scores of keys j, j + 1, … against one vector of queries, and what check says of them."""
+def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> list[Value]:
+    """Scores of keys j, j + 1, … against one vector of queries."""
     p = k.p
     if s.quantised:
         last = p["n_keys"] - 1
@@ -120,9 +142,7 @@ def _store_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> No
     out = k.at(p["scores"], j * s.row_bytes)
     for m, each in enumerate(x):
         k.store(each, out, m * s.row_bytes + s.lane_offset(v))
-    for i, combine in enumerate((k.max, lambda a, b: a + b, k.min)):
-        at = k.at(p["check"], i * s.row_bytes + s.lane_offset(v))
-        k.store(_tree(x, combine, k.load(s.vector, at)), at)
+    return x
 
 
 def _tree(values: Sequence[Value], combine: Callable[[Value, Value], Value], last: Value) -> Value:
@@ -313,11 +333,12 @@ def value_tile(module: Module, s: Shape) -> Any:
 
 def predicated_tile(module: Module, s: Shape) -> Any:
     """Continues value_tile from `partial` over the steps [full, steps): a lane whose weight is -0 keeps its sum,
-    whatever the value is (0 · NaN is NaN). Half as many rows, because conditions take registers too.
+    whatever the value is (0 · NaN is NaN). Conditions take registers too: of the widest panels half as many rows.
     """
     k = module.function("predicated_tile", _VALUE_PARAMS)
     p = k.p
-    last, rows = p["width"] - 1, max(1, s.rows // 2)
+    roomy = s.isa.registers >= 32 and s.vectors < 3
+    last, rows = p["width"] - 1, s.rows if roomy else max(1, s.rows // 2)
     # without full steps value_tile has not run: softmax_tile left the start of every column beside alpha
     fresh = p["full"].equals(0)
     begin = k.select(fresh, k.at(p["alpha"], s.row_bytes), p["partial"])
