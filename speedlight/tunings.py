@@ -51,6 +51,7 @@ class Fetching:
     cache_blocks: int  # … and blocks, at most
     twice: bool  # whether a cache's values are asked for while weights are computed, too
     level: int  # cache that it is fetched to: 1 to 3
+    alone: bool  # of a single row, too: it leaves memory idle at no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +142,11 @@ _PAIRS = {
 
 # A Zen 5 reads a fifth faster with it. On a Zen 4 what is fetched to the first level takes the place of what is being
 # missed there, 24 lines at once: 16 KiB ahead to the second level reads up to half faster (docs/ladder.md).
-#                groups  keys  cache_bytes  cache_blocks  twice  level
+#                groups  keys  cache_bytes  cache_blocks  twice  level  alone
 _FETCHING = {
-    "zen4":  Fetching(2,   16,       16384,           24,  True,     2),
-    "zen5":  Fetching(2,   16,       16384,           24,  True,     1),
-    "other": Fetching(2,   16,       16384,           24,  True,     1),
+    "zen4":  Fetching(2,   16,       16384,           24,  True,     2, False),
+    "zen5":  Fetching(2,   16,       16384,           24,  True,     1,  True),
+    "other": Fetching(2,   16,       16384,           24,  True,     1,  True),
 }  # fmt: skip
 
 #                 tasks  rows  spans

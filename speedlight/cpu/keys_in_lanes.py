@@ -124,7 +124,8 @@ def score_lanes(module: Module, s: Shape) -> Any:
                 k.range(start, end, rows) as r,
                 k.range(group, k.min(group + BLOCK * most, p["count"]), BLOCK * together) as j,
             ):
-                _score_blocks(k, s, far, [r + i for i in range(rows)], j, together)
+                fetched = far if rows > 1 or s.fetching.alone else None
+                _score_blocks(k, s, fetched, [r + i for i in range(rows)], j, together)
             start = end
     return k.finish()
 
@@ -324,7 +325,7 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
                 for total, x in zip(totals[r], vectors, strict=True):
                     total.set(multiply_add(k, s, x, weight, total.get()))
 
-        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))]
+        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))] if rows > 1 or s.fetching.alone or not s.cached else []
         (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, step)
         for r in range(rows):
             for total, x in zip(totals[r], sums[r], strict=True):
@@ -338,7 +339,7 @@ _Step = Callable[[Value, list[Value]], None]
 def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
     """Takes all steps through a cache's blocks; of each row, those lines of a block ahead are fetched."""
     p, size, step_row = k.p, _steps_together(s), _step_row(k, s)
-    far = blocks_ahead(k, s, p["value_row"])
+    far = blocks_ahead(k, s, p["value_row"]) if lines else None
     with k.range(p["first"], p["end"], size) as j:
         block = _block(k, s, j // size)
         ahead = None if far is None else _block(k, s, j // size + far)
@@ -358,7 +359,7 @@ def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> N
 
     def one(j: Value, row_of: Callable[[Value], Value]) -> None:
         first = j if keys == 1 else j * keys
-        for n in range(keys) if far else ():
+        for n in range(keys) if far and lines else ():
             ahead = row_of(first + (far * keys + n))
             for column in lines:
                 k.prefetch(k.at(ahead, column * s.key_bytes), s.fetching.level)
