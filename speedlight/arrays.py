@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -380,11 +381,15 @@ def address_of(x: np.ndarray) -> int:
         return x.ctypes.data
 
 
-def pages(size: int) -> mmap.mmap:
-    """Zeroed pages of our own; only those that are touched take memory.
+def pages(size: int, *, large: bool = False) -> mmap.mmap:
+    """Zeroed pages of our own; only those that are touched take memory. `large`: of MiB, if the system has such.
 
     Private: after a fork each process has its own.
     """
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, max(size, 1))
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, max(size, 1))
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if large and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a system without large pages: small ones do
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

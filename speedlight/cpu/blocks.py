@@ -7,9 +7,7 @@ for each plane.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from typing import Any
 
 import numpy as np
@@ -205,15 +203,12 @@ def reserved(shape: tuple[int, ...]) -> np.ndarray:
     """
     count = math.prod(shape)
     try:
-        memory = arrays.pages(count)
+        memory = arrays.pages(count, large=True)
     except (OSError, OverflowError, ValueError) as error:
         raise ReservationError(
             f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or "
             "dtype."
         ) from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError, AttributeError):  # an OS without huge pages: small ones do
-            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8, count).reshape(shape)
 
 

@@ -325,7 +325,9 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
                 for total, x in zip(totals[r], vectors, strict=True):
                     total.set(multiply_add(k, s, x, weight, total.get()))
 
-        lines = columns[:: max(1, 64 // (s.lanes * s.stored_bytes))] if rows > 1 or s.fetching.alone or not s.cached else []
+        lines = (
+            columns[:: max(1, 64 // (s.lanes * s.stored_bytes))] if rows > 1 or s.fetching.alone or not s.cached else []
+        )
         (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, step)
         for r in range(rows):
             for total, x in zip(totals[r], sums[r], strict=True):

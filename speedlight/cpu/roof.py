@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..arrays import pages
 from ..machine import Isa, cpu_name
 from ..planning import Roofs
 from .compile import Kernel, _host_triple, cache_directory, compile_ir, keep, read_kept
@@ -29,6 +30,7 @@ _CHAINS = {64: 24, 32: 12, 16: 24}  # independent sums: enough for latency times
 _UNROLL = 4  # a taken branch must not count
 _ROUNDS = 2_500  # of a ticket: some 30 µs
 _READ = 256 << 20  # bytes: more than caches hold
+_PIECE = 1 << 20  # bytes of a ticket: in pieces of 64 KiB two threads read a tenth less
 _CELLS = 64  # words of sums: each chain begins in one, so that LLVM cannot merge them
 ARGUMENTS = Record(*HEAD, "memory", *(f"cell{i}" for i in range(_CELLS)))
 OPERANDS = ARGUMENTS.bytes  # vectors behind the arguments
@@ -36,9 +38,7 @@ OPERANDS = ARGUMENTS.bytes  # vectors behind the arguments
 
 @functools.cache
 def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
-    """`peak` runs `limit` times _ROUNDS of _UNROLL independent multiply-adds; `read` sums `limit` blocks of 64 KiB from
-    `memory`.
-    """
+    """`peak` runs `limit` times _ROUNDS of _UNROLL independent multiply-adds; `read` sums `limit` pieces of `memory`."""
     s = Shape("forward", isa, storage, 1)
     module = Module("roof")
     _emit_peak(module, s)
@@ -74,7 +74,7 @@ def _emit_read(module: Module, isa: Isa) -> None:
     with k.forever() as leave_if:
         ticket = k.fetch_add(a, 8 * TICKET, 1)
         leave_if(ticket >= words.limit)
-        with k.range(ticket * 65536, (ticket + 1) * 65536, isa.vector_bytes * 8) as at:
+        with k.range(ticket * _PIECE, (ticket + 1) * _PIECE, isa.vector_bytes * 8) as at:
             for i, total in enumerate(sums):
                 total.set(total.get() + k.load(wide, base, at + i * isa.vector_bytes))
     for i, total in enumerate(sums):  # each to a place of its own: else LLVM drops all but the last, and their loads
@@ -108,11 +108,14 @@ def peak_flops(isa: Isa, storage: str, threads: int) -> float:
 
 
 def bandwidth(isa: Isa, threads: int, size: int = _READ) -> float:
-    """Bytes per second of reading so many in sequence, best of a few. Those that fit a cache come from there."""
+    """Bytes per second of reading so many MiB in sequence, best of a few. Those that fit a cache come from there.
+
+    From large pages of virtual memory, as caches have them: small ones cost a fifth.
+    """
     _, kernel = _kernels(isa, "f32")
-    memory = (ctypes.c_char * (size + 64))()
-    ctypes.memset(memory, 1, len(memory))
-    best = min([_timed(kernel, size // 65536, threads, ctypes.addressof(memory)) for _ in range(4)])
+    memory = (ctypes.c_char * size).from_buffer(pages(size, large=True))
+    ctypes.memset(memory, 1, size)
+    best = min([_timed(kernel, size // _PIECE, threads, ctypes.addressof(memory)) for _ in range(4)])
     return size / best
 
 
