@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, Array, check_plain_tensor, conversion, is_masked, is_tensor, listed
+from .arrays import DTYPES, Array, are_plain_ints, check_plain_tensor, conversion, is_masked, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .hints import of_layout
 from .problem import LAYOUTS, MOST_SEEDS
@@ -91,10 +91,12 @@ def item_lengths(
     """Lengths of a padded batch, copied before they are checked."""
     if x is None:
         return (most,) * batch
-    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+    if not getattr(x, "ndim", 0) and isinstance(x, numbers.Integral) and not isinstance(x, bool):
         way = f"One for each of the items: [{shown(x)}] * {batch}."
         raise ArgumentTypeError(f"{name}: expected a sequence of ints; got {type(x).__name__}. {way}")
     values = listed(x, name, "a sequence of ints")
+    if len(values) == batch and set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= most:
+        return tuple(values)
     if values and isinstance(values[0], (list, tuple, np.ndarray)):
         raise ArgumentTypeError(
             f"{name}: expected {batch} lengths, one per batch item; got {len(values)} rows. A tokenizer's mask of "
@@ -174,16 +176,17 @@ def check_pages(k: Array, v: Array) -> None:
         raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
 
 
-def block_table_of(x: Any, slack: int = 0) -> np.ndarray:
-    """A copy of a (batch, most pages) table that may say anything, with `slack` more columns."""
-    table = _block_table(x)
-    numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
-    numbers[:, : table.shape[1]] = table
-    return numbers
+def block_table_of(x: Any) -> np.ndarray:
+    """A copy of a (batch, most pages) table that may say anything."""
+    return _block_table(x).astype(np.int64)
 
 
 def _block_table(x: Any) -> np.ndarray:
-    """(batch, most pages) of ints, of any kind and byte order."""
+    """(batch, most pages) of ints, of any kind and byte order; perhaps the caller's memory."""
+    if are_plain_ints(x):
+        x = x.numpy()
+    if type(x) is np.ndarray and x.ndim == 2 and x.dtype.kind in "iu":
+        return x
     if is_tensor(x):
         check_plain_tensor(x, "block_table")
     elif isinstance(x, Sequence):  # of rows, whose lengths are looked at before NumPy copies them
@@ -206,20 +209,31 @@ def _block_table(x: Any) -> np.ndarray:
 def page_lists(
     block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the
-    lengths.
+    """The columns in use of a block table that may say anything, copied with `slack` more, then checked as far as they
+    are used; and the lengths.
     """
-    numbers = block_table_of(block_table, slack)
-    most = (numbers.shape[1] - slack) * page_size
+    table = _block_table(block_table)
+    most = table.shape[1] * page_size
     lengths = item_lengths(
-        "k_lengths", k_lengths, len(numbers), most, "the tokens that a row of block_table has pages for"
+        "k_lengths", k_lengths, len(table), most, "the tokens that a row of block_table has pages for"
     )
+    used = -(-max(lengths, default=0) // page_size)
+    numbers = np.zeros((len(table), used + slack), np.int64)
+    numbers[:, :used] = table[:, :used]
+    if np.count_nonzero(numbers.view(np.uint64) >= pages):  # or negative: past a sequence's length they may be
+        _check_used(numbers, lengths, pages, page_size)
+    return numbers, lengths
+
+
+def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_size: int) -> None:
+    used = np.array(lengths, np.int64).reshape(-1, 1) > np.arange(numbers.shape[1]) * page_size
+    if not np.count_nonzero((numbers.view(np.uint64) >= pages) & used):
+        return
     for item, n in enumerate(lengths):
         used = numbers[item, : -(-n // page_size)]
         if used.size and (used.min() < 0 or used.max() >= pages):
             at = int(np.argmax((used < 0) | (used >= pages)))
             raise ArgumentError(f"block_table: expected pages from 0 to {pages - 1}; got {used[at]} at [{item}, {at}].")
-    return numbers, lengths
 
 
 # --- of caches

@@ -142,6 +142,11 @@ class Sizes(NamedTuple):
     value_dim: Any
 
 
+def spans_of(tokens: int) -> int:
+    """Spans that a step over so many keys is prepared for: doubled until they suffice."""
+    return 1 << (tokens - 1 >> 10).bit_length()
+
+
 def our_layout(layout: Any) -> Any:
     """Our name of a layout; whatever is none stays as it is."""
     if not isinstance(layout, str) or layout in LAYOUTS:

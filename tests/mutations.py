@@ -414,16 +414,16 @@ MUTATIONS = (
     ),
     Mutation(
         "codes are rounded down",
-        "cpu/blocks.py",
-        "codes = np.rint(x / ",
-        "codes = np.floor(x / ",
-        f"{CACHES} -k quantising",
+        "cpu/append.py",
+        'k.unary("rint", x',
+        'k.unary("floor", x',
+        "tests/test_putting.py -k codes",
     ),
     Mutation(
         "a cache's prepared step is known without its scale",
         "cpu/storage.py",
-        "known = options.key()\n        if known is None or not (type(q)",
-        "known = options._replace(scale=None).key()\n        if known is None or not (type(q)",
+        "known = options.key()\n        if known is None or not (type(given)",
+        "known = options._replace(scale=None).key()\n        if known is None or not (type(given)",
         "tests/test_steps.py -k cache_that_lives",
     ),
     Mutation(

@@ -23,6 +23,17 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
 
 
+def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """What an int8 cache keeps of rows: codes · scales ≈ x, from each row alone. A row with NaN or infinity is NaN."""
+    x = x.astype(np.float32)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
+        scale = np.where(np.isfinite(most), most / np.float32(127), np.float32(np.nan))
+        codes = np.rint(x / np.where(scale > 0, scale, np.float32(1)))
+    codes = np.where(scale > 0, codes, np.float32(0))
+    return np.clip(codes, -127, 127).astype(np.int8), scale
+
+
 def qkv(
     rng: np.random.Generator,
     dtype: str,

@@ -22,14 +22,13 @@ from conftest import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from problems import DTYPES, Pack, numpy_dtype, qkv
+from problems import DTYPES, Pack, numpy_dtype, qkv, quantise
 from tolerance import assert_within
 from wrong import WRONG
 
 import speedlight as sl
 from speedlight import arrays
-from speedlight.cpu.blocks import quantise
-from speedlight.cpu.storage import Step
+from speedlight.cpu.steps import Step
 from speedlight.results import Results
 from speedlight.windows import SPARE
 

@@ -289,7 +289,7 @@ def test_the_plain_read_reads_every_byte():
     from speedlight.cpu.layout import LIMIT
     from speedlight.cpu.workers import run_region
 
-    memory = np.random.default_rng(0).integers(0, 1 << 40, 4 * 65536 // 8)
+    memory = np.random.default_rng(0).integers(0, 1 << 40, 4 * roof._PIECE // 8)
     words = (ctypes.c_int64 * (len(roof.ARGUMENTS.names) + 128))()
     words[LIMIT], words[roof.ARGUMENTS.word("memory")] = 4, memory.ctypes.data
     run_region(roof._kernels(current_isa(), "f32")[1], words, 1)
