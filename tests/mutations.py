@@ -415,8 +415,8 @@ MUTATIONS = (
     Mutation(
         "codes are rounded down",
         "cpu/blocks.py",
-        "codes = np.rint(x / ",
-        "codes = np.floor(x / ",
+        "(np.rint(codes) if ",
+        "(np.floor(codes) if ",
         f"{CACHES} -k quantising",
     ),
     Mutation(

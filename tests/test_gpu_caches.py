@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from injection import interrupted, needs_places, places, spread
-from problems import numpy_dtype
+from problems import numpy_dtype, taken
 from test_gpu import DEVICE, same, tensor
 from tolerance import plain
 from wrong import WRONG
@@ -40,7 +40,7 @@ def close(got, want, dtype):
 
 
 def tokens(rng, dtype, *shapes):
-    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    kind = numpy_dtype(taken(dtype))
     return [rng.standard_normal(s).astype(kind) for s in shapes]
 
 

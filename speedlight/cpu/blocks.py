@@ -135,36 +135,37 @@ class Pairs(Store):
 
 
 class Coded(Store):
-    """int8, with a scale per token and head: 16 scales, then the block of codes as `Store` has it."""
+    """Codes with a scale per token and head: 16 scales, then the block of codes as `Store` has it."""
 
     def row_bytes(self) -> int:
         return self.dim + 4
 
     def views(self) -> list[np.ndarray]:
-        codes = self.view(np.dtype(np.int8), (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
+        codes = self.view(self.kind, (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
         return [codes.swapaxes(-1, -2) if self.is_keys else codes, self.view(np.dtype(np.float32), (BLOCK, 1))]
 
     def split(self, x: np.ndarray) -> list[np.ndarray]:
-        return list(quantise(x))
+        return list(quantise(x, self.dtype))
 
     @standard
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        return parts[0] * parts[1]
+        return parts[0].astype(np.float32) * parts[1]
 
 
 @standard
-def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over 127.
+def quantise(x: np.ndarray, dtype: str = "int8") -> tuple[np.ndarray, np.ndarray]:
+    """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over the largest code.
 
     A row with NaN or infinity is NaN.
     """
-    x = x.astype(np.float32)
+    x, last = x.astype(np.float32), np.float32(arrays.CODES[dtype])
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
-        scale = np.where(np.isfinite(most), most / np.float32(127), np.float32(np.nan))
-        codes = np.rint(x / np.where(scale > 0, scale, np.float32(1)))
-    codes = np.where(scale > 0, codes, np.float32(0))
-    return np.clip(codes, -127, 127).astype(np.int8), scale
+        scale = np.where(np.isfinite(most), most / last, np.float32(np.nan))
+        codes = x / np.where(scale > 0, scale, np.float32(1))
+    codes = np.clip(np.where(scale > 0, codes, np.float32(0)), -last, last)
+    # NumPy would drop the fraction; ml_dtypes rounds to nearest even
+    return (np.rint(codes) if dtype == "int8" else codes).astype(arrays.numpy_dtype(dtype)), scale
 
 
 def _even(x: np.ndarray) -> np.ndarray:
@@ -225,7 +226,7 @@ def make_stores(
     `together`: a block's values follow its keys.
     """
     kind: type[Store] = Store
-    if shape.dtype == "int8":
+    if shape.dtype in arrays.CODES:
         kind = Coded
     elif shape.dtype == "bfloat16" and isa.product("bf16") == "pairs":
         kind = Pairs

@@ -64,7 +64,7 @@ class Schedule:
 
 
 def product_of(problem: Problem, isa: Isa) -> str:
-    """What multiplies: a name in machine.PRODUCTS. int8 is widened first, and keys of another dtype than q's."""
+    """What multiplies: a name in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
     return "fma" if problem.quantised or problem.widened else isa.product(problem.storage)
 
 
@@ -149,7 +149,7 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, stage_keys: bool, stage_val
         width=up(problem.value_dim, rows),
         staged_keys=stage_keys * TILE * units * number,
         staged_values=stage_values * (TILE // elements) * problem.value_dim * number,
-        quantised=problem.quantised,
+        quantised=problem.quantised is not None,
     )
 
 

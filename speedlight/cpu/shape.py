@@ -28,7 +28,7 @@ class Shape:
     cached: bool = (
         False  # keys and values lie as a cache keeps them: keys in lane order, values in pairs if multiplied so
     )
-    quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
+    quantised: str | None = None  # … as codes of this dtype, with a scale per token and head ahead of every block
     fetching: Fetching = FETCHING  # of the decode kernel
     dropout: bool = False  # weights are dropped
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
@@ -58,7 +58,7 @@ class Shape:
 
     @property
     def stored(self) -> str:
-        """Type of keys and values in memory, where they are not int8."""
+        """Type of keys and values in memory, where they are not codes."""
         return self.widened or self.storage
 
     @property
