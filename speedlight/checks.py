@@ -225,7 +225,7 @@ def page_lists(
 # --- of caches
 
 _FLOATS = ("float32", "float16", "bfloat16")  # of tokens that a cache of codes takes
-_FLOAT8 = dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3"), "float8_e4m3fn")  # as people type it
+_FLOAT8: dict[str, str] = dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3"), "float8_e4m3fn")  # as people type it
 
 
 def check_index(name: str, x: Any, count: int) -> int:
