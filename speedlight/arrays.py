@@ -153,8 +153,26 @@ def _check_not_traced(x: Any, name: str) -> None:
         )
 
 
+def viewed(x: Any) -> Any:
+    """A contiguous tensor of the CPU that nobody follows, as NumPy sees it; anything else as it is, to be checked."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.layout is not torch.strided or x.is_nested:
+        return x
+    if torch.autograd.forward_ad._current_level >= 0 or not x.is_contiguous():
+        return x
+    try:
+        if x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize or not x.data_ptr():
+            return x
+        return x.numpy()
+    except (RuntimeError, TypeError):  # a wrapper of torch.func; one that requires grad; a type that NumPy has not
+        return x
+
+
 def listed(x: Any, name: str, what: str) -> list[Any]:
     """What a short list of numbers, an array or a tensor of them holds now."""
+    x = viewed(x)
+    if type(x) is np.ndarray and x.ndim and x.size <= _MOST_LISTED:
+        return x.tolist()
     if is_tensor(x):
         check_plain_tensor(x, name)
     elif is_masked(x):

@@ -119,9 +119,9 @@ class Repeatable:
             (low - x.address, high - x.address) for x in (*given[:-1], out.final or out) for low, high in (x.extent(),)
         ]
 
-    def again(self, tensors: tuple[Any, ...], return_lse: bool, seed: Any) -> Any:
+    def again(self, tensors: tuple[Any, ...], return_lse: bool, seed: Any, items: int = 0, threads: int = 0) -> Any:
         """The same call for arrays at other addresses, with another seed; None if an array lacks memory, or `out` is
-        not apart from the inputs.
+        not apart from the inputs. items, threads: as of Call.run().
         """
         addresses = self._addresses(tensors)
         if addresses is None:
@@ -134,26 +134,15 @@ class Repeatable:
         lse, lse_at = None, 0
         if return_lse:
             lse, lse_at = fresh(q, tuple(q.shape[a] for a in LAYOUTS[self.layout][:-1]), logarithms=True)
-        self.run(addresses[0], addresses[1], addresses[2], at, lse_at, seed=seed)
+        self.run(addresses[0], addresses[1], addresses[2], at, lse_at, items, threads, seed)
         if out is not None and new is not out:
             deliver(replace(arrays.describe(new, "out"), final=arrays.describe(out, "out")))
             new = out
         return (new, lse) if return_lse else new
 
     def _addresses(self, tensors: tuple[Any, ...]) -> list[int] | None:
-        if type(tensors[0]) is np.ndarray:
-            addresses = [arrays.address_of(x) for x in tensors]
-        else:
-            addresses = []
-            for x, (_, high) in zip(tensors, self.reach, strict=False):
-                try:
-                    address = x.data_ptr()
-                except RuntimeError:  # a wrapper of torch.func
-                    return None
-                if high and (not address or x.untyped_storage().nbytes() < high + x.storage_offset() * x.itemsize):
-                    return None
-                addresses.append(address)
-        if len(tensors) == 4:
+        addresses = addresses_of(tensors, [high for _, high in self.reach])
+        if addresses is not None and len(tensors) == 4:
             out = tensors[3]
             if type(out) is np.ndarray and not out.flags.writeable:
                 return None
@@ -163,3 +152,21 @@ class Repeatable:
                 if first < high and low < last:
                     return None
         return addresses
+
+
+def addresses_of(tensors: tuple[Any, ...], ends: list[int]) -> list[int] | None:
+    """Of arrays that have a key; None if one lacks memory. ends: one past the last byte of each, relative to its
+    address.
+    """
+    if type(tensors[0]) is np.ndarray:
+        return [arrays.address_of(x) for x in tensors]
+    addresses = []
+    for x, high in zip(tensors, ends, strict=False):
+        try:
+            address = x.data_ptr()
+        except RuntimeError:  # a wrapper of torch.func
+            return None
+        if high and (not address or x.untyped_storage().nbytes() < high + x.storage_offset() * x.itemsize):
+            return None
+        addresses.append(address)
+    return addresses

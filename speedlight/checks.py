@@ -10,7 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import CODES, DTYPES, Array, check_plain_tensor, code_cache, conversion, is_masked, is_tensor, listed
+from .arrays import (
+    CODES,
+    DTYPES,
+    Array,
+    check_plain_tensor,
+    code_cache,
+    conversion,
+    is_masked,
+    is_tensor,
+    listed,
+    viewed,
+)
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .hints import of_layout
 from .problem import LAYOUTS, MOST_SEEDS
@@ -95,6 +106,8 @@ def item_lengths(
         way = f"One for each of the items: [{shown(x)}] * {batch}."
         raise ArgumentTypeError(f"{name}: expected a sequence of ints; got {type(x).__name__}. {way}")
     values = listed(x, name, "a sequence of ints")
+    if len(values) == batch and set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= most:
+        return tuple(values)
     if values and isinstance(values[0], (list, tuple, np.ndarray)):
         raise ArgumentTypeError(
             f"{name}: expected {batch} lengths, one per batch item; got {len(values)} rows. A tokenizer's mask of "
@@ -176,7 +189,9 @@ def check_pages(k: Array, v: Array) -> None:
 
 def block_table_of(x: Any, slack: int = 0) -> np.ndarray:
     """A copy of a (batch, most pages) table that may say anything, with `slack` more columns."""
-    table = _block_table(x)
+    table = viewed(x)
+    if type(table) is not np.ndarray or table.ndim != 2 or table.dtype.kind not in "iu":
+        table = _block_table(x)
     numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
     numbers[:, : table.shape[1]] = table
     return numbers
@@ -214,7 +229,10 @@ def page_lists(
     lengths = item_lengths(
         "k_lengths", k_lengths, len(numbers), most, "the tokens that a row of block_table has pages for"
     )
-    for item, n in enumerate(lengths):
+    # as unsigned numbers negative ones are large, too; past a sequence's length there may be any
+    suspicious = numbers.view(np.uint64) >= pages
+    used_by_all = np.array(lengths, np.int64).reshape(-1, 1) > np.arange(numbers.shape[1]) * page_size
+    for item, n in enumerate(lengths if np.count_nonzero(suspicious & used_by_all) else ()):
         used = numbers[item, : -(-n // page_size)]
         if used.size and (used.min() < 0 or used.max() >= pages):
             at = int(np.argmax((used < 0) | (used >= pages)))

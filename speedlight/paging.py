@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+
+import numpy as np
 
 from . import engine as engines
-from .arrays import Array, describe
+from .arrays import DTYPES, Array, describe
+from .calls import Memo, Repeatable, key_of
 from .checks import check_flag, check_layout, check_pages, packed_lengths, page_lists
 from .compiling import leaves_graph
 from .cpu.layout import SLACK
 from .cpu.operands import Paged, Pages, Rows
-from .errors import ArgumentError
+from .errors import ArgumentError, Error
 from .layouts import check_together
 from .machine import current_isa
-from .problem import Options, Problem
+from .problem import INLINE_BYTES, SPAN, Options, Problem, new_options, spans_of
 from .resolve import Stored, from_stored
 from .results import results_for
 from .signatures import (
@@ -107,10 +111,21 @@ def attention_paged(
     >>> sl.attention_paged(q, pages, pages, [[4, 0], [2, -1]], [5, 3]).shape
     (2, 4, 1, 8)
     """
-    options = Options(
-        causal, window, mask, score, sink_logits, q_start, 0, scale, layout, cu_seqlens_q, None, q_lengths,
-        dropout=dropout, seed=seed,
-    ).spelled()  # fmt: skip
+    options = new_options(Options, (
+        causal, window, mask, score, sink_logits, q_start, 0, scale, layout, cu_seqlens_q, None, q_lengths, None,
+        "ieee", dropout, seed,
+    ))  # fmt: skip
+    tensors, key = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out), None
+    if q_start is q_lengths is None and engine != "cuda" and type(return_lse) is bool:
+        key = key_of(tensors, options, (engines.threads_now(), current_isa().name))
+        known = None if key is None else _forms.get(key)
+        if known is not None:
+            given = page_lists(block_table, k_lengths, *known, SLACK)
+            step = _steps.get(_at(key, given[1]))
+            results = None if step is None else step.run(tensors, *given, return_lse, seed if dropout else 0)
+            if results is not None:
+                return results
+    options = options.spelled()
     check_layout(options.layout)
     check_flag("return_lse", return_lse)
     a, k, v = (describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
@@ -122,17 +137,77 @@ def attention_paged(
     lists, lengths = page_lists(block_table, k_lengths, k.shape[0], k.shape[1], SLACK)
     problem, offsets = _paged(a, k, v, lengths, options)
     results = results_for(a, problem, options, return_lse, out, (a, k, v))
+    prepared = _prepared(problem, a, k, v, lists, options.layout, offsets, results.out.strides)
+    prepared.run(a.address, k.address, v.address, results.out.address, results.lse_address)
+    if key is not None and prepared.how.kind == "decode" and options.causal != "top-left" and all(problem.q_lengths):
+        _remember(key, a, k, v, lists, lengths, options, results)
+    return results.returned()
+
+
+def _prepared(
+    problem: Problem, q: Array, k: Array, v: Array, lists: np.ndarray, layout: str, offsets: Any, out_strides: Any
+) -> Any:
+    """The CPU's call."""
     pages = Pages(
         False, k.shape[1],
         k_head=k.strides[2], k_page=k.strides[0], k_row=k.strides[1], k_column=k.strides[3],
         v_head=v.strides[2], v_page=v.strides[0], v_row=v.strides[1], v_column=v.strides[3],
     )  # fmt: skip
-    each = [lists.ctypes.data + i * lists.strides[0] for i in range(len(lengths))]
-    first = None if offsets is None else offsets[:-1]
-    rows = Rows(options.layout, a, results.out.strides, first)
-    prepared = engines.of("cpu").prepare(problem, rows, Paged(pages, each), engines.threads_now(), current_isa())
-    prepared.run(a.address, k.address, v.address, results.out.address, results.lse_address)
-    return results.returned()
+    rows = Rows(layout, q, out_strides, None if offsets is None else offsets[:-1])
+    keys = Paged(pages, _each(lists))
+    return engines.of("cpu").prepare(problem, rows, keys, engines.threads_now(), current_isa())
+
+
+def _each(lists: np.ndarray) -> list[int]:
+    """Where each sequence's list begins."""
+    first, step = lists.ctypes.data, lists.strides[0]
+    return [first + i * step for i in range(len(lists))]
+
+
+class _Step(NamedTuple):
+    """A prepared call over any tables and lengths of as many spans."""
+
+    call: Any
+    repeatable: Repeatable
+    inline: int  # keys below which no other thread is woken
+
+    def run(
+        self, tensors: tuple[Any, ...], lists: np.ndarray, lengths: tuple[int, ...], return_lse: bool, seed: Any
+    ) -> Any:
+        """What attention_paged() returns, or None, as Repeatable.again()."""
+        items = self.call.items_for(lengths, _each(lists))
+        threads = 1 if sum(lengths) < self.inline else 0
+        return self.repeatable.again(tensors, return_lse, seed, ctypes.addressof(items), threads)
+
+
+# Of arrays and options that were checked, by what key_of() says, which knows all but tables, lengths and seeds: pages
+# and their size. And their calls, by how many sequences there are and how many spans the longest has, besides.
+_forms: Memo[tuple[int, int]] = Memo(256, 1 << 20)
+_steps: Memo[_Step] = Memo(256, 64 << 20)
+
+
+def _at(key: Any, lengths: tuple[int, ...]) -> Any:
+    """The key of a step over keys of these lengths; of none at all where one has no key."""
+    return (key, len(lengths), spans_of(max(lengths))) if lengths and min(lengths) else None
+
+
+def _remember(
+    key: Any, q: Array, k: Array, v: Array, lists: np.ndarray, lengths: tuple[int, ...], options: Options, results: Any
+) -> None:
+    """Prepares the call for longer sequences, too. Where those would be refused, nothing is remembered."""
+    at = _at(key, lengths)
+    if at is None or 0 in q.shape:
+        return
+    try:
+        problem, offsets = _paged(q, k, v, (at[2] * SPAN,) * len(lengths), options, 1)
+    except Error:
+        return
+    prepared = _prepared(problem, q, k, v, lists, options.layout, offsets, results.out.strides)
+    row = k.shape[2] * (k.shape[3] + v.shape[3]) * DTYPES[k.dtype][1]
+    inline = INLINE_BYTES // (row * max(1, max(problem.q_lengths) // 8))
+    repeatable = Repeatable(prepared.run, problem.value_dim, options.layout, [q, k, v, results.out])
+    _steps.put(at, _Step(prepared, repeatable, inline), prepared.size)
+    _forms.put(key, k.shape[:2], 1)
 
 
 def _paged(

@@ -414,10 +414,10 @@ MUTATIONS = (
     ),
     Mutation(
         "codes are rounded down",
-        "cpu/blocks.py",
-        "(np.rint(codes) if ",
-        "(np.floor(codes) if ",
-        f"{CACHES} -k quantising",
+        "cpu/conversions.py",
+        'k.unary("rint", x',
+        'k.unary("floor", x',
+        "tests/test_putting.py -k codes",
     ),
     Mutation(
         "the sign of float8 reaches its exponent",
@@ -436,8 +436,8 @@ MUTATIONS = (
     Mutation(
         "a cache's prepared step is known without its scale",
         "cpu/storage.py",
-        "known = options.key()\n        if known is None or not (type(q)",
-        "known = options._replace(scale=None).key()\n        if known is None or not (type(q)",
+        "known = options.key()\n        if known is None or not (type(given)",
+        "known = options._replace(scale=None).key()\n        if known is None or not (type(given)",
         "tests/test_steps.py -k cache_that_lives",
     ),
     Mutation(

@@ -29,6 +29,12 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name) if name in ("bfloat16", "float8_e4m3fn") else name)
 
 
+def quantise(x: np.ndarray, dtype: str = "int8") -> tuple[np.ndarray, np.ndarray]:
+    """What a cache of codes keeps of rows, by the reference: codes as they are stored, and scales."""
+    codes, scales = reference.quantise(x, dtype)
+    return codes.astype(numpy_dtype(dtype)), scales
+
+
 def qkv(
     rng: np.random.Generator,
     dtype: str,

@@ -22,14 +22,13 @@ from conftest import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from problems import CODES, DTYPES, Pack, numpy_dtype, qkv, taken
+from problems import CODES, DTYPES, Pack, numpy_dtype, qkv, quantise, taken
 from tolerance import assert_within
 from wrong import WRONG
 
 import speedlight as sl
 from speedlight import arrays
-from speedlight.cpu.blocks import quantise
-from speedlight.cpu.storage import Step
+from speedlight.cpu.steps import Step
 from speedlight.results import Results
 from speedlight.windows import SPARE
 
@@ -916,12 +915,18 @@ def test_codes_are_those_of_the_reference(rng, kind):
     rows += [rng.standard_normal(x.size).astype(np.float32) * np.float32(10.0**n) for n in range(-44, 38, 3)]
     rows += [np.where(np.arange(x.size) == 9, np.float32(bad), x) for bad in (np.nan, np.inf, -np.inf)]
     rows += [np.zeros_like(x), np.full_like(x, 1e-44), np.full_like(x, 3.4e38)]
-    codes, scales = quantise(np.stack(rows), kind)
-    want, want_scales = sl.reference.quantise(np.stack(rows), kind)
-    assert scales.tobytes() == want_scales.tobytes() and np.isnan(scales).sum() == 3
-    np.testing.assert_array_equal(codes.astype(np.float32), want)
-    exact = codes[3, : len(every)].astype(np.float32)
-    assert (exact == every).all() and len(set(exact.tolist())) == {"int8": 255, "float8_e4m3fn": 253}[kind]
+    tokens = np.stack(rows)[None, None]
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=x.size, capacity=len(rows), dtype=kind)
+    cache.append(0, tokens, tokens)
+    want = quantise(tokens, kind)
+    for stored in cache._storage.parts(0, [len(rows)]):
+        assert [part.tobytes() for part in stored] == [part.tobytes() for part in want]
+    codes, scales = (part[0, 0].astype(np.float32) for part in want)
+    assert np.isnan(scales).sum() == 3 and (codes[3, : len(every)] == every).all()
+    assert len(set(every.tolist())) == {"int8": 255, "float8_e4m3fn": 253}[kind]
+    fits = (scales > 0)[:, 0]
+    ratios = np.clip(np.stack(rows)[fits] / scales[fits], -last, last)
+    assert (codes[fits] == (np.rint(ratios) if kind == "int8" else ratios.astype(numpy_dtype(kind)))).all()
     with pytest.raises(sl.ArgumentTypeError, match="x: expected float32, float16 or bfloat16, which an? "):
         sl.reference.quantise(np.zeros((2, 3)), kind)
 

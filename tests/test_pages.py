@@ -15,11 +15,11 @@ from conftest import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from problems import CODES, DTYPES, numpy_dtype, taken
+from problems import CODES, DTYPES, numpy_dtype, quantise, taken
 from wrong import WRONG
 
 import speedlight as sl
-from speedlight.cpu import blocks, prepare, storage
+from speedlight.cpu import prepare, putting, storage
 
 KINDS = (*DTYPES, *CODES)
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
@@ -475,7 +475,7 @@ class PoolMachine(RuleBasedStateMachine):
                         else stored.swapaxes(0, 1)[:0]
                     )
                     if self.dtype == "int8":
-                        codes, scales = blocks.quantise(tokens)
+                        codes, scales = quantise(tokens)
                         tokens = codes * scales
                     assert stored.swapaxes(0, 1).tobytes() == tokens.tobytes()
 
@@ -585,8 +585,8 @@ def test_nothing_is_lost_when_everything_ends():
 def forget_steps(owner):
     """So that the next call is checked and prepared anew."""
     owner._storage.steps.clear()
-    if isinstance(owner, sl.KVCache):
-        owner._storage.checked_steps.clear()
+    owner._storage.checked_steps.clear()
+    owner._storage.puts.clear()
 
 
 class _Failing:
@@ -643,7 +643,7 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
         for at in range(1, 400):
             with monkeypatch.context() as patch:
                 failing = _Failing(at)
-                for module in (blocks, storage, prepare):
+                for module in (putting, storage, prepare):
                     patch.setattr(module, "np", failing)
                 forget_steps(pool if kind == "pool" else cache)
                 try:

@@ -1,8 +1,7 @@
 """The memory layout of keys and values in a cache: blocks of 16 tokens, in the order in which the kernels read them.
 
 A `Store` is the memory of one layer's keys or values, (…, block, bytes of a block), and *planes*: views of it with
-tokens first, (…, block, token, element), to which whole tokens are written. `Store.split` turns tokens into one array
-for each plane.
+tokens first, (…, block, token, element), through which whole tokens are copied, moved and read from files.
 """
 
 from __future__ import annotations
@@ -54,36 +53,11 @@ class Store:
         strides = (*self.memory.strides[:-1], *inner)
         return np.ndarray((*self.memory.shape[:-1], *tail), kind, self.whole, self.first + offset, strides)
 
-    def split(self, x: np.ndarray) -> list[np.ndarray]:
-        """Tokens (…, dim) as the planes take them."""
-        return [x]
-
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
         """Tokens (…, dim) of what the planes hold."""
         return parts[0]
 
-    # --- tokens in and out
-
-    def put(self, where: Any, at: int, x: np.ndarray) -> None:
-        """Tokens x (items, heads, n, dim) from token `at` on, into the blocks memory[where], (items, heads, block,
-        …).
-        """
-        for plane, part in zip(self.planes, self.split(x), strict=True):
-            if x.shape[2] == 1 and plane.ndim == self.memory.ndim + 1:  # the usual step
-                plane[where][:, :, at >> 4, at & 15] = part[:, :, 0]
-            else:
-                _scatter(plane[where], self.memory.ndim - 1, at, part)
-
-    def put_each(self, page: np.ndarray, block: np.ndarray, lane: np.ndarray, x: np.ndarray) -> None:
-        """Tokens x (n, heads, dim), each to a page, block and lane of its own in (page, heads, block, …)."""
-        for plane, part in zip(self.planes, self.split(x), strict=True):
-            tail = plane.shape[self.memory.ndim - 1 :]
-            if len(tail) == 2:
-                plane[page, :, block, lane] = part
-            elif tail[0] == BLOCK:
-                plane[page, :, block, lane] = _even(part).reshape(*part.shape[:-1], *tail[1:])
-            else:
-                plane[page, :, block, lane >> 1, lane & 1] = part
+    # --- tokens in and out: new ones are put by the kernel of append.py
 
     def move(self, moves: Moves) -> None:
         """Whole tokens of (page, heads, block, …), all at once."""
@@ -135,7 +109,10 @@ class Pairs(Store):
 
 
 class Coded(Store):
-    """Codes with a scale per token and head: 16 scales, then the block of codes as `Store` has it."""
+    """Codes with a scale per token and head: 16 scales, then the block of codes as `Store` has it. codes · scales ≈ x,
+    from each row alone: a scale is the row's largest magnitude over the largest code. A row with NaN or infinity is
+    NaN.
+    """
 
     def row_bytes(self) -> int:
         return self.dim + 4
@@ -144,28 +121,9 @@ class Coded(Store):
         codes = self.view(self.kind, (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
         return [codes.swapaxes(-1, -2) if self.is_keys else codes, self.view(np.dtype(np.float32), (BLOCK, 1))]
 
-    def split(self, x: np.ndarray) -> list[np.ndarray]:
-        return list(quantise(x, self.dtype))
-
     @standard
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
         return parts[0].astype(np.float32) * parts[1]
-
-
-@standard
-def quantise(x: np.ndarray, dtype: str = "int8") -> tuple[np.ndarray, np.ndarray]:
-    """codes · scales ≈ x, from each row alone: a scale is the row's largest magnitude over the largest code.
-
-    A row with NaN or infinity is NaN.
-    """
-    x, last = x.astype(np.float32), np.float32(arrays.CODES[dtype])
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
-        scale = np.where(np.isfinite(most), most / last, np.float32(np.nan))
-        codes = x / np.where(scale > 0, scale, np.float32(1))
-    codes = np.clip(np.where(scale > 0, codes, np.float32(0)), -last, last)
-    # NumPy would drop the fraction; ml_dtypes rounds to nearest even
-    return (np.rint(codes) if dtype == "int8" else codes).astype(arrays.numpy_dtype(dtype)), scale
 
 
 def _even(x: np.ndarray) -> np.ndarray:

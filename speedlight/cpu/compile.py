@@ -30,9 +30,9 @@ from ..modes import standard
 if TYPE_CHECKING:
     from ..machine import Isa
     from .merging import MergeShape
-    from .shape import Shape
+    from .shape import AppendShape, Shape
 
-    AnyShape = Shape | MergeShape
+    AnyShape = Shape | MergeShape | AppendShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"3\n"
@@ -128,6 +128,8 @@ def _module(shape: AnyShape) -> Any:
     match shape.kind:
         case "merge":
             from .merging import merge_module as module
+        case "append":
+            from .append import append_module as module
         case "forward":
             from .forward import forward_module as module
         case "backward":

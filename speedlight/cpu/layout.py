@@ -115,6 +115,17 @@ _COMMON = (
 TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))
 CALL = slice(len(HEAD), len(HEAD) + len(_CALL))
 
+# of the kernel that stores new tokens; a run, of those that follow the arguments: tokens of a sequence
+APPEND = Record(
+    *HEAD, "k", "v", "to_k", "to_v",  # new for each call
+    "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
+    "to_k_head", "to_k_block", "to_v_head", "to_v_block",
+    "kv_heads", "head_dim", "value_dim",
+    "run_tickets", "head_groups", "heads", "blocks",  # tickets of a run; groups of heads; of a ticket heads, and blocks
+    "fixed", "ring",  # blocks before those that are a ring, and those
+)  # fmt: skip
+RUN = Record("count", "slot", "k_at", "v_at", "to_k_at", "to_v_at", "list")  # list: of its blocks' numbers, or 0
+
 # --- scratch: each part, and its bytes; parts begin on cache lines
 
 

@@ -1,10 +1,10 @@
-"""What a kernel of attention is specialised for."""
+"""What a kernel is specialised for: of attention, or one that stores new tokens."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from ..arrays import STORAGE_BYTES
 from ..machine import FETCHING, PRODUCTS, Fetching, Isa, RegisterTiles, number_bytes, register_tiles
@@ -153,6 +153,29 @@ class Shape:
 
     def lane_offset(self, v: int) -> int:
         return v * self.vector_bytes
+
+
+class Source(NamedTuple):
+    """New keys, or values, as the caller has them."""
+
+    storage: str
+    strided: bool  # the elements of a row are not side by side
+
+
+@dataclass(frozen=True, slots=True)
+class AppendShape:
+    """What the kernel that stores new tokens is specialised for: sizes and strides are arguments."""
+
+    isa: Isa
+    stored: str  # f32, f64, f16, bf16; the dtype of codes
+    pairs: bool  # as Pairs keeps them
+    keys: Source
+    values: Source
+    kind: ClassVar[str] = "append"
+
+    @property
+    def stem(self) -> str:
+        return f"append_{self.stored}_{self.isa.name}"
 
 
 @functools.cache

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import arrays
-from ..arrays import Array
-from ..calls import Memo
+from ..arrays import DTYPES, Array, numpy_dtype
+from ..calls import Memo, addresses_of, key_of
 from ..errors import UnsupportedError
 from ..machine import current_isa
-from ..problem import SPAN, TILE, Options, Problem
+from ..problem import INLINE_BYTES, SPAN, TILE, Options, Problem, spans_of
 from ..resolve import from_stored
 from ..results import Results
 from ..tokens import Batch, Moves, Piece, TokenShape
@@ -26,11 +26,13 @@ from .blocks import make_stores
 from .layout import BLOCK, ENDLESS, SLACK
 from .operands import Paged, Pages, Rows
 from .prepare import Call, prepare
+from .putting import Blocks, New, Put
 from .schedule import DECODE_ROWS
+from .steps import Checked, PoolStep, Step, Table, end_of
 from .workers import get_threads
 
 _STEPS, _STEPS_BYTES = 64, 16 << 20  # prepared steps that are remembered
-_INLINE_BYTES = 1 << 20  # keys and values below this are read sooner than another thread is woken
+_PUTS_BYTES = 1 << 20  # likewise of new tokens
 _ALL = slice(None)
 _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them of keys and values
 
@@ -44,6 +46,11 @@ def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
 
 def _query(q: Any) -> Array:
     return arrays.describe(q, "q")
+
+
+def _inline(self: CacheStorage | PoolStorage, rows: int) -> int:
+    """Tokens below which so many queries of a sequence wake no other thread."""
+    return INLINE_BYTES // (self.token_bytes * max(1, rows // 8))
 
 
 def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
@@ -69,34 +76,12 @@ def _put_back(self: CacheStorage | PoolStorage, undo: dict[int, _Undo]) -> None:
         self.keys[layer].memory[where], self.values[layer].memory[where] = keys, values
 
 
-class Step:
-    """A prepared call of a cache, for queries of one form over any lengths of as many spans."""
-
-    __slots__ = ("addresses", "lse_dtype", "prepared", "token_bytes", "value_dim")
-
-    def __init__(self, prepared: Call, storage: CacheStorage) -> None:
-        self.prepared, self.addresses, self.token_bytes = prepared, storage.addresses, storage.token_bytes
-        self.value_dim = storage.shape.value_dim
-        self.lse_dtype = np.float64 if storage.shape.dtype == "float64" else np.float32
-
-    def run(self, layer: int, q: np.ndarray, lengths: list[int], return_lse: bool, seed: int) -> Any:
-        """What attend() returns."""
-        items = self.prepared.items_for(lengths)
-        out = np.empty((*q.shape[:-1], self.value_dim), q.dtype)
-        lse = np.empty(q.shape[:-1], self.lse_dtype) if return_lse else None
-        threads = 1 if sum(lengths) * self.token_bytes * max(1, q.shape[2] // 8) < _INLINE_BYTES else 0
-        (k_at, v_at), lse_at = self.addresses[layer], 0 if lse is None else arrays.address_of(lse)
-        q_at, out_at, items_at = arrays.address_of(q), arrays.address_of(out), ctypes.addressof(items)
-        self.prepared.run(q_at, k_at, v_at, out_at, lse_at, items_at, threads, seed)
-        return out if lse is None else (out, lse)
-
-
 class CacheStorage:
     """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
 
     device = name = "cpu"
     received, query = staticmethod(_received), staticmethod(_query)
-    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
+    move, before_moves, put_back, after_fork, inline = _move, _before_moves, _put_back, _put_back, _inline
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
@@ -106,8 +91,11 @@ class CacheStorage:
         self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
         self.pages = self._pages()
         self.list = np.arange(ring.tokens // TILE + SLACK, dtype=np.int64)  # the pages of every sequence
+        parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
+        self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
         self.steps: Memo[Step] = Memo(_STEPS, _STEPS_BYTES)
-        self.checked_steps: Memo[Step] = Memo(_STEPS, _STEPS_BYTES)  # by their keys and values, too
+        self.checked_steps: Memo[Checked] = Memo(_STEPS, _STEPS_BYTES)
+        self.puts: Memo[Put] = Memo(_STEPS, _PUTS_BYTES)
 
     def _pages(self) -> Pages:
         """How kernels find a token."""
@@ -155,24 +143,26 @@ class CacheStorage:
 
     def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
-        first, n = lengths[0], counts[0]
-        if counts.count(n) == len(counts) and lengths.count(first) == len(counts):
-            self._put(layer, _ALL, first, *((k, v) if n == k.shape[2] else (k[:, :, :n], v[:, :, :n])))
-            return
-        for item, (first, n) in enumerate(zip(lengths, counts, strict=True)):
-            here = slice(item, item + 1)
-            self._put(layer, here, first, k[here, :, :n], v[here, :, :n])
+        most = max(counts)
+        step = self.ring.size or most  # a ring comes round, and no two threads may write to one slot
+        for done in range(0, most, max(step, 1)):
+            part = counts if step == most else [min(max(n - done, 0), step) for n in counts]
+            k_at, v_at = (arrays.address_of(x) + done * x.strides[2] for x in (k, v))
+            slots = lengths if not done else [n + done for n in lengths]
+            self._put_of(k, v, part).run((k_at, v_at, *self.addresses[layer]), slots)
 
-    def _put(self, layer: int, items: slice, first: int, k: np.ndarray, v: np.ndarray) -> None:
-        done, n, ring = 0, k.shape[2], self.ring
-        while done < n:  # a ring comes round
-            slot = ring.slot(first + done)
-            end = self.capacity if not ring.size else ring.fixed if slot < ring.fixed else ring.tokens
-            count = min(n - done, end - slot)
-            whole = count == n
-            for store, x in ((self.keys[layer], k), (self.values[layer], v)):
-                store.put(items, slot, x if whole else x[:, :, done : done + count])
-            done += count
+    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int]) -> Put:
+        key = tuple(counts), k.strides, v.strides, k.dtype, v.dtype, get_threads()  # and on what the cache is
+        put = self.puts.get(key)
+        if put is None:
+            new = []
+            for x, store in ((k, self.keys[0]), (v, self.values[0])):
+                (item, *steps), to = x.strides, store.memory.strides[0]
+                each = [[i * step for i in range(self.batch)] for step in (item, to)]
+                new.append(New(x.dtype.name, *steps, *each))
+            put = Put(self.blocks, *new, counts, get_threads())
+            self.puts.put(key, put, put.size)
+        return put
 
     def tokens(self, layer: int, part: str, n: int) -> np.ndarray:
         """A copy of the first n slots of "keys" or "values": (batch, kv_heads, n, dim)."""
@@ -232,43 +222,54 @@ class CacheStorage:
         if lse is not None and part is not None:
             lse.numpy()[rows] = part
 
-    def checked_step(self, lengths: list[int], q: Any, k: Any, v: Any, options: Options) -> Step | None:
-        """A step of a form that was checked before: by shapes, dtypes and options, for any lengths of these spans."""
-        if not (type(q) is type(k) is type(v) is np.ndarray and k.ndim == 4):
+    def checked_step(
+        self, lengths: list[int], tensors: tuple[Any, ...], options: Options
+    ) -> tuple[Checked, list[int]] | None:
+        """A step of a form that was checked before, for any lengths of these spans, and the addresses of q, or of q, k
+        and v. Known by shapes, strides, dtypes, options and threads, and by what the cache is.
+        """
+        key = key_of(tensors, options, (get_threads(),))
+        found = None if key is None else self.checked_steps.get(key)
+        if found is None or not found.step.fits(max(lengths) + found.new) or not (found.new or min(lengths)):
             return None
-        key = options.key()
-        return None if key is None else self.checked_steps.get(_form(q, k, v, key, max(lengths) + k.shape[2] - 1 >> 10))
+        addresses = addresses_of(tensors, found.ends)
+        return None if addresses is None else (found, addresses)
 
-    def step(self, q: Any, k: Any, v: Any, lengths: list[int], options: Options) -> Step | None:
-        """A step for queries of this form, checked. With k and v it is remembered as checked."""
+    def step(self, given: Any, q: Array, lengths: list[int], options: Options) -> Step | None:
+        """A step for queries of this form, checked; `given`: as the caller has them."""
         known = options.key()
-        if known is None or not (type(q) is np.ndarray and q.ndim == 4 and q.size and min(lengths)):
+        if known is None or not (type(given) is np.ndarray or q.kind == "torch"):
             return None
-        spans = max(lengths) - 1 >> 10
-        most = 1 << spans.bit_length()  # spans are doubled until they suffice
+        if len(q.shape) != 4 or 0 in q.shape or not min(lengths):
+            return None
+        most = spans_of(max(lengths))
         # it depends on these, on what the cache is, and on no length beyond the spans: items_for() puts lengths and
         # rows in
         key = (q.shape, q.strides, q.dtype, known, most, get_threads())
         step = self.steps.get(key)
         if step is None:
             longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
-            strides = np.empty((*q.shape[:-1], self.shape.value_dim), q.dtype).strides
-            a, hiding = arrays.describe(q, "q"), self.ring.mask(options.causal)
-            problem = from_stored(a, self.shape.stored(longest, hiding=hiding, shortest=shortest), options)
-            step = Step(self._prepare(problem, a, strides), self)
-            self.steps.put(key, step, step.prepared.size)
-        if type(k) is type(v) is np.ndarray:
-            self.checked_steps.put(_form(q, k, v, known, spans), step, step.prepared.size)
+            strides = np.empty((*q.shape[:-1], self.shape.value_dim), numpy_dtype(q.dtype)).strides
+            hiding = self.ring.mask(options.causal)
+            problem = from_stored(q, self.shape.stored(longest, hiding=hiding, shortest=shortest), options)
+            step = Step(self._prepare(problem, q, strides), self.addresses, q, most, self.inline(q.shape[2]))
+            self.steps.put(key, step, step.size)
         return step
+
+    def remember(self, step: Step, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
+        """That a step with these arrays was checked: q, or q, k and v."""
+        key = key_of(given, options, (get_threads(),))
+        if key is None or (k is None and self.ring.size):  # what a window still has depends on lengths
+            return
+        put, new, ends = None, 0, [end_of(q, DTYPES[q.dtype][1])]
+        if k is not None:
+            new = k.shape[2]
+            put, ends = self._put_of(k, v, [new] * self.batch), [*ends, *[end_of(x, x.itemsize) for x in (k, v)]]
+        self.checked_steps.put(key, Checked(step, put, new, ends), step.size)
 
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
         keys = Paged(self.pages, [self.list.ctypes.data] * self.batch)
         return prepare(problem, Rows("bhld", q, out_strides), keys, get_threads(), self.isa)
-
-
-def _form(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: Any, spans: int) -> tuple[Any, ...]:
-    """What two steps share that need the same checks and the same prepared call."""
-    return q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.strides, options, spans, get_threads()
 
 
 class _Part(NamedTuple):
@@ -287,7 +288,7 @@ class PoolStorage:
     """
 
     received, query = staticmethod(_received), staticmethod(_query)
-    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
+    move, before_moves, put_back, after_fork, inline = _move, _before_moves, _put_back, _put_back, _inline
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.isa = shape, page_size, current_isa()
@@ -300,29 +301,32 @@ class PoolStorage:
         self.token_bytes = shape.kv_heads * (k.row + v.row)
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
+        self.kernel_blocks = Blocks.of(shape, self.isa, k, v)
         self.steps: Memo[Call] = Memo(_STEPS, _STEPS_BYTES)
+        self.checked_steps: Memo[PoolStep] = Memo(_STEPS, _STEPS_BYTES)
+        self.puts: Memo[Put] = Memo(_STEPS, _PUTS_BYTES)
 
     # --- tables
 
-    def new_table(self) -> np.ndarray:
-        return np.zeros(SLACK, np.int64)
+    def new_table(self) -> Table:
+        return Table(np.zeros(SLACK, np.int64))
 
-    def copied(self, table: np.ndarray) -> np.ndarray:
-        return table.copy()
+    def copied(self, table: Table) -> Table:
+        return Table(table.numbers.copy())
 
-    def extended(self, table: np.ndarray, pages: list[int], used: int, moved: list[int]) -> np.ndarray:
+    def extended(self, table: Table, pages: list[int], used: int, moved: list[int]) -> Table:
         """A table of these pages, where `table` is of the first `used` but for those at `moved`.
 
         What a table says past the pages of its sequence is nobody's, so it is extended in place while it has room.
         """
         blocks, kept_end, end = self.blocks, used * self.blocks, len(pages) * self.blocks
-        if moved or end + SLACK > len(table):
-            longer = np.zeros(max(len(table), 2 * end + SLACK), np.int64)
-            longer[:kept_end] = table[:kept_end]
-            table = longer
+        if moved or end + SLACK > len(table.numbers):
+            longer = np.zeros(max(len(table.numbers), 2 * end + SLACK), np.int64)
+            longer[:kept_end] = table.numbers[:kept_end]
+            table = Table(longer)
         for at in (*moved, *range(used, len(pages))):
             first = pages[at] * self.page_blocks
-            table[at * blocks : (at + 1) * blocks] = range(first, first + blocks)
+            table.numbers[at * blocks : (at + 1) * blocks] = range(first, first + blocks)
         return table
 
     # --- tokens in and out
@@ -339,18 +343,23 @@ class PoolStorage:
 
     def put(self, layer: int, batch: Batch, k: np.ndarray, v: np.ndarray) -> None:
         """New tokens, one sequence's after the other's."""
-        tables, counts = batch.tables, batch.counts
-        if max(counts, default=0) <= 1:
-            used = [(t[s >> 4], s) for t, s, n in zip(tables, batch.before, counts, strict=True) if n]
-            numbers, positions = np.array(used, np.int64).reshape(-1, 2).T
-        else:
-            each = [np.arange(s, s + n) for s, n in zip(batch.before, counts, strict=True)]
-            positions = np.concatenate(each)
-            numbers = np.concatenate([t[x >> 4] for t, x in zip(tables, each, strict=True)])
-        if len(positions):
-            slots = numbers // self.page_blocks, numbers % self.page_blocks, positions & 15
-            self.keys[layer].put_each(*slots, k)
-            self.values[layer].put_each(*slots, v)
+        if any(batch.counts):
+            addresses = (*[arrays.address_of(x) for x in (k, v)], *self.addresses[layer])
+            self._put_of(k, v, batch.counts).run(addresses, batch.before, [x.address for x in batch.tables])
+
+    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int]) -> Put:
+        key = tuple(counts), k.strides, v.strides, k.dtype, v.dtype, get_threads()  # and on what the pool is
+        put = self.puts.get(key)
+        if put is None:
+            first, nowhere = list(itertools.accumulate(counts, initial=0))[:-1], [0] * len(counts)
+            new = [
+                New(x.dtype.name, head, row, column, [n * row for n in first], nowhere)
+                for x in (k, v)
+                for row, head, column in (x.strides,)
+            ]
+            put = Put(self.kernel_blocks, *new, counts, get_threads())
+            self.puts.put(key, put, put.size)
+        return put
 
     # --- attending
 
@@ -361,13 +370,44 @@ class PoolStorage:
         for which in self._by_kernel(q.shape[1], batch.counts):
             counts, rows, lengths = ([x[i] for i in which] for x in (batch.counts, first, batch.after))
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
-            lists = [arrays.address_of(batch.tables[i]) for i in which]
+            lists = [batch.tables[i].address for i in which]
             step, any_lengths = self._step(q, part, lists, options, results.out.strides)
             items = step.items_for(lengths, lists) if any_lengths else None
             if items is None:
                 step.run(*addresses)
             else:
-                step.run(*addresses, items=ctypes.addressof(items), seed=options.seed_word())
+                threads = 1 if sum(lengths) < self.inline(max(counts)) else 0
+                step.run(*addresses, ctypes.addressof(items), threads, options.seed_word())
+
+    def checked_step(
+        self, sequences: int, tensors: tuple[Any, ...], options: Options
+    ) -> tuple[PoolStep, list[int]] | None:
+        """A step of a form that was checked before, where every sequence has as many queries as by default, and the
+        addresses of q, or of q, k and v. Known by shapes, strides, dtypes, options and threads, by how many sequences
+        there are, and by what the pool is.
+        """
+        key = key_of(tensors, options, (sequences, get_threads()))
+        found = None if key is None else self.checked_steps.get(key)
+        addresses = None if found is None else addresses_of(tensors, found.ends)
+        return None if found is None or addresses is None else (found, addresses)
+
+    def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
+        """That a step with these arrays, of as many queries and new tokens as by default, was checked and prepared."""
+        key = key_of(given, options, (len(batch.tables), get_threads()))
+        which = self._by_kernel(q.shape[1], batch.counts)
+        if key is None or 0 in q.shape or which != [[*range(len(batch.tables))]] or not min(batch.after):
+            return
+        first = list(itertools.accumulate(batch.counts, initial=0))[:-1]
+        part = _Part(tuple(which[0]), tuple(batch.counts), tuple(first), batch.after)
+        strides = np.empty((*q.shape[:-1], self.shape.value_dim), numpy_dtype(q.dtype)).strides
+        lists = [x.address for x in batch.tables]
+        prepared, any_lengths = self._step(q, part, lists, options, strides)
+        put, ends = None, [end_of(q, DTYPES[q.dtype][1])]
+        if k is not None:
+            put, ends = self._put_of(k, v, batch.counts), [*ends, *[end_of(x, x.itemsize) for x in (k, v)]]
+        if any_lengths:
+            step = PoolStep(prepared, self.addresses, q, put, ends, self.inline(max(batch.counts)))
+            self.checked_steps.put(key, step, prepared.size)
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
         """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer

@@ -219,10 +219,10 @@ class CacheStorage:
         out = results.out.tensor[rows]
         run(call.problem, "bhld", q.tensor[rows], keys, out, None if lse is None else lse.tensor[rows])
 
-    def checked_step(self, lengths: list[int], q: Any, k: Any, v: Any, options: Options) -> None:
+    def checked_step(self, lengths: list[int], tensors: tuple[Any, ...], options: Options) -> None:
         """There is no fast path: the device takes longer than the checks."""
 
-    def step(self, q: Any, k: Any, v: Any, lengths: list[int], options: Options) -> None:
+    def step(self, given: Any, q: Array, lengths: list[int], options: Options) -> None:
         """Likewise; uploads_of() memoises what a problem needs on the device."""
 
 
@@ -302,6 +302,12 @@ class PoolStorage:
         return torch.tensor([[*x, *[0] * (most - len(x))] for x in tables], dtype=torch.int32).to(self.device)
 
     # --- attending
+
+    def checked_step(self, sequences: int, tensors: tuple[Any, ...], options: Options) -> None:
+        """There is no fast path: the device takes longer than the checks."""
+
+    def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
+        """Likewise."""
 
     def attend(self, layer: int, q: Array, batch: Batch, options: Options, results: Results) -> None:
         """Packed queries over their sequences' tokens."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_counts, new_totals
+from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_totals
 from ..compiling import in_graph, outside
 from ..errors import ArgumentError, CacheFull
 from ..forks import renew_after_fork
@@ -20,7 +20,7 @@ from ..tokens import TokenShape, pieces_of
 from ..windows import PIECE, SPARE, ring_of
 from . import saved
 from .keeping import Left, kept, shorten, truncated
-from .query import Query, attended, busy, piece_of, query_of, received
+from .query import Query, attended, busy, check_queries, padded_tokens, piece_of, query_of
 from .storage import storage_of
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class KVCache:
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer = self._layer(layer)
-        k, v, counts = self._new(k, v, new_lengths)
+        k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, None)
         self._grow(layer, k, v, counts, None)
 
     @overload
@@ -256,13 +256,9 @@ class KVCache:
             return outside(KVCache.attend, self, layer, q, k, v, **options, **more)
         given = (k is not None, None, mask, score, sink_logits, None, 0, scale, "bhld", None, None, None, None, "ieee")
         options = new_options(Options, (*given, dropout, seed))
-        if (
-            k is not None
-            and new_lengths is q_lengths is out is None
-            and type(layer) is int
-            and 0 <= layer < self.layers
-        ):
-            result = self._repeated(layer, q, k, v, options, return_lse)
+        arrays = (q,) if k is v is None else (q, k, v)
+        if new_lengths is q_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
+            result = self._repeated(layer, arrays, options, return_lse)
             if result is not None:
                 return result
         layer = self._layer(layer)
@@ -270,33 +266,30 @@ class KVCache:
             if k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
-            return self._read(layer, query_of(self._storage, q, options, return_lse, out, q_lengths))
-        k, v, counts = self._new(k, v, new_lengths, q_lengths)
-        query = query_of(self._storage, q, options, return_lse, out, q_lengths)
-        shape = query.q.shape
-        if len(shape) == 4 and shape[2] != k.shape[2] and q_lengths is None:
-            raise ArgumentError(
-                f"q: expected {k.shape[2]} tokens, as k has; got {shape[2]} (shape {shape}). Other queries than those "
-                "of the new tokens are told by q_lengths=."
-            )
+            return self._read(layer, query_of(self._storage, arrays, options, return_lse, out, q_lengths))
+        k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, q_lengths)
+        query = query_of(self._storage, arrays, options, return_lse, out, q_lengths)
+        check_queries(query, k.shape[2])
         return self._grow(layer, k, v, counts, query)
 
     def _read(self, layer: int, query: Query) -> Any:
         """Queries over what is stored."""
         self._storage.check_capture({"q_lengths": query.lengths})
         lengths, written = self._now()[layer]
-        return attended(
-            self._storage, layer, query, [piece_of(query, lengths, lengths, written, self._ring)], None, None
-        )
+        piece = piece_of(query, lengths, lengths, written, self._ring)
+        return attended(self._storage, layer, query, [piece], None, None)
 
-    def _repeated(self, layer: int, q: Any, k: Any, v: Any, options: Options, return_lse: Any) -> Any:
+    def _repeated(self, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: Any) -> Any:
         """Fast path: a step whose shapes, dtypes and options were validated earlier; None for any other call."""
         storage, held = self._storage, self._held[layer]
         lengths, written = held
-        step = storage.checked_step(lengths, q, k, v, options)
-        if step is None or type(return_lse) is not bool:
+        found = storage.checked_step(lengths, arrays, options)
+        if found is None or type(return_lse) is not bool:
             return None
-        n = k.shape[2]
+        step, addresses = found
+        n, seed = step.new, options.seed_word()
+        if not n:
+            return step.run(layer, arrays[0], addresses, lengths, lengths, return_lse, seed)
         totals = [x + n for x in lengths]
         if max(totals) > self.capacity or (self._ring.size and n > SPARE):
             return None
@@ -308,9 +301,8 @@ class KVCache:
             claimed = True
             if self._held[layer] is not held:
                 return None  # somebody appended since
-            storage.put(layer, lengths, [n] * self.batch, k, v)
             after = totals, self._ring.reached(written, totals)
-            result = step.run(layer, q, totals, return_lse, options.seed_word())
+            result = step.run(layer, arrays[0], addresses, lengths, totals, return_lse, seed)
             self._held[layer] = after
             return result
         finally:
@@ -456,13 +448,3 @@ class KVCache:
 
     def _item(self, item: Any) -> int:
         return check_index("batch index", item, self.batch)
-
-    def _new(self, k: Any, v: Any, new_lengths: Any, q_lengths: Any = None) -> tuple[Any, Any, list[int]]:
-        """New keys and values, checked, and the number of new tokens of each sequence."""
-        k = received(self._storage, k, "k", (self.batch, self.kv_heads, "n_new", self.head_dim), 2)
-        v = received(self._storage, v, "v", (self.batch, self.kv_heads, "n_new", self.value_dim), 2)
-        n_new = k.shape[2]
-        if v.shape[2] != n_new:
-            raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
-        self._storage.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
-        return k, v, new_counts(new_lengths, self.batch, n_new)

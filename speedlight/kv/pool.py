@@ -19,10 +19,10 @@ from ..cpu.layout import BLOCK
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from ..forks import renew_after_fork
 from ..hints import explained, refuses_others, unknown
-from ..problem import Options
+from ..problem import Options, new_options
 from ..signatures import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import Batch, TokenShape
-from .query import Query, check_asked, packed_tokens, query_of, results_of
+from .query import Packed, Query, check_asked, packed_tokens, query_of, run_packed
 from .sequence import PagedSequence
 from .sharing import Held, busy, shared_pages, with_pages
 from .storage import storage_of
@@ -279,7 +279,7 @@ class PagePool:
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
         k, v = packed_tokens(self._storage, k, v, None)
         counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
-        self._grow(layer, sequences, counts, k, v, None, [])
+        self._grow(layer, sequences, Packed(counts, k, v))
 
     @overload
     def attend(
@@ -352,33 +352,43 @@ class PagePool:
             more = {"return_lse": return_lse, "dropout": dropout, "seed": seed}
             return outside(PagePool.attend, self, layer, sequences, q, k, v, **options, **more)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
-        options = Options(
-            k is not None, None, mask, score, sink_logits, None, 0, scale, "lhd", dropout=dropout, seed=seed
-        )
-        query = query_of(self._storage, q, options, return_lse, out)
+        given = (k is not None, None, mask, score, sink_logits, None, 0, scale, "lhd", None, None, None, None, "ieee")
+        options = new_options(Options, (*given, dropout, seed))
+        arrays = (q,) if k is v is None else (q, k, v)
+        usual = new_lengths is q_lengths is out is None
+        if usual and type(return_lse) is bool:
+            found = self._storage.checked_step(len(sequences), arrays, options)
+            if found is not None:
+                counts, query = found[0].counts, Query(arrays, None, options, return_lse, None)
+                packed = Packed(counts, k, v, query, counts, usual, found)
+                return self._read(layer, sequences, packed) if k is None else self._grow(layer, sequences, packed)
+        query = query_of(self._storage, arrays, options, return_lse, out)
         shape = query.q.shape
         if len(shape) != 3:
             raise ArgumentError(f"q: expected shape (total new, q_heads, {self.head_dim}); got {shape}.")
-        name, given = ("new_lengths", new_lengths) if q_lengths is None else ("q_lengths", q_lengths)
-        asked = packed_counts(name, given, len(sequences), shape[0])
+        name, lengths = ("new_lengths", new_lengths) if q_lengths is None else ("q_lengths", q_lengths)
+        asked = packed_counts(name, lengths, len(sequences), shape[0])
         if k is None or v is None:
             if k is not None or v is not None:
                 raise ArgumentError(f"{'k' if k is None else 'v'}: expected k and v together, or neither.")
-            held = [self._of(x) for x in sequences]
-            lengths = [x.lengths[layer] for x in held]
-            return self._attended(layer, query, Batch([x.table for x in held], lengths, lengths, asked))
+            return self._read(layer, sequences, Packed([], None, None, query, asked, usual))
         k, v = packed_tokens(self._storage, k, v, shape[0] if q_lengths is None else None)
         counts = asked if q_lengths is None else packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
-        return self._grow(layer, sequences, counts, k, v, query, asked)
+        return self._grow(layer, sequences, Packed(counts, k, v, query, asked, usual))
 
-    def _grow(
-        self, layer: int, sequences: list[Any], counts: list[int], k: Any, v: Any, query: Query | None, asked: list[int]
-    ) -> Any:
-        """New tokens, and what a query then sees, of each sequence so many rows; all of it or nothing."""
+    def _read(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
+        """Queries over what is stored."""
+        held = [self._of(x) for x in sequences]
+        lengths = [x.lengths[layer] for x in held]
+        return run_packed(self._storage, layer, Batch([x.table for x in held], lengths, lengths, packed.asked), packed)
+
+    def _grow(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
+        """New tokens, and what queries then see; all of it or nothing."""
         numbers = [getattr(x, "_number", None) for x in sequences]
-        claims, mine, claimed, taken, result = self._claims, set(numbers), False, [], None
+        claims, mine, claimed, taken = self._claims, set(numbers), False, []
         if len(mine) != len(numbers) and all([self._of(x) for x in sequences]):
             raise ArgumentError("sequences: expected each sequence once; fork() makes another of the same tokens.")
+        counts, size = packed.counts, self.page_size
         try:
             if claims & mine:
                 raise busy()
@@ -387,21 +397,19 @@ class PagePool:
             before = [self._of(x) for x in sequences]
             starts = [x.lengths[layer] for x in before]
             totals = [a + n for a, n in zip(starts, counts, strict=True)]
-            if asked is not counts and query is not None:
-                check_asked(asked, totals)
-            copies = shared_pages(before, starts, totals, self.page_size, self._others)
+            if packed.asked is not counts and packed.query is not None:
+                check_asked(packed.asked, totals)
+            copies = shared_pages(before, starts, totals, size, self._others)
             if copies:  # as far as is known: those who shared pages may have gone
                 self._count_dropped()
-                copies = shared_pages(before, starts, totals, self.page_size, self._others)
-            fresh = [max(0, -(-n // self.page_size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
+                copies = shared_pages(before, starts, totals, size, self._others)
+            fresh = [max(0, -(-n // size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
             needed, longer, replaced = sum(fresh) + len(copies), before, []
             if needed:
                 taken = self._take(f"layer {layer}", needed)
                 longer, replaced = with_pages(self._storage, before, fresh, copies, taken)
             batch = Batch([x.table for x in longer], starts, totals, counts)
-            self._storage.put(layer, batch, k, v)
-            if query is not None:
-                result = self._attended(layer, query, batch if asked is counts else batch._replace(counts=asked))
+            result = run_packed(self._storage, layer, batch, packed)
             after = {}
             for number, x, total in zip(numbers, longer, totals, strict=True):
                 lengths = x.lengths[:]
@@ -418,9 +426,3 @@ class PagePool:
         finally:
             if claimed:
                 claims -= mine
-
-    def _attended(self, layer: int, query: Query, batch: Batch) -> Any:
-        q = query.q
-        results = results_of(query, self.value_dim, (q.shape[1], q.shape[0]))
-        self._storage.attend(layer, q, batch, query.options, results)
-        return results.returned()

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..arrays import Array
-from ..checks import check_flag, check_tokens, item_lengths
+from ..checks import check_flag, check_tokens, item_lengths, new_counts
 from ..errors import ArgumentError, CacheBusy
 from ..problem import Options
 from ..results import Results
-from ..tokens import Piece
+from ..tokens import Batch, Piece
 from ..windows import Ring
 
 
 class Query(NamedTuple):
     """The queries of a call, and how they attend."""
 
-    given: Any  # q as the caller has it
+    given: tuple[Any, ...]  # q, or q, k and v, as the caller has them
     q: Array
     options: Options
     return_lse: bool
@@ -24,10 +24,24 @@ class Query(NamedTuple):
     lengths: Any = None  # q_lengths, as the caller has it
 
 
-def query_of(storage: Any, q: Any, options: Options, return_lse: Any, out: Any, q_lengths: Any = None) -> Query:
+class Packed(NamedTuple):
+    """What a call of a pool is to store and to compute."""
+
+    counts: list[int]  # new tokens of each sequence
+    k: Any
+    v: Any
+    query: Query | None = None
+    asked: Any = ()  # queries of each sequence
+    usual: bool = False  # there are as many of both as by default, and there is no out=
+    step: Any = None  # a storage's step that was checked with these arrays, and their addresses
+
+
+def query_of(
+    storage: Any, given: tuple[Any, ...], options: Options, return_lse: Any, out: Any, q_lengths: Any = None
+) -> Query:
     """The queries of a call, checked to lie on the storage's device."""
     check_flag("return_lse", return_lse)
-    return Query(q, storage.query(q), options, return_lse, out, q_lengths)
+    return Query(given, storage.query(given[0]), options, return_lse, out, q_lengths)
 
 
 def check_asked(counts: list[int], tokens: list[int]) -> None:
@@ -72,6 +86,30 @@ def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], a
     return tokens
 
 
+def check_queries(query: Query, n_new: int) -> None:
+    """That there are as many as new tokens, unless q_lengths= says which there are."""
+    shape = query.q.shape
+    if len(shape) == 4 and shape[2] != n_new and query.lengths is None:
+        raise ArgumentError(
+            f"q: expected {n_new} tokens, as k has; got {shape[2]} (shape {shape}). Other queries than those of the "
+            "new tokens are told by q_lengths=."
+        )
+
+
+def padded_tokens(
+    storage: Any, batch: int, k: Any, v: Any, new_lengths: Any, q_lengths: Any
+) -> tuple[Any, Any, list[int]]:
+    """New keys and values of a cache, checked, and the number of new tokens of each sequence."""
+    shape = storage.shape
+    k = received(storage, k, "k", (batch, shape.kv_heads, "n_new", shape.head_dim), 2)
+    v = received(storage, v, "v", (batch, shape.kv_heads, "n_new", shape.value_dim), 2)
+    n_new = k.shape[2]
+    if v.shape[2] != n_new:
+        raise ArgumentError(f"v: expected {n_new} tokens, as k has; got {v.shape[2]} (shape {tuple(v.shape)}).")
+    storage.check_capture({"new_lengths": new_lengths, "q_lengths": q_lengths})
+    return k, v, new_counts(new_lengths, batch, n_new)
+
+
 def packed_tokens(storage: Any, k: Any, v: Any, total: int | None) -> tuple[Any, Any]:
     """New keys and values of a pool, checked; `total`: as many as there are queries, unless these are others."""
     shape = storage.shape
@@ -93,12 +131,14 @@ def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any
     """
     first = pieces[0]
     if len(pieces) == 1 and first.counts is query.out is None:
-        usual = query.lengths is None  # only then a repeated step is known to be right by its shapes
-        step = storage.step(query.given, *((k, v) if usual else (None, None)), first.after, query.options)
+        q, options = query.given[0], query.options
+        step = storage.step(q, query.q, first.after, options)
         if step is not None:
+            if query.lengths is None:  # only then a repeated step is known to be right by its shapes
+                storage.remember(step, query.given, query.q, k, v, options)
             if k is not None:
                 storage.put(layer, first.before, first.new, k, v)
-            return step.run(layer, query.given, first.after, query.return_lse, query.options.seed_word())
+            return step.run(layer, q, query.q.address, first.after, query.return_lse, options.seed_word())
     results = results_of(query, storage.shape.value_dim, query.q.shape[:-1])
     calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):
@@ -107,6 +147,38 @@ def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any
             storage.put(layer, piece.before, piece.new, *part)
         storage.attend(layer, call, query.q, piece, results)
     return results.returned()
+
+
+def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
+    """Stores a pool's new tokens, if any, and computes what the queries see."""
+    query = packed.query
+    if packed.step is not None and query is not None:
+        step, addresses = packed.step
+        if step.fits(batch.after):
+            seed = query.options.seed_word()
+            return step.run(layer, query.given[0], addresses, batch, query.return_lse, seed)
+        packed = _anew(storage, packed)
+        query = packed.query
+    if packed.k is not None:
+        storage.put(layer, batch, packed.k, packed.v)
+    if query is None:
+        return None
+    if packed.asked is not packed.counts:
+        batch = batch._replace(counts=packed.asked)
+    if packed.usual:
+        storage.remember(query.given, query.q, packed.k, packed.v, batch, query.options)
+    q = query.q
+    results = results_of(query, storage.shape.value_dim, (q.shape[1], q.shape[0]))
+    storage.attend(layer, q, batch, query.options, results)
+    return results.returned()
+
+
+def _anew(storage: Any, packed: Packed) -> Packed:
+    """For other lengths than a step was prepared for: its arrays, as the first time."""
+    given, options, return_lse = packed.query.given, packed.query.options, packed.query.return_lse
+    query = query_of(storage, given, options, return_lse, None)
+    k, v = packed_tokens(storage, *given[1:], query.q.shape[0]) if len(given) > 1 else (None, None)
+    return packed._replace(k=k, v=v, query=query, step=None)
 
 
 def busy(layer: int) -> CacheBusy:

@@ -1,0 +1,313 @@
+"""The kernel that stores new tokens in a cache's or a pool's blocks: moved as they are, or as codes with scales.
+
+A ticket is some heads of some blocks of a run of tokens. A whole block is written in vectors, of keys transposed in
+registers; where only some of its tokens are new, token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+
+from ..arrays import CODES, STORAGE_BYTES
+from .conversions import code_of, load
+from .layout import APPEND, BLOCK, RUN
+from .region import Words, entry, region
+from .shape import AppendShape
+from .vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
+
+_RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
+_INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF  # bits of a float32
+
+
+def append_module(s: AppendShape, symbol: str) -> Module:
+    module = Module(symbol)
+    keys, values = (_block(module, s, name) for name in ("keys", "values"))
+    entry(module, s.isa, region(module, _task(module, keys, values)), symbol)
+    return module
+
+
+def _task(module: Module, keys: Any, values: Any) -> Any:
+    """One ticket."""
+    k = module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
+    a = Words(k, APPEND, k.p["a"])
+    each, which = a.run_tickets, k.p["number"]
+    run = Words(k, RUN, k.at(k.p["a"], which // each * RUN.bytes + APPEND.bytes))  # runs follow the arguments
+    groups, slot, end, numbers = a.head_groups, run.slot, run.slot + run.count, run.list
+    first_head = which % each % groups * a.heads
+    first = (slot >> 4) + which % each // groups * a.blocks
+    last = k.min(first + a.blocks, (end + (BLOCK - 1)) >> 4)
+    parts = [
+        (f, dim, *(getattr(a, f"{name}_{x}") for x in ("row", "column", "head")), getattr(a, f"to_{name}_head"),
+         getattr(a, f"to_{name}_block"), getattr(a, name) + getattr(run, f"{name}_at"),
+         getattr(a, f"to_{name}") + getattr(run, f"to_{name}_at"))
+        for f, dim, name in ((keys, a.head_dim, "k"), (values, a.value_dim, "v"))
+    ]  # fmt: skip
+    fixed, ring = a.fixed, a.ring
+    with k.range(first, last) as block:
+        low, high = k.max(slot - (block << 4), k.i64(0)), k.min(end - (block << 4), k.i64(BLOCK))
+        token, place = (block << 4) + low - slot, k.variable(block)
+        with k.when(block >= fixed):
+            place.set(fixed + (block - fixed) % ring)
+        with k.when(numbers.differs(0)):
+            place.set(k.load(I64, k.pointer(numbers), block << 3))
+        number = place.get()
+        with k.range(first_head, k.min(first_head + a.heads, a.kv_heads)) as head:
+            for f, dim, row, column, from_head, to_head, to_block, source, target in parts:
+                at = source + head * from_head + token * row
+                to = target + head * to_head + number * to_block
+                k.call(f, k.pointer(at), k.pointer(to), low, high, row, column, dim)
+    return k.finish()
+
+
+def _block(module: Module, s: AppendShape, name: str) -> Any:
+    """New tokens become those from `low` to `high` of a block."""
+    params = {"source": PTR, "block": PTR} | dict.fromkeys(("low", "high", "row", "column", "dim"), I64)
+    k = module.function(name, params)
+    match s.stored, name:
+        case stored, _ if stored in CODES:
+            block: Any = _Codes(k, s, name)
+        case _, "keys":
+            block = _Keys(k, s, name)
+        case _ if s.pairs:
+            block = _Pairs(k, s, name)
+        case _:
+            block = _Rows(k, s, name)
+    low, high, row = k.p["low"], k.p["high"], k.p["row"]
+    with k.either((high - low).equals(BLOCK)) as (all_new, some_new):
+        with all_new:
+            block.whole()
+        with some_new, k.range(low, high) as lane:
+            block.token(k.at(k.p["source"], (lane - low) * row), lane)
+    return k.finish()
+
+
+class _Elements:
+    """Elements of rows as they lie: `lanes` side by side, or one; in units of `unit` bytes."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        self.k, self.source = k, s.keys if name == "keys" else s.values
+        self.size = STORAGE_BYTES[self.source.storage]
+        self.dim, self.block, self.vector_bytes = k.p["dim"], k.p["block"], s.isa.vector_bytes
+
+    def at(self, row: Value, index: Value | int) -> Value:
+        """The address of an element."""
+        step = self.k.p["column"] if self.source.strided else self.k.i64(self.size)
+        return self.k.at(row, step * index)
+
+    def row(self, token: int) -> Value:
+        """The address of a new token, of whole blocks."""
+        return self.k.at(self.k.p["source"], self.k.p["row"] * token)
+
+    def gathered(self, t: ir.Type, read: Any, count: int) -> Value:
+        """What read(index) gives, in lanes."""
+        x: Any = ir.Constant(vec(t, count), ir.Undefined)
+        for lane in range(count):
+            x = self.k.b.insert_element(x, read(lane).x, I32(lane))
+        return Value(self.k, x)
+
+    def elements(self, row: Value, index: Value, count: int) -> Value:
+        """So many elements, as integers."""
+        k, t = self.k, _RAW[self.size]
+        if not self.source.strided:
+            return k.load(vec(t, count), self.at(row, index))
+        return self.gathered(t, lambda lane: k.load(t, self.at(row, index + lane)), count)
+
+    def stretches(self, count: Value, lanes: int, several: Any, one: Any) -> None:
+        """several(index) for `lanes` at a time, of which the last end where the row ends; one(index) where it is
+        shorter than that.
+        """
+        k = self.k
+        wide = k.select(count >= lanes, count, k.i64(0))
+        with k.range(0, wide, lanes) as index:
+            several(k.min(index, count - lanes))
+        with k.range(wide, count) as index:
+            one(index)
+
+
+class _Rows(_Elements):
+    """Rows of elements side by side."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        self.lanes = self.vector_bytes // self.size
+
+    def whole(self) -> None:
+        with self.k.range(0, BLOCK) as lane:
+            self.token(self.k.at(self.k.p["source"], lane * self.k.p["row"]), lane)
+
+    def token(self, row: Value, lane: Value) -> None:
+        k, to = self.k, self.k.at(self.block, lane * self.dim * self.size)
+        self.stretches(
+            self.dim,
+            self.lanes,
+            lambda index: k.store(self.elements(row, index, self.lanes), to, index * self.size),
+            lambda index: k.store(k.load(_RAW[self.size], self.at(row, index)), to, index * self.size),
+        )
+
+
+class _Pairs(_Elements):
+    """Rows of values two by two: [8 pairs of tokens][element][2]."""
+
+    def whole(self) -> None:
+        for pair in range(BLOCK // 2):
+            rows, to = (self.row(2 * pair), self.row(2 * pair + 1)), self.k.at(self.block, self.dim * (4 * pair))
+            self.stretches(
+                self.dim,
+                16,
+                lambda i, r=rows, to=to: self._both(r, to, i),
+                lambda i, r=rows, to=to: self._each(r, to, i),
+            )
+
+    def _both(self, rows: tuple[Value, Value], to: Value, index: Value) -> None:
+        k = self.k
+        a, b = (self.elements(row, index, 16) for row in rows)
+        k.store(k.shuffle(a, b, [lane // 2 + lane % 2 * 16 for lane in range(32)]), to, index * 4)
+
+    def _each(self, rows: tuple[Value, ...], to: Value, index: Value) -> None:
+        for n, row in enumerate(rows):
+            self.k.store(self.k.load(I16, self.at(row, index)), to, index * 4 + 2 * n)
+
+    def token(self, row: Value, lane: Value) -> None:
+        to = self.k.at(self.block, (lane >> 1) * self.dim * 4 + (lane & 1) * 2)
+        with self.k.range(0, self.dim) as index:
+            self._each((row,), to, index)
+
+
+class _Keys(_Elements):
+    """Keys unit by unit: [unit][16 tokens]. A unit is an element, or a pair of them; an odd last one has a zero."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        self.each = 2 if s.pairs else 1  # elements of a unit
+        self.unit = self.size * self.each
+        self.lanes = min(BLOCK, s.isa.vector_bytes // self.unit)
+        self.units = self.dim // self.each
+
+    def whole(self) -> None:
+        rows = [self.row(token) for token in range(BLOCK)]
+        self.stretches(self.units, self.lanes, lambda u: self._transposed(rows, u), lambda u: self._one(rows, u))
+        self._odd(rows, self.k.i64(0))
+
+    def _transposed(self, rows: list[Value], unit: Value) -> None:
+        k, n = self.k, self.lanes
+        for first in range(0, BLOCK, n):
+            several = [self.elements(row, unit * self.each, n * self.each) for row in rows[first : first + n]]
+            for i, x in enumerate(k.transpose([x.bits(vec(_RAW[self.unit], n)) for x in several])):
+                k.store(x, self.block, (unit + i) * (BLOCK * self.unit) + first * self.unit)
+
+    def _one(self, rows: list[Value], unit: Value, lane: Value | int = 0) -> None:
+        k = self.k
+        for n, row in enumerate(rows):
+            to = k.at(self.block, unit * (BLOCK * self.unit) + (k.i64(n) + lane) * self.unit)
+            for i in range(self.each):
+                k.store(k.load(_RAW[self.size], self.at(row, unit * self.each + i)), to, i * self.size)
+
+    def _odd(self, rows: list[Value], lane: Value) -> None:
+        k = self.k
+        if self.each == 1:
+            return
+        with k.when((self.dim % 2).equals(1)):
+            for n, row in enumerate(rows):
+                last = k.zext(k.load(I16, self.at(row, self.dim - 1)), I32)
+                k.store(last, self.block, self.units * (BLOCK * self.unit) + (lane + n) * self.unit)
+
+    def token(self, row: Value, lane: Value) -> None:
+        with self.k.range(0, self.units) as unit:
+            self._one([row], unit, lane)
+        self._odd([row], lane)
+
+
+class _Codes(_Elements):
+    """Codes: 16 scales, then keys element by element, [element][16 tokens], or rows of values."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        self.is_keys, self.dtype, self.last = name == "keys", s.stored, float(CODES[s.stored])
+
+    def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
+        """In float32: so many side by side, or one."""
+        k, storage = self.k, self.source.storage
+        if count and self.source.strided:
+            return self.gathered(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
+        return load(k, storage, self.at(row, index), 0, count)
+
+    def scaled(self, row: Value, lane: Value) -> None:
+        """Stores a token's scale: its largest magnitude over the largest code, NaN where that is none."""
+        k, wide, most = self.k, vec(I32, BLOCK), self.k.variable(self.k.const(0, I32))
+        many = k.variable(k.const(0, wide))
+
+        def larger(total: Any, x: Value) -> None:
+            total.set(k.max(x.bits(total.type) & _MAGNITUDE, total.get()))  # NaNs are above infinity, by their bits
+
+        self.stretches(
+            self.dim,
+            BLOCK,
+            lambda index: larger(many, self.numbers(row, index, BLOCK)),
+            lambda index: larger(most, self.numbers(row, index)),
+        )
+        bits = k.max(k.intrinsic("llvm.vector.reduce.smax.v16i32", I32, many.get()), most.get())
+        scale = bits.bits(F32) / k.const(self.last, F32)
+        k.store(k.select(bits < _INFINITE, scale, k.const(math.nan, F32)), self.block, lane * 4)
+
+    def codes(self, x: Value, lane: Value | int) -> Value:
+        """Of a token's numbers, by its scale; 0 where that is 0 or NaN."""
+        k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
+        scale = k.load(F32, self.block, (k.i64(0) + lane) * 4)
+        scale = k.splat(scale, count) if count else scale
+        live = scale > 0.0
+        ratio = x / k.select(live, scale, k.const(1.0, x.type))
+        ratio = k.min(k.max(ratio, k.const(-self.last, x.type)), k.const(self.last, x.type))
+        code = code_of(k, self.dtype, ratio)
+        return k.select(live, code, k.const(0, code.type))
+
+    def whole(self) -> None:
+        k, p = self.k, self.k.p
+        with k.range(0, BLOCK) as lane:
+            self.scaled(k.at(p["source"], lane * p["row"]), lane)
+        if not self.is_keys:
+            with k.range(0, BLOCK) as lane:
+                self._values(k.at(p["source"], lane * p["row"]), lane)
+            return
+        rows = [self.row(token) for token in range(BLOCK)]
+        self.stretches(
+            self.dim, BLOCK, lambda index: self._transposed(rows, index), lambda index: self._one(rows, index)
+        )
+
+    def _transposed(self, rows: list[Value], index: Value) -> None:
+        k = self.k
+        several = [self.codes(self.numbers(row, index, BLOCK), n) for n, row in enumerate(rows)]
+        for i, x in enumerate(k.transpose(several)):
+            k.store(x, self.block, (index + i) * BLOCK + 4 * BLOCK)
+
+    def _one(self, rows: list[Value], index: Value, lane: Value | int = 0) -> None:
+        k = self.k
+        for n, row in enumerate(rows):
+            at = k.i64(n) + lane
+            k.store(self.codes(self.numbers(row, index), at), self.block, index * BLOCK + at + 4 * BLOCK)
+
+    def _values(self, row: Value, lane: Value) -> None:
+        k, to = self.k, self.k.at(self.block, lane * self.dim + 4 * BLOCK)
+        self.stretches(
+            self.dim,
+            BLOCK,
+            lambda index: k.store(self.codes(self.numbers(row, index, BLOCK), lane), to, index),
+            lambda index: k.store(self.codes(self.numbers(row, index), lane), to, index),
+        )
+
+    def token(self, row: Value, lane: Value) -> None:
+        self.scaled(row, lane)
+        if not self.is_keys:
+            self._values(row, lane)
+            return
+        k = self.k
+
+        def several(index: Value) -> None:
+            x = self.codes(self.numbers(row, index, BLOCK), lane)
+            for i in range(BLOCK):
+                one = Value(k, k.b.extract_element(x.x, I32(i)))
+                k.store(one, self.block, (index + i) * BLOCK + lane + 4 * BLOCK)
+
+        self.stretches(self.dim, BLOCK, several, lambda index: self._one([row], index, lane))

@@ -1,0 +1,126 @@
+"""New tokens on their way into a cache or a pool: which kernel stores them, its arguments, its run."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+
+from ..arrays import DTYPES, STORAGE_BYTES
+from ..machine import Isa
+from ..tokens import TokenShape
+from .blocks import Pairs, Store
+from .compile import kernel_of
+from .layout import APPEND, BLOCK, ENDLESS, RUN
+from .prepare import INLINE_SECONDS, template_of
+from .shape import AppendShape, Source
+from .workers import run_tickets
+
+_BYTES = 4e9  # per second of a thread that stores tokens, read and written
+_TICKET_BYTES = 1 << 16  # read by a ticket, where there are several threads
+_CALL = slice(APPEND.word("k"), APPEND.word("k") + 4)
+_WORDS, _RUN = len(APPEND.names), len(RUN.names)
+_SLOTS, _LISTS = (slice(_WORDS + RUN.word(name), None, _RUN) for name in ("slot", "list"))
+
+
+class Blocks(NamedTuple):
+    """Where the blocks of a layer's tokens lie: from one head, and one block, to the next; in bytes."""
+
+    shape: TokenShape
+    isa: Isa
+    pairs: bool
+    k_head: int
+    k_block: int
+    v_head: int
+    v_block: int
+    fixed: int = ENDLESS  # blocks before those that are a ring, and those
+    ring: int = ENDLESS
+
+    @classmethod
+    def of(cls, shape: TokenShape, isa: Isa, keys: Store, values: Store, *ring: int) -> Blocks:
+        """Of stores whose memory is (…, head, block, bytes)."""
+        steps = [x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2)]
+        return cls(shape, isa, isinstance(keys, Pairs), *steps, *ring)
+
+
+class New(NamedTuple):
+    """Keys or values of new tokens: distances in bytes."""
+
+    dtype: str
+    head: int
+    row: int
+    column: int
+    items: list[int]  # where each sequence's begin
+    to: list[int]  # and where its blocks do
+
+
+class Put:
+    """New tokens of one form, to be stored at any addresses from any slots on.
+
+    Never changed once it is used, so that threads may share it.
+    """
+
+    __slots__ = ("loaded", "seconds", "shape", "template", "threads", "tickets", "words_type")
+
+    def __init__(self, blocks: Blocks, k: New, v: New, counts: list[int], threads: int) -> None:
+        """counts: new tokens of each sequence."""
+        tokens, stored = blocks.shape, blocks.shape.dtype
+        stored = DTYPES[stored][0] if stored in DTYPES else stored
+        storages = [DTYPES[x.dtype][0] for x in (k, v)]
+        sizes = [STORAGE_BYTES[x] for x in storages]
+        of_sides = [Source(x, side.column != n) for x, n, side in zip(storages, sizes, (k, v), strict=True)]
+        self.shape = AppendShape(blocks.isa, stored, blocks.pairs, *of_sides)
+        self.loaded = weakref.ref(kernel_of(self.shape))
+        row = tokens.head_dim * sizes[0] + tokens.value_dim * sizes[1]
+        self.seconds = 2 * sum(counts) * tokens.kv_heads * row / _BYTES
+        self.threads = threads if self.seconds > INLINE_SECONDS else 1
+        most = (max(counts, default=0) + 2 * BLOCK - 2) // BLOCK  # blocks of a run, wherever it begins
+        heads, each = tokens.kv_heads, max(most, 1)
+        if self.threads > 1:
+            heads = 1 if k.head > k.row else heads  # what lies side by side is read together
+            each = max(1, _TICKET_BYTES // (BLOCK * heads * row))
+        groups = -(-tokens.kv_heads // heads)
+        per_run = groups * -(-most // each)
+        self.tickets = per_run * len(counts)
+        words = {
+            "k_head": k.head, "k_row": k.row, "k_column": k.column,
+            "v_head": v.head, "v_row": v.row, "v_column": v.column,
+            "to_k_head": blocks.k_head, "to_k_block": blocks.k_block,
+            "to_v_head": blocks.v_head, "to_v_block": blocks.v_block,
+            "kv_heads": tokens.kv_heads, "head_dim": tokens.head_dim, "value_dim": tokens.value_dim,
+            "run_tickets": per_run, "head_groups": groups, "heads": heads, "blocks": each,
+            "fixed": blocks.fixed, "ring": blocks.ring,
+        }  # fmt: skip
+        runs = np.zeros((len(counts), _RUN), np.int64)
+        columns = {"count": counts, "k_at": k.items, "v_at": v.items, "to_k_at": k.to, "to_v_at": v.to}
+        for name, column in columns.items():
+            runs[:, RUN.word(name)] = column
+        self.template = template_of(APPEND, words) + runs.tobytes()
+        self.words_type = ctypes.c_int64 * (_WORDS + runs.size)
+
+    @property
+    def size(self) -> int:
+        """Bytes that it keeps alive."""
+        return len(self.template)
+
+    def run(self, addresses: tuple[int, int, int, int], slots: list[int], lists: list[int] | None = None) -> None:
+        """Stores what lies at the first two addresses, of keys and values, into the blocks at the other two.
+
+        slots: of each sequence the first new token's. lists: addresses of the numbers of each one's blocks, if they do
+        not lie side by side.
+        """
+        if not self.tickets:
+            return
+        words = self.words_type.from_buffer_copy(self.template)
+        words[_CALL] = addresses
+        words[_SLOTS] = slots
+        if lists is not None:
+            words[_LISTS] = lists
+        kernel = self.loaded()
+        if kernel is None:
+            kernel = kernel_of(self.shape)
+            self.loaded = weakref.ref(kernel)
+        kernel.used()
+        run_tickets(kernel, words, self.tickets, self.threads, self.seconds)

@@ -1,0 +1,99 @@
+"""New tokens in a cache's and a pool's blocks: every bit of theirs, wherever they come from and go to."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from conftest import FULL
+from problems import CODES, DTYPES, numpy_dtype, quantise
+
+import speedlight as sl
+
+SIZES = ((33, 40), (16, 17), (5, 1))  # of keys and values: odd, of a vector, below one
+COUNTS = (1, 14, 1, 16, 3, 45, 32, 1, 700)  # of new tokens: blocks are whole, begun, ended; several threads
+
+
+def lying(x, way):
+    """The same numbers, of four dimensions, lying in one of three ways, or a tensor's."""
+    if way == "heads adjoin":
+        return np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2)
+    if way == "tokens adjoin":
+        return np.ascontiguousarray(x.swapaxes(2, 3)).swapaxes(2, 3)
+    if way == "torch":
+        whole = torch.from_numpy(np.ascontiguousarray(x).view(np.uint16 if x.itemsize == 2 else x.dtype))
+        return whole.view(getattr(torch, x.dtype.name))
+    return x
+
+
+@pytest.mark.parametrize("way", ["side by side", "heads adjoin", "tokens adjoin", "torch"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_keep_every_bit(isa, rng, dtype, way):
+    """Signs of zeros and payloads of NaN among them; in a cache, and in pages out of order."""
+    sl.set_threads(2)
+    for d, dv in SIZES:
+        size = numpy_dtype(dtype).itemsize
+        bits = [rng.integers(0, 256, (2, 2, sum(COUNTS), n * size), np.uint8) for n in (d, dv)]
+        k, v = (x.view(numpy_dtype(dtype)) for x in bits)
+        cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=d, value_dim=dv, capacity=2000, dtype=dtype)
+        sizes = {"pages": 100, "page_size": 32, "kv_heads": 2, "head_dim": d, "value_dim": dv}
+        pool = sl.PagePool(layers=1, **sizes, dtype=dtype)
+        sequences = [pool.sequence(), pool.sequence()]
+        for at, n in zip(itertools.accumulate(COUNTS, initial=0), COUNTS, strict=False):
+            new = [lying(x[:, :, at : at + n], way) for x in (k, v)]
+            cache.append(0, *new)
+            for item, sequence in enumerate(sequences):
+                pool.append(0, [sequence], *(x[item].swapaxes(0, 1) for x in new), new_lengths=[n])
+        assert cache.keys(0).tobytes() == k.tobytes() and cache.values(0).tobytes() == v.tobytes()
+        for item, sequence in enumerate(sequences):
+            assert sequence.keys(0).tobytes() == k[item].tobytes()
+            assert sequence.values(0).tobytes() == v[item].tobytes()
+
+
+def half_way(codes):
+    """Between two neighbours, all of them."""
+    every = np.arange(256, dtype=np.uint8).view(numpy_dtype(codes)).astype(np.float32)
+    every = np.unique(every[np.isfinite(every)])
+    return (every[1:] + every[:-1]) / 2
+
+
+WAYS = [*itertools.product(["float32", "float16", "bfloat16"], ["side by side", "tokens adjoin"])]
+
+
+@pytest.mark.parametrize(
+    ("codes", "dtype", "way"),
+    [(x, *way) for x in CODES for way in (WAYS if FULL or x == "int8" else WAYS[::5])],
+)
+def test_codes_and_scales_are_those_of_the_rule(isa, rng, codes, dtype, way):
+    """What is half way between two codes, rows of zeros, subnormals, of NaN and infinity."""
+    sl.set_threads(2)
+    for d, dv in SIZES:
+        k, v = (rng.standard_normal((2, 2, sum(COUNTS), n)).astype(np.float32) for n in (d, dv))
+        for x in (k, v):
+            x *= 10.0 ** rng.integers(-44, 37, (*x.shape[:3], 1)) if dtype != "float16" else 1
+            x[0, 0, ::7] = rng.choice(half_way(codes), x[0, 0, ::7].shape)
+            x[0, 0, ::7, 0] = np.float32({"int8": 127, "float8_e4m3fn": 448}[codes])
+            x[0, 1, ::5, 0], x[1, 0, ::6, -1], x[1, 1, ::9, 0] = np.nan, np.inf, -np.inf
+            x[1, 1, 1::9], x[1, 1, 2::9] = -0.0, 1e-44
+        with np.errstate(over="ignore"):
+            k, v = (x.astype(numpy_dtype(dtype)) for x in (k, v))
+        cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=d, value_dim=dv, capacity=2000, dtype=codes)
+        for at, n in zip(itertools.accumulate(COUNTS, initial=0), COUNTS, strict=False):
+            cache.append(0, *(lying(x[:, :, at : at + n], way) for x in (k, v)))
+        for x, stored in zip((k, v), cache._storage.parts(0, [sum(COUNTS)] * 2), strict=True):
+            for got, want in zip(stored, quantise(x, codes), strict=True):
+                assert got.tobytes() == want.tobytes()
+
+
+def test_a_ring_keeps_the_last_tokens_of_long_chunks(rng):
+    """Longer ones than go round once; by several threads."""
+    sl.set_threads(2)
+    cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=33, value_dim=40, window=70, keep_first=5)
+    k, v = (rng.standard_normal((2, 2, 6000, d), dtype=np.float32) for d in (33, 40))
+    for first, last in ((0, 3), (3, 700), (700, 701), (701, 6000)):
+        cache.append(0, k[:, :, first:last], v[:, :, first:last])
+        shown = cache._ring.shown(last)
+        assert cache.keys(0).tobytes() == k[:, :, shown].tobytes()
+        assert cache.values(0).tobytes() == v[:, :, shown].tobytes()
