@@ -414,7 +414,7 @@ MUTATIONS = (
     ),
     Mutation(
         "codes are rounded down",
-        "cpu/conversions.py",
+        "cpu/append.py",
         'k.unary("rint", x',
         'k.unary("floor", x',
         "tests/test_putting.py -k codes",
@@ -425,6 +425,13 @@ MUTATIONS = (
         "(whole << 7) & ~0x4000",
         "(whole << 7) & ~0x2000",
         f"{CACHES} -k codes_against",
+    ),
+    Mutation(
+        "float8 is rounded up half way",
+        "cpu/conversions.py",
+        "((bits >> 20) & 1) + 0x7FFFF",
+        "((bits >> 20) & 1) + 0x80000",
+        "tests/test_putting.py -k codes",
     ),
     Mutation(
         "float8's scales are of codes, not of what they are widened to",

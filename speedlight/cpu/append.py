@@ -12,13 +12,14 @@ from typing import Any
 from llvmlite import ir
 
 from ..arrays import CODES, STORAGE_BYTES
-from .conversions import code_of, load
+from .conversions import load, to_float8
 from .layout import APPEND, BLOCK, RUN
 from .region import Words, entry, region
 from .shape import AppendShape
 from .vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 
 _RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
+_MOST_CODE = float(CODES["int8"])
 _INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF  # bits of a float32
 
 
@@ -67,8 +68,10 @@ def _block(module: Module, s: AppendShape, name: str) -> Any:
     params = {"source": PTR, "block": PTR} | dict.fromkeys(("low", "high", "row", "column", "dim"), I64)
     k = module.function(name, params)
     match s.stored, name:
-        case stored, _ if stored in CODES:
+        case "int8", _:
             block: Any = _Codes(k, s, name)
+        case "float8_e4m3fn", _:
+            block = _Float8(k, s, name)
         case _, "keys":
             block = _Keys(k, s, name)
         case _ if s.pairs:
@@ -221,11 +224,13 @@ class _Keys(_Elements):
 
 
 class _Codes(_Elements):
-    """Codes: 16 scales, then keys element by element, [element][16 tokens], or rows of values."""
+    """int8: 16 scales, then keys element by element, [element][16 tokens], or rows of values."""
+
+    last = _MOST_CODE
 
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
-        self.is_keys, self.dtype, self.last = name == "keys", s.stored, float(CODES[s.stored])
+        self.is_keys = name == "keys"
 
     def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
         """In float32: so many side by side, or one."""
@@ -235,7 +240,7 @@ class _Codes(_Elements):
         return load(k, storage, self.at(row, index), 0, count)
 
     def scaled(self, row: Value, lane: Value) -> None:
-        """Stores a token's scale: its largest magnitude over the largest code, NaN where that is none."""
+        """Stores a token's scale: its largest magnitude over the last code, NaN where that is none."""
         k, wide, most = self.k, vec(I32, BLOCK), self.k.variable(self.k.const(0, I32))
         many = k.variable(k.const(0, wide))
 
@@ -258,10 +263,10 @@ class _Codes(_Elements):
         scale = k.load(F32, self.block, (k.i64(0) + lane) * 4)
         scale = k.splat(scale, count) if count else scale
         live = scale > 0.0
-        ratio = x / k.select(live, scale, k.const(1.0, x.type))
-        ratio = k.min(k.max(ratio, k.const(-self.last, x.type)), k.const(self.last, x.type))
-        code = code_of(k, self.dtype, ratio)
-        return k.select(live, code, k.const(0, code.type))
+        whole = k.unary("rint", x / k.select(live, scale, k.const(1.0, x.type)))
+        whole = k.min(k.max(whole, k.const(-_MOST_CODE, x.type)), k.const(_MOST_CODE, x.type))
+        number = Value(k, k.b.fptosi(whole.x, vec(I32, count) if count else I32))
+        return k.trunc(k.select(live, number, k.const(0, number.type)), vec(I8, count) if count else I8)
 
     def whole(self) -> None:
         k, p = self.k, self.k.p
@@ -311,3 +316,18 @@ class _Codes(_Elements):
                 k.store(one, self.block, (index + i) * BLOCK + lane + 4 * BLOCK)
 
         self.stretches(self.dim, BLOCK, several, lambda index: self._one([row], index, lane))
+
+
+class _Float8(_Codes):
+    """The same of float8_e4m3fn."""
+
+    last = float(CODES["float8_e4m3fn"])
+
+    def codes(self, x: Value, lane: Value | int) -> Value:
+        k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
+        scale = k.load(F32, self.block, (k.i64(0) + lane) * 4)
+        scale = k.splat(scale, count) if count else scale
+        live, last = scale > 0.0, k.const(self.last, x.type)
+        ratio = x / k.select(live, scale, k.const(1.0, x.type))
+        code = to_float8(k, k.min(k.max(ratio, -last), last))
+        return k.select(live, code, k.const(0, code.type))

@@ -42,23 +42,14 @@ def load_code(k: Function, dtype: str, pointer: Value, offset: Value | int = 0, 
     return k.extend(bits.bits(like(x, F16)), like(x, F32))
 
 
-def code_of(k: Function, dtype: str, x: Value) -> Value:
-    """x (f32, of no larger magnitude than the largest code) as a code's 8 bits, to nearest even."""
-    if dtype == "int8":
-        return _low_byte(k, _whole(k, k.unary("rint", x)))
-    size, sign = k.abs(x), (x.bits(like(x, I32)) >> 24) & 0x80
-    bits = size.bits(like(x, I32))
+def to_float8(k: Function, x: Value) -> Value:
+    """x (f32, of a magnitude up to 448) as the bits of float8_e4m3fn, to nearest even."""
+    wide, size = like(x, I32), k.abs(x)
+    bits = size.bits(wide)
     normal = ((bits + ((bits >> 20) & 1) + 0x7FFFF) >> 20) - (127 - 7 << 3)  # 20 digits less, and another bias
-    small = _whole(k, k.unary("rint", size * 512.0))  # in units of the smallest; 8 of them are the first normal number
-    return _low_byte(k, k.select(size < 2.0**-6, small, normal) | sign)
-
-
-def _whole(k: Function, x: Value) -> Value:
-    return Value(k, k.b.fptosi(x.x, like(x, I32)))
-
-
-def _low_byte(k: Function, x: Value) -> Value:
-    return k.trunc(x, like(x, I8))
+    smallest = k.unary("rint", size * 512.0)  # how many; 8 are the first normal number
+    code = k.select(size < 2.0**-6, Value(k, k.b.fptosi(smallest.x, wide)), normal)
+    return k.trunc(code | ((x.bits(wide) >> 24) & 0x80), like(x, I8))
 
 
 def narrowed(k: Function, storage: str, x: Value) -> Value:
