@@ -29,6 +29,7 @@ import numpy as np
 
 import speedlight as sl
 from speedlight import machine
+from speedlight.arrays import CODES
 from speedlight.cpu import roof
 from speedlight.tools.measuring import Call, check, measure, openvino, peers, quantiles, tensors, without_grad
 
@@ -211,6 +212,7 @@ def _dense_torch(arrays: list[np.ndarray], mask: Any) -> Call:
 DECODE = [
     (t, 1, 32, 8, n, 128) for t in ("float32", "bfloat16", "float16", "int8") for n in (512, 4096, 16384, 32768, 131072)
 ]
+DECODE += [("float8_e4m3fn", 1, 32, 8, n, 128) for n in (4096, 32768, 131072)]
 DECODE += [(t, 1, h, 8, 16384, 128) for t in ("float32", "bfloat16", "int8") for h in (8, 64)]
 DECODE += [(t, 16, 32, 8, 4096, 128) for t in ("float32", "bfloat16", "int8")] + [("float32", 16, 32, 8, 512, 64)]
 
@@ -224,7 +226,7 @@ def decode(turns: int) -> Any:
     torch.set_num_threads(sl.get_threads())
     for dtype, batch, q_heads, kv_heads, n, d in DECODE:
         rng = np.random.default_rng(0)
-        given = "bfloat16" if dtype == "int8" else dtype  # of the queries
+        given = "bfloat16" if dtype in CODES else dtype  # of the queries
         kind = ml_dtypes.bfloat16 if given == "bfloat16" else given
         shapes = ((batch, q_heads, 1, d), (batch, kv_heads, n, d), (batch, kv_heads, n, d))
         q, k, v = (rng.standard_normal(s, dtype=np.float32).astype(kind) for s in shapes)
@@ -243,7 +245,7 @@ def decode(turns: int) -> Any:
             "read": functools.partial(torch.sum, memory),
             "pages of 16": functools.partial(pool.attend, 0, sequences, packed),
         }
-        if dtype != "int8":
+        if dtype not in CODES:
             calls |= {"arrays": functools.partial(sl.attention, q, k, v)} | _decode_peers(q, k, v)
         times, _ = measure(calls, turns, lambda: 0.0)
         medians = {x: statistics.median(t) for x, t in times.items()}
@@ -274,14 +276,15 @@ def _wrong_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Any, paged
     got = cache.attend(0, q)
     if got[:, :, 0].tobytes() != paged.tobytes():
         return "pages have other bits than the cache"
-    if cache.dtype != "int8" and got.tobytes() != sl.attention(q, k, v).tobytes():
+    coded = cache.dtype in CODES
+    if not coded and got.tobytes() != sl.attention(q, k, v).tobytes():
         return "the arrays have other bits than the cache"
-    first = [q[:1], *((cache.keys(0)[:1], cache.values(0)[:1]) if cache.dtype == "int8" else (k[:1], v[:1]))]
+    first = [q[:1], *((cache.keys(0)[:1], cache.values(0)[:1]) if coded else (k[:1], v[:1]))]
     want = sl.reference.attention(*(x.astype(np.float64) for x in first))
     dot = cache.dtype == "bfloat16" and machine.current_isa().product("bf16") == "pairs"
-    if cache.dtype == "int8":
+    if coded:
         first[0] = first[0].astype(np.float32)
-    bound = sl.reference.error_bound(*first, dot=dot).out + (np.abs(want) * 2.0**-8 if cache.dtype == "int8" else 0)
+    bound = sl.reference.error_bound(*first, dot=dot).out + (np.abs(want) * 2.0**-8 if coded else 0)
     return None if (np.abs(got[:1].astype(np.float64) - want) <= bound).all() else "outside the bound"
 
 

@@ -47,7 +47,7 @@ class Model:
     def __init__(self, seed: int = 0, dtype: str = "float32", checkpoint: Path | None = None) -> None:
         self.dtype, self.stored = (
             dtype,
-            np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else "float32" if dtype == "int8" else dtype),
+            np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else "float32" if dtype in ("int8", "fp8") else dtype),
         )  # of what the cache takes
         self.trained, self.kv_heads, self.head_dim = checkpoint is not None, KV_HEADS, HEAD_DIM
         if checkpoint is None:
@@ -148,7 +148,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--chunk", type=int, default=16, help="tokens of the prompt in one call")
     parser.add_argument(
-        "--dtype", default="float32", choices=["float32", "float64", "float16", "bfloat16", "int8"], help="of the cache"
+        "--dtype",
+        default="float32",
+        choices=["float32", "float64", "float16", "bfloat16", "int8", "fp8"],
+        help="of the cache",
     )
     parser.add_argument("--paged", action="store_true", help="keep keys and values in pages")
     parser.add_argument("--seed", type=int, default=0)

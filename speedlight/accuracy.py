@@ -34,7 +34,7 @@ class Arithmetic:
     problem: Problem
     proven: bool = False  # the worst for any values, else to first order for these
     dot: bool = False  # bfloat16 by the dot instruction
-    int8: bool = False  # keys and values are codes · scales
+    int8: bool = False  # keys and values are codes · scales, of whatever codes
     tile: int | None = None  # keys of a GPU's blocks
     precision: str = "ieee"  # of float32 products there
 

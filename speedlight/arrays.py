@@ -18,6 +18,8 @@ from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
 STORAGE_BYTES = dict(DTYPES.values())
+# of caches that keep codes, with a scale for each token and head: the largest code
+CODES = {"int8": 127, "float8_e4m3fn": 448}
 _MOST_LISTED = 1 << 24
 _DLPACK_NAMES = {(2, 32): "float32", (2, 64): "float64", (2, 16): "float16", (4, 16): "bfloat16"}
 
@@ -67,11 +69,11 @@ _EMPTY = ctypes.c_char()
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The NumPy dtype of a name; bfloat16 is ml_dtypes'."""
-    if name == "bfloat16":
+    """The NumPy dtype of a name; bfloat16 and float8_e4m3fn are ml_dtypes'."""
+    if name in ("bfloat16", "float8_e4m3fn"):
         import ml_dtypes
 
-        return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
 
 
@@ -81,9 +83,15 @@ def conversion(name: str, dtype: str) -> str:
     return f"{name}.astype({of_numpy}), of a tensor {name}.to(torch.{dtype})"
 
 
+def code_cache(dtype: str) -> str:
+    """What a cache of codes is called in a message."""
+    return f"{'an' if dtype == 'int8' else 'a'} {dtype} cache"
+
+
 def _check_dtype(name: str, dtype: str) -> str:
     if dtype not in DTYPES:
-        scales = " Codes alone have no scales: KVCache(dtype='int8') and PagePool keep both." if dtype == "int8" else ""
+        known = dtype in CODES
+        scales = f" Codes alone have no scales: KVCache(dtype={dtype!r}) and PagePool keep both." if known else ""
         raise ArgumentTypeError(
             f"{name}: expected dtype float32, float64, float16 or bfloat16; got {dtype}. Convert it first.{scales}"
         )

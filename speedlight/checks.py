@@ -10,7 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPES, Array, are_plain_ints, check_plain_tensor, conversion, is_masked, is_tensor, listed
+from .arrays import (
+    CODES,
+    DTYPES,
+    Array,
+    are_plain_ints,
+    check_plain_tensor,
+    code_cache,
+    conversion,
+    is_masked,
+    is_tensor,
+    listed,
+)
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .hints import of_layout
 from .problem import LAYOUTS, MOST_SEEDS
@@ -238,7 +249,8 @@ def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_
 
 # --- of caches
 
-_FLOATS = ("float32", "float16", "bfloat16")  # of tokens that an int8 cache takes
+_FLOATS = ("float32", "float16", "bfloat16")  # of tokens that a cache of codes takes
+_FLOAT8: dict[str, str] = dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3"), "float8_e4m3fn")  # as people type it
 
 
 def check_index(name: str, x: Any, count: int) -> int:
@@ -275,11 +287,12 @@ def cache_dtype(dtype: Any) -> DtypeName:
     name: Any = (
         getattr(dtype, "name", None)
         or getattr(dtype, "__name__", None)
-        or (dtype if isinstance(dtype, str) else shown(dtype))
+        or (_FLOAT8.get(dtype, dtype) if isinstance(dtype, str) else shown(dtype))
     )
     name = name.removeprefix("torch.") if isinstance(name, str) else shown(dtype)
-    if name not in (*DTYPES, "int8"):
-        raise ArgumentTypeError(f"dtype: expected float32, float64, float16, bfloat16 or int8; got {shown(dtype)}.")
+    if name not in (*DTYPES, *CODES):
+        wanted = "float32, float64, float16, bfloat16, int8 or float8_e4m3fn"
+        raise ArgumentTypeError(f"dtype: expected {wanted}; got {shown(dtype)}.")
     return name
 
 
@@ -292,10 +305,10 @@ def device_name(device: Any) -> str:
 
 def check_tokens(got: str, name: str, dtype: str) -> None:
     """The dtype of new keys or values."""
-    if dtype == "int8":
+    if dtype in CODES:
         if got not in _FLOATS:
             raise ArgumentTypeError(
-                f"{name}: expected float32, float16 or bfloat16, which an int8 cache rounds itself; got {got}."
+                f"{name}: expected float32, float16 or bfloat16, which {code_cache(dtype)} rounds itself; got {got}."
             )
     elif got != dtype:
         way = f"Convert it first: {conversion(name, dtype)}."

@@ -20,7 +20,7 @@ _UNPACKED, _RATIO = (
     32,
 )  # bytes that a compressed file may hold whatever its size; and beyond them for each of its own
 _SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I32": "int32",
-                "I64": "int64"}  # fmt: skip
+                "I64": "int64", "F8_E4M3": "float8_e4m3fn"}  # fmt: skip
 
 
 def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:

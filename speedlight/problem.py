@@ -199,7 +199,7 @@ class Problem:
     score: Expression | None = None
     sinks: tuple[float, ...] | None = None  # one logit per query head
     rows: int | None = None  # of out per item, where q_lengths leave some of them without a query
-    quantised: bool = False  # keys and values are int8 with a scale per token and head
+    quantised: str | None = None  # dtype of codes, where keys and values are such with a scale per token and head
     items: tuple[int, ...] | None = None  # what a mask calls the items, where not 0, 1, …
     dropout: float = 0.0  # how likely a weight is dropped, after the softmax
     seed: int = 0  # of what says which

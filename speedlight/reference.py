@@ -23,8 +23,8 @@ from .accuracy_backward import (
     summed_bound,
     terms_of,
 )
-from .checks import MOST, check_index, dropout_of, integer, seed_of
-from .errors import ArgumentError
+from .checks import MOST, cache_dtype, check_index, check_tokens, dropout_of, integer, seed_of
+from .errors import ArgumentError, ArgumentTypeError
 from .gradients import SINKS
 from .modes import standard
 from .philox import MOST_POSITIONS, kept
@@ -180,7 +180,8 @@ def error_bound(
         proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
             Default: what roundings of these very numbers come to at most, to first order: several times less.
         dot: bfloat16 by the dot instruction, where k and v are of q's dtype.
-        int8: k and v are codes · scales of an int8 cache, as its keys() and values() give them.
+        int8: k and v are codes · scales of a cache of codes (int8, float8_e4m3fn), as its keys() and values() give
+            them.
         tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
 
     Raises:
@@ -201,6 +202,41 @@ def error_bound(
             if head.q.size and (head.k.size or head.problem.sinks):
                 out[head.at], lse[head.at] = bounds_of(head, arithmetic)
     return Bounds(case.outward(out), lse)
+
+
+@standard
+def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What a cache of codes keeps of tokens: codes · scales is as near to x as a scale for each row allows.
+
+    A row's scale is its largest magnitude over the largest code, 127 of int8 and 448 of float8_e4m3fn; a code is the
+    nearest to x / scale, of two the even one. Both quotients are rounded to float32. A row with NaN or infinity has a
+    scale of NaN. docs/numerics.md says how far codes · scales may be from x.
+
+    Args:
+        x: (…, dim) of float32, float16 or bfloat16: each row of dim elements, a token's of one head, is by itself.
+        dtype: "int8" or "float8_e4m3fn", as KVCache takes it.
+
+    Returns:
+        codes (…, dim) and scales (…, 1), both as float32.
+
+    >>> import numpy as np, speedlight as sl
+    >>> codes, scales = sl.reference.quantise(np.float32([[896.0, 100.0, 0.01]]), "fp8")
+    >>> codes.tolist(), scales.tolist()
+    ([[448.0, 52.0, 0.005859375]], [[2.0]])
+    """
+    name = cache_dtype(dtype)
+    if name not in arrays.CODES:
+        raise ArgumentTypeError(f"dtype: expected int8 or float8_e4m3fn; got {name}, of which a cache keeps every bit.")
+    given = arrays.describe(x, "x")
+    check_tokens(given.dtype, "x", name)
+    rows, last = given.numpy().astype(np.float32), np.float32(arrays.CODES[name])
+    with np.errstate(all="ignore"):
+        most = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
+        scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
+        ratios = np.where(scales > 0, np.clip(rows / scales, -last, last), np.float32(0))
+    # e4m3 has four digits of what is at least 2^-6, and as many after the point as that of what is below
+    digits = 0 if name == "int8" else 4 - np.maximum(np.frexp(ratios)[1], -5)
+    return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits)), scales
 
 
 def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checks
-from .arrays import Array, check_plain_tensor, conversion, is_tensor, listed
+from .arrays import CODES, Array, check_plain_tensor, code_cache, conversion, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.symbols import Symbol, where
 from .expressions.tables import Table
@@ -36,7 +36,7 @@ class Stated(NamedTuple):
 class Stored(NamedTuple):
     """Keys and values that are already kept somewhere, and known to be right."""
 
-    dtype: str  # int8 has a scale per token and head
+    dtype: str  # codes have a scale per token and head
     kv_heads: int
     head_dim: int
     value_dim: int
@@ -212,9 +212,10 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     q_heads, q_len, dim = (q.shape[a] for a in axes[-3:])
     if dim != stored.head_dim:
         raise ArgumentError(f"q: expected head_dim {stored.head_dim}, as the cache has; got {dim} (shape {q.shape}).")
-    if stored.dtype == "int8":
+    if stored.dtype in CODES:
         if q.dtype == "float64":
-            raise ArgumentTypeError("q: expected float32, float16 or bfloat16 over an int8 cache; got float64.")
+            over = code_cache(stored.dtype)
+            raise ArgumentTypeError(f"q: expected float32, float16 or bfloat16 over {over}; got float64.")
     elif q.dtype != stored.dtype and not are_widened(stored.dtype, q.dtype):
         way = f"Convert it first: {conversion('q', stored.dtype)}."
         raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as the cache has; got {q.dtype}. {way}")
@@ -233,7 +234,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         problem,
         sinks=_sinks(options.sink_logits, problem),
         rows=rows,
-        quantised=stored.dtype == "int8",
+        quantised=stored.dtype if stored.dtype in CODES else None,
         widened=stored.dtype if are_widened(stored.dtype, q.dtype) else None,
         items=stored.items,
         first_row=None if stored.shortest is None else stored.shortest - max(q_lens, default=0),

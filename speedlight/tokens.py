@@ -14,7 +14,7 @@ class TokenShape(NamedTuple):
     kv_heads: int
     head_dim: int
     value_dim: int
-    dtype: str  # int8: codes, with a scale for each token and head
+    dtype: str  # of arrays.CODES: codes, with a scale for each token and head
 
     def stored(self, lengths: list[int], **more: Any) -> Stored:
         """So many tokens of each sequence, to whom it concerns; more: as Stored has it."""

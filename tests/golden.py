@@ -25,6 +25,7 @@ import speedlight as sl
 
 FILE = Path(__file__).with_name("golden.json")
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+CODES = ("int8", "float8_e4m3fn")
 # q_heads, kv_heads, q_len, k_len, head_dim, value_dim: three vectors of queries, one, a tail of everything, several
 # spans
 SHAPES = {
@@ -169,13 +170,13 @@ def cached() -> Iterator[Case]:
         "cache, sinks": {"sink_logits": [0.0, 1.0, 2.0, 3.0]},
     }
     rings = {"window": {"window": 40}, "window, first kept": {"window": 150, "keep_first": 4}}
-    for dtype in (*DTYPES, "int8"):
+    for dtype in (*DTYPES, *CODES):
         for name, given in options.items():
             yield name, dtype, lambda d=dtype, g=given: _through_cache(d, {"capacity": 1400}, g)
         for name, sizes in rings.items():
             yield name, dtype, lambda d=dtype, s=sizes: _through_cache(d, s, {})
         yield "pool", dtype, lambda d=dtype: _through_pool(d)
-        if dtype != "int8":
+        if dtype not in CODES:
             for size in (16, 5):
                 yield f"pages of {size}", dtype, lambda d=dtype, n=size: _paged(d, n)
 
@@ -185,7 +186,7 @@ def _through_cache(dtype: str, sizes: dict[str, Any], options: dict[str, Any]) -
     cache = sl.KVCache(layers=1, batch=2, kv_heads=g, head_dim=d, value_dim=dv, dtype=dtype, **sizes)
     found: list[np.ndarray] = []
     for step, n in enumerate((300, 1, 1, 17, 800, 3, 1)):
-        q, k, v = qkv("float32" if dtype == "int8" else dtype, (h, g, n, n, d, dv), batch=2, seed=10 * step)
+        q, k, v = qkv("float32" if dtype in CODES else dtype, (h, g, n, n, d, dv), batch=2, seed=10 * step)
         found.extend(cache.attend(0, q, k, v, return_lse=True, **options))
     return tuple(found)
 
@@ -195,7 +196,7 @@ def _through_pool(dtype: str) -> tuple[np.ndarray, ...]:
     pool = sl.PagePool(layers=1, pages=40, page_size=32, kv_heads=g, head_dim=d, value_dim=dv, dtype=dtype)
     sequences, found = [pool.sequence() for _ in range(3)], []
     for step, new in enumerate(([40, 1, 300], [1, 1, 1], [0, 20, 5], [1, 1, 1])):
-        q, k, v = qkv("float32" if dtype == "int8" else dtype, (h, g, sum(new), sum(new), d, dv), seed=10 * step)
+        q, k, v = qkv("float32" if dtype in CODES else dtype, (h, g, sum(new), sum(new), d, dv), seed=10 * step)
         q, k, v = (np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v))
         found.extend(pool.attend(0, sequences, q, k, v, new_lengths=new, return_lse=True))
         if step == 1:

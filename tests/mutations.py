@@ -420,6 +420,27 @@ MUTATIONS = (
         "tests/test_putting.py -k codes",
     ),
     Mutation(
+        "the sign of float8 reaches its exponent",
+        "cpu/conversions.py",
+        "(whole << 7) & ~0x4000",
+        "(whole << 7) & ~0x2000",
+        f"{CACHES} -k codes_against",
+    ),
+    Mutation(
+        "float8 is rounded up half way",
+        "cpu/conversions.py",
+        "((bits >> 20) & 1) + 0x7FFFF",
+        "((bits >> 20) & 1) + 0x80000",
+        "tests/test_putting.py -k codes",
+    ),
+    Mutation(
+        "float8's scales are of codes, not of what they are widened to",
+        "cpu/products.py",
+        "scales if unit == 1 else scales * unit",
+        "scales if unit else scales * unit",
+        f"{CACHES} -k codes_against",
+    ),
+    Mutation(
         "a cache's prepared step is known without its scale",
         "cpu/storage.py",
         "known = options.key()\n        if known is None or not (type(given)",

@@ -13,25 +13,26 @@ import speedlight as sl
 from speedlight import reference
 
 DTYPES = ("float32", "float64", "float16", "bfloat16")
+CODES = ("int8", "float8_e4m3fn")  # of caches, with a scale for each token and head
 # head_dim, value_dim: one, odd, below, at and above the register tile and the vector, the sizes models use
 DIMS = ((1, 1), (2, 3), (7, 9), (16, 16), (17, 33), (64, 64), (80, 96), (130, 8), (192, 128), (256, 256), (576, 512))
 # q_len, k_len: nothing, one, around the panel, the tile and the span
 LENGTHS = ((0, 5), (5, 0), (1, 1), (3, 127), (47, 128), (48, 129), (49, 255), (16, 1024), (20, 1025), (100, 2100))
 
 
+def taken(dtype: str) -> str:
+    """The dtype of what a cache of this one is given: codes it rounds itself."""
+    return "float32" if dtype in CODES else dtype
+
+
 def numpy_dtype(name: str) -> np.dtype:
-    return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
+    return np.dtype(getattr(ml_dtypes, name) if name in ("bfloat16", "float8_e4m3fn") else name)
 
 
-def quantise(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What an int8 cache keeps of rows: codes · scales ≈ x, from each row alone. A row with NaN or infinity is NaN."""
-    x = x.astype(np.float32)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        most = np.abs(x).max(axis=-1, keepdims=True, initial=0.0)
-        scale = np.where(np.isfinite(most), most / np.float32(127), np.float32(np.nan))
-        codes = np.rint(x / np.where(scale > 0, scale, np.float32(1)))
-    codes = np.where(scale > 0, codes, np.float32(0))
-    return np.clip(codes, -127, 127).astype(np.int8), scale
+def quantise(x: np.ndarray, dtype: str = "int8") -> tuple[np.ndarray, np.ndarray]:
+    """What a cache of codes keeps of rows, by the reference: codes as they are stored, and scales."""
+    codes, scales = reference.quantise(x, dtype)
+    return codes.astype(numpy_dtype(dtype)), scales
 
 
 def qkv(

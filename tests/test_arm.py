@@ -8,7 +8,7 @@ from conftest import FULL
 import speedlight as sl
 from speedlight.cpu.compile import compile_ir, emit
 from speedlight.cpu.merging import MergeShape
-from speedlight.cpu.shape import Shape
+from speedlight.cpu.shape import AppendShape, Shape, Source
 from speedlight.expressions.program import Program
 from speedlight.machine import isa_named
 
@@ -24,6 +24,12 @@ def test_kernels_compile_for_arm(storage, cached):
         Shape("forward", isa_named("neon"), storage, 2, program, cached, dropout=cached),
     ):
         assert compiles(shape)
+
+
+def test_float8_compiles_for_arm():
+    neon, keys = isa_named("neon"), Source("f32", False)
+    assert compiles(Shape("decode", neon, "f32", cached=True, quantised="float8_e4m3fn"))
+    assert compiles(AppendShape(neon, "float8_e4m3fn", False, keys, keys))
 
 
 def test_merge_compiles_for_arm():

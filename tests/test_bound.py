@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import FULL
-from problems import DTYPES, numpy_dtype, qkv
+from problems import CODES, DTYPES, numpy_dtype, qkv, taken
 from tolerance import assert_within
 
 import speedlight as sl
@@ -68,27 +68,27 @@ def structured_problem(rng: Random, dtype: str) -> tuple[str, Arrays, dict[str, 
     return "/".join(names), (q, k, v), options
 
 
-def computed(arrays: Arrays, options: dict[str, Any], int8: bool) -> tuple[Arrays, Any]:
-    """What (q, k, v) are to the reference, and (out, lse); `int8`: from a cache."""
-    if not int8:
+def computed(arrays: Arrays, options: dict[str, Any], codes: str | None) -> tuple[Arrays, Any]:
+    """What (q, k, v) are to the reference, and (out, lse); `codes`: from a cache of these."""
+    if codes is None:
         return arrays, sl.attention(*arrays, return_lse=True, **options)
     q, k, v = arrays
     cache = sl.KVCache(
-        layers=1, batch=1, kv_heads=1, head_dim=k.shape[3], value_dim=v.shape[3], capacity=k.shape[2], dtype="int8"
+        layers=1, batch=1, kv_heads=1, head_dim=k.shape[3], value_dim=v.shape[3], capacity=k.shape[2], dtype=codes
     )
     cache.append(0, k, v)
     result = cache.attend(0, q, return_lse=True, **options)
     return (q, cache.keys(0).astype(np.float32), cache.values(0).astype(np.float32)), result
 
 
-def shares(arrays: Arrays, options: dict[str, Any], int8: bool = False) -> list[float]:
+def shares(arrays: Arrays, options: dict[str, Any], codes: str | None = None) -> list[float]:
     """How much of the bound of out and of lse is used, and of the proven bounds. All within, or it raises."""
-    arrays, (out, lse) = computed(arrays, options, int8)
+    arrays, (out, lse) = computed(arrays, options, codes)
     want, want_lse = reference.attention(*arrays, return_lse=True, **options)
-    dot = current_isa().product("bf16") == "pairs" and out.dtype.name == "bfloat16" and not int8
+    dot = current_isa().product("bf16") == "pairs" and out.dtype.name == "bfloat16" and codes is None
     found = []
     for proven in (False, True):
-        bounds = reference.error_bound(*arrays, dot=dot, int8=int8, proven=proven, **options)
+        bounds = reference.error_bound(*arrays, dot=dot, int8=codes is not None, proven=proven, **options)
         what = "proven" if proven else "ordinary"
         found.append(assert_within(out, want, bounds.out, f"out, {what} bound", zeros_allowed=True))
         found.append(assert_within(lse, want_lse, bounds.lse, f"lse, {what} bound", zeros_allowed=True))
@@ -96,16 +96,16 @@ def shares(arrays: Arrays, options: dict[str, Any], int8: bool = False) -> list[
 
 
 def one_problem(rng: Random, kind: str) -> tuple[str, list[float]]:
-    """`kind` is a dtype, or int8."""
-    name, arrays, options = structured_problem(rng, "float32" if kind == "int8" else kind)
+    """`kind` is a dtype, or codes of a cache."""
+    name, arrays, options = structured_problem(rng, taken(kind))
     try:
-        return name, shares(arrays, options, kind == "int8")
+        return name, shares(arrays, options, kind if kind in CODES else None)
     except AssertionError as error:
         sizes = [x.shape[2:] for x in arrays]
         raise AssertionError(f"{kind} of {name}, shapes {sizes}, {options}, on {current_isa().name}: {error}") from None
 
 
-@pytest.mark.parametrize("kind", [*DTYPES, "int8"])
+@pytest.mark.parametrize("kind", [*DTYPES, *CODES])
 def test_structured_problems(kind):
     rng = np.random.default_rng(3)
     for _ in range(60):
@@ -113,7 +113,7 @@ def test_structured_problems(kind):
 
 
 @pytest.mark.skipif(not FULL, reason="a quarter of an hour")
-@pytest.mark.parametrize("kind", [*DTYPES, "int8"])
+@pytest.mark.parametrize("kind", [*DTYPES, *CODES])
 def test_structured_problems_on_every_unit(isa, kind):
     rng = np.random.default_rng(4)
     for _ in range(1000):
@@ -130,8 +130,8 @@ def test_one_key_above_equal_ones():
         shares(arrays, {})
 
 
-@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
-def test_sparse_values_of_amplitude_8(int8):
+@pytest.mark.parametrize("codes", [None, *CODES])
+def test_sparse_values_of_amplitude_8(codes):
     """The bound that was published first had √d here, where a score is one product or two: 32 of four million were
     outside.
     """
@@ -140,7 +140,7 @@ def test_sparse_values_of_amplitude_8(int8):
         d = int(rng.choice([4, 8, 9]))
         sizes = ((1, 1, 64, d), (1, 1, 700, d), (1, 1, 700, 16))
         q, k, v = ((rng.standard_normal(n) * (rng.random(n) < 0.03) * 8).astype(np.float32) for n in sizes)
-        shares((q, k, v), {}, int8)
+        shares((q, k, v), {}, codes)
 
 
 def _without(score: np.ndarray, v: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -190,7 +190,7 @@ def main(seed: int, count: int) -> None:
     worst: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(4))
     units = [x.name for x in host_isas()]
     for _ in range(count):
-        kind = str(rng.choice([*DTYPES, "int8"]))
+        kind = str(rng.choice([*DTYPES, *CODES]))
         os.environ["SPEEDLIGHT_ISA"] = str(rng.choice(units))
         try:
             name, found = one_problem(rng, kind)

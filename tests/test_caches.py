@@ -22,7 +22,7 @@ from conftest import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from problems import DTYPES, Pack, numpy_dtype, qkv, quantise
+from problems import CODES, DTYPES, Pack, numpy_dtype, qkv, quantise, taken
 from tolerance import assert_within
 from wrong import WRONG
 
@@ -637,25 +637,28 @@ TestMachine, TestQuantisedMachine, TestWindowedMachine = (
 @pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)] if FULL else [(33, 40)])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_int8_against_the_oracle_and_in_any_chunks(isa, one_width, rng, dtype, d, dv, options):
+@pytest.mark.parametrize(
+    ("codes", "options"),
+    [*(("int8", x) for x in OPTIONS), *(("float8_e4m3fn", x) for x in (OPTIONS if FULL else OPTIONS[1::2]))],
+)
+def test_codes_against_the_oracle_and_in_any_chunks(isa, one_width, rng, codes, dtype, d, dv, options):
     """Codes and scales are numbers like any others: the result is inside float32's bound of them, and the output's
     rounding.
     """
     q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
-    stored = [codes.astype(np.float64) * scales for codes, scales in map(quantise, (k, v))]
+    stored = [x.astype(np.float64) * scales for x, scales in (quantise(each, codes) for each in (k, v))]
     last = q if FULL else q[:, :, -60:]  # of which rows the reference is asked
     want, want_lse = sl.reference.attention(last.astype(np.float64), *stored, causal=True, return_lse=True, **options)
     bounds = sl.reference.error_bound(
         last.astype(np.float32), *(x.astype(np.float32) for x in stored), causal=True, int8=True, **options
     )
     step = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
-    whole = made("int8", d, dv).attend(0, q, k, v, return_lse=True, **options)
+    whole = made(codes, d, dv).attend(0, q, k, v, return_lse=True, **options)
     assert whole[0].dtype == q.dtype
     assert_within(whole[0][:, :, -last.shape[2] :], want, bounds.out + step * np.abs(want) + 2.0**-24)
     assert_within(whole[1][:, :, -last.shape[2] :], want_lse, bounds.lse)
     for chunks in ([1, 1, 126, 1, 3, 700, 1, 16, 200, 251], [1299, 1]):
-        cache, at = made("int8", d, dv), 0
+        cache, at = made(codes, d, dv), 0
         for n in chunks:
             here = slice(at, at + n)
             out, lse = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
@@ -665,19 +668,20 @@ def test_int8_against_the_oracle_and_in_any_chunks(isa, one_width, rng, dtype, d
             at += n
 
 
-def test_int8_rows_that_no_scale_fits(isa, rng):
+@pytest.mark.parametrize("codes", CODES)
+def test_rows_that_no_scale_fits(isa, rng, codes):
     """Zeros, tiny and huge numbers are kept as well as can be; NaN and infinity make NaN of exactly the rows that see
     them.
     """
     q, k, v = qkv(rng, "float32", 1, 4, 2, 40, 40, 16, 16)
     k[0, 0, 3], v[0, 1, 4], k[0, 1, 5], v[0, 0, 6] = 0, 0, 1e-42, 3e38
-    cache = made("int8")
+    cache = made(codes)
     assert np.isfinite(cache.attend(0, q, k, v)).all()
     for which, value in ((0, np.nan), (0, np.inf), (1, np.nan), (1, -np.inf)):
         bad = [k.copy(), v.copy()]
         bad[which][0, 1, 20, 7] = value
         for chunks in ([40], [1] * 40):
-            cache, at, outs = made("int8"), 0, []
+            cache, at, outs = made(codes), 0, []
             for n in chunks:
                 outs.append(cache.attend(0, *(x[:, :, at : at + n] for x in (q, *bad))))
                 at += n
@@ -688,10 +692,10 @@ def test_int8_rows_that_no_scale_fits(isa, rng):
 
 
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", ["float32", "int8", *["bfloat16", "float16"] * FULL])
+@pytest.mark.parametrize("dtype", ["float32", "int8", *["bfloat16", "float16", "float8_e4m3fn"] * FULL])
 def test_a_window_is_the_mask_in_constant_memory(isa, one_width, rng, dtype):
     window, keep, n = 300, 20, 3000
-    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, n, n, 24, 24)
+    q, k, v = qkv(rng, taken(dtype), 2, 4, 2, n, n, 24, 24)
     whole = made(dtype, 24, 24, batch=2, capacity=n)
     want, lse = whole.attend(0, q, k, v, mask=sl.window(window - 1, 0) | sl.prefix(keep), return_lse=True)
     alibi = sl.alibi([0.1, 0.2, 0.3, 0.4])
@@ -760,7 +764,7 @@ def fail(*_, **__):
 @pytest.mark.parametrize("keep", [0, 20])
 def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, monkeypatch):
     """New tokens of a ring are written over old ones, to which truncate() could still go back."""
-    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, 1700, 1700, 16, 16)
+    q, k, v = qkv(rng, taken(dtype), 2, 4, 2, 1700, 1700, 16, 16)
     sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype}
     whole = sl.KVCache(**sizes, capacity=1700)
     mask = sl.window(99, 0) | sl.prefix(keep)
@@ -829,7 +833,7 @@ def test_a_window_stays_small_however_long_the_sequence(rng):
     assert np.isfinite(out).all() and max(taken) < 80 << 20
 
 
-@pytest.mark.parametrize("kind", [{"dtype": "int8"}, {"window": 70, "keep_first": 5, "capacity": None}])
+@pytest.mark.parametrize("kind", [*({"dtype": x} for x in CODES), {"window": 70, "keep_first": 5, "capacity": None}])
 def test_other_kinds_are_saved_too(rng, tmp_path, kind):
     q, k, v = qkv(rng, "float32", 2, 4, 2, 400, 400, 16, 20)
     cache = made(**({"dtype": "float32"} | kind), d=16, dv=20, batch=2)
@@ -884,14 +888,70 @@ def test_the_example_as_a_person_runs_it():
     assert wrong.returncode == 2 and "--prompt: no token for" in wrong.stderr
 
 
+@pytest.mark.parametrize("kind", CODES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_quantising_is_as_near_as_a_scale_allows(rng, dtype):
+def test_quantising_is_as_near_as_a_scale_allows(rng, dtype, kind):
     x = (rng.standard_normal((3, 4, 50, 33)) * 10.0 ** rng.integers(-3, 4, (3, 4, 50, 1))).astype(numpy_dtype(dtype))
-    codes, scales = quantise(x)
-    assert codes.dtype == np.int8 and scales.dtype == np.float32 and (np.abs(codes).max(axis=-1) == 127).all()
-    assert (scales == np.abs(x.astype(np.float32)).max(axis=-1, keepdims=True) / np.float32(127)).all()
+    codes, scales = quantise(x, kind)
+    assert codes.dtype == numpy_dtype(kind) and scales.dtype == np.float32
+    codes, last = codes.astype(np.float64), {"int8": 127, "float8_e4m3fn": 448}[kind]
+    assert (np.abs(codes).max(axis=-1) == last).all()
+    assert (scales == np.abs(x.astype(np.float32)).max(axis=-1, keepdims=True) / np.float32(last)).all()
     error = np.abs(codes * scales.astype(np.float64) - x.astype(np.float64))
-    assert (error <= 0.5001 * scales).all()
+    allowed = 0.5 * scales if kind == "int8" else np.maximum(2.0**-4 * np.abs(x.astype(np.float64)), 2.0**-10 * scales)
+    assert (error <= 1.0002 * allowed).all()
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_codes_are_those_of_the_reference(rng, kind):
+    """All codes, what is half way between two, and the numbers beside that; rows that no scale fits."""
+    every = np.arange(256, dtype=np.uint8).view(numpy_dtype(kind)).astype(np.float32)
+    last = np.float32(np.nanmax(every))
+    every = np.unique(every[np.abs(every) <= last])
+    middle = (every[1:] + every[:-1]) / 2
+    x = np.concatenate([every, middle, *(np.nextafter(middle, np.float32(way)) for way in (-np.inf, np.inf))])
+    x = np.concatenate([x, -x[::-1]])
+    rows = [x * np.float32(2.0**n) for n in (-130, -126, -9, 0, 7, 110)]  # a scale is that power of two
+    rows += [rng.standard_normal(x.size).astype(np.float32) * np.float32(10.0**n) for n in range(-44, 38, 3)]
+    rows += [np.where(np.arange(x.size) == 9, np.float32(bad), x) for bad in (np.nan, np.inf, -np.inf)]
+    rows += [np.zeros_like(x), np.full_like(x, 1e-44), np.full_like(x, 3.4e38)]
+    tokens = np.stack(rows)[None, None]
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=x.size, capacity=len(rows), dtype=kind)
+    cache.append(0, tokens, tokens)
+    want = quantise(tokens, kind)
+    for stored in cache._storage.parts(0, [len(rows)]):
+        assert [part.tobytes() for part in stored] == [part.tobytes() for part in want]
+    codes, scales = (part[0, 0].astype(np.float32) for part in want)
+    assert np.isnan(scales).sum() == 3 and (codes[3, : len(every)] == every).all()
+    assert len(set(every.tolist())) == {"int8": 255, "float8_e4m3fn": 253}[kind]
+    fits = (scales > 0)[:, 0]
+    ratios = np.clip(np.stack(rows)[fits] / scales[fits], -last, last)
+    assert (codes[fits] == (np.rint(ratios) if kind == "int8" else ratios.astype(numpy_dtype(kind)))).all()
+    with pytest.raises(sl.ArgumentTypeError, match="x: expected float32, float16 or bfloat16, which an? "):
+        sl.reference.quantise(np.zeros((2, 3)), kind)
+
+
+def test_float8_by_its_names():
+    import ml_dtypes
+    import torch
+
+    for name in ("fp8", "fp8_e4m3", "float8_e4m3", "float8_e4m3fn", torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn):
+        assert made(name).dtype == "float8_e4m3fn"
+    for other in (torch.float8_e5m2, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3, "e4m3"):
+        with pytest.raises(sl.ArgumentTypeError, match="bfloat16, int8 or float8_e4m3fn; got"):
+            made(other)
+
+
+def test_a_code_of_nan_is_refused(tmp_path):
+    """A row that has one has a scale of NaN: kernels widen codes as numbers."""
+    cache, x = made("fp8"), np.ones((1, 2, 3, 16), np.float32)
+    cache.append(0, x, x)
+    cache.save(tmp_path / "c.safetensors")
+    (tmp_path / "c.safetensors").write_bytes(
+        (tmp_path / "c.safetensors").read_bytes().replace(b"\x7e" * 16, b"\x7f" * 16, 1)
+    )
+    with pytest.raises(sl.FileError, match=r"keys.0 of numbers; got NaN"):
+        sl.KVCache.load(tmp_path / "c.safetensors")
 
 
 HUGE = 10**5000  # of more digits than Python prints

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from injection import interrupted, needs_places, places, spread
-from problems import numpy_dtype
+from problems import numpy_dtype, taken
 from test_gpu import DEVICE, same, tensor
 from tolerance import plain
 from wrong import WRONG
@@ -28,11 +28,11 @@ from speedlight.gpu import storage as gpu_storage
 from speedlight.gpu.rows import Destination, Tokens
 from speedlight.windows import SPARE
 
-KINDS = ("float32", "float16", "bfloat16", "int8")
+KINDS = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn")
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
 DROPOUT = {"dropout": 0.4, "seed": 2**63 + 1}
 OWN = ("storage.py", "kv/")  # files whose functions are interrupted
-CLOSE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2, "int8": 3e-6}
+CLOSE = {"float32": 2e-6, "float16": 4e-3, "bfloat16": 3e-2, "int8": 3e-6, "float8_e4m3fn": 3e-6}
 
 
 def close(got, want, dtype):
@@ -40,13 +40,13 @@ def close(got, want, dtype):
 
 
 def tokens(rng, dtype, *shapes):
-    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    kind = numpy_dtype(taken(dtype))
     return [rng.standard_normal(s).astype(kind) for s in shapes]
 
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [*((x, {}) for x in (KINDS if FULL else ())), *zip(KINDS[1:], OPTIONS[1:], strict=True), ("float32", DROPOUT)],
+    [*((x, {}) for x in (KINDS if FULL else ())), *zip(KINDS[1:4], OPTIONS[1:], strict=True), ("float32", DROPOUT)],
 )
 def test_a_cache_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "capacity": 400, "dtype": dtype}
@@ -67,6 +67,29 @@ def test_a_cache_says_what_it_says_on_the_cpu(rng, dtype, options):
     assert there.used_bytes == here.used_bytes or dtype == "bfloat16"  # pairs of an odd head dim take one more
     q = tokens(rng, dtype, (2, 4, 2, 17))[0]
     close(there.attend(1, tensor(q)), here.attend(1, q), dtype)
+
+
+def test_float8_is_what_it_is_on_the_cpu(rng, tmp_path):
+    """Codes of every kind of row, by the kernel that stores them; results; and files, both ways."""
+    sizes = {"layers": 1, "kv_heads": 1, "head_dim": 40, "capacity": 60, "dtype": "fp8"}
+    here, there = sl.KVCache(**sizes), sl.KVCache(**sizes, device="cuda")
+    every = np.arange(256, dtype=np.uint8).view(numpy_dtype("float8_e4m3fn")).astype(np.float32)
+    rows = np.resize(np.unique(every[np.abs(every) <= 448]), (7, 40))
+    rows[:, 0] = 448  # codes themselves, and what is half way between two
+    rows = np.concatenate([rows, rows * np.float32(1.0625), rng.standard_normal((6, 40)).astype(np.float32)])
+    rows = np.concatenate([rows, np.zeros((1, 40), np.float32), np.full((1, 40), 1e-43, np.float32)])[None, None]
+    here.append(0, rows, rows)
+    there.append(0, tensor(rows), tensor(rows))
+    for loaded in (here, there):
+        loaded.save(tmp_path / "c.safetensors")
+        other = sl.KVCache.load(tmp_path / "c.safetensors", device="cpu" if loaded is there else "cuda")
+        for cache in (there, other):
+            assert plain(cache.keys(0)).tobytes() == plain(here.keys(0)).tobytes()
+    q, k, v = tokens(rng, "float32", (1, 2, 1, 40), (1, 1, 1, 40), (1, 1, 1, 40))
+    close(there.attend(0, *(tensor(x) for x in (q, k, v))), here.attend(0, q, k, v), "float8_e4m3fn")
+    k[0, 0, 0, 3] = np.inf
+    for cache, of in ((here, lambda x: x), (there, tensor)):
+        assert np.isnan(plain(cache.attend(0, *(of(x) for x in (q, k, v))))).all()
 
 
 def test_uneven_lengths_and_beams(rng):
@@ -277,7 +300,7 @@ def test_a_failed_call_leaves_the_lengths(rng, monkeypatch):
         ("window: expected a size from 1", {"window": 0}),
         ("keep_first: expected 0 without a window", {"keep_first": 3}),
         ("capacity: expected", {"capacity": None}),
-        ("dtype: expected float32, float16, bfloat16 or int8 on a GPU", {"dtype": "float64"}),
+        ("dtype: expected float32, float16, bfloat16, int8 or float8_e4m3fn on a GPU", {"dtype": "float64"}),
         ("device: expected 'cpu', 'cuda'", {"device": "tpu"}),
         ("head_dim: expected a size", {"head_dim": 0}),
     ],
@@ -403,7 +426,7 @@ def test_arguments_of_any_type(rng):
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [
-        *((x, {}) for x in (KINDS if FULL else KINDS[3:])),
+        *((x, {}) for x in (KINDS if FULL else KINDS[3:4])),
         *(zip(KINDS[1:3], OPTIONS[1:3], strict=True) if FULL else [(KINDS[2], OPTIONS[2])]),
         ("float32", DROPOUT),
     ],
@@ -587,7 +610,7 @@ def test_block_tables_on_the_device_are_not_trusted(rng):
         sl.attention_paged(q, k, v, table.tolist(), [12, 8], engine="cuda")
 
 
-@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("dtype", KINDS if FULL else KINDS[:4])
 def test_a_path_of_a_tree(rng, dtype):
     """What stays, and where, is what stays on the CPU: of a cache, round a ring, and in pages that a fork shares."""
     sizes = {"layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": dtype}

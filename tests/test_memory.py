@@ -12,7 +12,7 @@ import tracemalloc
 import numpy as np
 import pytest
 from conftest import FULL
-from problems import DTYPES, numpy_dtype
+from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
 from speedlight import arrays
@@ -124,12 +124,12 @@ def ending_memory(guarded):
 
 
 @pytest.mark.each("dtype", "window")
-@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+@pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
 @pytest.mark.parametrize("window", [False, True])
 def test_guard_pages_of_caches(isa, one_width, guarded, dtype, window, monkeypatch):
     """A cache that ends where memory ends, at every length."""
     rng = np.random.default_rng(9)
-    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    kind = numpy_dtype(taken(dtype))
     for _ in range(200 if FULL else 12):
         d, dv, capacity = int(rng.integers(1, 131)), int(rng.integers(1, 131)), int(rng.integers(1, 300))
         ring = {"window": int(rng.integers(1, 100)), "keep_first": int(rng.integers(40))} if window else {}
@@ -145,11 +145,11 @@ def test_guard_pages_of_caches(isa, one_width, guarded, dtype, window, monkeypat
 
 
 @pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+@pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
 def test_guard_pages_of_pools(isa, one_width, guarded, dtype, monkeypatch):
     """The last page of a pool ends where memory ends, and is anywhere in a sequence."""
     rng = np.random.default_rng(10)
-    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    kind = numpy_dtype(taken(dtype))
     for _ in range(200 if FULL else 12):
         d, dv, size = int(rng.integers(1, 131)), int(rng.integers(1, 131)), 16 * int(rng.integers(1, 5))
         with monkeypatch.context() as patched:

@@ -17,7 +17,7 @@ import pytest
 import speedlight as sl
 import speedlight.torch
 from speedlight import signatures
-from speedlight.arrays import DTYPES
+from speedlight.arrays import CODES, DTYPES
 from speedlight.problem import LAYOUTS
 
 ROOT = Path(__file__).parent.parent
@@ -97,7 +97,7 @@ def test_overloads_offer_what_the_signature_does(function):
 
 def test_words_are_those_that_are_taken():
     assert set(LAYOUTS) <= set(typing.get_args(signatures.Layout))
-    assert typing.get_args(signatures.DtypeName) == (*DTYPES, "int8")
+    assert typing.get_args(signatures.DtypeName) == (*DTYPES, *CODES)
     sizes = {"q_heads": 1, "q_len": 1, "head_dim": 8}
     for name in ("layout", "causal", "precision"):
         kind = getattr(signatures, name.capitalize())

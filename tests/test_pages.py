@@ -15,13 +15,13 @@ from conftest import FULL
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from problems import DTYPES, numpy_dtype, quantise
+from problems import CODES, DTYPES, numpy_dtype, quantise, taken
 from wrong import WRONG
 
 import speedlight as sl
 from speedlight.cpu import prepare, putting, storage
 
-KINDS = (*DTYPES, "int8")
+KINDS = (*DTYPES, *CODES)
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
 
 
@@ -35,7 +35,7 @@ def made(dtype="float32", d=16, dv=17, **sizes):
 
 
 def packed(rng, dtype, total, d=16, dv=17):
-    kind = numpy_dtype("float32" if dtype == "int8" else dtype)
+    kind = numpy_dtype(taken(dtype))
     return [rng.standard_normal((total, heads, dim)).astype(kind) for heads, dim in ((4, d), (2, d), (2, dv))]
 
 

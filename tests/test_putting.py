@@ -7,7 +7,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from problems import DTYPES, numpy_dtype, quantise
+from conftest import FULL
+from problems import CODES, DTYPES, numpy_dtype, quantise
 
 import speedlight as sl
 
@@ -51,26 +52,38 @@ def test_tokens_keep_every_bit(isa, rng, dtype, way):
             assert sequence.values(0).tobytes() == v[item].tobytes()
 
 
-@pytest.mark.parametrize("way", ["side by side", "tokens adjoin"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_codes_and_scales_are_those_of_the_rule(isa, rng, dtype, way):
+def half_way(codes):
+    """Between two neighbours, all of them."""
+    every = np.arange(256, dtype=np.uint8).view(numpy_dtype(codes)).astype(np.float32)
+    every = np.unique(every[np.isfinite(every)])
+    return (every[1:] + every[:-1]) / 2
+
+
+WAYS = [*itertools.product(["float32", "float16", "bfloat16"], ["side by side", "tokens adjoin"])]
+
+
+@pytest.mark.parametrize(
+    ("codes", "dtype", "way"),
+    [(x, *way) for x in CODES for way in (WAYS if FULL or x == "int8" else WAYS[::5])],
+)
+def test_codes_and_scales_are_those_of_the_rule(isa, rng, codes, dtype, way):
     """What is half way between two codes, rows of zeros, subnormals, of NaN and infinity."""
     sl.set_threads(2)
     for d, dv in SIZES:
         k, v = (rng.standard_normal((2, 2, sum(COUNTS), n)).astype(np.float32) for n in (d, dv))
         for x in (k, v):
             x *= 10.0 ** rng.integers(-44, 37, (*x.shape[:3], 1)) if dtype != "float16" else 1
-            x[0, 0, ::7] = rng.integers(-127, 128, x[0, 0, ::7].shape) + 0.5
-            x[0, 0, ::7, 0] = 127
+            x[0, 0, ::7] = rng.choice(half_way(codes), x[0, 0, ::7].shape)
+            x[0, 0, ::7, 0] = np.float32({"int8": 127, "float8_e4m3fn": 448}[codes])
             x[0, 1, ::5, 0], x[1, 0, ::6, -1], x[1, 1, ::9, 0] = np.nan, np.inf, -np.inf
             x[1, 1, 1::9], x[1, 1, 2::9] = -0.0, 1e-44
         with np.errstate(over="ignore"):
             k, v = (x.astype(numpy_dtype(dtype)) for x in (k, v))
-        cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=d, value_dim=dv, capacity=2000, dtype="int8")
+        cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=d, value_dim=dv, capacity=2000, dtype=codes)
         for at, n in zip(itertools.accumulate(COUNTS, initial=0), COUNTS, strict=False):
             cache.append(0, *(lying(x[:, :, at : at + n], way) for x in (k, v)))
         for x, stored in zip((k, v), cache._storage.parts(0, [sum(COUNTS)] * 2), strict=True):
-            for got, want in zip(stored, quantise(x), strict=True):
+            for got, want in zip(stored, quantise(x, codes), strict=True):
                 assert got.tobytes() == want.tobytes()
 
 

@@ -479,6 +479,7 @@ def test_messages_name_what_was_given(llama, tokens):
     for options, words in (
         ({"dtype": "float16"}, r"dtype: this cache keeps float16.*are float64.*model.to\(torch.float16\)"),
         ({"dtype": "int8"}, "dtype: an int8 cache takes.*float64"),
+        ({"dtype": "fp8"}, "dtype: a float8_e4m3fn cache takes.*float64"),
     ):
         cache = Cache(config, **options)
         with pytest.raises(sl.Error, match=words):
@@ -506,12 +507,13 @@ def test_messages_name_what_was_given(llama, tokens):
         t5.generate(tokens, max_new_tokens=2, past_key_values=Cache(t5.config, capacity=32))
 
 
-def test_codes_of_int8(llama, tokens):
+@pytest.mark.parametrize(("dtype", "near"), [("int8", 0.02), ("fp8", 0.1)])
+def test_codes(llama, tokens, dtype, near):
     """A cache of codes is near, and takes half of the memory."""
     model = copy.deepcopy(llama).float()
-    want, cache = logits(model, "eager", tokens), Cache(model.config, dtype="int8")
+    want, cache = logits(model, "eager", tokens), Cache(model.config, dtype=dtype)
     got = logits(model, "speedlight", tokens, past_key_values=cache)
-    assert 0 < (got - want).abs().max() < 0.02 * want.abs().max()
+    assert 0 < (got - want).abs().max() < near * want.abs().max()
 
 
 def test_sdpa_is_replaced_and_given_back(llama, tokens):

@@ -128,6 +128,10 @@ WRONG = {
         lambda: sl.attention(X, X.astype(np.int8), X.astype(np.int8)),
         r"k: expected dtype .* got int8. .* Codes alone have no scales: KVCache\(dtype='int8'\) and PagePool keep both",
     ),
+    "float8": (
+        lambda: sl.attention_paged(X, X.astype(numpy_dtype("float8_e4m3fn")), X, [[0]], [2]),
+        r"k_pages: expected dtype .* got float8_e4m3fn. .* no scales: KVCache\(dtype='float8_e4m3fn'\) and Page",
+    ),
     "gradients": (
         lambda: sl.attention_backward(X, HALF, HALF, X, X[..., 0], X),
         "k: expected dtype float32, as q has, where gradients are computed; got float16",

@@ -1,4 +1,4 @@
-"""The kernel that stores new tokens in a cache's or a pool's blocks: moved as they are, or as int8 codes with scales.
+"""The kernel that stores new tokens in a cache's or a pool's blocks: moved as they are, or as codes with scales.
 
 A ticket is some heads of some blocks of a run of tokens. A whole block is written in vectors, of keys transposed in
 registers; where only some of its tokens are new, token by token.
@@ -11,15 +11,15 @@ from typing import Any
 
 from llvmlite import ir
 
-from ..arrays import STORAGE_BYTES
-from .conversions import load
+from ..arrays import CODES, STORAGE_BYTES
+from .conversions import load, to_float8
 from .layout import APPEND, BLOCK, RUN
 from .region import Words, entry, region
 from .shape import AppendShape
 from .vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 
 _RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
-_MOST_CODE = 127.0
+_MOST_CODE = float(CODES["int8"])
 _INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF  # bits of a float32
 
 
@@ -70,6 +70,8 @@ def _block(module: Module, s: AppendShape, name: str) -> Any:
     match s.stored, name:
         case "int8", _:
             block: Any = _Codes(k, s, name)
+        case "float8_e4m3fn", _:
+            block = _Float8(k, s, name)
         case _, "keys":
             block = _Keys(k, s, name)
         case _ if s.pairs:
@@ -224,6 +226,8 @@ class _Keys(_Elements):
 class _Codes(_Elements):
     """int8: 16 scales, then keys element by element, [element][16 tokens], or rows of values."""
 
+    last = _MOST_CODE
+
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
         self.is_keys = name == "keys"
@@ -236,7 +240,7 @@ class _Codes(_Elements):
         return load(k, storage, self.at(row, index), 0, count)
 
     def scaled(self, row: Value, lane: Value) -> None:
-        """Stores a token's scale: its largest magnitude over 127, NaN where that is none."""
+        """Stores a token's scale: its largest magnitude over the last code, NaN where that is none."""
         k, wide, most = self.k, vec(I32, BLOCK), self.k.variable(self.k.const(0, I32))
         many = k.variable(k.const(0, wide))
 
@@ -250,7 +254,7 @@ class _Codes(_Elements):
             lambda index: larger(most, self.numbers(row, index)),
         )
         bits = k.max(k.intrinsic("llvm.vector.reduce.smax.v16i32", I32, many.get()), most.get())
-        scale = bits.bits(F32) / k.const(_MOST_CODE, F32)
+        scale = bits.bits(F32) / k.const(self.last, F32)
         k.store(k.select(bits < _INFINITE, scale, k.const(math.nan, F32)), self.block, lane * 4)
 
     def codes(self, x: Value, lane: Value | int) -> Value:
@@ -312,3 +316,18 @@ class _Codes(_Elements):
                 k.store(one, self.block, (index + i) * BLOCK + lane + 4 * BLOCK)
 
         self.stretches(self.dim, BLOCK, several, lambda index: self._one([row], index, lane))
+
+
+class _Float8(_Codes):
+    """The same of float8_e4m3fn."""
+
+    last = float(CODES["float8_e4m3fn"])
+
+    def codes(self, x: Value, lane: Value | int) -> Value:
+        k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
+        scale = k.load(F32, self.block, (k.i64(0) + lane) * 4)
+        scale = k.splat(scale, count) if count else scale
+        live, last = scale > 0.0, k.const(self.last, x.type)
+        ratio = x / k.select(live, scale, k.const(1.0, x.type))
+        code = to_float8(k, k.min(k.max(ratio, -last), last))
+        return k.select(live, code, k.const(0, code.type))

@@ -107,20 +107,21 @@ class Pairs(Store):
 
 
 class Coded(Store):
-    """int8, with a scale per token and head: 16 scales, then the block of codes as `Store` has it. codes · scales ≈ x,
-    from each row alone: a scale is the row's largest magnitude over 127. A row with NaN or infinity is NaN.
+    """Codes with a scale per token and head: 16 scales, then the block of codes as `Store` has it. codes · scales ≈ x,
+    from each row alone: a scale is the row's largest magnitude over the largest code. A row with NaN or infinity is
+    NaN.
     """
 
     def row_bytes(self) -> int:
         return self.dim + 4
 
     def views(self) -> list[np.ndarray]:
-        codes = self.view(np.dtype(np.int8), (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
+        codes = self.view(self.kind, (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
         return [codes.swapaxes(-1, -2) if self.is_keys else codes, self.view(np.dtype(np.float32), (BLOCK, 1))]
 
     @standard
     def joined(self, parts: list[np.ndarray]) -> np.ndarray:
-        return parts[0] * parts[1]
+        return parts[0].astype(np.float32) * parts[1]
 
 
 def _even(x: np.ndarray) -> np.ndarray:
@@ -178,7 +179,7 @@ def make_stores(
     `together`: a block's values follow its keys.
     """
     kind: type[Store] = Store
-    if shape.dtype == "int8":
+    if shape.dtype in arrays.CODES:
         kind = Coded
     elif shape.dtype == "bfloat16" and isa.product("bf16") == "pairs":
         kind = Pairs

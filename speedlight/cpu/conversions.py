@@ -1,11 +1,11 @@
-"""Numbers as arrays store them: f32, f64, f16 and bf16, widened exactly, narrowed to nearest even."""
+"""Numbers as arrays store them: f32, f64, f16 and bf16, widened exactly, narrowed to nearest even; codes, widened."""
 
 from __future__ import annotations
 
 from llvmlite import ir
 
 from .functions import like
-from .vector import F16, F32, F64, I16, I32, Function, Value, element_of, vec
+from .vector import F16, F32, F64, I8, I16, I32, Function, Value, element_of, vec
 
 
 def load(k: Function, storage: str, pointer: Value, offset: Value | int = 0, lanes: int = 0) -> Value:
@@ -22,6 +22,34 @@ def load(k: Function, storage: str, pointer: Value, offset: Value | int = 0, lan
         wide = k.zext(x, like(x, I32)) << 16
         return wide.bits(like(x, F32))
     return read(F64 if storage == "f64" else F32)
+
+
+# what a code is multiplied by, once load_code has widened it
+CODE_UNIT = {"int8": 1.0, "float8_e4m3fn": 256.0}
+
+
+def load_code(k: Function, dtype: str, pointer: Value, offset: Value | int = 0, lanes: int = 0) -> Value:
+    """One code, or `lanes` side by side, in f32, over CODE_UNIT.
+
+    The exponent of e4m3 is biased by 7, that of f16 by 15: its bits in their place are 2^-8 of it, subnormal or not.
+    NaN would become 480: no cache holds it (a row that has one has a scale of NaN).
+    """
+    x = k.load(vec(I8, lanes) if lanes else I8, pointer, offset)
+    whole = Value(k, k.b.sext(x.x, like(x, I32 if dtype == "int8" else I16)))
+    if dtype == "int8":
+        return k.to_float(whole, like(x, F32))
+    bits = (whole << 7) & ~0x4000  # sign, 0, exponent, mantissa, 0 …
+    return k.extend(bits.bits(like(x, F16)), like(x, F32))
+
+
+def to_float8(k: Function, x: Value) -> Value:
+    """x (f32, of a magnitude up to 448) as the bits of float8_e4m3fn, to nearest even."""
+    wide, size = like(x, I32), k.abs(x)
+    bits = size.bits(wide)
+    normal = ((bits + ((bits >> 20) & 1) + 0x7FFFF) >> 20) - (127 - 7 << 3)  # 20 digits less, and another bias
+    smallest = k.unary("rint", size * 512.0)  # how many; 8 are the first normal number
+    code = k.select(size < 2.0**-6, Value(k, k.b.fptosi(smallest.x, wide)), normal)
+    return k.trunc(code | ((x.bits(wide) >> 24) & 0x80), like(x, I8))
 
 
 def narrowed(k: Function, storage: str, x: Value) -> Value:

@@ -17,7 +17,7 @@ from .layout import BLOCK, ENDS, LANES, PLACES
 from .lookups import lines
 from .lower import aim, expression_tile, squares
 from .places import locate
-from .products import full_keys, step_bytes, units_of
+from .products import full_keys, load_scales, step_bytes, units_of
 from .queries_in_lanes import (
     clear_state,
     merge_states,
@@ -31,7 +31,7 @@ from .region import Box, Work, entry, region
 from .shape import Shape
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries, stage_keys, stage_rows, stage_values
-from .vector import F32, I1, I64, PTR, Function, Module, Value, vec
+from .vector import I1, I64, PTR, Function, Module, Value
 from .visibility import extent, visibility
 
 
@@ -256,7 +256,7 @@ class _Task(Work):
         k = self.k
         for places, to in zip((k_places, v_places), self.scales(), strict=True):
             with k.range(0, count, BLOCK) as j:
-                k.store(k.load(vec(F32, BLOCK), k.load(PTR, places, j // BLOCK * 8)), to, j * 4)
+                k.store(load_scales(k, self.s, k.load(PTR, places, j // BLOCK * 8), lanes=BLOCK), to, j * 4)
 
     def scales(self) -> list[Value]:
         """Where those lie: of keys, and of values."""

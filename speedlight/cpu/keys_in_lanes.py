@@ -21,6 +21,7 @@ from .products import (
     add_weights,
     cached_row,
     load_keys,
+    load_scales,
     load_unit,
     load_units,
     load_values,
@@ -168,7 +169,7 @@ def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j
         for i, (total, (block, lane)) in enumerate(zip(sums, vectors, strict=True)):
             x = total.get()
             if s.quantised:
-                x = x * k.load(s.vector, block, lane * 4 - s.header)
+                x = x * load_scales(k, s, block, lane * 4 - s.header)
             k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
 
 
@@ -268,7 +269,7 @@ def rescale(module: Module, s: Shape) -> Any:
     k = module.function("rescale", {"weights": PTR, "places": PTR, "count": I64})
     p, n = k.p, s.lanes
     with k.range(0, p["count"], n) as j:
-        scale = k.load(s.vector, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4)
+        scale = load_scales(k, s, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4)
         x = k.load(s.vector, p["weights"], j * 4)
         k.store(rescaled(k, s, x, scale), p["weights"], j * 4)
     return k.finish()
@@ -295,7 +296,7 @@ def _step_row(k: Function, s: Shape) -> Value:
 def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
     """Rows that a function takes at once, from how many rows on it is worth it, and the function; the most first.
 
-    Memory is read best in whole rows of values. But where a vector of them is used by many rows, or is int8 that must
+    Memory is read best in whole rows of values. But where a vector of them is used by many rows, or are codes that must
     be widened, it is read once for several.
     """
     tiles = s.tiles.int8_values if s.quantised else s.tiles.values

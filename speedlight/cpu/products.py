@@ -16,7 +16,7 @@ from . import conversions
 from .functions import like
 from .layout import BLOCK
 from .shape import Shape
-from .vector import BF16, F32, I8, I16, I32, Function, Value, vec
+from .vector import BF16, F32, I16, I32, Function, Value, vec
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative): errors 9.2e-8, 3.4e-18, and 1.0e-4 where P becomes bf16
 _EXP2_F32 = 0.6931469774100962, 0.24022241711702084, 0.05550733819271004, 0.009671537837623517, 0.0013264795066351006
@@ -73,7 +73,7 @@ def step_bytes(s: Shape, row: Value) -> Value:
 def load_units(k: Function, s: Shape, row: Value, t: Value, *, stored: bool = False) -> Value:
     """`lanes` units from a row with unit stride; of keys or values that are `stored`, or of q."""
     if stored and s.quantised:
-        return k.to_float(Value(k, k.b.sext(k.load(vec(I8, s.lanes), row, t).x, s.ivector)), s.vector)
+        return conversions.load_code(k, s.quantised, row, t, s.lanes)
     match s.product:
         case "pairs":
             return k.load(s.ivector, row, t * 4)
@@ -86,7 +86,7 @@ def load_unit(
 ) -> Value:
     """One unit from a row of any stride; the missing half of an odd last pair is 0."""
     if stored and s.quantised:
-        return k.to_float(Value(k, k.b.sext(k.load(I8, row, t * column).x, I32)), F32)
+        return conversions.load_code(k, s.quantised, row, t * column)
     match s.product:
         case "pairs":
             second = t * 2 + 1
@@ -109,6 +109,13 @@ def cached_row(k: Function, s: Shape, row: Value, i: Value, step: Value) -> list
     Of pairs of keys that are parted: where both lie, and which of them it is.
     """
     return [k.at(row, -((i & 1) * step)), i] if s.parts_pairs else [row]
+
+
+def load_scales(k: Function, s: Shape, block: Value, offset: Value | int = 0, lanes: int = 0) -> Value:
+    """Scales of a cache's codes, side by side, times what those are widened over: exactly."""
+    scales = k.load(vec(F32, lanes or s.lanes), block, offset)
+    unit = conversions.CODE_UNIT[s.quantised or "int8"]
+    return scales if unit == 1 else scales * unit
 
 
 def load_values(k: Function, s: Shape, rows: list[Value], column: Value) -> Value:

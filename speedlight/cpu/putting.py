@@ -77,7 +77,8 @@ class Put:
 
     def __init__(self, blocks: Blocks, k: New, v: New, counts: list[int], threads: int) -> None:
         """counts: new tokens of each sequence."""
-        tokens, stored = blocks.shape, DTYPES[blocks.shape.dtype][0] if blocks.shape.dtype in DTYPES else "int8"
+        tokens, stored = blocks.shape, blocks.shape.dtype
+        stored = DTYPES[stored][0] if stored in DTYPES else stored
         storages = [DTYPES[x.dtype][0] for x in (k, v)]
         sizes = [STORAGE_BYTES[x] for x in storages]
         of_sides = [Source(x, side.column != n) for x, n, side in zip(storages, sizes, (k, v), strict=True)]

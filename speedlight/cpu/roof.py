@@ -38,7 +38,7 @@ OPERANDS = ARGUMENTS.bytes  # vectors behind the arguments
 
 @functools.cache
 def _kernels(isa: Isa, storage: str) -> tuple[Kernel, Kernel]:
-    """`peak` runs `limit` times _ROUNDS of _UNROLL independent multiply-adds; `read` sums as many pieces of `memory`."""
+    """`peak` runs `limit` times _ROUNDS of _UNROLL independent multiply-adds; `read` sums `limit` pieces of memory."""
     s = Shape("forward", isa, storage, 1)
     module = Module("roof")
     _emit_peak(module, s)

@@ -61,7 +61,7 @@ class Schedule:
 
 
 def product_of(problem: Problem, isa: Isa) -> str:
-    """What multiplies: a name in machine.PRODUCTS. int8 is widened first, and keys of another dtype than q's."""
+    """What multiplies: a name in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
     return "fma" if problem.quantised or problem.widened else isa.product(problem.storage)
 
 
@@ -148,7 +148,7 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bo
         width=up(problem.value_dim, rows),
         staged_keys=staged[0] * TILE * units * number,
         staged_values=staged[1] * (TILE // elements) * problem.value_dim * number,
-        quantised=problem.quantised,
+        quantised=problem.quantised is not None,
     )
 
 

@@ -29,7 +29,7 @@ class Shape:
     cached: bool = (
         False  # keys and values lie as a cache keeps them: keys in lane order, values in pairs if multiplied so
     )
-    quantised: bool = False  # … as int8, with a scale per token and head ahead of every block
+    quantised: str | None = None  # … as codes of this dtype, with a scale per token and head ahead of every block
     fetching: Fetching = TUNINGS["other"].fetching  # of the decode kernel
     own_tiles: RegisterTiles | None = None  # None: those that ship for the unit
     dropout: bool = False  # weights are dropped
@@ -60,7 +60,7 @@ class Shape:
 
     @property
     def stored(self) -> str:
-        """Type of keys and values in memory, where they are not int8."""
+        """Type of keys and values in memory, where they are not codes."""
         return self.widened or self.storage
 
     @property
@@ -169,7 +169,7 @@ class AppendShape:
     """What the kernel that stores new tokens is specialised for: sizes and strides are arguments."""
 
     isa: Isa
-    stored: str  # f32, f64, f16, bf16, int8
+    stored: str  # f32, f64, f16, bf16; the dtype of codes
     pairs: bool  # as Pairs keeps them
     keys: Source
     values: Source

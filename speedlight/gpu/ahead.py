@@ -23,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ..arrays import CODES
 from ..expressions.patterns import documents, softcap
 from ..expressions.tracing import expression
 from ..problem import Options
@@ -30,6 +31,7 @@ from ..resolve import Stored, from_stored
 from .keys import Keys, arrays_of
 from .launch import Launch
 from .prepare import Part
+from .rows import cache_type
 from .schedule import schedule
 from .sequence import RECOMPUTE
 from .uploads import uploads_of
@@ -43,7 +45,7 @@ DEVICES = {
 _BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 _TYPES = {
     torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-    torch.int8: "i8",
+    torch.int8: "i8", torch.uint8: "u8",
     torch.float64: "fp64",
 }  # fmt: skip
 
@@ -132,8 +134,8 @@ def _assembled(ptx: str, capability: tuple[int, int]) -> str:
     return done.stderr
 
 
-# --- what is compiled: for each row of the table, prefill and decode, full and causal; masks, scores, pages and int8 at
-# head dim 128
+# --- what is compiled: for each row of the table, prefill and decode, full and causal; masks, scores, pages and codes
+# at head dim 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,7 @@ class Case:
     mask: Any = None
     score: Any = None
     paged: bool = False
-    int8: bool = False
+    codes: str | None = None
     value_dim: int | None = None
     precision: str = "ieee"
     dropout: float = 0.0
@@ -179,12 +181,13 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
         yield f"{base} softcap", replace(base, score=softcap(30.0), causal=True)
         yield f"{base} dropout", replace(base, dropout=0.1, causal=True)
         yield f"{base} pages", replace(base, paged=True, causal=True)
-        yield f"{base} int8", replace(base, int8=True, paged=True, causal=True)
+        for codes in CODES:
+            yield f"{base} {codes}", replace(base, codes=codes, paged=True, causal=True)
         yield f"bfloat16 d96 {base.phase} value_dim 80", replace(base, d=96, value_dim=80)
 
 
 def appends() -> Iterator[tuple[str, Launch]]:
-    """Storing a step's tokens, in arrays and in pages, as they are and as int8."""
+    """Storing a step's tokens, in arrays and in pages, as they are and as codes."""
     from ..tokens import TokenShape
     from .paging import storing
     from .rows import Destination, Rows, Tokens
@@ -193,7 +196,7 @@ def appends() -> Iterator[tuple[str, Launch]]:
     where, x = (words, words[:, 0], words[:, 1]), torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
     yield "bfloat16 append raw pages", storing((pages, pages), (x, x), "bhld", where, (1, None, None))
     yield "bfloat16 append packed", storing((pages, pages), (x[:, :, 0],) * 2, "lhd", where, (1, where[1], where[2]))
-    for dtype, paged in itertools.product(("bfloat16", "int8"), (False, True)):
+    for dtype, paged in itertools.product(("bfloat16", *CODES), (False, True)):
         device = torch.device("cpu")
         rows = Rows(TokenShape(1, 8, 128, 128, dtype), 4, 32, device, tokens_first=paged)
         x = torch.zeros((2, 8, 1, 128), dtype=torch.bfloat16)
@@ -216,7 +219,7 @@ def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     )
     keys = _keys(case, d, value_dim)
     like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
-    stored = Stored("int8" if case.int8 else case.dtype, 8, d, value_dim, (4096,))
+    stored = Stored(case.codes or case.dtype, 8, d, value_dim, (4096,))
     problem = from_stored(
         like, stored, Options(case.causal, mask=case.mask, score=case.score, dropout=case.dropout, seed=0)
     )
@@ -226,9 +229,9 @@ def build(capability: tuple[int, int], case: Case) -> list[Launch]:
 
 
 def _keys(case: Case, d: int, value_dim: int) -> Keys:
-    """Arrays, or 256 pages of 16 tokens whose lengths are on the device; int8 with scales."""
+    """Arrays, or 256 pages of 16 tokens whose lengths are on the device; codes with scales."""
     shape = (256, 16, 8) if case.paged else (1, 8, 4096)
-    stored = torch.int8 if case.int8 else getattr(torch, case.dtype)
+    stored = cache_type(case.codes or case.dtype)
     k, v = (torch.empty((*shape, x), dtype=stored, device="meta") for x in (d, value_dim))
     keys = arrays_of(k, v, "bhld")
     if case.paged:
@@ -236,7 +239,7 @@ def _keys(case: Case, d: int, value_dim: int) -> Keys:
         keys.pages, keys.page_size, keys.page_count = torch.zeros((1, 256), dtype=torch.int32), 16, 256
         keys.lengths, keys.status = (torch.zeros(1, dtype=torch.int32) for _ in range(2))
         keys.most = 4096
-    if case.int8:
+    if case.codes:
         keys.k_scales = keys.v_scales = torch.zeros(shape).permute(0, 2, 1)
     return keys
 

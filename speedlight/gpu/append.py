@@ -1,5 +1,5 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false, reportCallIssue=false, reportArgumentType=false
-"""The kernels that append new tokens on the device: to caches and pools, as they are or as int8 codes; to raw pages."""
+"""The kernels that append new tokens on the device: to caches and pools, as they are or as codes; to raw pages."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def store(
             tl.store(p_k, new_k, mask=m_k)
             tl.store(p_v, new_v, mask=m_v)
         else:
-            codes, scale = quantized(new_k.to(tl.float32))
+            codes, scale = quantized(new_k.to(tl.float32), keys.dtype.element_ty)
             tl.store(p_k, codes, mask=m_k)
             tl.store(k_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
-            codes, scale = quantized(new_v.to(tl.float32))
+            codes, scale = quantized(new_v.to(tl.float32), values.dtype.element_ty)
             tl.store(p_v, codes, mask=m_v)
             tl.store(v_scales + block * S_item + slot * S_row + o_h * S_head, scale, mask=o_h < HEADS)
     if arrived is not None:
@@ -131,12 +131,34 @@ def load_token(p, column, o_h, HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: 
 
 
 @triton.jit
-def quantized(x):
-    """int8 codes and a scale per row: its largest magnitude over 127. A row with NaN or infinity is NaN."""
+def quantized(x, dtype: tl.constexpr):
+    """Codes, of int8 or as bits of e4m3 (uint8), and a scale per row: its largest magnitude over the largest code. A
+    row with NaN or infinity is NaN.
+    """
+    LAST: tl.constexpr = 127.0 if dtype == tl.int8 else 448.0
     most = tl.max(tl.where(x == x, tl.abs(x), float("inf")), 1)
-    scale = tl.where(most < float("inf"), tl.math.div_rn(most, tl.full(most.shape, 127.0, tl.float32)), float("nan"))
+    scale = tl.where(most < float("inf"), tl.math.div_rn(most, tl.full(most.shape, LAST, tl.float32)), float("nan"))
     by = tl.where(scale > 0.0, scale, 1.0)
     ratio = tl.math.div_rn(x, tl.broadcast_to(by[:, None], x.shape))
-    codes = (ratio + 12582912.0) - 12582912.0  # to the nearest even
-    codes = tl.where((scale > 0.0)[:, None], tl.minimum(tl.maximum(codes, -127.0), 127.0), 0.0)
-    return codes.to(tl.int8), scale
+    codes = tl.where((scale > 0.0)[:, None], tl.minimum(tl.maximum(ratio, -LAST), LAST), 0.0)
+    if dtype == tl.int8:
+        return nearest(codes).to(tl.int8), scale
+    else:
+        return e4m3_bits(codes), scale
+
+
+@triton.jit
+def nearest(x):
+    """Rounded to a whole number, to the even one half way between two; |x| is below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def e4m3_bits(x):
+    """|x| <= 448 as e4m3fn's bits in uint8, to nearest even."""
+    size = tl.abs(x)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # exponents are biased by 127, then by 7
+    small = nearest(size * 512.0).to(tl.int32)  # of what is below 2^-6; 8 are the first normal number
+    sign = tl.where(x.to(tl.int32, bitcast=True) < 0, 128, 0)
+    return (tl.where(size < 0.015625, small, normal) + sign).to(tl.uint8)

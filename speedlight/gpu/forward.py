@@ -25,6 +25,7 @@ from .primitives import (
     nonfinite_code,
     nonfinite_sum,
     online_softmax,
+    widened,
 )
 from .sequence import (
     FLAG,
@@ -319,7 +320,7 @@ def one_tile(
     else:
         o_k = key_offsets(n + source.o_n, end, tensors.k, i_item, pages, c.MEMORY)
         b_k = load_rows(source.p_k, o_k, source.o_d, tensors.k.column, m_n, c.D, c.BLOCK_D, PREDICATED)
-    b_k = b_k.to(b_q.dtype)
+    b_k = widened(b_k, b_q.dtype)
     x = dot(b_q, tl.trans(b_k), c.PRECISION)
     o_n = n + source.o_n  # here, not above the load of keys: registers
     if c.CODED:
@@ -363,9 +364,9 @@ def add_tile(
         p = tl.where(values.keep, p, 0.0)
     if values.scale is not None:
         p = p * (finite(values.scale) if VALUES == FINITE else values.scale)[None, :]
-    operand = values.b_v.to(dtype)
+    operand = widened(values.b_v, dtype)
     if values.scale is not None and dtype == tl.float16:
-        operand = values.b_v.to(tl.bfloat16)  # codes are exact in it, and a scale may be any float32
+        operand = widened(values.b_v, tl.bfloat16)  # codes are exact in it, and a scale may be any float32
     if VALUES == FINITE:
         operand = finite(operand.to(tl.float32)).to(operand.dtype)
     if dtype == tl.float32:  # a short chain of sums in the tile, then one over tiles
@@ -384,7 +385,7 @@ def code_sums(x, running_max, factor, values: Values):
     if values.keep is not None:
         weight = tl.where(values.keep, weight, 2097152.0)
     weight = tl.where(x == float("-inf"), 0.0, weight)
-    b_v = values.b_v.to(tl.float32)
+    b_v = widened(values.b_v, tl.float32)
     if values.scale is not None:
         b_v = b_v * values.scale[:, None]
     return nonfinite_sum(dot(weight.to(tl.bfloat16), nonfinite_code(b_v).to(tl.bfloat16), "ieee"))

@@ -1,4 +1,4 @@
-"""Keys and values on a device, in arrays, pages or a ring: tensors, strides in elements, scales of int8 codes."""
+"""Keys and values on a device, in arrays, pages or a ring: tensors, strides in elements, scales of codes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Keys:
     pages: torch.Tensor | None = None  # (batch, most pages) page numbers; kernels check them
     page_size: int = 1
     page_count: int = 0
-    k_scales: torch.Tensor | None = None  # of int8 codes: (item or page, head, row)
+    k_scales: torch.Tensor | None = None  # of codes: (item or page, head, row)
     v_scales: torch.Tensor | None = None
     lengths: torch.Tensor | None = None  # on the device, if the host has no copy
     status: torch.Tensor | None = None  # word in which kernels flag page numbers and lengths out of range

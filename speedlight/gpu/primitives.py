@@ -62,6 +62,19 @@ def log_sum_exp(running_max, running_sum):
 
 
 @triton.jit
+def widened(x, dtype: tl.constexpr):
+    """Keys or values as they are stored, in dtype. Codes are exact: int8, or e4m3 as bits of uint8 (cpu/conversions.py
+    says how; instructions of its own only newer GPUs have).
+    """
+    if x.dtype == tl.uint8:
+        bits = x.to(tl.uint16)
+        bits = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        return (bits.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def nonfinite_code(v):
     """Per value, what a product with any weight makes of it: 1 for +inf, 1024 for -inf, 2^20 for NaN, else 0."""
     code = tl.where(v == float("inf"), 1.0, 0.0) + tl.where(v == float("-inf"), 1024.0, 0.0)

@@ -35,9 +35,12 @@ def device_of(device: Any) -> torch.device:
 
 
 def cache_type(dtype: str) -> torch.dtype:
+    """What a cache's tensors are of. Kernels see float8 as bits: not every GPU knows the type."""
     if dtype == "float64":
-        raise UnsupportedError("dtype: expected float32, float16, bfloat16 or int8 on a GPU; got float64.")
-    return getattr(torch, dtype)
+        raise UnsupportedError(
+            "dtype: expected float32, float16, bfloat16, int8 or float8_e4m3fn on a GPU; got float64."
+        )
+    return torch.uint8 if dtype == "float8_e4m3fn" else getattr(torch, dtype)
 
 
 def described(x: Any, name: str, device: torch.device) -> arrays.Array:
@@ -51,18 +54,18 @@ def described(x: Any, name: str, device: torch.device) -> arrays.Array:
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
-    """A copy on the CPU; bfloat16 as ml_dtypes'."""
+    """A copy on the CPU; bfloat16 as ml_dtypes', and float8, whose bits it is."""
     x = x.to("cpu", copy=True).contiguous()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(arrays.numpy_dtype("bfloat16"))
-    return x.numpy()
+    return x.numpy().view(arrays.numpy_dtype("float8_e4m3fn")) if x.dtype == torch.uint8 else x.numpy()
 
 
 def to_torch(x: np.ndarray) -> torch.Tensor:
     """A copy, still on the CPU."""
     if x.dtype.name == "bfloat16":
         return torch.tensor(x.view(np.int16)).view(torch.bfloat16)
-    return torch.tensor(x)
+    return torch.tensor(x.view(np.uint8) if x.dtype.name == "float8_e4m3fn" else x)
 
 
 class Tokens(NamedTuple):
@@ -90,7 +93,7 @@ class Destination(NamedTuple):
 
 
 class Rows:
-    """Keys and values of one layer, token by token: (item or page, head, token, element) in any order of memory; int8
+    """Keys and values of one layer, token by token: (item or page, head, token, element) in any order of memory; codes
     with scales.
     """
 
@@ -104,7 +107,7 @@ class Rows:
             return whole.transpose(1, 2) if tokens_first else whole
 
         self.k, self.v = (zeros(d, kind=cache_type(shape.dtype)) for d in dims)
-        self.scales = tuple(zeros(kind=torch.float32) for _ in dims) if shape.dtype == "int8" else (None, None)
+        self.scales = tuple(zeros(kind=torch.float32) for _ in dims) if shape.dtype in arrays.CODES else (None, None)
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -131,7 +134,9 @@ class Rows:
         """A copy of "keys" or "values"."""
         index = ("keys", "values").index(part)
         x, scale = (self.k, self.v)[index][where], self.scales[index]
-        return x.clone() if scale is None else x.float() * scale[where][..., None]
+        if scale is None:
+            return x.clone()
+        return (x.view(torch.float8_e4m3fn) if x.dtype == torch.uint8 else x).float() * scale[where][..., None]
 
     def planes(self, index: int) -> list[torch.Tensor]:
         """Keys (0) or values (1) as files have them: [tokens], or [codes, scales]."""

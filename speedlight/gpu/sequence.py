@@ -45,7 +45,7 @@ class Config(NamedTuple):
     SPLIT: Any  # a program takes a run of keys, and leaves a partial state
     USE_TMA: Any
     MEMORY: Any
-    CODED: Any  # keys and values are int8 codes
+    CODED: Any  # keys and values are codes
     invariants: Any  # functions of the mask and the score, from gpu/lower.py, or None
     apply: Any
     bounds: Any

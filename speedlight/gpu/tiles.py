@@ -29,7 +29,7 @@ class Row:
     head_dim: int
     full: Tile  # every query sees every key
     masked: Tile  # causality, masks, scores
-    paged: Tile  # pages and int8 codes
+    paged: Tile  # pages and codes
     decode: Tile
     measured: bool = False
 

@@ -41,8 +41,8 @@ class KVCache:
         kv_heads: heads of keys and values.
         head_dim: elements of a key.
         capacity: most tokens of a sequence. May be left out with a window, whose memory does not grow.
-        dtype: float32, float64, float16, bfloat16, or int8: codes with a scale for each token and head, from that row
-            alone. An int8 cache takes and returns float32, float16 or bfloat16.
+        dtype: float32, float64, float16, bfloat16, or codes with a scale for each token and head, from that row alone:
+            int8, or float8_e4m3fn ("fp8"). A cache of codes takes and returns float32, float16 or bfloat16.
         value_dim: elements of a value. Default head_dim.
         window: a token sees itself and the window - 1 tokens before it, as with sl.window(window - 1, 0); older
             ones are forgotten.
@@ -127,7 +127,7 @@ class KVCache:
         return self._now()[self._layer(layer)][0][self._item(item)]
 
     def keys(self, layer: int) -> Any:
-        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of int8, codes · scales in
+        """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of codes, codes · scales in
         float32.
 
         With a window: the tokens that the next one would see, in order. A NumPy array, or a tensor of the device.

@@ -98,7 +98,7 @@ def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
     wrong = any([not (0 if n == "keep_first" else 1) <= x <= MOST for n, x in sizes.items()])
     if (
         wrong
-        or words.get("dtype") not in (*arrays.DTYPES, "int8")
+        or words.get("dtype") not in (*arrays.DTYPES, *arrays.CODES)
         or (sizes.get("keep_first") and "window" not in sizes)
     ):
         raise FileError(
@@ -138,9 +138,10 @@ def _held(
 def _parts(
     path: Path, name: str, sizes: dict[str, int], dtype: str, held: int, stored: dict[str, np.ndarray]
 ) -> list[np.ndarray]:
-    """Keys or values of a layer; of int8 codes and scales."""
+    """Keys or values of a layer; codes and their scales."""
     dim = sizes["head_dim" if name.startswith("key") else "value_dim"]
-    planes = [("", dim, arrays.numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if dtype == "int8" else [])
+    coded = dtype in arrays.CODES
+    planes = [("", dim, arrays.numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if coded else [])
     parts = []
     for part, last, kind in planes:
         x, wanted = stored.get(name.format(part)), (sizes["batch"], sizes["kv_heads"], held, last)
@@ -148,7 +149,9 @@ def _parts(
             got = "none" if x is None else f"{x.shape} of {x.dtype}"
             raise FileError(f"{path}: expected {name.format(part)} of shape {wanted} and dtype {kind}; got {got}.")
         parts.append(x)
-    if dtype == "int8":
+    if coded:
+        if np.isnan(parts[0]).any():
+            raise FileError(f"{path}: expected {name.format('')} of numbers; got NaN, which belongs in the scale.")
         if (parts[1] < 0).any() or np.isinf(parts[1]).any():
             raise FileError(f"{path}: expected {name.format('_scale')} of finite numbers that are not negative.")
         parts[1] = np.abs(parts[1])  # zeros and NaN of one sign: the kernels read it

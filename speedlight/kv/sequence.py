@@ -95,7 +95,7 @@ class PagedSequence:
         self.pool._shorten(self, None)
 
     def keys(self, layer: int) -> Any:
-        """A copy: (kv_heads, length, head_dim). Of int8, codes · scales in float32."""
+        """A copy: (kv_heads, length, head_dim). Of codes, codes · scales in float32."""
         return self.pool._tokens(self, layer, "keys")
 
     def values(self, layer: int) -> Any:

@@ -11,6 +11,7 @@ import torch
 import transformers.cache_utils as theirs
 from torch.utils._pytree import tree_map
 
+from ..arrays import CODES, code_cache
 from ..checks import cache_dtype, check_sizes, new_totals
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..kv.cache import KVCache
@@ -254,12 +255,13 @@ class Layer(theirs.CacheLayerMixin):
     def _check_dtype(self, key: torch.Tensor) -> None:
         """That a cache of this dtype takes such keys."""
         kept = self.dtype or _DTYPES.get(self.like.dtype if self.cache is not None else key.dtype)
-        if kept == "int8" and key.dtype == torch.float64:
+        coded = kept in CODES
+        if coded and key.dtype == torch.float64:
             raise ArgumentTypeError(
-                "dtype: an int8 cache takes keys of float32, float16 or bfloat16; the model's are float64. Convert the "
-                "model, or leave Cache(dtype=) out."
+                f"dtype: {code_cache(kept)} takes keys of float32, float16 or bfloat16; the model's are float64. "
+                "Convert the model, or leave Cache(dtype=) out."
             )
-        if kept != "int8" and kept != _DTYPES.get(key.dtype):
+        if not coded and kept != _DTYPES.get(key.dtype):
             raise ArgumentTypeError(
                 f"dtype: this cache keeps {kept}, and the model's keys are {str(key.dtype).removeprefix('torch.')}. "
                 f"Make a Cache without dtype=, which takes the model's, or convert the model: model.to(torch.{kept})."
@@ -306,7 +308,7 @@ class Cache(theirs.DynamicCache):
         config: of the model, which says what each layer is.
         capacity: most tokens of a sequence. Memory is reserved for so many and used as tokens come. Default what the
             model was made for, config.max_position_embeddings.
-        dtype: "int8" keeps codes with a scale for each token and head. Default that of keys and values.
+        dtype: "int8" or "fp8" keeps codes with a scale for each token and head. Default that of keys and values.
 
     Raises:
         speedlight.Error: a kind of layer that is no attention. CacheFull: a sequence would pass the capacity.
