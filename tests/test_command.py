@@ -100,6 +100,8 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ("tune --head-dim 65", "--head-dim: expected one of 64, 128, 256, 512; got 65."),
         ("tune --dtype int8", "--dtype: expected one of float16, bfloat16, float32; got 'int8'."),
         ("tune --turns 0", "--turns: expected at least 1; got 0."),
+        ("tune --turns 6", "--turns: expected at least 7 of a CPU, to tell gains from noise; got 6."),
+        ("tune --dtype float16", "--dtype: expected --device cuda beside it; a CPU has no tiles to choose."),
         ("bench --heads 0", "--heads: expected sizes from 1"),
         ("bench --mask half", "--mask: expected full, causal or both; got 'half'. It is called --causal now."),
         ("view -o m.png", "--mask: expected a mask to draw (or --causal, --window)"),
