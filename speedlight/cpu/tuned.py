@@ -10,7 +10,6 @@ import contextlib
 import datetime
 import functools
 import hashlib
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -91,6 +90,8 @@ def kept_tuning(isa: Isa) -> Tuning | None:
     if data[:_HEADER] != _MAGIC + _sum(path, body):
         _warn(path, "is damaged")
         return None
+    import json  # which a first call has no other need of
+
     try:
         row = json.loads(body)
         if [row[name] for name in ("cpu", "isa", "sources")] != [cpu_identity(), isa.name, _sources()]:
@@ -123,6 +124,8 @@ def _within(value: Any, now: Any, limits: tuple[float, float], name: str) -> Any
 
 def keep_tuning(isa: Isa, parts: Parts) -> Path | None:
     """Keeps what was measured; where, or None if nothing is kept here. Processes that start then follow it."""
+    import json
+
     path = tuning_path(isa)
     if path is None:
         return None
