@@ -4,8 +4,9 @@ first.
     make bench                                    # or: python benchmarks/run.py [--quick] [--only
     prefill,small,start,...]
 
-Rows go to benchmarks/results/<machine>.json. GFLOP/s count visible work; a share of peak is of multiply-adds on
-registers measured in the same turn. A row whose result is outside its bound is refused.
+Rows go to benchmarks/results/<machine>.json, a file for each family of CPUs; each row says its family, its commit, and
+whence its schedules came. Parts that are not run keep their rows. GFLOP/s count visible work; a share of peak is of
+multiply-adds on registers measured in the same turn. A row whose result is outside its bound is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ import speedlight as sl
 from speedlight import machine
 from speedlight.arrays import CODES
 from speedlight.cpu import roof
+from speedlight.cpu.tuned import tuning_of
 from speedlight.tools.measuring import Call, check, measure, openvino, peers, quantiles, tensors, without_grad
+from speedlight.tunings import FAMILIES
 
 HERE = Path(__file__).parent
 # dtype, heads, length, head_dim, causal
@@ -488,15 +491,16 @@ def describe(row: dict[str, Any]) -> str:
 
 def save(rows: list[dict[str, Any]], only: str) -> None:
     """One file a machine; parts that were not run keep their rows."""
-    name = re.sub(
-        r"[^a-z0-9]+", "-", f"{machine.cpu_name()} {os.cpu_count()} cores {machine.current_isa().name}".lower()
-    ).strip("-")
+    isa, family = machine.current_isa(), machine.cpu_family()
+    words = machine.cpu_name(), "" if family == "other" else family, os.cpu_count(), "cores", isa.name
+    name = re.sub(r"[^a-z0-9]+", "-", " ".join(map(str, words)).lower()).strip("-")
     path = HERE / "results" / f"{name}.json"
     old = json.loads(path.read_text())["rows"] if path.exists() else []
-    rows = [r for r in old if r["part"] not in only.split(",")] + rows
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE
     ).stdout.strip()
+    origin = {"family": FAMILIES[family], "commit": commit, "schedule": tuning_of(isa).origin._asdict()}
+    rows = [r for r in old if r["part"] not in only.split(",")] + [r | origin for r in rows]
     from importlib.metadata import PackageNotFoundError, version
 
     versions = {"python": platform.python_version(), "speedlight": sl.__version__}
@@ -507,9 +511,9 @@ def save(rows: list[dict[str, Any]], only: str) -> None:
             continue
     head = {
         "machine": machine.cpu_name(),
+        "family": FAMILIES[family],
         "cores": os.cpu_count(),
-        "isa": machine.current_isa().name,
-        "commit": commit,
+        "isa": isa.name,
         "versions": versions,
     }
     path.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")

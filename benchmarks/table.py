@@ -1,7 +1,9 @@
-"""Writes tables and pictures from the rows of a machine: python benchmarks/table.py [benchmarks/results/<machine>.json]
+"""Writes tables and pictures from the rows of machines: python benchmarks/table.py [benchmarks/results/<machine>.json]
 
-Every row goes to docs/benchmarks.md, eight of them and a chart to the README. Gradients have a file for each machine in
-results/backward, of `speedlight bench --backward -o`; whole models in results/models, of `bench --models -o`.
+Every row goes to docs/benchmarks.md, a part for each machine; eight problems to the README, a line for each family of
+CPUs; pictures are of the file that is named, else the newest. A machine that is not at hand keeps its last rows, with
+their commits. Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`; whole
+models in results/models, of `bench --models -o`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ def table(path: Path) -> str:
     data = json.loads(path.read_text())
     versions = ", ".join(f"{n} {v}" for n, v in data["versions"].items() if n in ("torch", "onnxruntime", "openvino"))
     lines = [
-        f"{data['machine']}, {data['cores']} cores, {data['isa']}; {versions}. Medians of one run, in turn;",
-        "a ratio above 1 means that speedlight is faster.",
+        f"### {data['family']}",
+        "",
+        f"{machine_of(data)}; {versions}. Medians of one run, in turn; a ratio above 1 means that speedlight is",
+        f"faster. Measured at {commits_of(data['rows'])}.",
         "",
         "| problem | GFLOP/s | of peak | PyTorch | ONNX Runtime | OpenVINO |",
         "|---|---|---|---|---|---|",
@@ -91,13 +95,26 @@ def table(path: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
+def machine_of(data: dict[str, Any]) -> str:
+    return f"{data['machine']} ({data['family']}), {data.get('cores') or data['threads']} cores, {data['isa']}"
+
+
+PARTS = {"prefill": "attention", "masks": "masks", "decode": "decoding"}
+
+
+def commits_of(rows: list[dict[str, Any]]) -> str:
+    """Of each part of the tables."""
+    found = {row["part"]: row["commit"] for row in rows if row["part"] in PARTS}
+    return ", ".join(f"{found[part]} ({name})" for part, name in PARTS.items() if part in found)
+
+
 def backward_table(paths: list[Path]) -> str:
     """Gradients beside PyTorch's backward pass, machine after machine."""
     lines = []
     for path in paths:
         data = json.loads(path.read_text())
         lines += [
-            f"{data['machine']}, {data['family']}, {data['threads']} cores; torch {data['versions']['torch']}.",
+            f"{machine_of(data)}; torch {data['versions']['torch']}.",
             "",
             "| backward pass | full: GFLOP/s | of peak | PyTorch | causal: GFLOP/s | of peak | PyTorch |",
             "|---|---|---|---|---|---|---|",
@@ -111,53 +128,58 @@ def backward_table(paths: list[Path]) -> str:
     return "\n".join(lines)
 
 
-def figures(data: dict[str, Any], gradients: dict[str, Any], models: dict[str, Any]) -> str:
-    """The README's eight rows: three forward, a window, two of decoding, gradients, a whole model."""
-    rows = {row["name"]: row for report in (data, gradients, models) for row in report["rows"]}
+# name of the row, text, and what it is: its speed, its share of a roof, what the best peer takes
+FIGURES = (
+    ("float32 H8 N4096 d128 full", "4,096 tokens, float32", "forward"),
+    ("float32 H8 N4096 d128 causal", "4,096 tokens, causal, float32", "forward"),
+    ("bfloat16 H8 N4096 d128 causal", "4,096 tokens, causal, bfloat16", "forward"),
+    ("float32 H8 N16384 d64 window 1024", "window of 1,024 in 16,384 tokens, d = 64, float32", "mask"),
+    ("float32 B1 H32/8 N16384 d128 one token", "one token after 16,384, 32/8 heads, float32", "decode"),
+    ("bfloat16 B1 H32/8 N16384 d128 one token", "one token after 16,384, 32/8 heads, bfloat16", "decode"),
+    ("float32 H8 N4096 d128 causal backward", "gradients, 4,096 tokens, causal, float32", "backward"),
+    (
+        "Llama, 8 layers, 8/2 heads of 128, prefill 4096, bfloat16",
+        "a whole Llama, 8 layers, 8/2 heads, prefill 4,096, bfloat16",
+        "model",
+    ),
+)
+
+
+def figures(reports: list[dict[str, Any]]) -> str:
+    """The README's eight problems, on every family that has them."""
     lines = [
-        f"{data['machine']}, {data['cores']} cores, {data['isa']}; 8 heads, d = 128 where nothing else is said.",
+        f"{' and '.join(dict.fromkeys(map(machine_of, reports)))}; 8 heads, d = 128 where nothing else is said.",
         "",
-        "| problem | speedlight | of the roof | best peer takes |",
-        "|---|---|---|---|",
+        "| problem | CPU | speedlight | of the roof | best peer takes |",
+        "|---|---|---|---|---|",
     ]
-
-    def line(text: str, speed: str, roof: str, peer: str) -> None:
-        lines.append(f"| {text} | {speed} | {roof} | {peer} |")
-
-    for name, text in (
-        ("float32 H8 N4096 d128 full", "4,096 tokens, float32"),
-        ("float32 H8 N4096 d128 causal", "4,096 tokens, causal, float32"),
-        ("bfloat16 H8 N4096 d128 causal", "4,096 tokens, causal, bfloat16"),
-    ):
-        ratio, peer = best_peer(rows[name])
-        speed = f"{rows[name]['gflops']:.0f} GFLOP/s"
-        line(text, speed, f"{rows[name]['share_of_peak']:.0%} of peak", f"{ratio:.2f} x ({peer})")
-    row = rows["float32 H8 N16384 d64 window 1024"]
-    assert row["flex"] < row["torch"]
-    ms = f"{row['seconds']['speedlight'][2] * 1e3:.0f} ms"
-    line("window of 1,024 in 16,384 tokens, d = 64, float32", ms, "–", f"{row['flex']:.2f} x (FlexAttention)")
-    for dtype in ("float32", "bfloat16"):
-        row = rows[f"{dtype} B1 H32/8 N16384 d128 one token"]
-        ratio, peer = best_peer(row)
-        share = f"{row['share_of_read']:.0%} of a plain read"
-        line(
-            f"one token after 16,384, 32/8 heads, {dtype}",
-            f"{row['tokens']:,.0f} tokens/s",
-            share,
-            f"{ratio:.2f} x ({peer})",
-        )
-    row = rows["float32 H8 N4096 d128 causal backward"]
-    speed, share = f"{row['gflops']:.0f} GFLOP/s", f"{row['share_of_peak']:.0%} of peak"
-    line("gradients, 4,096 tokens, causal, float32 ¹", speed, share, f"{row['ratios']['torch'][2]:.2f} x (PyTorch)")
-    row = rows["Llama, 8 layers, 8/2 heads of 128, prefill 4096, bfloat16"]
-    seconds = f"{row['seconds']['speedlight'][len(row['seconds']['speedlight']) // 2]:.2f} s"
-    line(
-        "a whole Llama, 8 layers, 8/2 heads, prefill 4,096, bfloat16 ¹",
-        seconds,
-        "–",
-        f"{row['ratios']['sdpa'][2]:.2f} x (PyTorch)",
-    )
+    for name, text, kind in FIGURES:
+        for report in reports:
+            row = {x["name"]: x for x in report["rows"]}.get(name)
+            if row is not None:
+                lines.append(f"| {text} | {report['family']} | {' | '.join(cells_of(row, kind))} |")
     return "\n".join(lines) + "\n"
+
+
+def cells_of(row: dict[str, Any], kind: str) -> tuple[str, str, str]:
+    """Speed, share of the roof, and the best peer's time over ours."""
+    match kind:
+        case "forward":
+            ratio, peer = best_peer(row)
+            return f"{row['gflops']:.0f} GFLOP/s", f"{row['share_of_peak']:.0%} of peak", f"{ratio:.2f} x ({peer})"
+        case "mask":
+            assert row["flex"] < row["torch"]
+            return f"{row['seconds']['speedlight'][2] * 1e3:.0f} ms", "–", f"{row['flex']:.2f} x (FlexAttention)"
+        case "decode":
+            ratio, peer = best_peer(row)
+            share = f"{row['share_of_read']:.0%} of a plain read"
+            return f"{row['tokens']:,.0f} tokens/s", share, f"{ratio:.2f} x ({peer})"
+        case "backward":
+            peer = f"{row['ratios']['torch'][2]:.2f} x (PyTorch)"
+            return f"{row['gflops']:.0f} GFLOP/s", f"{row['share_of_peak']:.0%} of peak", peer
+        case _:
+            times = row["seconds"]["speedlight"]
+            return f"{times[len(times) // 2]:.2f} s", "–", f"{row['ratios']['sdpa'][2]:.2f} x (PyTorch)"
 
 
 def between(text: str, name: str, new: str) -> str:
@@ -168,14 +190,13 @@ def between(text: str, name: str, new: str) -> str:
 
 
 def main() -> None:
-    newest = max(RESULTS.glob("*.json"), key=lambda x: x.stat().st_mtime)
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else newest
-    data = json.loads(path.read_text())
-    gradients, models = (sorted((RESULTS / name).glob("*.json")) for name in ("backward", "models"))
-    page = between(PAGE.read_text(), "rows", table(path))
+    forward, gradients, models = (sorted((RESULTS / name).glob("*.json")) for name in ("", "backward", "models"))
+    newest = max(forward, key=lambda x: x.stat().st_mtime)
+    data = json.loads((Path(sys.argv[1]) if len(sys.argv) > 1 else newest).read_text())
+    page = between(PAGE.read_text(), "rows", "\n".join(map(table, forward)))
     PAGE.write_text(between(page, "backward", backward_table(gradients)))
-    further = [json.loads(x[-1].read_text()) for x in (gradients, models)]
-    README.write_text(between(README.read_text(), "figures", figures(data, *further)))
+    reports = [json.loads(path.read_text()) for path in (*forward, *gradients, *models)]
+    README.write_text(between(README.read_text(), "figures", figures(reports)))
     PICTURES.mkdir(exist_ok=True)
     for report in models:
         model_bars(json.loads(report.read_text()), PICTURES / f"models-{report.stem}.png")

@@ -225,6 +225,13 @@ def cpu_family() -> str:
     return {"25": "zen4" if avx512 else "other", "26": "zen5"}.get(words.get("cpu family", ""), "other")
 
 
+def cpu_identity() -> str:
+    """What tells this model of CPU from others. Its name may not: virtual machines often have a general one."""
+    words = _cpuinfo()
+    numbers = [words[x] for x in ("vendor_id", "cpu family", "model", "stepping") if x in words]
+    return ", ".join([cpu_name(), *numbers])
+
+
 def interpreting() -> bool:
     """Whether Triton's kernels run in Python on the CPU, as tests do where there is no GPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from .expressions.tree import lazily
 from .problem import TILE, Problem
+from .tunings import Origin
 from .work import all_panel_keys, count, least_backward_bytes, least_bytes, materialised_bytes
 
 
@@ -19,6 +20,7 @@ class Run(NamedTuple):
     threads: int
     panel: int  # query rows that go through a tile together
     workspace_bytes: int
+    origin: Origin  # of the schedule
     backward: bool = False  # of attention_backward()
 
 
@@ -70,6 +72,7 @@ class Plan:
     materialised_bytes: int
     tile_keys: int = TILE
     backward: bool = False
+    origin: Origin | None = None  # of the schedule, on a CPU
     measured: Callable[[], Roofs | None] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -145,6 +148,8 @@ class Plan:
                 f"{_bytes(self.materialised_bytes)} for {what}: {self.memory_ratio:,.1f} x the workspace",
             ),
         ]
+        if self.origin:
+            rows.insert(2, ("schedule", str(self.origin)))
         if self.roofs:
             least = "unknown" if self.seconds_at_least is None else _seconds(self.seconds_at_least)
             roofs = f"{self.roofs.flops / 1e9:,.0f} GFLOP/s and {self.roofs.bytes / 1e9:,.1f} GB/s, {self.roofs.date}"
@@ -190,6 +195,7 @@ def plan_of(
         workspace_bytes=run.workspace_bytes,
         materialised_bytes=materialised_bytes(problem),
         backward=run.backward,
+        origin=run.origin,
         measured=measured,
     )
 

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .machine import Isa, cpu_family, host_arch
 
-FAMILIES = {"zen4": "Zen 4", "zen5": "Zen 5", "other": "other CPUs"}
+FAMILIES = {"zen4": "Zen 4", "zen5": "Zen 5", "other": "another CPU"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,20 @@ class Threading:
     apart: int
 
 
+class Origin(NamedTuple):
+    """Whence a tuning came; str() says it in words."""
+
+    family: str  # whose row it is, or what it was tuned from
+    tuned: str | None  # on which day on this machine, if it was
+    parts: tuple[str, ...]  # that are not as they ship
+
+    def __str__(self) -> str:
+        base = f"as shipped for {FAMILIES[self.family]}"
+        if self.parts:
+            return f"{', '.join(self.parts)} tuned on {self.tuned}, else {base}"
+        return base if self.tuned is None else f"{base}, the best on {self.tuned}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuning:
     """All that is chosen by the CPU and changes no bit. What is prepared depends on it, by identity."""
@@ -102,6 +117,11 @@ class Tuning:
     def blocking(self, product: str) -> Blocking:
         """By a name in machine.PRODUCTS."""
         return self.pairs if product == "pairs" else self.fma
+
+    @property
+    def origin(self) -> Origin:
+        own = [x for x in LIMITS if getattr(self, x) != getattr(TUNINGS[self.family], x)]
+        return Origin(self.family, self.date or None, tuple(own))
 
     def register_tiles(self, isa: Isa) -> RegisterTiles:
         """Those for as many registers as a unit has."""
@@ -168,6 +188,20 @@ _THREADING = {
     "zen4":  Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
     "zen5":  Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
     "other": Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+}  # fmt: skip
+
+# What `speedlight tune` may change of which part, and within what limits; a file that says otherwise is not followed.
+# Register tiles and regions are not tried: tests know the tiles that ship, and regions are as long as signals may wait.
+_BLOCKS = {"worth": (0.01, 1.0), "panels": (1, 16), "task_flops": (10_000_000, 100_000_000_000), "tasks": (1, 64)}
+LIMITS: dict[str, dict[str, tuple[float, float]]] = {
+    "fma": _BLOCKS,
+    "pairs": _BLOCKS,
+    "fetching": {
+        "groups": (0, 2), "keys": (0, 16), "cache_bytes": (0, 65536), "cache_blocks": (0, 24), "twice": (0, 1),
+        "level": (1, 3),
+    },
+    "decoding": {"tasks": (1, 64), "rows": (1, 1024), "spans": (1, 64)},
+    "threading": {"inline_seconds": (0.0, 1e-3)},
 }  # fmt: skip
 
 TUNINGS = {

@@ -23,6 +23,8 @@ os.environ.setdefault(
     os.path.join(tempfile.gettempdir(), f"speedlight-tests-{getattr(os, 'getuid', getpass.getuser)()}"),
 )
 
+os.environ.setdefault("SPEEDLIGHT_TUNING", "0")  # of whoever runs them: schedules are as they ship
+
 from engines import CPU, Engine, one_vector, tuned
 from problems import DIMS, DTYPES, LENGTHS
 

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+os.environ["SPEEDLIGHT_TUNING"] = "0"  # schedules are as they ship
+
 import ml_dtypes
 import numpy as np
 

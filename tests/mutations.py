@@ -490,6 +490,27 @@ MUTATIONS = (
         "f.tell() + count * dtype.itemsize < size",
         "tests/test_cli.py -k 'promises or damaged'",
     ),
+    Mutation(
+        "a tuning is believed whatever its sum says",
+        "cpu/tuned.py",
+        "if data[:_HEADER] != _MAGIC + _sum(path, body):",
+        "if data[: len(_MAGIC)] != _MAGIC:",
+        "tests/test_tuning.py -k damaged",
+    ),
+    Mutation(
+        "what was tuned has no limits",
+        "cpu/tuned.py",
+        "or not all([low <= x <= high for x in each])",
+        "or not each",
+        "tests/test_tuning.py -k planted",
+    ),
+    Mutation(
+        "a candidate that is faster on the whole is taken",
+        "tools/trials.py",
+        "self.least >= _GAIN and self.worst >= _LOSS",
+        "self.gain >= 1.0",
+        "tests/test_tuning.py -k noise",
+    ),
     # --- GPU kernels, in the interpreter
     Mutation(
         "GPU: the sum before a new maximum is not rescaled",

@@ -100,6 +100,8 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ("tune --head-dim 65", "--head-dim: expected one of 64, 128, 256, 512; got 65."),
         ("tune --dtype int8", "--dtype: expected one of float16, bfloat16, float32; got 'int8'."),
         ("tune --turns 0", "--turns: expected at least 1; got 0."),
+        ("tune --turns 6", "--turns: expected at least 7 of a CPU, to tell gains from noise; got 6."),
+        ("tune --dtype float16", "--dtype: expected --device cuda beside it; a CPU has no tiles to choose."),
         ("bench --heads 0", "--heads: expected sizes from 1"),
         ("bench --mask half", "--mask: expected full, causal or both; got 'half'. It is called --causal now."),
         ("view -o m.png", "--mask: expected a mask to draw (or --causal, --window)"),
@@ -239,7 +241,7 @@ def test_brackets_of_a_path_are_shown(here, tmp_path):  # noqa: F811
 def test_no_name_is_broken(here, monkeypatch, width):  # noqa: F811
     monkeypatch.delenv("COLUMNS", raising=False)
     planned = here("plan", "--q-len", 9000).stdout.splitlines()
-    assert len(planned) == 9  # in a pipe a line each
+    assert len(planned) == 10  # in a pipe a line each
     name = planned[1].split()[-1]
     if width:
         monkeypatch.setenv("COLUMNS", str(width))

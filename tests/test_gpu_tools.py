@@ -87,7 +87,11 @@ def test_commands_without_a_gpu(monkeypatch, capsys):
     from speedlight.tools import cli
 
     monkeypatch.delenv("TRITON_INTERPRET")
-    for words in (["bench", "--device", "cuda"], ["plan", "--length", "64", "--device", "cuda"], ["tune"]):
+    for words in (
+        ["bench", "--device", "cuda"],
+        ["plan", "--length", "64", "--device", "cuda"],
+        ["tune", "--device", "cuda"],
+    ):
         monkeypatch.setattr(sys, "argv", ["speedlight", *words])
         with pytest.raises(SystemExit) as end:
             cli.main()

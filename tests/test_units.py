@@ -1,5 +1,4 @@
-"""A vector unit that no CPU has, added where units are added, in the tables of machines and tunings: the forward tests
-pass on it.
+"""A vector unit that no CPU has, added where units are added, in tables: the forward tests pass on it.
 
 AVX-512 with 24 registers: of three query vectors a register tile has 6 keys, which divide neither a tile nor a panel.
 """

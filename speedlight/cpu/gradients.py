@@ -176,7 +176,7 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
     """What a backward call on this machine would do."""
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     workspace = how.workspace_bytes + _sum_bytes(problem)
-    run = Run(how.isa.name, symbol_of(shape), how.threads, shape.panel, workspace, backward=True)
+    run = Run(how.isa.name, symbol_of(shape), how.threads, shape.panel, workspace, how.tuning.origin, backward=True)
     return plan_of(problem, run, partial(measured_roofs, how.isa, problem.storage, how.threads), exact=exact)
 
 

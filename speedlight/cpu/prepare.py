@@ -44,7 +44,7 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
     """What a call on this machine would do."""
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
-    run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes)
+    run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes, how.tuning.origin)
     measured = partial(measured_roofs, how.isa, "f32" if problem.widened else problem.storage, how.threads)
     return plan_of(problem, run, measured, exact=exact)
 

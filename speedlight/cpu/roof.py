@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import pages
-from ..machine import Isa, cpu_name
+from ..machine import Isa, cpu_identity
 from ..planning import Roofs
 from .compile import Kernel, _host_triple, cache_directory, compile_ir, keep, read_kept
 from .layout import HEAD, LEFT, LIMIT, TICKET, WORKER, Record
@@ -138,7 +138,7 @@ def measure(isa: Isa, storage: str, threads: int) -> Roofs:
         found = Roofs(max(found.flops, best.flops), max(found.bytes, best.bytes), found.date)
     _known[isa, storage, threads] = found
     if path := _path(isa, storage, threads):
-        keep(path, json.dumps(found._asdict() | {"machine": cpu_name()}).encode())
+        keep(path, json.dumps(found._asdict() | {"machine": cpu_identity()}).encode())
     return found
 
 
@@ -149,7 +149,7 @@ def kept_roofs(isa: Isa, storage: str, threads: int) -> Roofs | None:
     try:
         row = json.loads(data or b"")
         rates = [row[name] for name in ("flops", "bytes")]
-        if row["machine"] != cpu_name() or not all([type(x) is float and 1e6 < x < 1e18 for x in rates]):
+        if row["machine"] != cpu_identity() or not all([type(x) is float and 1e6 < x < 1e18 for x in rates]):
             return None
         return Roofs(rates[0], rates[1], str(row["date"]))
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -159,5 +159,5 @@ def kept_roofs(isa: Isa, storage: str, threads: int) -> Roofs | None:
 def _path(isa: Isa, storage: str, threads: int) -> Path | None:
     """One file for each machine that shares the directory."""
     directory = cache_directory()
-    name = f"roofs_{isa.name}_{storage}_{threads}_{hashlib.sha256(cpu_name().encode()).hexdigest()[:12]}.json"
+    name = f"roofs_{isa.name}_{storage}_{threads}_{hashlib.sha256(cpu_identity().encode()).hexdigest()[:12]}.json"
     return directory and directory / name

@@ -26,7 +26,9 @@ from rich.table import Table
 import speedlight as sl
 
 from .. import engine, machine
+from ..cpu.tuned import tuning_of
 from ..errors import ArgumentError, FileError
+from ..tunings import FAMILIES
 from .measuring import (
     BACKWARD_PEERS,
     PEERS,
@@ -384,7 +386,8 @@ def _about() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "machine": machine.cpu_name(), "threads": sl.get_threads(), "isa": machine.current_isa().name,
+        "machine": machine.cpu_name(), "family": FAMILIES[machine.cpu_family()], "threads": sl.get_threads(),
+        "isa": machine.current_isa().name, "schedule": tuning_of(machine.current_isa()).origin._asdict(),
         "versions": versions,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }  # fmt: skip

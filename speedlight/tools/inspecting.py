@@ -50,10 +50,11 @@ def info(
 ) -> None:
     """This machine: vector unit, threads, measured peaks and bandwidth, and the kernels that are kept."""
     from ..cpu import compile, workers
+    from ..cpu.tuned import tuning_of
 
     with on_unit(isa):
         unit, threads = machine.current_isa(), sl.get_threads()
-    cached = compile.cached_kernels()
+    tuning, cached = tuning_of(unit), compile.cached_kernels()
     removed = compile.clear_kernels() if clear else None
     known = _roofs(unit, threads, again=measure)
     peaks, read = {x: r.flops for x, r in known.items()}, max(r.bytes for r in known.values())
@@ -61,7 +62,9 @@ def info(
     report = {
         "version": sl.__version__, "arithmetic": sl.ARITHMETIC, "engine": "cpu", "cpu": machine.cpu_name(),
         "isa": unit.name,
-        "isas": [x.name for x in machine.host_isas()], "threads": threads, "thread_runtime": workers.runtime(),
+        "isas": [x.name for x in machine.host_isas()],
+        "schedule": tuning.origin._asdict(),
+        "threads": threads, "thread_runtime": workers.runtime(),
         "peak_flops": peaks, "read_bytes_per_second": read,
         "measured": {x: r.date for x, r in known.items()},
         "kernels": {"directory": str(directory) if directory else None, "count": len(cached),
@@ -86,6 +89,7 @@ def info(
             f"{unit.name}: {unit.registers} registers of {8 * unit.vector_bytes} bits"
             + (f"; also here: {others}" if others else ""),
         ),
+        ("schedule", str(tuning.origin)),
         ("threads", f"{threads}, {workers.runtime()}"),
         (
             "peak",
@@ -159,7 +163,7 @@ def show(
     text = compile.emit(shape)
     code, listing = (compile.compile_ir(shape, text, assembly=x) for x in (False, True))
     panels = how.panel if shape.kind == "decode" else how.panels
-    report = _report(compile.symbol_of(shape), shape, panels, code, listing)
+    report = _report(compile.symbol_of(shape), shape, panels, code, listing) | {"schedule": how.tuning.origin._asdict()}
     if ir or assembly:
         body = text if ir else listing
         if output is None:
@@ -173,7 +177,7 @@ def show(
     if as_json:
         print_json(report)
         return
-    print_rows(_rows(report, unit))
+    print_rows(_rows(report | {"schedule": str(how.tuning.origin)}, unit))
 
 
 def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> dict[str, Any]:
@@ -202,6 +206,7 @@ def _rows(report: dict[str, Any], unit: machine.Isa) -> list[tuple[str, str]]:
         ("kernel", report["kernel"]),
         ("vector unit", unit.name + ("" if report["runs_here"] else ", not of this machine")),
         ("lanes", f"{report['lanes']}, {product}; {tile}"),
+        ("schedule", report["schedule"]),
         ("object", f"{report['object_bytes']:,} bytes, {report['instructions']:,} instructions, {registers}"),
     ]
     for name, x in report["functions"].items():

@@ -71,7 +71,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
     p = plan.problem
     problem = {name: getattr(p, name) for name in _SIZES} | {"q_lengths": p.q_lengths, "k_lengths": p.k_lengths}
     problem |= {"masked": p.mask is not None, "scored": p.score is not None}
-    return {"problem": problem} | {name: getattr(plan, name) for name in _FIGURES}
+    schedule = {"schedule": plan.origin and plan.origin._asdict()}
+    return {"problem": problem} | {name: getattr(plan, name) for name in _FIGURES} | schedule
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -1,39 +1,131 @@
-"""`speedlight tune`: which tiles a GPU takes."""
+"""`speedlight tune`: which schedules a CPU wants, kept beside the kernels; which tiles a GPU takes."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
 
-from .. import engine
+from .. import engine, machine
 from ..errors import ArgumentError
-from .options import Json, check_device
-from .reports import print_json, progress
+from .options import Device, Json, Unit, check_device, on_unit
+from .reports import print_json, print_rows, progress
 
 _KNOWN = {
     "dtype": ("float16", "bfloat16", "float32"),
     "head_dim": (64, 128, 256, 512),
     "kind": ("full", "masked", "decode"),
 }
+_SECONDS = 100.0  # no trial begins after so long
 
 
 def tune(
-    dtype: Annotated[str, typer.Option(help="float16, bfloat16 or float32.")] = "bfloat16",
-    head_dim: Annotated[int, typer.Option(help="64, 128, 256 or 512.")] = 128,
-    kind: Annotated[str, typer.Option(help="full, masked or decode.")] = "full",
-    turns: Annotated[int, typer.Option(help="Samples of each tile.")] = 3,
+    reset: Annotated[bool, typer.Option("--reset", help="Forget what was kept: schedules are as they ship.")] = False,
+    isa: Unit = None,
+    device: Device = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="Of a GPU: float16, bfloat16 (default) or float32.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Of a GPU: 64, 128 (default), 256 or 512.")] = None,
+    kind: Annotated[str | None, typer.Option(help="Of a GPU: full (default), masked or decode.")] = None,
+    turns: Annotated[int | None, typer.Option(help="Samples of each candidate; default 11, of a GPU 3.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measures the GPU kernel's tiles, best first: what gpu/tiles.py should say for this device."""
-    given: dict[str, Any] = {"dtype": dtype, "head_dim": head_dim, "kind": kind}
+    """Measures which schedules this CPU wants, and keeps those that gain: processes that start later follow them.
+
+    No bit of a result depends on them. With --device cuda: the tiles of a GPU's kernel, best first.
+    """
+    given = {"dtype": dtype, "head_dim": head_dim, "kind": kind}
+    _check(given, turns)
+    check_device(device)
+    if device != "cpu":
+        _tune_gpu(dtype or "bfloat16", head_dim or 128, kind or "full", turns or 3, as_json=as_json)
+        return
+    for name, x in given.items():
+        if x is not None:
+            raise ArgumentError(f"{name}: expected --device cuda beside it; a CPU has no tiles to choose.")
+    with on_unit(isa):
+        unit = machine.current_isa()
+        if reset:
+            _reset(unit, as_json=as_json)
+        else:
+            _tune_cpu(unit, turns, as_json=as_json)
+
+
+def _check(given: dict[str, Any], turns: int | None) -> None:
     for name, known in _KNOWN.items():
-        if given[name] not in known:
+        if given[name] is not None and given[name] not in known:
             raise ArgumentError(f"{name}: expected one of {', '.join(map(str, known))}; got {given[name]!r}.")
-    if turns < 1:
+    if turns is not None and turns < 1:
         raise ArgumentError(f"turns: expected at least 1; got {turns}.")
-    check_device("cuda")
+
+
+def _reset(unit: machine.Isa, *, as_json: bool) -> None:
+    from ..cpu.tuned import forget_tuning
+    from ..tunings import shipped
+
+    forgotten = forget_tuning(unit)
+    if as_json:
+        print_json({"isa": unit.name, "forgotten": forgotten})
+    else:
+        print_rows([("forgotten" if forgotten else "nothing kept", f"schedules are {shipped(unit).origin}")])
+
+
+def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:
+    from ..cpu.tuned import keep_tuning, parts_of
+    from ..tunings import shipped
+    from . import trials
+
+    if turns is not None and turns < trials.LEAST_TURNS:
+        raise ArgumentError(
+            f"turns: expected at least {trials.LEAST_TURNS} of a CPU, to tell gains from noise; got {turns}."
+        )
+    start, base = time.perf_counter(), shipped(unit)
+    with progress("tuning", len(trials.trials_of(unit))) as advance:
+        tried = list(trials.try_all(unit, base, turns or trials.TURNS, _SECONDS, advance))
+    outcomes = [outcome for outcome, _ in tried]
+    parts = parts_of(tried[-1][1] if tried else base, base)
+    path = keep_tuning(unit, parts)
+    missed = [x.name for x in trials.trials_of(unit)[len(outcomes) :]]
+    report = {
+        "cpu": machine.cpu_name(), "isa": unit.name, "shipped_for": base.family,
+        "seconds": time.perf_counter() - start, "parts": parts, "kept_in": str(path) if path else None,
+        "not_measured": missed,
+        "trials": [
+            {"name": x.trial, "kept": x.kept, "gain": x.confirmed.gain if x.confirmed and x.kept else 1.0,
+             "candidates": {name: row._asdict() for name, row in x.verdicts.items()}}
+            for x in outcomes
+        ],
+    }  # fmt: skip
+    if as_json:
+        print_json(report)
+        return
+    rows = [("cpu", f"{machine.cpu_name()}, {unit.name}; beside schedules {base.origin}")]
+    rows += [(x.trial, _text(x)) for x in outcomes] + [(name, "not measured: no time was left") for name in missed]
+    print_rows([*rows, ("kept", _where(parts, path))])
+
+
+def _text(outcome: Any) -> str:
+    """What came of a trial."""
+    if outcome.kept is not None:
+        return f"{outcome.kept}: {outcome.confirmed.gain:.3f} times as fast, {outcome.confirmed.worst:.3f} at worst"
+    best = max(outcome.verdicts, key=lambda name: outcome.verdicts[name].gain, default=None)
+    if best is None:
+        return "as it ships"
+    x = outcome.confirmed or outcome.verdicts[best]
+    return f"as it ships; the best other, {best}: {x.gain:.3f} times as fast, {x.worst:.3f} at worst: not beyond noise"
+
+
+def _where(parts: dict[str, Any], path: Any) -> str:
+    if path is None:
+        return "nothing: no file could be written (SPEEDLIGHT_CACHE=0, or what was warned of)"
+    return (
+        f"{path}{'' if parts else ': schedules are as they ship'}; SPEEDLIGHT_TUNING=0 ignores it, --reset forgets it"
+    )
+
+
+def _tune_gpu(dtype: str, head_dim: int, kind: str, turns: int, *, as_json: bool) -> None:
+    """Prints the tiles: what gpu/tiles.py should say for this device."""
     engine.resident().device_of("cuda")
     from . import gpu
 
