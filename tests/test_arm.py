@@ -8,6 +8,7 @@ from conftest import FULL
 import speedlight as sl
 from speedlight.cpu.compile import compile_ir, emit
 from speedlight.cpu.merging import MergeShape
+from speedlight.cpu.serving import ServingShape
 from speedlight.cpu.shape import Shape
 from speedlight.expressions.program import Program
 from speedlight.machine import isa_named
@@ -28,6 +29,10 @@ def test_kernels_compile_for_arm(storage, cached):
 
 def test_merge_compiles_for_arm():
     assert compiles(MergeShape(isa_named("neon")))
+
+
+def test_what_threads_run_compiles_for_arm():
+    assert compiles(ServingShape(isa_named("neon")))
 
 
 def compiles(shape):

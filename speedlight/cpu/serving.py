@@ -1,9 +1,9 @@
 """What threads of ours run, and how a region is handed to them, as LLVM. Linux.
 
-The block is what they look at. Its `state` is a generation (the low half, a futex) and how many seats are free in the
-region of that generation (the high half). Who takes a seat runs the kernel on the words and counts itself in `left`.
-The caller works as well. When it finds no more tickets it takes the free seats away, and waits for those that were
-taken. So a thread that comes late finds no seat, and reads nothing but the block.
+The block is what they look at. Its `state` is a generation (the low half, a futex), how many seats are free in the
+region of that generation, and whether the region is open. Who takes a seat runs the kernel on the words and counts
+itself in `left`. The caller works as well. When it finds no more tickets it closes the region, with what seats are
+left, and waits for those that were taken. So a thread that comes late finds no seat, and reads nothing but the block.
 
 Between regions a thread looks at the state for a while, then sleeps. Block and code are never freed: threads sleep in
 them as long as the process lives.
@@ -20,13 +20,21 @@ from ..machine import Isa
 from .layout import Record
 from .vector import I32, I64, PTR, VOID, Function, Module, Value
 
-_SPIN = 50_000  # nanoseconds that a thread looks out for the next region: what Python takes between short calls
+# Nanoseconds that a thread looks out for the next region after the end of one, and for that end, before it sleeps.
+# Python takes 10 to 60 µs from one short call to the next: of 50 some sleep, of 20 a third (docs/ladder.md).
+_SPIN, _LAST = 100_000, 1_000_000
 _FEW = 7  # threads that are kept off the caller's CPU; among more, one that shares it hardly matters
 _MASK = 16  # words of a set of CPUs
-_QUIET = (~0x3_8000_0000 & ~sum(1 << (n - 1) for n in (4, 5, 6, 7, 8, 11, 31))) & (1 << 64) - 1  # signals; not faults
+# signals that are kept from threads: all but faults, and but three that C libraries use
+_QUIET = ~sum(1 << n - 1 for n in (4, 5, 6, 7, 8, 11, 31, 32, 33, 34))
+LIBC = (  # what the module calls; where one is missing, LLVM would end the process
+    "clock_gettime", "pthread_create", "pthread_getcpuclockid", "pthread_self", "pthread_setaffinity_np",
+    "pthread_sigmask", "sched_getaffinity", "sched_getcpu", "sched_yield", "syscall",
+)  # fmt: skip
 _SYSCALL_FUTEX = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE = 128, 129  # FUTEX_WAIT_PRIVATE, FUTEX_WAKE_PRIVATE
 _MONOTONIC = 1  # CLOCK_MONOTONIC
+_SEAT, _SEATS, _OPEN = 1 << 32, (1 << 30) - 1, 1 << 62  # in `state`, beside the generation
 
 
 def _line(name: str) -> tuple[str, ...]:
@@ -92,14 +100,16 @@ class _Emit:
         """rest(block, seen): until there may be another generation."""
         k = self.function("rest", "block", "seen")
         block, seen = k.p["block"], k.p["seen"]
-        monotonic = k.i64(_MONOTONIC)
-        end, news = k.call(now, monotonic) + _SPIN, k.variable(k.i64(0))
+        begin = k.call(now, k.i64(_MONOTONIC))
+        end, state = k.variable(begin + _SPIN), k.variable(seen)
         with k.forever() as leave_if:
             with k.range(0, 8):
                 self.pause(k)
-            news.set(k.zext(_generation(k, block).differs(seen), I64))
-            leave_if(news.get().differs(0) | (k.call(now, monotonic) > end))
-        with k.when(news.get().equals(0)):
+            time = k.call(now, k.i64(_MONOTONIC))
+            state.set(_load(k, block, "state"))
+            end.set(k.select((state.get() & _OPEN).differs(0), time + _SPIN, end.get()))
+            leave_if(_generation(state.get()).differs(seen) | (time > k.min(end.get(), begin + _LAST)))
+        with k.when(_generation(state.get()).equals(seen)):
             k.fetch_add(block, BLOCK.offset("sleeping"), 1)
             self.futex(k, block, _WAIT, seen)
             k.fetch_add(block, BLOCK.offset("sleeping"), -1)
@@ -111,19 +121,19 @@ class _Emit:
         block, seen, taken = k.p["block"], k.variable(k.i64(0)), k.variable(k.i64(0))
         quiet = k.buffer(I64, _MASK)
         for i in range(_MASK):
-            k.store(k.i64(_QUIET - (1 << 64) if i == 0 else 0), quiet, 8 * i)
+            k.store(k.i64(0 if i else _QUIET), quiet, 8 * i)
         k.intrinsic("pthread_sigmask", I32, k.const(2, I32), quiet, k.pointer(k.i64(0)))
         with k.forever():
             state = _load(k, block, "state")
-            generation = state & 0xFFFFFFFF
+            generation = _generation(state)
             with k.either(generation.equals(seen.get())) as (old, new):
                 with old:
                     k.call(rest, block, seen.get())
                 with new:
-                    seats = state >> 32
+                    seats = _seats(state)
                     taken.set(k.i64(0))
                     with k.when(seats.differs(0)):
-                        taken.set(_exchange_if(k, block, "state", state, state - (1 << 32)))
+                        taken.set(_exchange_if(k, block, "state", state, state - _SEAT))
                     with k.when(taken.get().differs(0)):
                         _call(k, k.load(I64, block, BLOCK.offset("kernel")), k.load(PTR, block, BLOCK.offset("words")))
                         k.fetch_add(block, BLOCK.offset("left"), 1)
@@ -153,23 +163,35 @@ class _Emit:
         it would wait for milliseconds.
         """
         k = self.function("keep_apart", "block")
-        block, mask, size = k.p["block"], k.at(k.p["block"], BLOCK.offset("mask0")), k.i64(8 * _MASK)
+        block, size, may = k.p["block"], k.i64(8 * _MASK), k.buffer(I64, _MASK)
         cpu, started = k.zext(k.intrinsic("sched_getcpu", I32), I64), k.load(I64, block, BLOCK.offset("started"))
-        with k.when(cpu.differs(k.load(I64, block, BLOCK.offset("apart")))):
+        before = k.load(I64, block, BLOCK.offset("apart"))
+        changed = cpu.differs(before) | (_load(k, block, "sleeping") > 0)
+        with k.when(changed & (started <= _FEW) & (cpu < 64 * _MASK)):
             k.store(cpu, block, BLOCK.offset("apart"))
-            failed = k.intrinsic("sched_getaffinity", I32, k.const(0, I32), size, mask) < 0
-            with k.when((failed | (started > _FEW) | (cpu >= 64 * _MASK)).equals(0)):
-                at, own = (cpu >> 6) * 8, k.i64(1) << (cpu & 63)
-                k.store(k.load(I64, mask, at) & (own ^ -1), mask, at)
-                others = k.load(I64, mask)
-                for i in range(1, _MASK):
-                    others = others | k.load(I64, mask, 8 * i)
-                with k.when(others.equals(0)):
-                    k.store(own, mask, at)
+            failed = k.intrinsic("sched_getaffinity", I32, k.const(0, I32), size, may) < 0
+            at, own = (cpu >> 6) * 8, k.i64(1) << (cpu & 63)
+            k.store(k.load(I64, may, at) & (own ^ -1), may, at)
+            with k.when(self.either_word(k, may).equals(0)):
+                k.store(own, may, at)
+            mask = k.at(block, BLOCK.offset("mask0"))
+            other = self.either_word(k, may, mask).differs(0) | before.equals(-1)
+            with k.when(other & failed.equals(0)):
+                for i in range(_MASK):
+                    k.store(k.load(I64, may, 8 * i), mask, 8 * i)
                 with k.range(0, started) as i:
                     thread = k.load(I64, k.at(block, i * 8 + BLOCK.offset("thread0")))
                     k.intrinsic("pthread_setaffinity_np", I32, thread, size, mask)
         return k.finish()
+
+    @staticmethod
+    def either_word(k: Function, mask: Value, less: Value | None = None) -> Value:
+        """The bits that any word of a set of CPUs has; those by which it differs from another."""
+        bits = k.i64(0)
+        for i in range(_MASK):
+            word = k.load(I64, mask, 8 * i)
+            bits = bits | (word if less is None else word ^ k.load(I64, less, 8 * i))
+        return bits
 
     def ours(self, keep_apart: Any) -> Any:
         """ours(block, kernel, words, helpers): a region on threads of ours."""
@@ -179,12 +201,12 @@ class _Emit:
         for name, value in (("kernel", k.p["kernel"]), ("words", words), ("left", k.i64(0))):
             k.store(value, block, BLOCK.offset(name))
         k.call(keep_apart, block)
-        generation = (_generation(k, block) + 1) & 0xFFFFFFFF
-        _exchange(k, block, "state", generation | helpers << 32)
+        generation = _generation(_load(k, block, "state") + 1)
+        _exchange(k, block, "state", generation | helpers * _SEAT | _OPEN)
         with k.when(_load(k, block, "sleeping") > 0):
             self.futex(k, block, _WAKE, helpers)
         _call(k, k.p["kernel"], words)
-        inside = helpers - (_exchange(k, block, "state", generation) >> 32)
+        inside = helpers - _seats(_exchange(k, block, "state", generation))
         turns = k.variable(k.i64(0))
         with k.forever() as leave_if:
             leave_if(_load(k, block, "left").equals(inside))
@@ -245,8 +267,12 @@ def _load(k: Function, block: Value, name: str) -> Value:
     return Value(k, k.b.load_atomic(k.at(block, BLOCK.offset(name)).x, "seq_cst", 8, typ=I64))
 
 
-def _generation(k: Function, block: Value) -> Value:
-    return _load(k, block, "state") & 0xFFFFFFFF
+def _generation(state: Value) -> Value:
+    return state & _SEAT - 1
+
+
+def _seats(state: Value) -> Value:
+    return state >> 32 & _SEATS
 
 
 def _exchange(k: Function, block: Value, name: str, new: Value) -> Value:

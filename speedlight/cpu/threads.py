@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from typing import Any
 
 from ..machine import host_arch, isa_named
 from .compile import find, load, lock, objects_of, symbol_of
-from .serving import BLOCK, ServingShape
+from .serving import BLOCK, LIBC, ServingShape
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this system has what they are made of."""
+    if sys.platform != "linux":
+        return False
+    process = ctypes.CDLL(None)
+    return all([hasattr(process, name) for name in LIBC])
 
 
 class Threads:

@@ -103,7 +103,7 @@ def _openmp(_torch_loaded: bool) -> int | None:
 
 
 def runtime() -> str:
-    """Which threads a region would use now: 'openmp' or 'pool'."""
+    """Which threads a region may use now: 'pool', ours; 'openmp', those of an OpenMP runtime as well."""
     return "openmp" if not _forked and _openmp("torch" in sys.modules) else "pool"
 
 
@@ -154,9 +154,10 @@ def _new_threads() -> Threads | None:
     """Imported here: LLVM writes their code. None where there are none of this kind."""
     global _ours
     if sys.platform == "linux":
-        from .threads import Threads
+        from .threads import Threads, available
 
-        _ours = Threads()
+        if available():
+            _ours = Threads()
     return _ours
 
 
