@@ -18,6 +18,10 @@ from speedlight.machine import isa_named
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads of this kind are Linux's")
 
+two_cpus = pytest.mark.skipif(
+    len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()) < 2, reason="one CPU"
+)
+
 SHARE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
@@ -113,6 +117,28 @@ def test_openmp_while_its_team_is_awake(rng, monkeypatch):
         assert used._word("state").value == before + is_ours
 
 
+@two_cpus
+def test_a_team_that_is_bound_is_always_taken():
+    """Threads of ours may go where the caller may; a team has been told to stay elsewhere."""
+    import torch  # noqa: F401 - brings OpenMP
+
+    from speedlight.cpu.threads import Threads
+
+    openmp, found = workers._openmp(True), []
+
+    def call() -> None:
+        assert openmp is not None
+        own = time.pthread_getcpuclockid(threading.get_ident())
+        for cpus in (os.sched_getaffinity(0), {min(os.sched_getaffinity(0))}):
+            os.sched_setaffinity(0, cpus)  # of this thread alone
+            found.append(Threads().clock_of_team(openmp, 2) == own)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert found == [False, True]
+
+
 ALONE = (
     "import ctypes, gc, os, time\nfrom speedlight.cpu import compile, workers\n"
     "sl.set_threads(3)\nbefore = set(os.listdir('/proc/self/task'))\n"
@@ -135,7 +161,7 @@ def test_idle_threads_rest_and_a_process_ends():
     assert run(BIG + ALONE + code).split() == ["True", "2", "True", "True", "True"]
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()) < 2, reason="one CPU")
+@two_cpus
 def test_threads_go_where_the_caller_may_but_not_where_it_is():
     code = (
         "may = sorted(os.sched_getaffinity(0))[:2]\n"

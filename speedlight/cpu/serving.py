@@ -23,7 +23,7 @@ from .vector import I32, I64, PTR, VOID, Function, Module, Value
 # Nanoseconds that a thread looks out for the next region after the end of one, and for that end, before it sleeps.
 # Python takes 10 to 60 µs from one short call to the next: of 50 some sleep, of 20 a third (docs/ladder.md).
 _SPIN, _LAST = 100_000, 1_000_000
-_FEW = 7  # threads that are kept off the caller's CPU; among more, one that shares it hardly matters
+_FEW = 7  # threads that are kept off the caller's CPU; of more, one that shares it hardly matters
 _MASK = 16  # words of a set of CPUs
 # signals that are kept from threads: all but faults, and but three that C libraries use
 _QUIET = ~sum(1 << n - 1 for n in (4, 5, 6, 7, 8, 11, 31, 32, 33, 34))
@@ -167,9 +167,9 @@ class _Emit:
         cpu, started = k.zext(k.intrinsic("sched_getcpu", I32), I64), k.load(I64, block, BLOCK.offset("started"))
         before = k.load(I64, block, BLOCK.offset("apart"))
         changed = cpu.differs(before) | (_load(k, block, "sleeping") > 0)
-        with k.when(changed & (started <= _FEW) & (cpu < 64 * _MASK)):
+        with k.when(changed & (cpu < 64 * _MASK)):
             k.store(cpu, block, BLOCK.offset("apart"))
-            failed = k.intrinsic("sched_getaffinity", I32, k.const(0, I32), size, may) < 0
+            failed = self.allowed(k, may) < 0
             at, own = (cpu >> 6) * 8, k.i64(1) << (cpu & 63)
             k.store(k.load(I64, may, at) & (own ^ -1), may, at)
             with k.when(self.either_word(k, may).equals(0)):
@@ -179,10 +179,15 @@ class _Emit:
             with k.when(other & failed.equals(0)):
                 for i in range(_MASK):
                     k.store(k.load(I64, may, 8 * i), mask, 8 * i)
-                with k.range(0, started) as i:
+                with k.range(0, k.min(started, k.i64(_FEW))) as i:
                     thread = k.load(I64, k.at(block, i * 8 + BLOCK.offset("thread0")))
                     k.intrinsic("pthread_setaffinity_np", I32, thread, size, mask)
         return k.finish()
+
+    @staticmethod
+    def allowed(k: Function, mask: Value) -> Value:
+        """Writes the set of CPUs that the calling thread may use; negative if that fails."""
+        return k.intrinsic("sched_getaffinity", I32, k.const(0, I32), k.i64(8 * _MASK), mask)
 
     @staticmethod
     def either_word(k: Function, mask: Value, less: Value | None = None) -> Value:
@@ -231,19 +236,27 @@ class _Emit:
         k.finish(error.get())
 
     def noting(self) -> Any:
-        """noting(words): in a team, writes the clock of a thread behind the number of the one that is left out."""
+        """noting(words): in a team. Words: the caller, the clock to be written, the CPUs that the caller may use.
+
+        A team that may use others is bound, and threads of ours cannot take its place: the clock is the caller's then,
+        which runs whenever it is asked for.
+        """
         k = self.function("noting", "words", special=True)  # beside the one that takes its address
-        me, clock = k.intrinsic("pthread_self", I64), k.buffer(I32, 2)
-        with k.when(me.differs(k.load(I64, k.p["words"]))):
-            with k.when(k.intrinsic("pthread_getcpuclockid", I32, me, clock).equals(0)):
-                k.store(Value(k, k.b.sext(k.load(I32, clock).x, I64)), k.p["words"], 8)
+        words, clock, may = k.p["words"], k.buffer(I32, 2), k.buffer(I64, _MASK)
+        me, caller = k.intrinsic("pthread_self", I64), k.load(I64, words)
+        with k.when(me.differs(caller)):
+            self.allowed(k, may)
+            bound = self.either_word(k, may, k.at(words, 16)).differs(0)
+            with k.when(k.intrinsic("pthread_getcpuclockid", I32, k.select(bound, caller, me), clock).equals(0)):
+                k.store(Value(k, k.b.sext(k.load(I32, clock).x, I64)), words, 8)
         return k.finish()
 
     def clock(self, symbol: str, noting: Any) -> None:
         k = self.function(symbol, "openmp", "threads", returns=I64, public=True)
-        words = k.buffer(I64, 2)
+        words = k.buffer(I64, 2 + _MASK)
         k.store(k.intrinsic("pthread_self", I64), words)
         k.store(k.i64(0), words, 8)
+        self.allowed(k, k.at(words, 16))
         team = k.trunc(k.p["threads"], I32), k.const(0, I32)
         _call(k, k.p["openmp"], _address(k, noting), words, *team)
         k.finish(k.load(I64, words, 8))

@@ -42,7 +42,9 @@ class Threads:
         return self._region(self._block, kernel, words, helpers, openmp, clock)
 
     def clock_of_team(self, openmp: int, threads: int) -> int:
-        """The clock of the CPU time of a thread of GOMP_parallel, not this one; 0: there is none."""
+        """The clock of the CPU time of a thread of the caller's team of GOMP_parallel, not of the caller; 0: there is
+        none. The caller's where the team is bound to CPUs of its own.
+        """
         return self._clock(openmp, threads)
 
     @property
