@@ -267,10 +267,10 @@ before = len(os.listdir("/proc/self/task"))
 random.seed(0)
 ended = late = wrong = 0
 for i in range(COUNT):
-    more[0], inside[0] = 3, True
     out.fill(0)
     try:
         try:
+            more[0], inside[0] = 3, True  # a signal of the turn before may still be on its way
             signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, length), random.uniform(2e-5, 4e-4))
             sl.attention(q, k, v, out=out)
         finally: inside[0] = False
