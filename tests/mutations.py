@@ -239,6 +239,20 @@ MUTATIONS = (
         "tests/test_workers.py -k 'nobody_is_inside or threads_as_they_were'",
     ),
     Mutation(
+        "a region ends while a thread of ours still computes",
+        "cpu/serving.py",
+        'leave_if(_load(k, block, "left").equals(inside))',
+        'leave_if(_load(k, block, "left") >= 0)',
+        "tests/test_threads.py -k waited_for",
+    ),
+    Mutation(
+        "threads of ours may share the caller's CPU",
+        "cpu/serving.py",
+        "k.store(k.load(I64, may, at) & (own ^ -1), may, at)",
+        "k.store(k.load(I64, may, at) & -1, may, at)",
+        "tests/test_threads.py -k where_the_caller",
+    ),
+    Mutation(
         "the last item is looked for one too low",
         "cpu/region.py",
         "leave_if(high.get() - low.get() <= 1)",

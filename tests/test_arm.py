@@ -8,6 +8,7 @@ from conftest import FULL
 import speedlight as sl
 from speedlight.cpu.compile import compile_ir, emit
 from speedlight.cpu.merging import MergeShape
+from speedlight.cpu.serving import ServingShape
 from speedlight.cpu.shape import AppendShape, Shape, Source
 from speedlight.expressions.program import Program
 from speedlight.machine import isa_named
@@ -34,6 +35,10 @@ def test_float8_compiles_for_arm():
 
 def test_merge_compiles_for_arm():
     assert compiles(MergeShape(isa_named("neon")))
+
+
+def test_what_threads_run_compiles_for_arm():
+    assert compiles(ServingShape(isa_named("neon")))
 
 
 def compiles(shape):

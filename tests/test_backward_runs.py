@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import tracemalloc
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from injection import interrupted, needs_places, places, spread
 from problems import DTYPES, flow_of, numpy_dtype, qkv
 from test_backward import NAMES, same
 from test_memory import Guarded, libc
-from test_workers import count_threads, run, wait_until
+from test_workers import count_threads, run, up, wait_until
 
 import speedlight as sl
 from speedlight import arrays, backward
@@ -233,8 +234,11 @@ def test_a_call_may_stop_after_any_ticket(which, request, monkeypatch):
 @pytest.mark.parametrize("helpers", [0, 1])
 def test_fewer_threads_than_asked(many, monkeypatch, helpers):
     call, want = many
-    started = workers._started
+    started, ours = workers._started, workers._ours
     monkeypatch.setattr(workers, "_started", lambda count: started(count)[:helpers])
+    if ours is not None:
+        fewer: Any = SimpleNamespace(run=lambda kernel, words, _, *openmp: ours.run(kernel, words, helpers, *openmp))
+        monkeypatch.setattr(workers, "_ours", fewer)
     sl.set_threads(8)
     same(call(), want)
 
@@ -302,7 +306,7 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(many, short_regions):
     """In a call of several regions: no slot stays taken, nobody inside, the next call right."""
     call, want = many
     call()
-    wait_until(lambda: all(x.up.locked() for x in workers._helpers))
+    wait_until(up)
     threads = count_threads()
     for n in spread(places(call), 100_000 if FULL else 40):
         interrupted(call, n)

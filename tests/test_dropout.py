@@ -14,7 +14,7 @@ import speedlight as sl
 from speedlight import api, philox
 from speedlight.cpu import philox as on_vectors
 from speedlight.cpu import prepare, schedule
-from speedlight.cpu.compile import _load, compile_ir
+from speedlight.cpu.compile import compile_ir, load
 from speedlight.cpu.shape import Shape
 from speedlight.cpu.vector import I64, PTR, Module, vec
 from speedlight.machine import host_isas
@@ -52,7 +52,7 @@ def emitted(isa, storage):
             k.store(word, p["out"], at)
             k.store(k.zext(keep, s.ivector if not s.wide else word.type), p["keep"], at)
     k.finish()
-    engine = _load(compile_ir(s, str(module)))
+    engine = load(compile_ir(s, str(module)))
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 5)
     return engine, call(engine.get_function_address("words")), lanes
 

@@ -23,6 +23,7 @@ from injection import interrupted, needs_places, places, spread
 from problems import qkv
 
 import speedlight as sl
+from speedlight import api
 from speedlight.cpu import workers
 
 
@@ -34,6 +35,27 @@ def run(code: str, **environment: str) -> str:
     assert done.returncode == 0, done.stderr
     return done.stdout
 
+
+def use(monkeypatch, way: str) -> None:
+    """Regions run on Python's threads ("helpers"), on ours outside Python ("threads") or on OpenMP's."""
+    if way == "helpers":
+        monkeypatch.setattr(workers, "_ours", None)
+        monkeypatch.setattr(workers, "_new_threads", lambda: None)
+    if way == "openmp":
+        import torch  # noqa: F401 - brings it
+
+        own = time.pthread_getcpuclockid(threading.get_ident())  # the caller's: it runs, as that of an awake team does
+        monkeypatch.setattr(workers, "_clock_of_team", lambda *_: own)
+    else:
+        monkeypatch.setattr(workers, "_openmp", lambda _: None)
+
+
+def up() -> bool:
+    """Whether all threads that serve regions have begun."""
+    return all(x.up.locked() for x in workers._helpers)
+
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="threads of this kind are Linux's")
 
 BIG = """import numpy as np, speedlight as sl
 q = np.random.default_rng(0).standard_normal((1, 4, 600, 64)).astype(np.float32)
@@ -209,6 +231,7 @@ def test_measuring_can_be_interrupted(threads):
     code = (
         "import speedlight as sl; from speedlight import machine; from speedlight.cpu import roof, workers\n"
         "workers._openmp = lambda _: None\n"
+        "workers._new_threads = lambda: None\n"
         "started = workers._started\n"
         "class Late(list):\n"
         "    def __iter__(self):\n"
@@ -245,10 +268,10 @@ before = len(os.listdir("/proc/self/task"))
 random.seed(0)
 ended = late = wrong = 0
 for i in range(COUNT):
-    more[0], inside[0] = 3, True
     out.fill(0)
     try:
         try:
+            more[0], inside[0] = 3, True  # a signal of the turn before may still be on its way
             signal.setitimer(signal.ITIMER_REAL, random.uniform(2e-5, length), random.uniform(2e-5, 4e-4))
             sl.attention(q, k, v, out=out)
         finally: inside[0] = False
@@ -281,15 +304,14 @@ def long_regions(regions: int) -> Any:
 
 
 @needs_places
-@pytest.mark.parametrize(("runtime", "regions"), [("pool", 1), ("pool", 5), ("openmp", 1)])
-def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, runtime, regions, long_regions):
+@pytest.mark.parametrize(
+    ("way", "regions"), [("helpers", 1), ("helpers", 5), ("threads", 1), ("threads", 5), ("openmp", 1)]
+)
+def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, way, regions, long_regions):
     """At each place of the engine where CPython looks for signals: no slot stays taken, nobody inside, no thread
     more.
     """
-    import torch  # noqa: F401 - brings OpenMP
-
-    if runtime == "pool":
-        monkeypatch.setattr(workers, "_openmp", lambda _: None)
+    use(monkeypatch, way)
     q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 256, 64, 64)
     out = np.empty_like(q)
     sl.set_threads(3)
@@ -298,7 +320,7 @@ def test_an_interrupt_anywhere_leaves_threads_as_they_were(rng, monkeypatch, run
         sl.attention(q, k, v, out=out)
 
     call()
-    wait_until(lambda: all(x.up.locked() for x in workers._helpers))
+    wait_until(up)
     want, threads = out.tobytes(), count_threads()
     found = places(call)
     for n in spread(found, 100_000 if FULL else 40):
@@ -331,6 +353,7 @@ def test_no_thread_can_be_started(with_torch):
         + (
             "import resource, warnings\nfrom speedlight.cpu import workers\n"
             "sl.set_threads(1)\nwant = sl.attention(q, q, q).tobytes()\nsl.set_threads(3)\n"
+            "ours = workers._new_threads()\n"
             "before = resource.getrlimit(resource.RLIMIT_AS)\n"
             "with open('/proc/self/statm') as f: size = int(f.read().split()[0]) * resource.getpagesize()\n"
             "resource.setrlimit(resource.RLIMIT_AS, (size + (5 << 20), before[1]))\n"
@@ -340,10 +363,10 @@ def test_no_thread_can_be_started(with_torch):
             "resource.setrlimit(resource.RLIMIT_AS, before)\n"
             "right += [sl.attention(q, q, q).tobytes() == want for _ in range(3)]\n"
             "print(all(right), sum('no more threads can be started' in str(x.message) for x in w), len(w))\n"
-            "print(len(workers._helpers), workers._region)"
+            "print(ours.started, workers._ours is ours, workers._region)"
         )
     )
-    assert run(code).split() == ["True", "1", "1", "0" if with_torch else "2", "[None]"]
+    assert run(code).split() == ["True", "1", "1", "2", "True", "[None]"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
@@ -372,7 +395,7 @@ def test_an_interrupt_while_threads_are_started(rng, monkeypatch):
     """A helper is in the list before it is up: whenever the start was interrupted, the next call starts what is
     missing, once.
     """
-    monkeypatch.setattr(workers, "_openmp", lambda _: None)
+    use(monkeypatch, "helpers")
     q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 256, 64, 64)
     sl.set_threads(3)
     want = sl.attention(q, k, v).tobytes()
@@ -415,12 +438,13 @@ def wait_until(condition) -> None:
         time.sleep(1e-3)
 
 
-def test_no_memory_anywhere_in_a_run(rng, monkeypatch):
+@pytest.mark.parametrize("way", ["helpers", "threads"])
+def test_no_memory_anywhere_in_a_run(rng, monkeypatch, way):
     """At each allocation of Python's own: MemoryError, nobody inside, the next call right."""
     from speedlight.cpu.prepare import Call
 
     testing = pytest.importorskip("_testcapi")
-    monkeypatch.setattr(workers, "_openmp", lambda _: None)
+    use(monkeypatch, way)
     monkeypatch.setattr(
         sys, "unraisablehook", lambda _: None
     )  # a helper may be the one who has none; it is started anew
@@ -428,10 +452,12 @@ def test_no_memory_anywhere_in_a_run(rng, monkeypatch):
     out = np.empty_like(q)
     sl.set_threads(3)
     calls = []
+    api._prepared.clear()
     with monkeypatch.context() as patch:
         patch.setattr(Call, "run", lambda *given: calls.append(given))
         sl.attention(q, k, v, out=out)
     run_of, (prepared, *addresses) = Call.run, calls[0]
+    api._prepared.clear()
     addresses[3] = out.ctypes.data
     run_of(prepared, *addresses)
     want, failed = out.tobytes(), 0

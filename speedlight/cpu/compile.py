@@ -30,9 +30,10 @@ from ..modes import standard
 if TYPE_CHECKING:
     from ..machine import Isa
     from .merging import MergeShape
+    from .serving import ServingShape
     from .shape import AppendShape, Shape
 
-    AnyShape = Shape | MergeShape | AppendShape
+    AnyShape = Shape | MergeShape | AppendShape | ServingShape
 
 _OURS = b"speedlight object "
 _MAGIC = _OURS + b"3\n"
@@ -59,17 +60,17 @@ class Kernel:
     __slots__ = ("__weakref__", "address", "entry", "from_cache", "joined", "last", "owner", "symbol")
 
     def __init__(self, symbol: str, objects: tuple[bytes, ...], from_cache: bool) -> None:
-        self.symbol, self.from_cache, self.owner, self.last = symbol, from_cache, _load(*objects), 0
-        self.address = _find(self.owner, symbol)
+        self.symbol, self.from_cache, self.owner, self.last = symbol, from_cache, load(*objects), 0
+        self.address = find(self.owner, symbol)
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-        self.entry, self.joined = call(self.address), call(_find(self.owner, f"{symbol}_joined"))
+        self.entry, self.joined = call(self.address), call(find(self.owner, f"{symbol}_joined"))
 
     def used(self) -> None:
         """Marks it as recently used."""
         self.last = next(_turns)
 
 
-def _find(owner: Any, name: str) -> int:
+def find(owner: Any, name: str) -> int:
     """The address of a function that an execution engine owns."""
     address = owner.get_function_address(name)
     if not address:
@@ -136,6 +137,8 @@ def _module(shape: AnyShape) -> Any:
             from .backward import backward_module as module
         case "tables":
             from .table_gradients import tables_module as module
+        case "serving":
+            from .serving import serving_module as module
         case _:
             from .decode import decode_module as module
     of_kind: Any = shape
@@ -196,7 +199,11 @@ def _optimise(module: Any, builder: Any) -> None:
 
 
 def _make(shape: AnyShape) -> Kernel:
-    symbol = symbol_of(shape)
+    return Kernel(symbol_of(shape), *objects_of(shape))
+
+
+def objects_of(shape: AnyShape) -> tuple[tuple[bytes, ...], bool]:
+    """Its object files, and whether they come from the cache."""
     path = cache_path(shape)
     data = read_kept(path) if path else None
     objects = _objects_in(path, data) if path and data is not None else None
@@ -208,7 +215,7 @@ def _make(shape: AnyShape) -> Kernel:
         if path:
             code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
             keep(path, _MAGIC + _sum(path, code) + hashlib.sha256("".join(texts).encode()).digest() + code)
-    return Kernel(symbol, objects, hit)
+    return objects, hit
 
 
 def _in_parts(isa: Isa) -> bool:
@@ -225,7 +232,7 @@ def _host_triple(shape: AnyShape) -> str | None:
     return binding.get_process_triple()
 
 
-def _load(*objects: bytes) -> Any:
+def load(*objects: bytes) -> Any:
     """The execution engine that owns the machine code: it is unloaded with it."""
     from llvmlite import binding
 

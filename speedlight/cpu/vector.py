@@ -119,7 +119,7 @@ class Value:
     def __xor__(self, other: Value | int) -> Value:
         return self._binary(other, None, "xor")
 
-    def __lshift__(self, other: int) -> Value:
+    def __lshift__(self, other: Value | int) -> Value:
         return self._binary(other, None, "shl")
 
     def __rshift__(self, other: Value | int) -> Value:

@@ -1,7 +1,8 @@
 """Threads: where a region runs.
 
-On the OpenMP runtime that the process has loaded already, if any (two thread pools that alternate cost 5 to 8 times),
-else on a few threads of our own; inline for little work. Kernels never raise and never call Python.
+On a few threads of our own; on those of the OpenMP runtime that the process has loaded already as long as they are
+awake (two thread pools that are awake take turns on the same cores); inline for little work. On Linux our threads are
+those of `threads`; elsewhere they are Python's. Kernels never raise and never call Python.
 
 CPython handles signals, and changes threads, only after calls, at jumps back and at the start of functions. So a slot
 is claimed and given back by plain stores without a call between, and a wait that must not end early is one call into a
@@ -20,17 +21,21 @@ import sys
 import threading
 import time
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, ArgumentTypeError, shown
 from ..machine import available_threads, setting
 from .compile import Kernel
 from .layout import LEFT, LIMIT, TICKET, WORKER
 
+if TYPE_CHECKING:
+    from .threads import Threads
+
 _threads: int | None = None
 _forked = False  # GNU OpenMP hangs in a forked child: there we use threads of our own
 _region: list[object] = [None]  # the owner's token: one region at a time; other callers run inline
-_helpers: list[_Helper] = []  # touched by the region's owner alone
+_ours: Threads | None = None  # touched by the region's owner alone, likewise _helpers
+_helpers: list[_Helper] = []
 _warned = False
 
 
@@ -76,8 +81,8 @@ def _default_threads(text: str) -> int:
 
 
 @functools.cache
-def _openmp(_torch_loaded: bool) -> Any:
-    """GOMP_parallel of an OpenMP runtime that something else has loaded; None without one."""
+def _openmp(_torch_loaded: bool) -> int | None:
+    """The address of GOMP_parallel of an OpenMP runtime that something else has loaded; None without one."""
     if sys.platform != "linux":
         return None
     try:
@@ -91,14 +96,12 @@ def _openmp(_torch_loaded: bool) -> Any:
             continue
         with contextlib.suppress(OSError, AttributeError):
             run = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
-            run.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-            run.restype = None
-            return run
+            return ctypes.cast(run, ctypes.c_void_p).value
     return None
 
 
 def runtime() -> str:
-    """Which threads a region would use now: 'openmp' or 'pool'."""
+    """Which threads a region may use now: 'pool', ours; 'openmp', those of an OpenMP runtime as well."""
     return "openmp" if not _forked and _openmp("torch" in sys.modules) else "pool"
 
 
@@ -145,15 +148,35 @@ def run_region(kernel: Kernel, words: Any, threads: int) -> None:
             _region[0] = token
         if _region[0] is not token:
             kernel.entry(ctypes.addressof(words))
-        elif _forked or (parallel := _openmp("torch" in sys.modules)) is None:
-            _run_on_helpers(kernel, words, threads - 1)
+        elif (ours := _ours or _new_threads()) is not None:
+            _run_on_threads(ours, kernel, words, threads)
         else:
-            parallel(kernel.address, ctypes.addressof(words), _startable(threads), 0)
+            _run_on_helpers(kernel, words, threads - 1)
     except ctypes.ArgumentError as error:  # addresses are valid arguments: it means that memory ran out
         raise MemoryError(str(error)) from None
     finally:
         if _region[0] is token:
             _region[0] = None
+
+
+def _new_threads() -> Threads | None:
+    """Imported here: LLVM writes their code. None where there are none of this kind."""
+    global _ours
+    if sys.platform == "linux":
+        from .threads import Threads, available
+
+        if available():
+            _ours = Threads()
+    return _ours
+
+
+def _run_on_threads(ours: Threads, kernel: Kernel, words: Any, threads: int) -> None:
+    """One call into machine code, from the first store to the end: no signal comes between."""
+    openmp = None if _forked else _openmp("torch" in sys.modules)
+    clock = _clock_of_team(ours, openmp, threads) if openmp else 0
+    error = ours.run(kernel.address, ctypes.addressof(words), threads - 1, openmp or 0, clock)
+    if error:
+        _warn(os.strerror(error))
 
 
 def _run_on_helpers(kernel: Kernel, words: Any, count: int) -> None:
@@ -215,16 +238,20 @@ class _Helper:
         kernel.entry(ctypes.addressof(words))
 
 
-_calling = threading.local()  # .threads: how many OpenMP threads this calling thread has had
+_calling = threading.local()  # .threads: of its OpenMP team, at most so far; .clock: of one of them, not its own
 
 
-def _startable(threads: int) -> int:
-    """`threads`, or 1: GNU OpenMP ends the process if it cannot start a thread, so a trial comes first."""
+def _clock_of_team(ours: Threads, openmp: int, threads: int) -> int:
+    """By which it can be told whether the calling thread's OpenMP team is awake; 0: a region must not run on it.
+
+    GNU OpenMP ends the process if it cannot start a thread, so a trial comes first.
+    """
     if threads > getattr(_calling, "threads", 1):
         if not _try_threads(threads - 1):
-            return 1
+            return 0
+        _calling.clock = ours.clock_of_team(openmp, threads)
         _calling.threads = threads
-    return threads
+    return _calling.clock
 
 
 def _try_threads(count: int) -> bool:
@@ -264,8 +291,8 @@ def _warn(error: object) -> None:
 
 def _after_fork() -> None:
     """In the child: none of the parent's threads exist, and no region runs."""
-    global _forked
-    _forked = True
+    global _forked, _ours
+    _forked, _ours = True, None
     _helpers.clear()
     _region[0] = None
 
