@@ -228,19 +228,22 @@ def trials_of(isa: Isa) -> list[Trial]:
     trials = [*_blocks("float32", "fma")]
     if isa.product("bf16") == "pairs":
         trials += _blocks("bfloat16", "pairs")
+    own, heads = lambda: own_step("float32", 16384), (1, 2, 3, 4, 6, 8)
     return [
         *trials,
-        Trial(
-            "fetching ahead", _fetched, lambda: [cached_step(x, n) for x, n in _READS] + [own_step("float32", 16384)]
-        ),
+        Trial("fetching ahead", _fetched, lambda: [*_caches(), own()]),
+        Trial("how far ahead", _distances, _caches),
         Trial(
             "decode tasks", _decode_tasks, lambda: [cached_step("float32", 8192, 2), adjoining_step("float32", 8192)]
         ),
-        Trial("inline", _inline, lambda: [prefill("float32", heads, 64, 64) for heads in (1, 2, 3, 4, 6, 8)]),
+        Trial("inline", _inline, lambda: [prefill("float32", n, 64, 64) for n in heads]),
     ]
 
 
-_READS = ("float32", 16384), ("bfloat16", 32768), ("int8", 32768), ("float32", 2048)
+def _caches() -> list[Case]:
+    """Read from memory, and one that the third-level cache holds."""
+    sizes = ("float32", 16384), ("bfloat16", 32768), ("int8", 32768), ("float32", 2048)
+    return [cached_step(dtype, n) for dtype, n in sizes]
 
 
 def _blocks(dtype: str, part: str) -> Iterator[Trial]:
@@ -278,10 +281,16 @@ def _fetched(tuning: Tuning) -> dict[str, Parts]:
         "keys once, values once": {"twice": False},
         "nothing of caches": {x: nothing[x] for x in ("cache_bytes", "cache_blocks", "twice")},
         "nothing of arrays": dict.fromkeys(("groups", "keys"), 0),
-        "twice as far": {"cache_bytes": 2 * now.cache_bytes},
+        "into the first level": {"level": 1},
         "into the second level": {"level": 2},
+        "into the third level": {"level": 3},
     }
     return {x: {"fetching": row} for x, row in rows.items() if any(getattr(now, y) != row[y] for y in row)}
+
+
+def _distances(tuning: Tuning) -> dict[str, Parts]:
+    now = tuning.fetching.cache_bytes
+    return {f"{x} KiB": {"fetching": {"cache_bytes": x << 10}} for x in (4, 8, 16, 32, 64) if x << 10 != now}
 
 
 def _decode_tasks(tuning: Tuning) -> dict[str, Parts]:
