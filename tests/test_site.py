@@ -191,22 +191,33 @@ def tables(monkeypatch):
 
 
 def test_figures_are_those_of_the_rows(tables):
-    """`make readme` writes them: every row to the page, eight to the README; no figure is typed."""
-    [path] = tables.RESULTS.glob("*.json")
-    gradients, models = (sorted((tables.RESULTS / name).glob("*.json")) for name in ("backward", "models"))
+    """`make readme` writes them: every row to the page, eight problems to the README; no figure is typed."""
+    forward, gradients, models = (sorted((tables.RESULTS / name).glob("*.json")) for name in ("", "backward", "models"))
     page, readme = tables.PAGE.read_text(), tables.README.read_text()
-    assert tables.between(page, "rows", tables.table(path)) == page
+    assert tables.between(page, "rows", "\n".join(map(tables.table, forward))) == page
     assert tables.between(page, "backward", tables.backward_table(gradients)) == page
-    reports = [json.loads(x.read_text()) for x in (path, gradients[-1], models[-1])]
-    figures = tables.figures(*reports)
-    assert (
-        tables.between(readme, "figures", figures) == readme
-        and len(re.findall(r"^\| \w", figures, flags=re.MULTILINE)) == 1 + 8
-    )
+    reports = [json.loads(x.read_text()) for x in (*forward, *gradients, *models)]
+    figures = tables.figures(reports)
+    problems = re.findall(r"^\| (\w[^|]*) \|", figures, flags=re.MULTILINE)[1:]
+    assert tables.between(readme, "figures", figures) == readme and len(set(problems)) == 8
     assert len(re.findall(r"^!\[", readme, flags=re.MULTILINE)) == 1
-    for row in reports[0]["rows"]:
-        if "gflops" in row or "share_of_read" in row:
-            assert row["name"].removesuffix(" one token") in page
+    for report in reports[: len(forward)]:
+        for row in report["rows"]:
+            assert row["family"] == report["family"] and re.fullmatch("[0-9a-f]{7,}", row["commit"])
+            if "gflops" in row or "share_of_read" in row:
+                assert row["name"].removesuffix(" one token") in page
+
+
+def test_each_family_of_cpus_has_its_rows(tables, tmp_path):
+    """Side by side in the README; on the page a table each, with the commits of what was not measured again."""
+    report = json.loads(min(tables.RESULTS.glob("*.json")).read_text())
+    other = report | {"family": "Zen 7", "rows": [x | {"commit": "0000001"} for x in report["rows"]]}
+    figures = tables.figures([report, other])
+    assert figures.count("| Zen 7 |") == figures.count(f"| {report['family']} |") == 6
+    other["rows"] = [x | ({"commit": "0000002"} if x["part"] == "decode" else {}) for x in other["rows"]]
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    text = tables.table(tmp_path / "other.json")
+    assert text.startswith("### Zen 7\n") and "at 0000001 (attention), 0000001 (masks), 0000002 (decoding)." in text
 
 
 def test_every_public_member_has_a_docstring():
