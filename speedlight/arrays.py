@@ -153,25 +153,25 @@ def _check_not_traced(x: Any, name: str) -> None:
         )
 
 
-def viewed(x: Any) -> Any:
-    """A contiguous tensor of the CPU that nobody follows, as NumPy sees it; anything else as it is, to be checked."""
+def are_plain_ints(x: Any) -> bool:
+    """Whether it is a contiguous tensor of ints, in memory of the CPU, as check_plain_tensor() would find it. If not,
+    that one says why.
+    """
     torch = sys.modules.get("torch")
-    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.layout is not torch.strided or x.is_nested:
-        return x
-    if torch.autograd.forward_ad._current_level >= 0 or not x.is_contiguous():
-        return x
+    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.dtype not in (torch.int64, torch.int32):
+        return False
+    if x.layout is not torch.strided or x.is_nested or not x.is_contiguous():
+        return False
     try:
-        if x.untyped_storage().nbytes() < (x.storage_offset() + x.numel()) * x.itemsize or not x.data_ptr():
-            return x
-        return x.numpy()
-    except (RuntimeError, TypeError):  # a wrapper of torch.func; one that requires grad; a type that NumPy has not
-        return x
+        enough = x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
+        return enough and x.data_ptr() != 0
+    except RuntimeError:  # a wrapper of torch.func
+        return False
 
 
 def listed(x: Any, name: str, what: str) -> list[Any]:
     """What a short list of numbers, an array or a tensor of them holds now."""
-    x = viewed(x)
-    if type(x) is np.ndarray and x.ndim and x.size <= _MOST_LISTED:
+    if (type(x) is np.ndarray or are_plain_ints(x)) and x.ndim == 1 and x.nbytes <= 8 * _MOST_LISTED:
         return x.tolist()
     if is_tensor(x):
         check_plain_tensor(x, name)

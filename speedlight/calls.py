@@ -94,12 +94,16 @@ def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...])
     torch: Any = sys.modules.get("torch")
     if torch is None or torch.autograd.forward_ad._current_level >= 0:  # inside torch.func: tensors may carry tangents
         return None
-    for x in tensors:
-        if type(x) is not torch.Tensor or x.is_nested or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
-            return None
-        if x.layout is not torch.strided or x.is_neg():
-            return None
-        key += (x.shape, x.stride(), x.dtype)
+    plain, strided = torch.Tensor, torch.strided
+    try:
+        for x in tensors:
+            if type(x) is not plain or not x.is_cpu or (x.requires_grad and torch.is_grad_enabled()):
+                return None
+            if x.layout is not strided or x.is_neg():
+                return None
+            key += (x.shape, x.stride(), x.dtype)
+    except RuntimeError:  # a nested tensor, which has no shape
+        return None
     return tuple(key)
 
 

@@ -14,13 +14,13 @@ from .arrays import (
     CODES,
     DTYPES,
     Array,
+    are_plain_ints,
     check_plain_tensor,
     code_cache,
     conversion,
     is_masked,
     is_tensor,
     listed,
-    viewed,
 )
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
 from .hints import of_layout
@@ -102,7 +102,7 @@ def item_lengths(
     """Lengths of a padded batch, copied before they are checked."""
     if x is None:
         return (most,) * batch
-    if isinstance(x, numbers.Integral) and not isinstance(x, bool):
+    if not getattr(x, "ndim", 0) and isinstance(x, numbers.Integral) and not isinstance(x, bool):
         way = f"One for each of the items: [{shown(x)}] * {batch}."
         raise ArgumentTypeError(f"{name}: expected a sequence of ints; got {type(x).__name__}. {way}")
     values = listed(x, name, "a sequence of ints")
@@ -187,18 +187,17 @@ def check_pages(k: Array, v: Array) -> None:
         raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
 
 
-def block_table_of(x: Any, slack: int = 0) -> np.ndarray:
-    """A copy of a (batch, most pages) table that may say anything, with `slack` more columns."""
-    table = viewed(x)
-    if type(table) is not np.ndarray or table.ndim != 2 or table.dtype.kind not in "iu":
-        table = _block_table(x)
-    numbers = np.zeros((table.shape[0], table.shape[1] + slack), np.int64)
-    numbers[:, : table.shape[1]] = table
-    return numbers
+def block_table_of(x: Any) -> np.ndarray:
+    """A copy of a (batch, most pages) table that may say anything."""
+    return _block_table(x).astype(np.int64)
 
 
 def _block_table(x: Any) -> np.ndarray:
-    """(batch, most pages) of ints, of any kind and byte order."""
+    """(batch, most pages) of ints, of any kind and byte order; perhaps the caller's memory."""
+    if are_plain_ints(x):
+        x = x.numpy()
+    if type(x) is np.ndarray and x.ndim == 2 and x.dtype.kind in "iu":
+        return x
     if is_tensor(x):
         check_plain_tensor(x, "block_table")
     elif isinstance(x, Sequence):  # of rows, whose lengths are looked at before NumPy copies them
@@ -221,23 +220,31 @@ def _block_table(x: Any) -> np.ndarray:
 def page_lists(
     block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int
 ) -> tuple[np.ndarray, tuple[int, ...]]:
-    """A block table that may say anything, copied with `slack` more columns, then checked as far as it is used; and the
-    lengths.
+    """The columns in use of a block table that may say anything, copied with `slack` more, then checked as far as they
+    are used; and the lengths.
     """
-    numbers = block_table_of(block_table, slack)
-    most = (numbers.shape[1] - slack) * page_size
+    table = _block_table(block_table)
+    most = table.shape[1] * page_size
     lengths = item_lengths(
-        "k_lengths", k_lengths, len(numbers), most, "the tokens that a row of block_table has pages for"
+        "k_lengths", k_lengths, len(table), most, "the tokens that a row of block_table has pages for"
     )
-    # as unsigned numbers negative ones are large, too; past a sequence's length there may be any
-    suspicious = numbers.view(np.uint64) >= pages
-    used_by_all = np.array(lengths, np.int64).reshape(-1, 1) > np.arange(numbers.shape[1]) * page_size
-    for item, n in enumerate(lengths if np.count_nonzero(suspicious & used_by_all) else ()):
+    used = -(-max(lengths, default=0) // page_size)
+    numbers = np.zeros((len(table), used + slack), np.int64)
+    numbers[:, :used] = table[:, :used]
+    if np.count_nonzero(numbers.view(np.uint64) >= pages):  # or negative: past a sequence's length they may be
+        _check_used(numbers, lengths, pages, page_size)
+    return numbers, lengths
+
+
+def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_size: int) -> None:
+    used = np.array(lengths, np.int64).reshape(-1, 1) > np.arange(numbers.shape[1]) * page_size
+    if not np.count_nonzero((numbers.view(np.uint64) >= pages) & used):
+        return
+    for item, n in enumerate(lengths):
         used = numbers[item, : -(-n // page_size)]
         if used.size and (used.min() < 0 or used.max() >= pages):
             at = int(np.argmax((used < 0) | (used >= pages)))
             raise ArgumentError(f"block_table: expected pages from 0 to {pages - 1}; got {used[at]} at [{item}, {at}].")
-    return numbers, lengths
 
 
 # --- of caches

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import numpy as np
 
 from . import engine as engines
-from .arrays import DTYPES, Array, describe
+from .arrays import DTYPES, Array, address_of, describe
 from .calls import Memo, Repeatable, key_of
 from .checks import check_flag, check_layout, check_pages, packed_lengths, page_lists
 from .compiling import leaves_graph
@@ -120,8 +120,8 @@ def attention_paged(
         key = key_of(tensors, options, (engines.threads_now(), current_isa().name))
         known = None if key is None else _forms.get(key)
         if known is not None:
-            given = page_lists(block_table, k_lengths, *known, SLACK)
-            step = _steps.get(_at(key, given[1]))
+            given = page_lists(block_table, k_lengths, known.pages, known.page_size, SLACK)
+            step = _steps.get(known.step(given[1]))
             results = None if step is None else step.run(tensors, *given, return_lse, seed if dropout else 0)
             if results is not None:
                 return results
@@ -160,7 +160,7 @@ def _prepared(
 
 def _each(lists: np.ndarray) -> list[int]:
     """Where each sequence's list begins."""
-    first, step = lists.ctypes.data, lists.strides[0]
+    first, step = address_of(lists), lists.strides[0]
     return [first + i * step for i in range(len(lists))]
 
 
@@ -180,22 +180,29 @@ class _Step(NamedTuple):
         return self.repeatable.again(tensors, return_lse, seed, ctypes.addressof(items), threads)
 
 
-# Of arrays and options that were checked, by what key_of() says, which knows all but tables, lengths and seeds: pages
-# and their size. And their calls, by how many sequences there are and how many spans the longest has, besides.
-_forms: Memo[tuple[int, int]] = Memo(256, 1 << 20)
+class _Form(NamedTuple):
+    """Arrays and options that were checked."""
+
+    number: int  # no two forms have the same
+    pages: int
+    page_size: int
+
+    def step(self, lengths: tuple[int, ...]) -> Any:
+        """The key of a step over keys of these lengths: how many there are, and how many spans the longest has."""
+        return (self.number, len(lengths), spans_of(max(lengths))) if lengths and min(lengths) else None
+
+
+_numbers = itertools.count()
+_forms: Memo[_Form] = Memo(256, 256)  # by what key_of() says, which knows all but tables, lengths and seeds
 _steps: Memo[_Step] = Memo(256, 64 << 20)
-
-
-def _at(key: Any, lengths: tuple[int, ...]) -> Any:
-    """The key of a step over keys of these lengths; of none at all where one has no key."""
-    return (key, len(lengths), spans_of(max(lengths))) if lengths and min(lengths) else None
 
 
 def _remember(
     key: Any, q: Array, k: Array, v: Array, lists: np.ndarray, lengths: tuple[int, ...], options: Options, results: Any
 ) -> None:
     """Prepares the call for longer sequences, too. Where those would be refused, nothing is remembered."""
-    at = _at(key, lengths)
+    form = _forms.get(key) or _Form(next(_numbers), *k.shape[:2])
+    at = form.step(lengths)
     if at is None or 0 in q.shape:
         return
     try:
@@ -207,7 +214,7 @@ def _remember(
     inline = INLINE_BYTES // (row * max(1, max(problem.q_lengths) // 8))
     repeatable = Repeatable(prepared.run, problem.value_dim, options.layout, [q, k, v, results.out])
     _steps.put(at, _Step(prepared, repeatable, inline), prepared.size)
-    _forms.put(key, k.shape[:2], 1)
+    _forms.put(key, form, 1)
 
 
 def _paged(

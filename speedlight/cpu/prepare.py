@@ -6,6 +6,7 @@ import ctypes
 import struct
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,7 @@ from .operands import Dense, Paged, Rows, Strides, steps
 from .schedule import Schedule, product_of, schedule
 from .shape import Shape
 from .softmax import LOG4_E
-from .workers import run_tickets
+from .workers import run_alone, run_tickets
 
 INLINE_SECONDS = 50e-6  # below this a region is not worth waking anybody
 _GUESS = 50e9  # FLOP/s of one thread, to begin with
@@ -112,16 +113,16 @@ class Call:
         own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
         return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
 
-    def items_for(self, k_lengths: list[int], lists: list[int] | None = None) -> Any:
+    def items_for(self, k_lengths: Sequence[int], lists: list[int] | None = None) -> Any:
         """Its table of items for other lengths of keys, of no more spans, and lists of pages.
 
         The last query is at the last key.
         """
         items = self.items_type.from_buffer_copy(self.items_bytes)
-        for at, n, rows in zip(range(0, len(items), _ITEM_WORDS), k_lengths, self.problem.q_lengths, strict=True):
-            items[at + _K_LEN], items[at + _START] = n, n - rows
+        items[_K_LENS] = k_lengths
+        items[_STARTS] = [n - rows for n, rows in zip(k_lengths, self.problem.q_lengths, strict=True)]
         if lists is not None:
-            items[_PAGES::_ITEM_WORDS] = lists
+            items[_LISTS] = lists
         return items
 
     @property
@@ -138,7 +139,7 @@ class Call:
         self, q: int, k: int, v: int, out: int, lse: int, items: int = 0, threads: int = 0, seed: int | None = None
     ) -> None:
         """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
-        if given.
+        if given. One thread is given for short calls only: no signal comes between.
         """
         if not self.tickets:
             return
@@ -157,13 +158,16 @@ class Call:
                 ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
                 self.problem.seed if seed is None else seed,
             )  # fmt: skip
-            run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
+            if threads == 1:
+                run_alone(self.kernel, words, self.tickets)
+            else:
+                run_tickets(self.kernel, words, self.tickets, threads or self.threads, self.seconds)
         finally:
             give_scratch(scratch)
         raise_wrong(self.lookups, wrong)
 
 
-_K_LEN, _START, _PAGES, _ITEM_WORDS = ITEM.k_len, ITEM.start, ITEM.pages, len(ITEM)
+_K_LENS, _STARTS, _LISTS = (slice(word, None, len(ITEM)) for word in (ITEM.k_len, ITEM.start, ITEM.pages))
 
 
 def template_of(record: Record, words: dict[str, int]) -> bytes:

@@ -16,7 +16,7 @@ from .compile import kernel_of
 from .layout import APPEND, BLOCK, ENDLESS, RUN
 from .prepare import INLINE_SECONDS, template_of
 from .shape import AppendShape, Source
-from .workers import run_tickets
+from .workers import run_alone, run_tickets
 
 _BYTES = 4e9  # per second of a thread that stores tokens, read and written
 _TICKET_BYTES = 1 << 16  # read by a ticket, where there are several threads
@@ -123,4 +123,7 @@ class Put:
             kernel = kernel_of(self.shape)
             self.loaded = weakref.ref(kernel)
         kernel.used()
-        run_tickets(kernel, words, self.tickets, self.threads, self.seconds)
+        if self.seconds < INLINE_SECONDS:
+            run_alone(kernel, words, self.tickets)
+        else:
+            run_tickets(kernel, words, self.tickets, self.threads, self.seconds)

@@ -125,6 +125,15 @@ def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds:
         done = end
 
 
+def run_alone(kernel: Kernel, words: Any, tickets: int) -> None:
+    """All tickets of a short call, in this thread."""
+    words[LIMIT] = tickets
+    try:
+        kernel.entry(ctypes.addressof(words))
+    except ctypes.ArgumentError as error:  # as in run_region
+        raise MemoryError(str(error)) from None
+
+
 def run_region(kernel: Kernel, words: Any, threads: int) -> None:
     """Runs one region to its end on up to `threads` threads; `words` is the ctypes array of its arguments.
 

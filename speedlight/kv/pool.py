@@ -24,7 +24,7 @@ from ..signatures import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sink
 from ..tokens import Batch, TokenShape
 from .query import Packed, Query, check_asked, packed_tokens, query_of, run_packed
 from .sequence import PagedSequence
-from .sharing import Held, busy, shared_pages, with_pages
+from .sharing import Held, busy, new_held, shared_pages, with_pages
 from .storage import storage_of
 
 if TYPE_CHECKING:
@@ -403,7 +403,8 @@ class PagePool:
             if copies:  # as far as is known: those who shared pages may have gone
                 self._count_dropped()
                 copies = shared_pages(before, starts, totals, size, self._others)
-            fresh = [max(0, -(-n // size) - len(x.pages)) for x, n in zip(before, totals, strict=True)]
+            missing = [-(-n // size) - len(x.pages) for x, n in zip(before, totals, strict=True)]
+            fresh = [n if n > 0 else 0 for n in missing]
             needed, longer, replaced = sum(fresh) + len(copies), before, []
             if needed:
                 taken = self._take(f"layer {layer}", needed)
@@ -414,7 +415,7 @@ class PagePool:
             for number, x, total in zip(numbers, longer, totals, strict=True):
                 lengths = x.lengths[:]
                 lengths[layer] = total
-                after[number] = Held(x.pages, x.table, lengths)
+                after[number] = new_held(Held, (x.pages, x.table, lengths))
             held, dropped, left = self._held, self._dropped, [replaced] if replaced else []
             held |= after  # from here to the return nothing comes between
             dropped += left

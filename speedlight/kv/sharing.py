@@ -22,6 +22,9 @@ class Held(NamedTuple):
     lengths: list[int]
 
 
+new_held = tuple.__new__  # new_held(Held, (…)): in half the time of Held(…)
+
+
 def shared_pages(
     before: list[Held], starts: list[int], totals: list[int], page_size: int, others: list[int]
 ) -> list[tuple[int, int]]:
@@ -31,6 +34,10 @@ def shared_pages(
     references beyond the first. The last sequence that shares a page writes in place, unless one that leaves has tokens
     there: a failing call must not change those.
     """
+    three = zip(before, starts, totals, strict=True)
+    ends = [held.pages[start // page_size : -(-total // page_size)] for held, start, total in three]
+    if not any([others[page] for pages in ends for page in pages]):
+        return []  # as nearly always
     left: Counter[int] = Counter()
     away: dict[int, int] = {}  # of a page: tokens of the longest sequence that leaves it for a copy
     shared = []
