@@ -19,6 +19,7 @@ from .shape import AppendShape, Source
 from .workers import run_alone, run_tickets
 
 _BYTES = 4e9  # per second of a thread that stores tokens, read and written
+_STREAM_BYTES = 8 << 20  # from so much on it goes past the caches: no line is read to be written over
 _TICKET_BYTES = 1 << 16  # read by a ticket, where there are several threads
 _CALL = slice(APPEND.word("k"), APPEND.word("k") + 4)
 _WORDS, _RUN = len(APPEND.names), len(RUN.names)
@@ -71,9 +72,13 @@ class Put:
         storages = [DTYPES[x.dtype][0] for x in (k, v)]
         sizes = [STORAGE_BYTES[x] for x in storages]
         of_sides = [Source(x, side.column != n) for x, n, side in zip(storages, sizes, (k, v), strict=True)]
-        self.shape = AppendShape(blocks.isa, stored, blocks.pairs, *of_sides)
-        self.loaded = weakref.ref(kernel_of(self.shape))
         row = tokens.head_dim * sizes[0] + tokens.value_dim * sizes[1]
+        streams = sum(counts) * tokens.kv_heads * row >= _STREAM_BYTES
+        streams &= (
+            stored != "int8" and blocks.isa.arch == "x86_64" and not (tokens.head_dim % 64 or tokens.value_dim % 64)
+        )
+        self.shape = AppendShape(blocks.isa, stored, blocks.pairs, *of_sides, streams)
+        self.loaded = weakref.ref(kernel_of(self.shape))
         self.seconds = 2 * sum(counts) * tokens.kv_heads * row / _BYTES
         self.threads = threads if self.seconds > INLINE_SECONDS else 1
         most = (max(counts, default=0) + 2 * BLOCK - 2) // BLOCK  # blocks of a run, wherever it begins
