@@ -358,7 +358,8 @@ class Function:
 
     def stream(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
         """Stores a vector past the caches, at a multiple of its size."""
-        size = value.type.count * int(_SIZES[element_of(value.type)])
+        t: Any = value.type
+        size = t.count * _SIZES[t.element]
         stored = self.b.store(value.x, self.at(pointer, offset).x, align=size)
         stored.set_metadata("nontemporal", self.module.ir.add_metadata([I32(1)]))
 
