@@ -194,10 +194,9 @@ def block_table_of(x: Any) -> np.ndarray:
 
 def _block_table(x: Any) -> np.ndarray:
     """(batch, most pages) of ints, of any kind and byte order; perhaps the caller's memory."""
-    if are_plain_ints(x):
-        x = x.numpy()
-    if type(x) is np.ndarray and x.ndim == 2 and x.dtype.kind in "iu":
-        return x
+    seen = x.numpy() if are_plain_ints(x) else x
+    if type(seen) is np.ndarray and seen.ndim == 2 and seen.dtype.kind in "iu":
+        return seen
     if is_tensor(x):
         check_plain_tensor(x, "block_table")
     elif isinstance(x, Sequence):  # of rows, whose lengths are looked at before NumPy copies them

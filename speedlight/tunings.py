@@ -198,7 +198,7 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
     "pairs": _BLOCKS,
     "fetching": {
         "groups": (0, 2), "keys": (0, 16), "cache_bytes": (0, 65536), "cache_blocks": (0, 24), "twice": (0, 1),
-        "level": (1, 3),
+        "level": (1, 3), "alone": (0, 1),
     },
     "decoding": {"tasks": (1, 64), "rows": (1, 1024), "spans": (1, 64)},
     "threading": {"inline_seconds": (0.0, 1e-3)},

@@ -468,6 +468,20 @@ MUTATIONS = (
         "where = part.items, part.counts",
         "tests/test_steps.py -k rows_of_packed",
     ),
+    Mutation(
+        "a pool's step is known without its lengths",
+        "kv/pool.py",
+        "usual = new_lengths is q_lengths is out is None",
+        "usual = q_lengths is out is None",
+        "tests/test_steps.py -k lengths_that_are_said",
+    ),
+    Mutation(
+        "tables are not checked where a call is repeated",
+        "checks.py",
+        "    if np.count_nonzero(numbers.view(np.uint64) >= pages):",
+        "    if not len(numbers):",
+        "tests/test_steps.py -k raw_pages",
+    ),
     # --- the kernel cache and files
     Mutation(
         "a view does not keep the memory of what it was made of",

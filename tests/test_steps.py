@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from conftest import FULL
 from problems import numpy_dtype, qkv
 
 import speedlight as sl
+from speedlight import paging
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
 COUNT = 10_000 if FULL else 100  # of each kind
@@ -160,6 +162,78 @@ def test_a_cache_that_lives_long_says_what_a_fresh_one_says(rng, dtype, window):
         same(got, fresh.attend(0, q, *new, **options, **more), f"step {step}: {before} and {n}, {options}")
 
 
+def either(rng, *arrays):
+    """Arrays, or tensors over the same memory."""
+    return arrays if rng.random() < 0.5 else [torch.from_numpy(x) for x in arrays]
+
+
+def bits(result):
+    return [np.asarray(x).tobytes() for x in (result if isinstance(result, tuple) else (result,))]
+
+
+def test_usual_steps_from_arrays_and_tensors_say_what_first_ones_say(rng):
+    """Without lengths, so that shapes say all: by a cache's and a pool's fast path, over several spans and pages."""
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 1, LONGEST + 50, D, D)
+    packed = [x[0].swapaxes(0, 1) for x in (k, v)]
+    sizes = {"layers": 1, "kv_heads": 2, "head_dim": D}
+    cache, pool = sl.KVCache(**sizes, capacity=LONGEST + 50), sl.PagePool(**sizes, pages=1000, page_size=16)
+    sequences, ways = [pool.sequence() for _ in range(3)], set()
+    for _ in range(COUNT // 5):
+        lengths = [int(x) for x in rng.integers(1, LONGEST, 3)]
+        cache.clear()
+        cache.append(0, k[:, :, : lengths[0]], v[:, :, : lengths[0]])
+        for sequence, n in zip(sequences, lengths, strict=True):
+            sequence.truncate(0)
+            pool.append(0, [sequence], *(x[:n] for x in packed), new_lengths=[n])
+        options, n = options_of(rng, 6), int(rng.choice([1, 1, 2, 20]))
+        q, new_k, new_v = (strided(rng, x) for x in qkv(rng, "float32", 1, 4, 2, n, n, D, D))
+        want = cache.copy().attend(0, q, new_k, new_v, **options)
+        reads = bits(cache.copy().attend(0, q, **options))
+        given = either(rng, q, new_k, new_v)
+        assert bits(cache.attend(0, given[0], **options)) == reads
+        got = cache.attend(0, *given, **options)
+        assert bits(got) == bits(want) and type(got[0]) is type(given[0])
+        assert cache.lengths(0) == (lengths[0] + n,)
+        q, new_k, new_v = (strided(rng, x[0].swapaxes(0, 1)) for x in qkv(rng, "float32", 1, 4, 2, 3, 3, D, D))
+        ones, given, forks = [1, 1, 1], either(rng, q, new_k, new_v), [x.fork() for x in sequences]
+        want = pool.attend(0, forks, q, new_k, new_v, new_lengths=ones, **options)
+        reads = bits(pool.attend(0, sequences, q, new_lengths=ones, **options))
+        assert bits(pool.attend(0, sequences, given[0], **options)) == reads
+        got = pool.attend(0, sequences, *given, **options)
+        assert bits(got) == bits(want) and type(got[0]) is type(given[0])
+        assert [x.keys(0).tobytes() for x in sequences] == [x.keys(0).tobytes() for x in forks]
+        ways.add(type(given[0]))
+    assert len(ways) == 2 and len(cache._storage.checked_steps) > 5 and len(pool._storage.checked_steps) > 5
+
+
+def test_raw_pages_called_again_say_what_a_first_call_says(rng):
+    """Tables, lengths, strides, kinds of arrays and options change; pages beyond a length may be any numbers."""
+    k_pages, v_pages = (rng.standard_normal((150, 16, 2, D)).astype(np.float32) for _ in range(2))
+    for _ in range(COUNT // 5):
+        count, n = int(rng.integers(1, 4)), int(rng.choice([1, 1, 1, 2]))
+        lengths = rng.integers(0 if rng.random() < 0.2 else 1, LONGEST, count).astype(rng.choice([np.int32, np.int64]))
+        table = rng.integers(-5, 200, (count, 150)).astype(lengths.dtype)
+        for row, length in zip(table, lengths, strict=True):
+            row[: -(-length // 16)] = rng.integers(0, 150, -(-length // 16))
+        layout = str(rng.choice(["bhld", "lhd"])) if n == 1 else "bhld"
+        q = rng.standard_normal((count, 4, n, D) if layout == "bhld" else (count, 4, D)).astype(np.float32)
+        options = options_of(rng, 4 if FULL else FEW) | {"causal": bool(rng.random() < 0.5), "layout": layout}
+        paging._forms.clear()
+        want = bits(sl.attention_paged(q, k_pages, v_pages, table, lengths, **options))
+        for again in range(3):
+            given = either(rng, strided(rng, q), k_pages, v_pages)
+            tables = either(rng, table, lengths) if rng.random() < 0.7 else (table.tolist(), lengths.tolist())
+            out = {"out": given[0] * 0} if rng.random() < 0.3 else {}
+            assert bits(sl.attention_paged(*given, *tables, **options, **out)) == want, again
+            other = np.maximum(lengths - 1, 0)  # between two calls of these lengths
+            sl.attention_paged(*given, table, other, **options)
+        wrong = table.copy()
+        wrong[-1, 0] = rng.choice([-1, 150])
+        if lengths[-1]:
+            with pytest.raises(sl.ArgumentError, match=rf"pages from 0 to 149; got -?\d+ at \[{count - 1}, 0\]"):
+                sl.attention_paged(*given, wrong, lengths, **options)
+
+
 # --- integers beyond 32 bits at other positions than those that a step was prepared for
 
 
@@ -211,6 +285,20 @@ def test_rows_of_packed_queries_are_where_they_are_now(rng):
             ), counts
             for sequence in sequences:
                 sequence.free()
+
+
+def test_lengths_that_are_said_are_no_default(rng):
+    """Other lengths of as many rows are another call."""
+    q, k, v = (x[0].swapaxes(0, 1) for x in qkv(rng, "float32", 1, 4, 2, 3, 3, D, D))
+
+    def attended(pool, counts):
+        sequences = [pool.sequence() for _ in counts]
+        return pool.attend(0, sequences, q, k, v, new_lengths=counts).tobytes(), [x.length() for x in sequences]
+
+    sizes = {"layers": 1, "pages": 20, "page_size": 16, "kv_heads": 2, "head_dim": D}
+    warm = sl.PagePool(**sizes)
+    for counts in ([1, 2], [2, 1], [1, 2]):
+        assert attended(warm, counts) == attended(sl.PagePool(**sizes), counts) and counts == attended(warm, counts)[1]
 
 
 def test_expressions_with_zeros_of_other_signs_are_others():

@@ -13,6 +13,7 @@ from llvmlite import ir
 
 from ..arrays import CODES, STORAGE_BYTES
 from .conversions import load, to_float8
+from .functions import like
 from .layout import APPEND, BLOCK, RUN
 from .region import Words, entry, region
 from .shape import AppendShape
@@ -20,6 +21,7 @@ from .vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 
 _RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
 _MOST_CODE = float(CODES["int8"])
+_WHOLE, _NORMAL = 1.5 * 2.0**23, 2.0**-126  # a float32 so large has no fraction; the least with all its bits
 _INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF  # bits of a float32
 
 
@@ -81,7 +83,9 @@ def _block(module: Module, s: AppendShape, name: str) -> Any:
     low, high, row = k.p["low"], k.p["high"], k.p["row"]
     with k.either((high - low).equals(BLOCK)) as (all_new, some_new):
         with all_new:
+            block.streams = s.streams
             block.whole()
+            block.streams = False
         with some_new, k.range(low, high) as lane:
             block.token(k.at(k.p["source"], (lane - low) * row), lane)
     return k.finish()
@@ -94,6 +98,7 @@ class _Elements:
         self.k, self.source = k, s.keys if name == "keys" else s.values
         self.size = STORAGE_BYTES[self.source.storage]
         self.dim, self.block, self.vector_bytes = k.p["dim"], k.p["block"], s.isa.vector_bytes
+        self.streams = False
 
     def at(self, row: Value, index: Value | int) -> Value:
         """The address of an element."""
@@ -117,6 +122,13 @@ class _Elements:
         if not self.source.strided:
             return k.load(vec(t, count), self.at(row, index))
         return self.gathered(t, lambda lane: k.load(t, self.at(row, index + lane)), count)
+
+    def store(self, x: Value, offset: Value | int) -> None:
+        """A vector into the block; of whole blocks past the caches, where the shape says so."""
+        if self.streams:
+            self.k.stream(x, self.block, offset)
+        else:
+            self.k.store(x, self.block, offset)
 
     def stretches(self, count: Value, lanes: int, several: Any, one: Any) -> None:
         """several(index) for `lanes` at a time, of which the last end where the row ends; one(index) where it is
@@ -142,12 +154,12 @@ class _Rows(_Elements):
             self.token(self.k.at(self.k.p["source"], lane * self.k.p["row"]), lane)
 
     def token(self, row: Value, lane: Value) -> None:
-        k, to = self.k, self.k.at(self.block, lane * self.dim * self.size)
+        k, to = self.k, lane * self.dim * self.size
         self.stretches(
             self.dim,
             self.lanes,
-            lambda index: k.store(self.elements(row, index, self.lanes), to, index * self.size),
-            lambda index: k.store(k.load(_RAW[self.size], self.at(row, index)), to, index * self.size),
+            lambda index: self.store(self.elements(row, index, self.lanes), to + index * self.size),
+            lambda index: k.store(k.load(_RAW[self.size], self.at(row, index)), self.block, to + index * self.size),
         )
 
 
@@ -156,7 +168,7 @@ class _Pairs(_Elements):
 
     def whole(self) -> None:
         for pair in range(BLOCK // 2):
-            rows, to = (self.row(2 * pair), self.row(2 * pair + 1)), self.k.at(self.block, self.dim * (4 * pair))
+            rows, to = (self.row(2 * pair), self.row(2 * pair + 1)), self.dim * (4 * pair)
             self.stretches(
                 self.dim,
                 16,
@@ -165,16 +177,15 @@ class _Pairs(_Elements):
             )
 
     def _both(self, rows: tuple[Value, Value], to: Value, index: Value) -> None:
-        k = self.k
         a, b = (self.elements(row, index, 16) for row in rows)
-        k.store(k.shuffle(a, b, [lane // 2 + lane % 2 * 16 for lane in range(32)]), to, index * 4)
+        self.store(self.k.shuffle(a, b, [lane // 2 + lane % 2 * 16 for lane in range(32)]), to + index * 4)
 
     def _each(self, rows: tuple[Value, ...], to: Value, index: Value) -> None:
         for n, row in enumerate(rows):
-            self.k.store(self.k.load(I16, self.at(row, index)), to, index * 4 + 2 * n)
+            self.k.store(self.k.load(I16, self.at(row, index)), self.block, to + index * 4 + 2 * n)
 
     def token(self, row: Value, lane: Value) -> None:
-        to = self.k.at(self.block, (lane >> 1) * self.dim * 4 + (lane & 1) * 2)
+        to = (lane >> 1) * self.dim * 4 + (lane & 1) * 2
         with self.k.range(0, self.dim) as index:
             self._each((row,), to, index)
 
@@ -199,7 +210,7 @@ class _Keys(_Elements):
         for first in range(0, BLOCK, n):
             several = [self.elements(row, unit * self.each, n * self.each) for row in rows[first : first + n]]
             for i, x in enumerate(k.transpose([x.bits(vec(_RAW[self.unit], n)) for x in several])):
-                k.store(x, self.block, (unit + i) * (BLOCK * self.unit) + first * self.unit)
+                self.store(x, (unit + i) * (BLOCK * self.unit) + first * self.unit)
 
     def _one(self, rows: list[Value], unit: Value, lane: Value | int = 0) -> None:
         k = self.k
@@ -230,7 +241,7 @@ class _Codes(_Elements):
 
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
-        self.is_keys = name == "keys"
+        self.is_keys, self.usual = name == "keys", False
 
     def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
         """In float32: so many side by side, or one."""
@@ -262,16 +273,29 @@ class _Codes(_Elements):
         k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
         scale = k.load(F32, self.block, (k.i64(0) + lane) * 4)
         scale = k.splat(scale, count) if count else scale
+        if self.usual:  # within 127 and a half: the last bits of a sum that has no others are the code
+            return k.trunc((x / scale + _WHOLE).bits(like(x, I32)), like(x, I8))
         live = scale > 0.0
         whole = k.unary("rint", x / k.select(live, scale, k.const(1.0, x.type)))
         whole = k.min(k.max(whole, k.const(-_MOST_CODE, x.type)), k.const(_MOST_CODE, x.type))
-        number = Value(k, k.b.fptosi(whole.x, vec(I32, count) if count else I32))
-        return k.trunc(k.select(live, number, k.const(0, number.type)), vec(I8, count) if count else I8)
+        number = Value(k, k.b.fptosi(whole.x, like(x, I32)))
+        return k.trunc(k.select(live, number, k.const(0, number.type)), like(x, I8))
 
     def whole(self) -> None:
         k, p = self.k, self.k.p
         with k.range(0, BLOCK) as lane:
             self.scaled(k.at(p["source"], lane * p["row"]), lane)
+        scales = k.load(vec(F32, BLOCK), self.block)
+        with k.either(k.all(scales >= _NORMAL)) as (usual, others):
+            with usual:
+                self.usual = True
+                self._whole()
+                self.usual = False
+            with others, k.range(0, BLOCK) as lane:
+                self._coded(k.at(p["source"], lane * p["row"]), lane)
+
+    def _whole(self) -> None:
+        k, p = self.k, self.k.p
         if not self.is_keys:
             with k.range(0, BLOCK) as lane:
                 self._values(k.at(p["source"], lane * p["row"]), lane)
@@ -285,7 +309,7 @@ class _Codes(_Elements):
         k = self.k
         several = [self.codes(self.numbers(row, index, BLOCK), n) for n, row in enumerate(rows)]
         for i, x in enumerate(k.transpose(several)):
-            k.store(x, self.block, (index + i) * BLOCK + 4 * BLOCK)
+            self.store(x, (index + i) * BLOCK + 4 * BLOCK)
 
     def _one(self, rows: list[Value], index: Value, lane: Value | int = 0) -> None:
         k = self.k
@@ -294,16 +318,20 @@ class _Codes(_Elements):
             k.store(self.codes(self.numbers(row, index), at), self.block, index * BLOCK + at + 4 * BLOCK)
 
     def _values(self, row: Value, lane: Value) -> None:
-        k, to = self.k, self.k.at(self.block, lane * self.dim + 4 * BLOCK)
+        k, to = self.k, lane * self.dim + 4 * BLOCK
         self.stretches(
             self.dim,
             BLOCK,
-            lambda index: k.store(self.codes(self.numbers(row, index, BLOCK), lane), to, index),
-            lambda index: k.store(self.codes(self.numbers(row, index), lane), to, index),
+            lambda index: self.store(self.codes(self.numbers(row, index, BLOCK), lane), to + index),
+            lambda index: k.store(self.codes(self.numbers(row, index), lane), self.block, to + index),
         )
 
     def token(self, row: Value, lane: Value) -> None:
         self.scaled(row, lane)
+        self._coded(row, lane)
+
+    def _coded(self, row: Value, lane: Value) -> None:
+        """By the scale that is there."""
         if not self.is_keys:
             self._values(row, lane)
             return
@@ -327,6 +355,8 @@ class _Float8(_Codes):
         k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
         scale = k.load(F32, self.block, (k.i64(0) + lane) * 4)
         scale = k.splat(scale, count) if count else scale
+        if self.usual:  # within half a unit of the last code
+            return to_float8(k, x / scale)
         live, last = scale > 0.0, k.const(self.last, x.type)
         ratio = x / k.select(live, scale, k.const(1.0, x.type))
         code = to_float8(k, k.min(k.max(ratio, -last), last))

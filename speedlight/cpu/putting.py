@@ -20,6 +20,7 @@ from .tuned import tuning_of
 from .workers import run_alone, run_tickets
 
 _BYTES = 4e9  # per second of a thread that stores tokens, read and written
+_STREAM_BYTES = 8 << 20  # from so much on it goes past the caches: no line is read to be written over
 _TICKET_BYTES = 1 << 16  # read by a ticket, where there are several threads
 _CALL = slice(APPEND.word("k"), APPEND.word("k") + 4)
 _WORDS, _RUN = len(APPEND.names), len(RUN.names)
@@ -81,10 +82,14 @@ class Put:
         stored = DTYPES[stored][0] if stored in DTYPES else stored
         storages = [DTYPES[x.dtype][0] for x in (k, v)]
         sizes = [STORAGE_BYTES[x] for x in storages]
-        of_sides = [Source(x, side.column != n) for x, n, side in zip(storages, sizes, (k, v), strict=True)]
-        self.shape = AppendShape(blocks.isa, stored, blocks.pairs, *of_sides)
-        self.loaded = weakref.ref(kernel_of(self.shape))
+        keys, values = (Source(x, side.column != n) for x, n, side in zip(storages, sizes, (k, v), strict=True))
         row = tokens.head_dim * sizes[0] + tokens.value_dim * sizes[1]
+        streams = sum(counts) * tokens.kv_heads * row >= _STREAM_BYTES
+        streams &= (
+            stored != "int8" and blocks.isa.arch == "x86_64" and not (tokens.head_dim % 64 or tokens.value_dim % 64)
+        )
+        self.shape = AppendShape(blocks.isa, stored, blocks.pairs, keys, values, streams)
+        self.loaded = weakref.ref(kernel_of(self.shape))
         self.seconds = 2 * sum(counts) * tokens.kv_heads * row / _BYTES
         wants = tuning_of(blocks.isa).threading
         self.inline, self.region_seconds = self.seconds < wants.inline_seconds, wants.region_seconds
@@ -118,7 +123,7 @@ class Put:
         """Bytes that it keeps alive."""
         return len(self.template)
 
-    def run(self, addresses: tuple[int, int, int, int], slots: list[int], lists: list[int] | None = None) -> None:
+    def run(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> None:
         """Stores what lies at the first two addresses, of keys and values, into the blocks at the other two.
 
         slots: of each sequence the first new token's. lists: addresses of the numbers of each one's blocks, if they do

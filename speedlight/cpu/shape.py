@@ -173,6 +173,7 @@ class AppendShape:
     pairs: bool  # as Pairs keeps them
     keys: Source
     values: Source
+    streams: bool = False  # whole blocks, of rows of whole cache lines, go past the caches
     kind: ClassVar[str] = "append"
 
     @property

@@ -158,10 +158,10 @@ class CacheStorage:
         if put is None:
             new = []
             for x, store in ((k, self.keys[0]), (v, self.values[0])):
-                (item, *steps), to = x.strides, store.memory.strides[0]
-                each = [[i * step for i in range(self.batch)] for step in (item, to)]
-                new.append(New(x.dtype.name, *steps, *each))
-            put = Put(self.blocks, *new, counts, get_threads())
+                item, head, row, column = x.strides
+                items, to = ([i * step for i in range(self.batch)] for step in (item, store.memory.strides[0]))
+                new.append(New(x.dtype.name, head, row, column, items, to))
+            put = Put(self.blocks, new[0], new[1], counts, get_threads())
             self.puts.put(key, put, put.size)
         return put
 
@@ -358,7 +358,7 @@ class PoolStorage:
                 for x in (k, v)
                 for row, head, column in (x.strides,)
             ]
-            put = Put(self.kernel_blocks, *new, counts, get_threads())
+            put = Put(self.kernel_blocks, new[0], new[1], counts, get_threads())
             self.puts.put(key, put, put.size)
         return put
 

@@ -35,6 +35,7 @@ class _BFloat(ir.types.Type):
 
 
 BF16 = _BFloat()
+_SIZES = {I8: 1, I16: 2, I32: 4, I64: 8}
 _SUFFIX = {F16: "f16", F32: "f32", F64: "f64", I32: "i32", I64: "i64"}
 
 
@@ -216,7 +217,7 @@ class Module:
         body = "\n".join([str(f).replace("define internal", "define", 1) for f in functions])
         names = {f.name for f in functions}
         called = [f for f in self.ir.functions if f.name not in names and f'@"{f.name}"(' in body]
-        return "\n".join([*map(_prototype, called), body])
+        return "\n".join([*map(_prototype, called), body, *map(str, self.ir.metadata)])
 
     def __str__(self) -> str:
         return str(self.ir)
@@ -354,6 +355,13 @@ class Function:
 
     def store(self, value: Value, pointer: Value, offset: Value | int = 0, align: int = 1) -> None:
         self.b.store(value.x, self.at(pointer, offset).x, align=align)
+
+    def stream(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
+        """Stores a vector past the caches, at a multiple of its size."""
+        t: Any = value.type
+        size = t.count * _SIZES[t.element]
+        stored = self.b.store(value.x, self.at(pointer, offset).x, align=size)
+        stored.set_metadata("nontemporal", self.module.ir.add_metadata([I32(1)]))
 
     def prefetch(self, pointer: Value, level: int = 1) -> None:
         """Towards a cache: the first, second or third; any address will do."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..arrays import Array
 from ..checks import check_flag, check_tokens, item_lengths, new_counts
 from ..errors import ArgumentError, CacheBusy
 from ..problem import Options
@@ -17,7 +16,7 @@ class Query(NamedTuple):
     """The queries of a call, and how they attend."""
 
     given: tuple[Any, ...]  # q, or q, k and v, as the caller has them
-    q: Array
+    q: Any  # where they lie; None of a step that was checked
     options: Options
     return_lse: bool
     out: Any  # the caller's own array, or None
@@ -157,8 +156,8 @@ def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
         if step.fits(batch.after):
             seed = query.options.seed_word()
             return step.run(layer, query.given[0], addresses, batch, query.return_lse, seed)
-        packed = _anew(storage, packed)
-        query = packed.query
+        query, k, v = _anew(storage, query)
+        packed = packed._replace(k=k, v=v)
     if packed.k is not None:
         storage.put(layer, batch, packed.k, packed.v)
     if query is None:
@@ -173,12 +172,12 @@ def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
     return results.returned()
 
 
-def _anew(storage: Any, packed: Packed) -> Packed:
+def _anew(storage: Any, query: Query) -> tuple[Query, Any, Any]:
     """For other lengths than a step was prepared for: its arrays, as the first time."""
-    given, options, return_lse = packed.query.given, packed.query.options, packed.query.return_lse
-    query = query_of(storage, given, options, return_lse, None)
-    k, v = packed_tokens(storage, *given[1:], query.q.shape[0]) if len(given) > 1 else (None, None)
-    return packed._replace(k=k, v=v, query=query, step=None)
+    given = query.given
+    query = query_of(storage, given, query.options, query.return_lse, None)
+    k, v = (None, None) if len(given) == 1 else packed_tokens(storage, given[1], given[2], query.q.shape[0])
+    return query, k, v
 
 
 def busy(layer: int) -> CacheBusy:

@@ -279,6 +279,7 @@ def _fetched(tuning: Tuning) -> dict[str, Parts]:
     rows = {
         "nothing": nothing,
         "keys once, values once": {"twice": False},
+        "a single row, too" if not now.alone else "not a single row": {"alone": not now.alone},
         "nothing of caches": {x: nothing[x] for x in ("cache_bytes", "cache_blocks", "twice")},
         "nothing of arrays": dict.fromkeys(("groups", "keys"), 0),
         "into the first level": {"level": 1},
