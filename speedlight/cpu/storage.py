@@ -82,7 +82,7 @@ class CacheStorage:
 
     device = name = "cpu"
     received, query = staticmethod(_received), staticmethod(_query)
-    move, before_moves, put_back, after_fork, inline = _move, _before_moves, _put_back, _put_back, _inline
+    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
@@ -253,7 +253,7 @@ class CacheStorage:
             strides = np.empty((*q.shape[:-1], self.shape.value_dim), numpy_dtype(q.dtype)).strides
             hiding = self.ring.mask(options.causal)
             problem = from_stored(q, self.shape.stored(longest, hiding=hiding, shortest=shortest), options)
-            step = Step(self._prepare(problem, q, strides), self.addresses, q, most, self.inline(q.shape[2]))
+            step = Step(self._prepare(problem, q, strides), self.addresses, q, most, _inline(self, q.shape[2]))
             self.steps.put(key, step, step.size)
         return step
 
@@ -289,7 +289,7 @@ class PoolStorage:
     """
 
     received, query = staticmethod(_received), staticmethod(_query)
-    move, before_moves, put_back, after_fork, inline = _move, _before_moves, _put_back, _put_back, _inline
+    move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
         self.shape, self.page_size, self.isa = shape, page_size, current_isa()
@@ -377,7 +377,7 @@ class PoolStorage:
             if items is None:
                 step.run(*addresses)
             else:
-                threads = 1 if sum(lengths) < self.inline(max(counts)) else 0
+                threads = 1 if sum(lengths) < _inline(self, max(counts)) else 0
                 step.run(*addresses, ctypes.addressof(items), threads, options.seed_word())
 
     def checked_step(
@@ -407,7 +407,7 @@ class PoolStorage:
         if k is not None:
             put, ends = self._put_of(k, v, batch.counts), [*ends, *[end_of(x, x.itemsize) for x in (k, v)]]
         if any_lengths:
-            step = PoolStep(prepared, self.addresses, q, put, ends, self.inline(max(batch.counts)))
+            step = PoolStep(prepared, self.addresses, q, put, ends, _inline(self, max(batch.counts)))
             self.checked_steps.put(key, step, prepared.size)
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:

@@ -225,6 +225,9 @@ class CacheStorage:
     def step(self, given: Any, q: Array, lengths: list[int], options: Options) -> None:
         """Likewise; uploads_of() memoises what a problem needs on the device."""
 
+    def remember(self, step: Any, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
+        """Likewise."""
+
 
 class PoolStorage:
     """The tokens of a PagePool. A sequence's table is the list of its pages, which each call uploads."""
