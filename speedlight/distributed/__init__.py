@@ -1,0 +1,29 @@
+"""Attention over a sequence that is sharded over the processes of torch.distributed.
+
+>>> from speedlight.distributed import positions
+>>> positions(8, 2, "zigzag")  # which tokens each of two processes holds
+((range(0, 2), range(6, 8)), (range(2, 6),))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import importer
+
+if TYPE_CHECKING:
+    from .attending import attention
+    from .shardings import positions
+    from .tensors import shard, unshard
+
+_HOMES = {"attention": "attending", "positions": "shardings", "shard": "tensors", "unshard": "tensors"}
+
+__all__ = ["attention", "positions", "shard", "unshard"]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = importer(globals(), _HOMES)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
