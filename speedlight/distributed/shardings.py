@@ -19,7 +19,7 @@ from ..errors import ArgumentError, shown
 Shard: TypeAlias = Literal["contiguous", "zigzag", "stripe"]
 Runs: TypeAlias = tuple[range, ...]  # of one process
 
-SHARDS = ("contiguous", "zigzag", "stripe")
+SHARDS: tuple[Shard, ...] = ("contiguous", "zigzag", "stripe")
 
 
 def positions(length: int, ranks: int, shard: Shard = "contiguous", multiple: int = 1) -> tuple[Runs, ...]:

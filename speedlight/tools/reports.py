@@ -8,12 +8,14 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..distributed.model import Spread
 from ..planning import Plan
 
 _VERDICTS = {"passed": "green", "FAILED": "red"}  # of a check
@@ -71,7 +73,13 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
     p = plan.problem
     problem = {name: getattr(p, name) for name in _SIZES} | {"q_lengths": p.q_lengths, "k_lengths": p.k_lengths}
     problem |= {"masked": p.mask is not None, "scored": p.score is not None}
-    return {"problem": problem} | {name: getattr(plan, name) for name in _FIGURES}
+    figures = {"problem": problem} | {name: getattr(plan, name) for name in _FIGURES}
+    return figures if plan.ranks is None else figures | {"ranks": spread_figures(plan.ranks)}
+
+
+def spread_figures(spread: Spread) -> dict[str, Any]:
+    """The numbers of a plan's ranks; a way's lists have an entry for each."""
+    return asdict(spread) | {"link": spread.link._asdict(), "speedup": spread.speedup}
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:

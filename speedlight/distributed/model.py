@@ -1,0 +1,304 @@
+"""What attention over several ranks would take: time, bytes sent, load and memory of each way, before anything runs.
+
+A rank computes what is visible to its queries, at the peak and bandwidth that were measured on this machine, and has a
+link of its own to the others, which sends and receives at once. What a step needs travels while the step before it is
+computed, so a step takes the longer of the two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import checks
+from ..arrays import STORAGE_BYTES
+from ..errors import ArgumentError, UnsupportedError, shown
+from ..machine import number_bytes
+from ..problem import Problem
+from .pairs import pairs_between
+from .shardings import SHARDS, Shard, positions, tokens
+
+METHODS = ("ring", "ulysses", "gather", "exact")
+
+
+class Link(NamedTuple):
+    """Between a rank and the others, both ways at once."""
+
+    bandwidth: float  # bytes per second
+    latency: float  # seconds until the first byte is there
+
+
+ASSUMED = Link(12.5e9, 1e-5)  # 100 Gbit/s and ten microseconds, where nobody says
+
+
+_CLOSE = 1.01  # ways that take so much longer than the fastest are as good: the first of them is taken
+
+
+class Rates(NamedTuple):
+    """What a rank computes and reads at, with a rank's own machine."""
+
+    flops: float  # per second
+    bytes: float  # per second
+
+
+class Asked(NamedTuple):
+    """What plan() was asked of ranks."""
+
+    ranks: int
+    link: Link
+    assumed: bool  # the link, because nobody said
+    shard: str  # or "auto", and so the method
+    method: str
+
+
+MOST_RANKS = 2048  # whose runs, two of each, are held against each other
+
+
+def asked_ranks(ranks: Any, link_bandwidth: Any, latency: Any, shard: Any, method: Any) -> Asked | None:
+    """The arguments of plan() that are about ranks, checked; None without any."""
+    words = {"shard": (shard, SHARDS), "method": (method, METHODS)}
+    for name, (x, known) in words.items():
+        if not (isinstance(x, str) and x in ("auto", *known)):
+            raise ArgumentError(f"{name}: expected 'auto' or one of {', '.join(map(repr, known))}; got {shown(x)}.")
+    given = {"link_bandwidth": link_bandwidth, "latency": latency}
+    if ranks is None:
+        for name, x in (given | {n: None if x == "auto" else x for n, (x, _) in words.items()}).items():
+            if x is not None:
+                raise ArgumentError(f"{name}: expected ranks= beside it; got {shown(x)} alone. Give ranks=2, or more.")
+        return None
+    count = checks.size("ranks", ranks, 1)
+    if count > MOST_RANKS:
+        raise ArgumentError(f"ranks: expected at most {MOST_RANKS:,}; got {count}.")
+    bandwidth, delay = (
+        default if x is None else checks.number(name, x, what)
+        for (name, x), default, what in zip(given.items(), ASSUMED, ("bytes per second", "seconds"), strict=True)
+    )
+    if not 0 < bandwidth < math.inf:
+        raise ArgumentError(f"link_bandwidth: expected bytes per second, above 0; got {bandwidth}.")
+    if not 0 <= delay < math.inf:
+        raise ArgumentError(f"latency: expected seconds, from 0; got {delay}.")
+    return Asked(count, Link(bandwidth, delay), link_bandwidth is None or latency is None, shard, method)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One method on one sharding; tuples have an entry for each rank.
+
+    seconds: until the rank has its results; compute_seconds: of them computing. bytes_sent: by the rank.
+    memory_bytes: beyond its shards of q, k, v and its results.
+    """
+
+    method: str
+    shard: str
+    seconds: tuple[float, ...]
+    compute_seconds: tuple[float, ...]
+    bytes_sent: tuple[int, ...]
+    memory_bytes: tuple[int, ...]
+
+    @property
+    def slowest(self) -> float:
+        """Seconds until every rank has its results."""
+        return max(self.seconds)
+
+    @property
+    def balance(self) -> float:
+        """The longest computing over the mean: 1 where all have the same to do."""
+        mean = sum(self.compute_seconds) / len(self.compute_seconds)
+        return max(self.compute_seconds) / mean if mean else 1.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A call over several ranks: the way that was asked for, or the fastest, and the others beside it.
+
+    ways: every method and sharding that can do it, the fastest first. alone_seconds: of one rank with all of it.
+    assumed: whether the link is nobody's, but a guess (100 Gbit/s, 10 µs).
+
+    >>> import speedlight as sl
+    >>> found = sl.plan(q_heads=8, q_len=65536, head_dim=128, causal=True, ranks=4, link_bandwidth=1e9, latency=1e-4)
+    >>> found.ranks.way.shard, len(found.ranks.way.bytes_sent), round(found.ranks.balance["contiguous"], 2)
+    ('zigzag', 4, 1.75)
+    """
+
+    ranks: int
+    link: Link
+    assumed: bool
+    way: Way
+    ways: tuple[Way, ...]
+    balance: dict[str, float]  # of each sharding, as `Way.balance`
+    alone_seconds: float
+
+    @property
+    def speedup(self) -> float:
+        """Of the way, over one rank with all of it."""
+        return self.alone_seconds / self.way.slowest if self.way.slowest else float(self.ranks)
+
+
+class _Case(NamedTuple):
+    """A problem on its ranks, under one sharding."""
+
+    problem: Problem
+    shard: str
+    pairs: np.ndarray  # [ranks, ranks] visible, of one rank's queries and another's keys
+    queries: np.ndarray  # rows of out of each rank, of all items and heads
+    keys: np.ndarray  # tokens of each rank, of all items
+    rates: Rates
+    link: Link
+    pair_flops: int
+    backward: bool
+
+    @property
+    def ranks(self) -> int:
+        return len(self.keys)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row of q and of what is made of it; of a pass back, of out and what flows to both, too."""
+        p, size = self.problem, STORAGE_BYTES[self.problem.storage]
+        forward = (p.head_dim + p.value_dim) * size + number_bytes(p.storage)
+        return forward + self.backward * (p.head_dim + p.value_dim) * size
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token in all heads of k and v."""
+        p = self.problem
+        return p.kv_heads * (p.head_dim + p.value_dim) * STORAGE_BYTES[p.key_storage]
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of a token in all heads of dk and dv, as they are summed."""
+        p = self.problem
+        return p.kv_heads * (p.head_dim + p.value_dim) * number_bytes(p.storage)
+
+    def computing(self, pairs: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Seconds: the longer of computing and of reading what it needs; of nothing, none."""
+        moved = rows * self.row_bytes + tokens * self.token_bytes
+        return (pairs > 0) * np.maximum(pairs * self.pair_flops / self.rates.flops, moved / self.rates.bytes)
+
+    def carrying(self, sizes: np.ndarray, messages: np.ndarray | int = 1) -> np.ndarray:
+        """Seconds of so many bytes on a link, in so many messages one after another."""
+        return messages * self.link.latency + sizes / self.link.bandwidth
+
+    def way(self, method: str, seconds: np.ndarray, computing: np.ndarray, sent: np.ndarray, memory: np.ndarray) -> Way:
+        numbers = (tuple(x.tolist()) for x in (seconds, computing))
+        return Way(method, self.shard, *numbers, *(tuple(x.astype(np.int64).tolist()) for x in (sent, memory)))
+
+
+def spread(
+    problem: Problem, asked: Asked, rates: Rates, pair_flops: int, *, packed: bool = False, backward: bool = False
+) -> Spread:
+    """A problem over several ranks, each a machine of these rates; `packed`: its tokens lie one behind another.
+
+    Raises UnsupportedError where no way that was asked for can do it.
+    """
+    cases = {name: _case(problem, asked, name, rates, pair_flops, packed, backward) for name in SHARDS}
+    every = [x for way in (_ring, _ulysses, _gather, _exact) for case in cases.values() if (x := way(case))]
+    found = [x for x in every if asked.method in ("auto", x.method) and asked.shard in ("auto", x.shard)]
+    if not found:
+        raise UnsupportedError(
+            f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks cannot have as many whole heads "
+            f"each, of {problem.q_heads} of q and {problem.kv_heads} of k and v; got {asked.method!r}."
+        )
+    least = min((x.slowest for x in found if x.method != "exact"), default=0.0)
+    own = next(iter(cases.values()))
+    alone = own.computing(own.pairs.sum(keepdims=True), own.queries.sum(keepdims=True), own.keys.sum(keepdims=True))
+    return Spread(
+        ranks=asked.ranks,
+        link=asked.link,
+        assumed=asked.assumed,
+        way=([x for x in found if x.method != "exact" and x.slowest <= _CLOSE * least] or found)[0],
+        ways=tuple(sorted(found, key=lambda x: x.slowest)),
+        balance={name: _balance(case.pairs.sum(axis=1)) for name, case in cases.items()},
+        alone_seconds=float(alone.sum()),
+    )
+
+
+def _balance(work: np.ndarray) -> float:
+    """The most over the mean."""
+    return float(work.max() / work.mean()) if work.any() else 1.0
+
+
+def _case(
+    problem: Problem, asked: Asked, shard: Shard, rates: Rates, pair_flops: int, packed: bool, backward: bool
+) -> _Case:
+    """The problem as these ranks have it."""
+    q_len = sum(problem.q_lengths) if packed else problem.rows or max(problem.q_lengths, default=0)
+    k_len = sum(problem.k_lengths) if packed else max(problem.k_lengths, default=0)
+    runs = [positions(n, asked.ranks, shard) for n in (q_len, k_len)]
+    items = 1 if packed else problem.batch
+    queries, keys = (np.array([tokens(each) for each in x], np.int64) * items for x in runs)
+    pairs = pairs_between(problem, *runs, packed=packed)
+    return _Case(problem, shard, pairs, queries * problem.q_heads, keys, rates, asked.link, pair_flops, backward)
+
+
+def _ring(case: _Case) -> Way:
+    """Keys and values go from rank to rank; a pass back takes what flows to them along, and once more, home."""
+    n, rank = case.ranks, np.arange(case.ranks)
+    blocks = case.keys * (case.token_bytes + case.backward * case.sums_bytes)
+    needed = np.stack([case.pairs[rank, (rank - step) % n] > 0 for step in range(n)])  # [steps, ranks]
+    last = np.stack([needed[step, (rank + step) % n] * step for step in range(n)]).max(axis=0)  # of a block, its last
+    start, computing, sent = np.zeros(n), np.zeros(n), np.zeros(n)
+    for step in range(n):
+        block = (rank - step) % n
+        work = case.computing(case.pairs[rank, block], case.queries, case.keys[block])
+        work += _merging(case) * (needed[step] & (computing > 0))
+        computing += work
+        goes = last[block] > step
+        sent += goes * blocks[block]
+        arrival = np.maximum(start, np.roll(start, 1)) + case.carrying(blocks[(block - 1) % n])
+        start = np.maximum(start + work, arrival * np.roll(goes, 1))
+    if case.backward:
+        home = case.keys * case.sums_bytes * (last > 0)
+        sent += home[(rank - last) % n]
+        start = start + case.carrying(home) * (last > 0)
+    partial = case.queries * (case.problem.value_dim + 1) * number_bytes(case.problem.storage)
+    buffers = 2 * max(np.delete(blocks, 0).max(initial=0), 0) if n > 1 and last.any() else 0
+    return case.way("ring", start, computing, sent, partial * bool(last.any()) + buffers)
+
+
+def _merging(case: _Case) -> np.ndarray:
+    """Seconds of each rank: two states are read, one is written."""
+    sizes = case.queries * (case.problem.value_dim + 1) * number_bytes(case.problem.storage)
+    return 3 * sizes / case.rates.bytes
+
+
+def _ulysses(case: _Case) -> Way | None:
+    """Each rank gets some heads of all tokens; None where heads cannot be dealt out."""
+    n, p, size = case.ranks, case.problem, STORAGE_BYTES[case.problem.storage]
+    if p.q_heads % n or (p.kv_heads % n and n % p.kv_heads):
+        return None
+    rows, heads = case.queries // n, max(1, p.kv_heads // n)  # rows of q of each rank for each, heads of k and v
+    per_token = heads * case.token_bytes // p.kv_heads
+    back = p.value_dim * size + number_bytes(p.storage)  # of a row of out and its lse
+    there = (n - 1) * (rows * p.head_dim * size + case.keys * per_token)
+    home = (rows.sum() - rows) * back
+    if case.backward:  # out, lse and what flows to out as well; what flows to q, k and v comes back
+        there += (n - 1) * rows * (back + p.value_dim * size)
+        sums = heads * case.sums_bytes // p.kv_heads
+        home = (rows.sum() - rows) * p.head_dim * size + (case.keys.sum() - case.keys) * sums
+    whole = [np.full(n, x.sum()) for x in (rows, case.keys)]
+    computing = case.computing(np.full(n, case.pairs.sum() / n), whole[0], whole[1] * heads / p.kv_heads)
+    seconds = computing + case.carrying(there.max(), n - 1) + case.carrying(home.max(), n - 1)
+    memory = whole[0] * case.row_bytes + whole[1] * per_token
+    return case.way("ulysses", seconds * np.ones(n), computing, there + home, memory)
+
+
+def _gather(case: _Case) -> Way:
+    """Every rank gets the keys and values of all, then computes; a pass back adds up what flows to them."""
+    n, whole = case.ranks, np.full(case.ranks, case.keys.sum())
+    sent = (n - 1) * case.keys * case.token_bytes
+    seconds = np.full(n, float(case.carrying((n - 1) * case.keys.max() * case.token_bytes, n - 1)))
+    computing = case.computing(case.pairs.sum(axis=1), case.queries, whole)
+    memory = whole * case.token_bytes
+    if case.backward:
+        sums = (whole - case.keys) * case.sums_bytes
+        sent, memory = sent + sums, memory + whole * case.sums_bytes
+        seconds = seconds + float(case.carrying(sums.max(), n - 1))
+    return case.way("gather", seconds + computing, computing, sent, memory)
+
+
+def _exact(case: _Case) -> Way | None:
+    return None
