@@ -17,7 +17,7 @@ from conftest import FULL
 import speedlight as sl
 from speedlight.distributed import model
 from speedlight.distributed.model import ASSUMED, Link, Rates, asked_ranks, spread
-from speedlight.distributed.pairs import pairs_between
+from speedlight.distributed.pairs import seen_between
 from speedlight.distributed.shardings import SHARDS, positions
 from speedlight.panels import seen
 from speedlight.planning import pair_flops
@@ -37,9 +37,9 @@ HIDING: dict[str, dict[str, Any]] = {
 }
 
 
-def one_by_one(problem, q_runs, k_runs, packed):
-    """The same, of every pair of rows."""
-    total = np.zeros([sum(len(x) for runs in each for x in runs) for each in (q_runs, k_runs)], np.int64)
+def square(problem, q_len, k_len, packed):
+    """How many heads of items see each pair of rows, one by one."""
+    total = np.zeros((q_len, k_len), np.int64)
     q_at = k_at = 0
     for b, (n, m) in enumerate(zip(problem.q_lengths, problem.k_lengths, strict=True)):
         i, j = problem.q_starts[b] + np.arange(n)[:, None], problem.k_start + np.arange(m)
@@ -47,28 +47,31 @@ def one_by_one(problem, q_runs, k_runs, packed):
             one = seen(problem, {"b": np.int64(b), "h": np.int64(h), "i": i, "j": j})
             total[q_at : q_at + n, k_at : k_at + m] += np.broadcast_to(one, (n, m))
         q_at, k_at = (q_at + n, k_at + m) if packed else (0, 0)
-    return np.array([
-        [sum(int(total[a, c].sum()) for a, c in itertools.product(_slices(q), _slices(k))) for k in k_runs]
-        for q in q_runs
-    ])  # fmt: skip
-
-
-def _slices(runs):
-    return [slice(x.start, x.stop, x.step) for x in runs]
+    return total
 
 
 @pytest.mark.parametrize("name", HIDING)
-def test_pairs_between_ranks_are_those_that_are_seen(name):
+def test_what_ranks_see_is_what_is_visible(name):
     packed = "layout" in HIDING[name]
     problem = sl.plan(batch=1 if packed else 2, q_heads=2, q_len=500, k_len=700, head_dim=8, **HIDING[name]).problem
+    shown = square(problem, 500, 700, packed)
     for ranks, shard in itertools.product((1, 2, 3, 7) if FULL else (1, 3), SHARDS):
         q_runs, k_runs = positions(500, ranks, shard), positions(700, ranks, shard)
-        got = pairs_between(problem, q_runs, k_runs, packed=packed)
-        want = one_by_one(problem, q_runs, k_runs, packed)
-        if shard != "stripe":
-            np.testing.assert_array_equal(got, want)
-        elif name in ("full", "causal", "window"):  # shares of the whole
-            assert abs(got - want).max() <= 500 * problem.q_heads * problem.batch
+        found = seen_between(problem, q_runs, k_runs, packed=packed)
+        runs = sorted((x.start, x, owner) for owner, each in enumerate(k_runs) for x in each)
+        assert found.owners.tolist() == [owner for *_, owner in runs]
+        for (rank, rows), (at, (_, run, _)) in itertools.product(enumerate(q_runs), enumerate(runs)):
+            part = shown[[i for x in rows for i in x]][:, list(run)]
+            if shard == "stripe" and ranks > 1:  # shares of the whole
+                close = name in ("full", "causal", "window")
+                assert not close or abs(found.pairs[rank, at] - part.sum()) <= 500 * problem.q_heads * problem.batch
+                continue
+            assert found.pairs[rank, at] == part.sum()
+            keys = np.flatnonzero(part.any(axis=0))
+            first, last = found.first[rank, at], found.last[rank, at]
+            assert (first, last) == (0, 0) if not keys.size else first <= keys[0] <= first + 31
+            assert not keys.size or last - 31 <= keys[-1] + 1 <= last <= len(run)
+        assert found.lengths.tolist() == [len(run) for _, run, _ in runs]
 
 
 def spread_of(ranks, link=ASSUMED, rates=RATES, shard="auto", method="auto", backward=False, **sizes):
@@ -94,16 +97,18 @@ def test_bytes_that_each_method_sends():
     one = 3 * (rows * 64 * 4 + BLOCK // 2 + rows * back)  # two heads for four ranks: each gets one of them
     assert ways(found, "ulysses")["zigzag"].bytes_sent == (one,) * 4
     back = spread_of(4, backward=True)
-    assert ways(back, "ring")["contiguous"].bytes_sent == (7 * BLOCK,) * 4  # dk and dv go along, and home
-    assert ways(back, "gather")["contiguous"].bytes_sent == (6 * BLOCK,) * 4
+    assert ways(back, "ring")["contiguous"].bytes_sent == (6 * BLOCK,) * 4  # what flows to them goes home
+    assert ways(back, "gather")["contiguous"].bytes_sent == (3 * BLOCK,) * 4
+    assert ways(back, "ulysses")["zigzag"].bytes_sent == (3 * (2 * rows * 64 * 4 + BLOCK // 2),) * 4
 
 
 def test_what_nobody_sees_is_not_sent():
     window = ways(spread_of(4, causal=True, window=(1023, None)), "ring")
-    assert window["contiguous"].bytes_sent == (BLOCK, BLOCK, BLOCK, 0)
+    assert window["contiguous"].bytes_sent == (BLOCK // 2, BLOCK // 2, BLOCK // 2, 0)
+    assert window["zigzag"].bytes_sent == (BLOCK // 2, BLOCK, BLOCK, BLOCK // 2)
     causal = ways(spread_of(4, causal=True), "ring")
     assert causal["contiguous"].bytes_sent == (BLOCK, 2 * BLOCK, 3 * BLOCK, 0)
-    assert causal["zigzag"].bytes_sent == (3 * BLOCK,) * 4
+    assert sum(causal["zigzag"].bytes_sent) == 9 * BLOCK  # a rank sees half of those after its own
     assert max(ways(spread_of(4, mask=sl.documents(np.arange(8192) // 2048)), "ring")["contiguous"].bytes_sent) == 0
 
 
@@ -142,8 +147,8 @@ def test_the_fastest_way_is_chosen():
 
 def test_memory_beyond_shards():
     found = spread_of(4)
-    partial = 2048 * 4 * 65 * 4
-    assert ways(found, "ring")["contiguous"].memory_bytes == (2 * BLOCK + partial,) * 4
+    states = 2048 * 4 * 2 * 4
+    assert ways(found, "ring")["contiguous"].memory_bytes == (2 * BLOCK + states,) * 4
     assert ways(found, "gather")["contiguous"].memory_bytes == (4 * BLOCK,) * 4
     assert ways(spread_of(1), "ring")["contiguous"].memory_bytes == (0,)
 

@@ -17,8 +17,8 @@ from .. import checks
 from ..arrays import STORAGE_BYTES
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..machine import number_bytes
-from ..problem import Problem
-from .pairs import pairs_between
+from ..problem import SPAN, TILE, Problem
+from .pairs import Seen, seen_between
 from .shardings import SHARDS, Shard, positions, tokens
 
 METHODS = ("ring", "ulysses", "gather", "exact")
@@ -142,7 +142,7 @@ class _Case(NamedTuple):
 
     problem: Problem
     shard: str
-    pairs: np.ndarray  # [ranks, ranks] visible, of one rank's queries and another's keys
+    seen: Seen
     queries: np.ndarray  # rows of out of each rank, of all items and heads
     keys: np.ndarray  # tokens of each rank, of all items
     rates: Rates
@@ -173,7 +173,7 @@ class _Case(NamedTuple):
         p = self.problem
         return p.kv_heads * (p.head_dim + p.value_dim) * number_bytes(p.storage)
 
-    def computing(self, pairs: np.ndarray, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def computing(self, pairs: Any, rows: Any, tokens: Any) -> Any:
         """Seconds: the longer of computing and of reading what it needs; of nothing, none."""
         moved = rows * self.row_bytes + tokens * self.token_bytes
         return (pairs > 0) * np.maximum(pairs * self.pair_flops / self.rates.flops, moved / self.rates.bytes)
@@ -204,15 +204,15 @@ def spread(
         )
     least = min((x.slowest for x in found if x.method != "exact"), default=0.0)
     own = next(iter(cases.values()))
-    alone = own.computing(own.pairs.sum(keepdims=True), own.queries.sum(keepdims=True), own.keys.sum(keepdims=True))
+    alone = own.computing(own.seen.pairs.sum(), own.queries.sum(), own.keys.sum())
     return Spread(
         ranks=asked.ranks,
         link=asked.link,
         assumed=asked.assumed,
         way=([x for x in found if x.method != "exact" and x.slowest <= _CLOSE * least] or found)[0],
         ways=tuple(sorted(found, key=lambda x: x.slowest)),
-        balance={name: _balance(case.pairs.sum(axis=1)) for name, case in cases.items()},
-        alone_seconds=float(alone.sum()),
+        balance={name: _balance(case.seen.pairs.sum(axis=1)) for name, case in cases.items()},
+        alone_seconds=float(alone),
     )
 
 
@@ -230,57 +230,107 @@ def _case(
     runs = [positions(n, asked.ranks, shard) for n in (q_len, k_len)]
     items = 1 if packed else problem.batch
     queries, keys = (np.array([tokens(each) for each in x], np.int64) * items for x in runs)
-    pairs = pairs_between(problem, *runs, packed=packed)
-    return _Case(problem, shard, pairs, queries * problem.q_heads, keys, rates, asked.link, pair_flops, backward)
+    seen = seen_between(problem, runs[0], runs[1], packed=packed)
+    return _Case(problem, shard, seen, queries * problem.q_heads, keys, rates, asked.link, pair_flops, backward)
 
 
 def _ring(case: _Case) -> Way:
-    """Keys and values go from rank to rank; a pass back takes what flows to them along, and once more, home."""
-    n, rank = case.ranks, np.arange(case.ranks)
-    blocks = case.keys * (case.token_bytes + case.backward * case.sums_bytes)
-    needed = np.stack([case.pairs[rank, (rank - step) % n] > 0 for step in range(n)])  # [steps, ranks]
-    last = np.stack([needed[step, (rank + step) % n] * step for step in range(n)]).max(axis=0)  # of a block, its last
-    start, computing, sent = np.zeros(n), np.zeros(n), np.zeros(n)
+    """Keys and values go from rank to rank, as far as they are seen; who lacks some has them from their owner.
+
+    In a pass back what flows to them goes to their owner, in float32, while the next step is computed.
+    """
+    n, rank, seen = case.ranks, np.arange(case.ranks)[:, None], case.seen.in_whole(TILE)
+    runs, back = _runs_of(seen.owners, n), case.backward * case.sums_bytes
+    computing, sent, clock = np.zeros(n), np.zeros(n), _Clock(case)
     for step in range(n):
-        block = (rank - step) % n
-        work = case.computing(case.pairs[rank, block], case.queries, case.keys[block])
-        work += _merging(case) * (needed[step] & (computing > 0))
+        owner, before = (rank - step) % n, (rank - 1) % n
+        at = runs[owner[:, 0]]  # [ranks, runs of an owner]
+        first, last, of_before = seen.first[rank, at], seen.last[rank, at], (before, at)
+        sizes, pairs = np.where(at < 0, 0, last - first), np.where(at < 0, 0, seen.pairs[rank, at]).sum(axis=1)
+        work = case.computing(pairs, case.queries, sizes.sum(axis=1))
         computing += work
-        goes = last[block] > step
-        sent += goes * blocks[block]
-        arrival = np.maximum(start, np.roll(start, 1)) + case.carrying(blocks[(block - 1) % n])
-        start = np.maximum(start + work, arrival * np.roll(goes, 1))
-    if case.backward:
-        home = case.keys * case.sums_bytes * (last > 0)
-        sent += home[(rank - last) % n]
-        start = start + case.carrying(home) * (last > 0)
-    partial = case.queries * (case.problem.value_dim + 1) * number_bytes(case.problem.storage)
-    buffers = 2 * max(np.delete(blocks, 0).max(initial=0), 0) if n > 1 and last.any() else 0
-    return case.way("ring", start, computing, sent, partial * bool(last.any()) + buffers)
+        covered = (seen.first[of_before] <= first) & (seen.last[of_before] >= last)
+        moved = sizes * (step > 0)
+        sent += clock.step(work, moved * (case.token_bytes + back), np.where(covered & (step > 1), before, owner))
+        sent += moved.sum(axis=1) * back - clock.given(moved * back, owner)
+    memory = _states(case) * (not case.backward) + 2 * clock.most
+    return case.way("ring", clock.free + case.carrying(0) * (back > 0) * (n > 1), computing, sent, memory)
 
 
-def _merging(case: _Case) -> np.ndarray:
-    """Seconds of each rank: two states are read, one is written."""
-    sizes = case.queries * (case.problem.value_dim + 1) * number_bytes(case.problem.storage)
-    return 3 * sizes / case.rates.bytes
+def _runs_of(owners: np.ndarray, ranks: int) -> np.ndarray:
+    """[ranks, most]: the runs of each rank, and -1 where it has fewer."""
+    each = [np.flatnonzero(owners == rank) for rank in range(ranks)]
+    found = np.full((ranks, max(map(len, each))), -1)
+    for rank, runs in enumerate(each):
+        found[rank, : len(runs)] = runs
+    return found
+
+
+def _exact(case: _Case) -> Way | None:
+    """Every rank computes with all that it sees in ascending order, and has each run from its owner."""
+    if case.shard == "stripe" or case.backward:
+        return None
+    seen, n = case.seen.in_whole(SPAN), case.ranks
+    sizes, computing, sent, clock = seen.last - seen.first, np.zeros(n), np.zeros(n), _Clock(case)
+    for run, owner in enumerate(seen.owners):
+        work = case.computing(seen.pairs[:, run], case.queries, sizes[:, run])
+        computing += work
+        moved = sizes[:, run] * (np.arange(n) != owner) * case.token_bytes
+        sent += clock.step(work, moved[:, None], np.full((n, 1), owner))
+    return case.way("exact", clock.free, computing, sent, _states(case) + 2 * clock.most)
+
+
+class _Clock:
+    """Of each rank: when it began its last step, and when it is free again."""
+
+    def __init__(self, case: _Case) -> None:
+        self.case = case
+        self.begun, self.free, self.most = np.zeros(case.ranks), np.zeros(case.ranks), np.zeros(case.ranks)
+
+    def given(self, moved: np.ndarray, source: np.ndarray) -> np.ndarray:
+        """What each rank gives away of this."""
+        found = np.zeros(len(moved))
+        np.add.at(found, np.broadcast_to(source, moved.shape), moved)
+        return found
+
+    def step(self, work: np.ndarray, moved: np.ndarray, source: np.ndarray) -> np.ndarray:
+        """A step that takes so long, [ranks], once so many bytes came from these ranks, [ranks, parts]: they set out
+        when both ranks have begun the step before. Returns what each rank sent.
+        """
+        given, some = self.given(moved, source), moved > 0
+        taken = moved.sum(axis=1)
+        busiest = np.maximum(taken, np.where(some, given[source], 0).max(axis=1))
+        ready = np.maximum(self.begun, np.where(some, self.begun[source], 0).max(axis=1))
+        arrived = np.where(taken > 0, ready + self.case.carrying(busiest), 0)
+        begun = np.maximum(self.free, arrived)
+        self.begun, self.free = np.where(work > 0, begun, self.begun), np.where(work > 0, begun + work, self.free)
+        self.most = np.maximum(self.most, taken)
+        return given
+
+
+def _states(case: _Case) -> np.ndarray:
+    """Bytes of what a rank's rows go on from: a maximum and a sum each, and their outputs where those are narrower."""
+    p, number = case.problem, number_bytes(case.problem.storage)
+    wide = p.value_dim * (STORAGE_BYTES[p.storage] < number)
+    return case.queries * (2 + wide) * number * (case.ranks > 1)
 
 
 def _ulysses(case: _Case) -> Way | None:
     """Each rank gets some heads of all tokens; None where heads cannot be dealt out."""
     n, p, size = case.ranks, case.problem, STORAGE_BYTES[case.problem.storage]
-    if p.q_heads % n or (p.kv_heads % n and n % p.kv_heads):
+    if p.q_heads % n or not p.q_heads:
         return None
-    rows, heads = case.queries // n, max(1, p.kv_heads // n)  # rows of q of each rank for each, heads of k and v
+    each, group = p.q_heads // n, p.group
+    heads = each // group if each % group == 0 else 1 if group % each == 0 else each  # of k and v that a rank reads
+    rows = case.queries // n  # of q of each rank for each
     per_token = heads * case.token_bytes // p.kv_heads
-    back = p.value_dim * size + number_bytes(p.storage)  # of a row of out and its lse
     there = (n - 1) * (rows * p.head_dim * size + case.keys * per_token)
-    home = (rows.sum() - rows) * back
-    if case.backward:  # out, lse and what flows to out as well; what flows to q, k and v comes back
-        there += (n - 1) * rows * (back + p.value_dim * size)
-        sums = heads * case.sums_bytes // p.kv_heads
-        home = (rows.sum() - rows) * p.head_dim * size + (case.keys.sum() - case.keys) * sums
+    home = (rows.sum() - rows) * (p.value_dim * size + number_bytes(p.storage))
+    if case.backward:  # what was sent is there still: only what flows to out goes there, what flows to q, k and v back
+        there = (n - 1) * rows * p.value_dim * size
+        home = (rows.sum() - rows) * p.head_dim * size + (case.keys.sum() - case.keys) * per_token
     whole = [np.full(n, x.sum()) for x in (rows, case.keys)]
-    computing = case.computing(np.full(n, case.pairs.sum() / n), whole[0], whole[1] * heads / p.kv_heads)
+    computing = case.computing(np.full(n, case.seen.pairs.sum() / n), whole[0], whole[1] * heads / p.kv_heads)
     seconds = computing + case.carrying(there.max(), n - 1) + case.carrying(home.max(), n - 1)
     memory = whole[0] * case.row_bytes + whole[1] * per_token
     return case.way("ulysses", seconds * np.ones(n), computing, there + home, memory)
@@ -289,16 +339,8 @@ def _ulysses(case: _Case) -> Way | None:
 def _gather(case: _Case) -> Way:
     """Every rank gets the keys and values of all, then computes; a pass back adds up what flows to them."""
     n, whole = case.ranks, np.full(case.ranks, case.keys.sum())
-    sent = (n - 1) * case.keys * case.token_bytes
-    seconds = np.full(n, float(case.carrying((n - 1) * case.keys.max() * case.token_bytes, n - 1)))
-    computing = case.computing(case.pairs.sum(axis=1), case.queries, whole)
-    memory = whole * case.token_bytes
-    if case.backward:
-        sums = (whole - case.keys) * case.sums_bytes
-        sent, memory = sent + sums, memory + whole * case.sums_bytes
-        seconds = seconds + float(case.carrying(sums.max(), n - 1))
-    return case.way("gather", seconds + computing, computing, sent, memory)
-
-
-def _exact(case: _Case) -> Way | None:
-    return None
+    tokens_sent = whole - case.keys if case.backward else (n - 1) * case.keys  # what flows to others' keys, or its own
+    sent = tokens_sent * case.token_bytes
+    computing = case.computing(case.seen.pairs.sum(axis=1), case.queries, whole)
+    seconds = computing + case.carrying(sent.max(), n - 1)
+    return case.way("gather", seconds, computing, sent, whole * case.token_bytes * (1 + case.backward) * (n > 1))

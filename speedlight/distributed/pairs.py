@@ -1,4 +1,4 @@
-"""How many pairs of a query and a key are visible between any two ranks: what each step of a rank has to compute.
+"""What any rank's queries see of any rank's keys: how many pairs, and from which key to which.
 
 Boxes of positions are halved, first between runs and then inside, until a mask hides or shows them, or until they are
 small enough to look at every pair: time and memory follow the edges of the mask, as in panels.py.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,29 +22,54 @@ _LEAVES = 2048  # looked at together: some 2 million pairs
 _BOXES = 8192  # classified together
 
 
-def pairs_between(
-    problem: Problem, q_runs: tuple[Runs, ...], k_runs: tuple[Runs, ...], *, packed: bool = False
-) -> np.ndarray:
-    """[ranks, ranks]: visible pairs of all heads of all items, of one rank's queries and another's keys.
+class Seen(NamedTuple):
+    """Of each rank's queries and each run of keys, runs by where they begin: [ranks, runs]."""
 
-    Runs are of each rank. Of stripes, each has its share of all pairs: they are even to within a key of each row.
-    packed: items lie one behind another, and so do the tokens that are sharded; else each item is sharded alike.
+    owners: np.ndarray  # [runs]: which rank holds them
+    lengths: np.ndarray  # [runs]
+    pairs: np.ndarray  # visible ones of all heads of all items
+    first: np.ndarray  # of a run's keys, the first that a query of the rank may see, and one past the last
+    last: np.ndarray
+
+    def in_whole(self, unit: int) -> Seen:
+        """The same with keys in whole units of a run, but for its end."""
+        whole = np.minimum(-(-self.last // unit) * unit, self.lengths)
+        return self._replace(first=self.first // unit * unit, last=whole)
+
+
+def seen_between(problem: Problem, q_runs: tuple[Runs, ...], k_runs: tuple[Runs, ...], *, packed: bool = False) -> Seen:
+    """What each rank sees; runs are of each rank. packed: items lie one behind another, and so do the tokens that are
+    sharded; else each item is sharded alike. Of stripes each rank sees its share, even to within a key of each row.
     """
     if any([run.step > 1 for runs in (*q_runs, *k_runs) for run in runs]):
-        sizes = [np.array([tokens(runs) for runs in each]) for each in (q_runs, k_runs)]
-        whole = [((range(x.sum()),),) for x in sizes]
-        total = int(pairs_between(problem, *whole, packed=packed).sum())
-        shares = np.multiply.outer(*(x / max(1, x.sum()) for x in sizes))
-        return np.rint(total * shares).astype(np.int64)
+        return _shares(problem, q_runs, k_runs, packed)
     (q_cuts, q_owners), (k_cuts, k_owners) = _sorted_runs(q_runs), _sorted_runs(k_runs)
-    found = np.zeros((len(q_runs), len(k_runs)), np.int64)
+    walk = _Walk.of(len(q_owners), len(k_owners))
     for item, head, times in _distinct(problem, packed):
         at = [sum(lengths[:item]) * packed for lengths in (problem.q_lengths, problem.k_lengths)]
         i = problem.q_starts[item] + np.clip(q_cuts - at[0], 0, problem.q_lengths[item])
         j = problem.k_start + np.clip(k_cuts - at[1], 0, problem.k_lengths[item])
-        cells = _cells(Rows(problem, item, head, 1, integers_of(problem), alone=True), i, j)
-        np.add.at(found, (q_owners[:, None], k_owners[None, :]), cells * times)
-    return found
+        walk.add(Rows(problem, item, head, 1, integers_of(problem), alone=True), i, j, at[1] - problem.k_start, times)
+    shape = len(q_runs), len(k_owners)
+    found = Seen(
+        k_owners, np.diff(k_cuts), np.zeros(shape, np.int64), np.full(shape, 1 << 62), np.zeros(shape, np.int64)
+    )
+    np.add.at(found.pairs, q_owners, walk.pairs)
+    np.minimum.at(found.first, q_owners, walk.first)
+    np.maximum.at(found.last, q_owners, walk.last)
+    begins = k_cuts[:-1]
+    return found._replace(
+        first=np.where(found.last > 0, found.first - begins, 0), last=np.maximum(found.last - begins, 0)
+    )
+
+
+def _shares(problem: Problem, q_runs: tuple[Runs, ...], k_runs: tuple[Runs, ...], packed: bool) -> Seen:
+    q_sizes, k_sizes = (np.array([tokens(runs) for runs in each], np.int64) for each in (q_runs, k_runs))
+    whole = [((range(int(x.sum())),),) for x in (q_sizes, k_sizes)]
+    total = int(seen_between(problem, *whole, packed=packed).pairs.sum())
+    shares = np.multiply.outer(q_sizes / max(1, q_sizes.sum()), k_sizes / max(1, k_sizes.sum()))
+    pairs = np.rint(total * shares).astype(np.int64)
+    return Seen(np.arange(len(k_sizes)), k_sizes, pairs, np.zeros_like(pairs), (pairs > 0) * k_sizes)
 
 
 def _sorted_runs(runs: tuple[Runs, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -65,32 +91,56 @@ def _distinct(problem: Problem, packed: bool) -> Iterator[tuple[int, int, int]]:
         yield from ((items[0], head, each * len(items)) for head in heads)
 
 
-def _cells(rows: Rows, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-    """Visible pairs of each run of queries and each of keys, which end at positions i and j, ascending."""
-    count = np.zeros((len(i) - 1, len(j) - 1), np.int64)
-    shown = np.zeros((len(i), len(j)), np.int64)  # differences: sums of rows and columns are 1 where a cell is visible
-    splits = hiding_condition(rows.problem.roots[1]) is None  # a part of a visible box is visible
-    stack = [np.array([[0, len(i) - 1, 0, len(j) - 1, i[0], i[-1], j[0], j[-1]]], np.int64).T]
-    while stack:
-        boxes = stack.pop()
-        if boxes.shape[1] > _BOXES:
-            stack.append(boxes[:, _BOXES:])
-            boxes = boxes[:, :_BOXES]
-        kind = _kinds(rows, *boxes[4:])
-        single = (boxes[1] - boxes[0] == 1) & (boxes[3] - boxes[2] == 1)
-        whole = (kind == 2) & splits
-        q0, q1, k0, k1 = boxes[:4, whole & ~single]
-        for rank_rows, columns, sign in ((q0, k0, 1), (q1, k0, -1), (q0, k1, -1), (q1, k1, 1)):
-            np.add.at(shown, (rank_rows, columns), sign)
-        q0, _, k0, _, i0, i1, j0, j1 = boxes[:, whole & single]
-        np.add.at(count, (q0, k0), (i1 - i0) * (j1 - j0))
-        leaf = single & (boxes[5] - boxes[4] <= _LEAF) & (boxes[7] - boxes[6] <= _LEAF)
-        _look(rows, boxes[:, leaf & (kind > 0) & ~whole], count)
-        rest = boxes[:, (kind > 0) & ~whole & ~leaf]
-        if rest.size:
-            stack.append(_quarters(rest, i, j))
-    areas = np.multiply.outer(np.diff(i), np.diff(j))
-    return count + shown.cumsum(axis=0).cumsum(axis=1)[:-1, :-1] * areas
+class _Walk(NamedTuple):
+    """What was found of each run of queries and each run of keys."""
+
+    pairs: np.ndarray
+    first: np.ndarray  # of all tokens
+    last: np.ndarray
+
+    @classmethod
+    def of(cls, queries: int, keys: int) -> _Walk:
+        shape = queries, keys
+        return cls(np.zeros(shape, np.int64), np.full(shape, 1 << 62), np.zeros(shape, np.int64))
+
+    def add(self, rows: Rows, i: np.ndarray, j: np.ndarray, offset: int, times: int) -> None:
+        """What the rows of an item's head see; runs of queries and of keys end at positions i and j, ascending.
+
+        offset: from a key's position to its token. times: how many heads of items are like it.
+        """
+        shown = np.zeros((len(i), len(j)), np.int64)  # differences: sums of rows and columns are 1 in what is visible
+        splits = hiding_condition(rows.problem.roots[1]) is None  # a part of a visible box is visible
+        stack = [np.array([[0, len(i) - 1, 0, len(j) - 1, i[0], i[-1], j[0], j[-1]]], np.int64).T]
+        while stack:
+            boxes = stack.pop()
+            if boxes.shape[1] > _BOXES:
+                stack.append(boxes[:, _BOXES:])
+                boxes = boxes[:, :_BOXES]
+            kind = _kinds(rows, *boxes[4:])
+            single = (boxes[1] - boxes[0] == 1) & (boxes[3] - boxes[2] == 1)
+            whole = (kind == 2) & splits
+            q0, q1, k0, k1 = boxes[:4, whole & ~single]
+            for each, keys, sign in ((q0, k0, 1), (q1, k0, -1), (q0, k1, -1), (q1, k1, 1)):
+                np.add.at(shown, (each, keys), sign)
+            q0, _, k0, _, i0, i1, j0, j1 = boxes[:, whole & single]
+            self._note(q0, k0, (i1 - i0) * (j1 - j0) * times, j0 + offset, j1 + offset)
+            leaf = single & (boxes[5] - boxes[4] <= _LEAF) & (boxes[7] - boxes[6] <= _LEAF)
+            leaves = boxes[:, leaf & (kind > 0) & ~whole]
+            for at in range(0, leaves.shape[1], _LEAVES):
+                q0, _, k0, _, *_, j0, j1 = some = leaves[:, at : at + _LEAVES]
+                self._note(q0, k0, _looked(rows, *some[4:]) * times, j0 + offset, j1 + offset)
+            rest = boxes[:, (kind > 0) & ~whole & ~leaf]
+            if rest.size:
+                stack.append(_quarters(rest, i, j))
+        cells = np.nonzero(shown.cumsum(axis=0).cumsum(axis=1)[:-1, :-1] * np.diff(i)[:, None] * np.diff(j))
+        areas = np.diff(i)[cells[0]] * np.diff(j)[cells[1]]
+        self._note(*cells, areas * times, j[cells[1]] + offset, j[cells[1] + 1] + offset)
+
+    def _note(self, q: np.ndarray, k: np.ndarray, pairs: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
+        np.add.at(self.pairs, (q, k), pairs)
+        some = pairs > 0
+        np.minimum.at(self.first, (q[some], k[some]), first[some])
+        np.maximum.at(self.last, (q[some], k[some]), last[some])
 
 
 def _kinds(rows: Rows, i0: np.ndarray, i1: np.ndarray, j0: np.ndarray, j1: np.ndarray) -> np.ndarray:
@@ -101,15 +151,12 @@ def _kinds(rows: Rows, i0: np.ndarray, i1: np.ndarray, j0: np.ndarray, j1: np.nd
     return np.where((i0 < i1) & (j0 < j1), kind, 0)
 
 
-def _look(rows: Rows, boxes: np.ndarray, count: np.ndarray) -> None:
-    """Adds the visible pairs of small boxes, seen one by one."""
-    side = np.arange(_LEAF)
-    for first in range(0, boxes.shape[1], _LEAVES):
-        q0, _, k0, _, i0, i1, j0, j1 = boxes[:, first : first + _LEAVES, None, None]
-        i, j = np.minimum(i0 + side[:, None], i1 - 1), np.minimum(j0 + side, j1 - 1)
-        shown = seen(rows.problem, {"b": np.int64(rows.item), "h": np.int64(rows.head), "i": i, "j": j})
-        inside = (i0 + side[:, None] < i1) & (j0 + side < j1)
-        np.add.at(count, (q0[:, 0, 0], k0[:, 0, 0]), (shown & inside).sum(axis=(1, 2)))
+def _looked(rows: Rows, *ends: np.ndarray) -> np.ndarray:
+    """Visible pairs of small boxes, seen one by one."""
+    side, (i0, i1, j0, j1) = np.arange(_LEAF), (x[:, None, None] for x in ends)
+    i, j = np.minimum(i0 + side[:, None], i1 - 1), np.minimum(j0 + side, j1 - 1)
+    shown = seen(rows.problem, {"b": np.int64(rows.item), "h": np.int64(rows.head), "i": i, "j": j})
+    return (shown & (i0 + side[:, None] < i1) & (j0 + side < j1)).sum(axis=(1, 2))
 
 
 def _quarters(boxes: np.ndarray, i: np.ndarray, j: np.ndarray) -> np.ndarray:
