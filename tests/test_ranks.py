@@ -18,9 +18,11 @@ import speedlight as sl
 from speedlight.distributed import model
 from speedlight.distributed.model import ASSUMED, Link, Rates, asked_ranks, spread
 from speedlight.distributed.pairs import seen_between
+from speedlight.distributed.plans import Sharded, schedule_of
 from speedlight.distributed.shardings import SHARDS, positions
 from speedlight.panels import seen
 from speedlight.planning import pair_flops
+from speedlight.resolve import Stated
 
 RATES = Rates(1e12, 1e12)
 IDS = np.sort(np.random.default_rng(0).integers(0, 9, 700))
@@ -100,6 +102,21 @@ def test_bytes_that_each_method_sends():
     assert ways(back, "ring")["contiguous"].bytes_sent == (6 * BLOCK,) * 4  # what flows to them goes home
     assert ways(back, "gather")["contiguous"].bytes_sent == (3 * BLOCK,) * 4
     assert ways(back, "ulysses")["zigzag"].bytes_sent == (3 * (2 * rows * 64 * 4 + BLOCK // 2),) * 4
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "documents"])
+def test_bytes_are_those_that_processes_agree_to_send(name, exact):
+    length, ranks = 6 << 10, 3  # whose chunks are whole spans
+    options = {"documents": {"mask": sl.documents(np.arange(length) // 2500)}}.get(name, HIDING[name])
+    found = spread_of(ranks, q_len=length, batch=2, method="exact" if exact else "ring", **options)
+    problem = sl.plan(batch=2, q_heads=4, kv_heads=2, q_len=length, head_dim=64, **options).problem
+    for way in found.ways:
+        if way.shard != "stripe":
+            held = positions(length, ranks, way.shard)
+            schedule = schedule_of(Sharded(Stated(problem), held, held), exact=exact)
+            sent = [schedule.tokens_sent(rank) * 2 * 2 * 128 * 4 for rank in range(ranks)]
+            assert list(way.bytes_sent) == sent, (way.shard, way.bytes_sent, sent)
 
 
 def test_what_nobody_sees_is_not_sent():

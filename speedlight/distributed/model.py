@@ -144,7 +144,8 @@ class _Case(NamedTuple):
     shard: str
     seen: Seen
     queries: np.ndarray  # rows of out of each rank, of all items and heads
-    keys: np.ndarray  # tokens of each rank, of all items
+    keys: np.ndarray  # positions of each rank
+    items: int  # that lie at the same positions
     rates: Rates
     link: Link
     pair_flops: int
@@ -163,15 +164,15 @@ class _Case(NamedTuple):
 
     @property
     def token_bytes(self) -> int:
-        """Of a token in all heads of k and v."""
+        """Of a position in all heads and items of k and v."""
         p = self.problem
-        return p.kv_heads * (p.head_dim + p.value_dim) * STORAGE_BYTES[p.key_storage]
+        return self.items * p.kv_heads * (p.head_dim + p.value_dim) * STORAGE_BYTES[p.key_storage]
 
     @property
     def sums_bytes(self) -> int:
-        """Of a token in all heads of dk and dv, as they are summed."""
+        """The same of dk and dv, as they are summed."""
         p = self.problem
-        return p.kv_heads * (p.head_dim + p.value_dim) * number_bytes(p.storage)
+        return self.items * p.kv_heads * (p.head_dim + p.value_dim) * number_bytes(p.storage)
 
     def computing(self, pairs: Any, rows: Any, tokens: Any) -> Any:
         """Seconds: the longer of computing and of reading what it needs; of nothing, none."""
@@ -229,9 +230,9 @@ def _case(
     k_len = sum(problem.k_lengths) if packed else max(problem.k_lengths, default=0)
     runs = [positions(n, asked.ranks, shard) for n in (q_len, k_len)]
     items = 1 if packed else problem.batch
-    queries, keys = (np.array([tokens(each) for each in x], np.int64) * items for x in runs)
-    seen = seen_between(problem, runs[0], runs[1], packed=packed)
-    return _Case(problem, shard, seen, queries * problem.q_heads, keys, rates, asked.link, pair_flops, backward)
+    queries, keys = (np.array([tokens(each) for each in x], np.int64) for x in runs)
+    rows, seen = queries * items * problem.q_heads, seen_between(problem, runs[0], runs[1], packed=packed)
+    return _Case(problem, shard, seen, rows, keys, items, rates, asked.link, pair_flops, backward)
 
 
 def _ring(case: _Case) -> Way:

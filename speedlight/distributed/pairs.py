@@ -127,14 +127,13 @@ class _Walk(NamedTuple):
             leaf = single & (boxes[5] - boxes[4] <= _LEAF) & (boxes[7] - boxes[6] <= _LEAF)
             leaves = boxes[:, leaf & (kind > 0) & ~whole]
             for at in range(0, leaves.shape[1], _LEAVES):
-                q0, _, k0, _, *_, j0, j1 = some = leaves[:, at : at + _LEAVES]
-                self._note(q0, k0, _looked(rows, *some[4:]) * times, j0 + offset, j1 + offset)
+                q0, _, k0, _, *ends = leaves[:, at : at + _LEAVES]
+                self._note(q0, k0, _looked(rows, *ends) * times, ends[2] + offset, ends[3] + offset)
             rest = boxes[:, (kind > 0) & ~whole & ~leaf]
             if rest.size:
                 stack.append(_quarters(rest, i, j))
-        cells = np.nonzero(shown.cumsum(axis=0).cumsum(axis=1)[:-1, :-1] * np.diff(i)[:, None] * np.diff(j))
-        areas = np.diff(i)[cells[0]] * np.diff(j)[cells[1]]
-        self._note(*cells, areas * times, j[cells[1]] + offset, j[cells[1] + 1] + offset)
+        q, k = np.nonzero(shown.cumsum(axis=0).cumsum(axis=1)[:-1, :-1] * np.diff(i)[:, None] * np.diff(j))
+        self._note(q, k, np.diff(i)[q] * np.diff(j)[k] * times, j[k] + offset, j[k + 1] + offset)
 
     def _note(self, q: np.ndarray, k: np.ndarray, pairs: np.ndarray, first: np.ndarray, last: np.ndarray) -> None:
         np.add.at(self.pairs, (q, k), pairs)
