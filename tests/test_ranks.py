@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import FULL
+from PIL import Image
 
 import speedlight as sl
 from speedlight.distributed import model
@@ -24,6 +27,7 @@ from speedlight.panels import seen
 from speedlight.planning import pair_flops
 from speedlight.resolve import Stated
 
+DOCS = Path(__file__).parent.parent / "docs"
 RATES = Rates(1e12, 1e12)
 IDS = np.sort(np.random.default_rng(0).integers(0, 9, 700))
 HIDING: dict[str, dict[str, Any]] = {
@@ -218,3 +222,38 @@ def test_the_command_says_the_same_without_pytorch(tmp_path):
     assert found["ranks"] == 4 and found["assumed"] and found["link"] == {"bandwidth": 12.5e9, "latency": 1e-5}
     assert found["way"]["shard"] == "contiguous" and len(found["way"]["seconds"]) == 4
     assert found["balance"]["contiguous"] == pytest.approx(1.75, rel=1e-3) and 1 < found["speedup"] < 4
+
+
+def test_the_page_says_what_the_model_says(capsys):
+    text = (DOCS / "scaling.md").read_text()
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(code, {})
+    assert capsys.readouterr().out.splitlines() == re.findall(r"^print\(.*\)  # (.*)$", text, re.MULTILINE)
+    spec = importlib.util.spec_from_file_location("scaling", DOCS.parent / "tools" / "scaling.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    with Image.open(tool.PICTURE) as picture:
+        drawn = json.loads(picture.info["Figures"])
+    assert len(drawn) == len(tool.RANKS) * 2 * len(tool.HIDING) * len(tool.LINKS)
+    least = [x for x in drawn if x["ranks"] == tool.RANKS[0]]
+    assert json.loads(json.dumps(list(tool.figures(tool.RANKS[:1])))) == least
+    reports = [json.loads(path.read_text()) for path in sorted(tool.RESULTS.glob("*.json"))]
+    assert tool.written(text, tool.measured(reports)) == text
+
+
+@pytest.mark.skipif(not FULL, reason="three processes that import PyTorch")
+def test_bench_of_ranks_measures_what_is_right():
+    from speedlight.tools import ranks
+
+    about = {"ranks": 2, "threads_each": 1}
+    with ranks.groups(about) as (single, several):
+        assert about["link"]["bandwidth"] > 1e6 and 0 < about["link"]["latency"] < 1
+        for case in (ranks.Case("ring", 4096, backward=True), ranks.Case("exact", 4096), ranks.Case("ulysses", 2048),
+                     ranks.Case("window", 4096, window=300)):  # fmt: skip
+            row = ranks.row_of(case, single, several, 1, about)
+            assert "refused" not in row and case.name in ranks.line(row)
+            assert row["same_bits"] >= (case.kind in ("exact", "ulysses")) and row["share"][2] > 0
+            assert max(row["bytes_sent"]) == row["modelled"]["bytes_sent"]
+            assert 0 < row["memory_bytes"][0] < 8 * row["modelled"]["memory_bytes"] + (16 << 20)
+    assert [x.poll() is not None for x in (*single.processes, *several.processes)] == [True] * 3

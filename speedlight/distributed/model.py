@@ -254,7 +254,8 @@ def _ring(case: _Case) -> Way:
         moved = sizes * (step > 0)
         sent += clock.step(work, moved * (case.token_bytes + back), np.where(covered & (step > 1), before, owner))
         sent += moved.sum(axis=1) * back - clock.given(moved * back, owner)
-    memory = _states(case) * (not case.backward) + 2 * clock.most
+    halves = 3 + (n > 2)  # of what comes in a step: what is computed, what comes, what is sent, what is passed on
+    memory = _states(case) * (not case.backward) + halves * clock.most / 2
     return case.way("ring", clock.free + case.carrying(0) * (back > 0) * (n > 1), computing, sent, memory)
 
 
