@@ -1,0 +1,450 @@
+"""KVCache over several ranks: each keeps a part of the tokens, and what it makes of them is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..checks import cache_sizes, check_flag, check_index, check_sizes, integer, shorter_lengths
+from ..errors import ArgumentError
+from ..kv import saved
+from ..kv.cache import KVCache as Local
+from ..kv.keeping import paths_of
+from ..problem import Options
+from . import placement
+from .agreeing import Exchange
+from .partial import asked_of, merged, partial
+from .placement import Placement
+from .saving import Content, read, write
+from .shardings import positions, tokens
+
+if TYPE_CHECKING:
+    from ..signatures import Dtype, Ints, Mask, Scores, Sinks
+    from .shardings import Shard
+
+_Said = dict[str, str]  # the arguments of a call, as all ranks have to mean them
+
+
+class _New(NamedTuple):
+    """Tokens that a call brings, as this rank has them, and where all of them go."""
+
+    k: Any
+    v: Any
+    rows: list[list[range]]  # of every sequence, which of k and v this rank keeps
+    after: list[Placement]
+
+
+class _Shorter(NamedTuple):
+    """What truncate() and keep() leave, and what they ask of this rank's own tokens."""
+
+    placed: list[list[Placement]]  # of each layer
+    start: list[int]
+    path: list[list[int]]
+
+
+class KVCache:
+    """A KVCache whose tokens are shared out among the ranks of a group, for decoding after a context that one of them
+    could not hold, or not read as fast.
+
+    Every rank makes every call, with the same arguments; whatever differs is an error on all ranks. Every rank then has
+    the same results, to the bit. Call it from one thread.
+
+    Args:
+        layers, batch, kv_heads, head_dim, dtype, value_dim, device: as for speedlight.KVCache.
+        capacity: most tokens of a sequence, on all ranks together; each reserves memory for its share and a piece.
+        piece: new tokens go to the rank that has the fewest, so many at a time.
+        group: a process group of torch.distributed. Default all processes.
+
+    There is no window=: a window's cache is small, so each rank may have its own speedlight.KVCache. A mask may be a
+    window.
+
+    >>> import torch, torch.distributed as dist, speedlight.distributed
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun says who is who
+    >>> cache = speedlight.distributed.KVCache(layers=1, kv_heads=2, head_dim=4, capacity=8)
+    >>> x = torch.ones(1, 2, 3, 4)
+    >>> cache.attend(0, x, x, x).shape, cache.length(0), cache.counts(0)
+    (torch.Size([1, 2, 3, 4]), 3, (3,))
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        batch: int = 1,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: Dtype = "float32",
+        value_dim: int | None = None,
+        piece: int = 128,
+        device: Any = "cpu",
+        group: Any = None,
+    ) -> None:
+        self._joins(group, device)
+        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+
+        def made() -> tuple[_Said, Local]:
+            *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
+            check_sizes({"piece": piece})
+            local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
+            said = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype}
+            return {name: str(x) for name, x in said.items()}, local
+
+        local = self._together("KVCache", made)
+        self._holds(local, int(capacity), int(piece), [[placement.empty(self.ranks)] * batch for _ in range(layers)])
+
+    def _joins(self, group: Any, device: Any) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ArgumentError(
+                "group: expected processes that torch.distributed has joined; got none. Call "
+                "torch.distributed.init_process_group('gloo') first, under torchrun."
+            )
+        self.group, self._device = group, torch.device(device)
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ArgumentError("group: expected one that this process belongs to; got another.")
+
+    def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
+        self._local, self.capacity, self.piece, self._placed = local, capacity, piece, placed
+        self.layers, self.batch, self.kv_heads = local.layers, local.batch, local.kv_heads
+        self.head_dim, self.value_dim, self.dtype = local.head_dim, local.value_dim, local.dtype
+
+    def __repr__(self) -> str:
+        sizes = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "piece")
+        given = ", ".join(f"{n}={getattr(self, n)}" for n in sizes)
+        return f"KVCache({given}, dtype={self.dtype!r}, rank {self.rank} of {self.ranks})"
+
+    # --- contents
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the tokens that this rank keeps."""
+        return self._local.used_bytes
+
+    def lengths(self, layer: int) -> tuple[int, ...]:
+        """Tokens of every sequence, on all ranks together."""
+        return tuple(x.length for x in self._placed[self._layer(layer)])
+
+    def length(self, layer: int, item: int = 0) -> int:
+        """Tokens of one sequence."""
+        return self._sequence(layer, item).length
+
+    def counts(self, layer: int, item: int = 0) -> tuple[int, ...]:
+        """Of one sequence, the tokens that each rank keeps."""
+        return self._sequence(layer, item).counts
+
+    def positions(self, layer: int, item: int = 0) -> Tensor:
+        """Of one sequence, the positions of this rank's tokens, in the order of keys() and values()."""
+        return torch.from_numpy(self._sequence(layer, item).positions(self.rank))
+
+    def keys(self, layer: int) -> Any:
+        """A copy of this rank's: (batch, kv_heads, most of a sequence, head_dim), as speedlight.KVCache has them."""
+        return self._local.keys(layer)
+
+    def values(self, layer: int) -> Any:
+        """A copy of this rank's: (batch, kv_heads, most of a sequence, value_dim)."""
+        return self._local.values(layer)
+
+    # --- growing
+
+    def append(
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        *,
+        new_lengths: Ints | None = None,
+        shard: Shard | None = None,
+        length: int | None = None,
+    ) -> None:
+        """Stores tokens without attending.
+
+        Args:
+            layer: index of the layer.
+            k, v: (batch, kv_heads, n_new, head_dim) and (…, value_dim): the same tokens on every rank, which keeps
+                those that are its own.
+            new_lengths: how many of them are each sequence's, where some have fewer than n_new.
+            shard: "contiguous", "zigzag" or "stripe": k and v are this rank's shard of the new tokens, as attention()
+                takes them. Nothing is sent: they stay where they are.
+            length: beside shard, how many tokens the shards of all ranks have. Default this rank's, times the ranks.
+
+        Raises:
+            CacheFull: a sequence would pass the capacity, or what a rank has room for. Nothing is written on any rank.
+            speedlight.Error: the argument, what was expected and what came; it differs between ranks; a rank is gone.
+        """
+
+        def checked() -> tuple[_Said, _New]:
+            at = self._layer(layer)
+            if shard is not None:
+                new, said = self._sharded(at, k, v, new_lengths, shard, length)
+            elif length is not None:
+                raise ArgumentError(f"length: expected None without shard=; got {length}.")
+            else:
+                new, said = self._new(at, k, v, new_lengths)
+            return {"shard": str(shard), **said, **self._state(at)}, new
+
+        new = self._together("append", checked)
+        before = self._local._held[layer]
+        try:
+            self._put(layer, new)
+            self._placed[layer] = new.after  # from here on nothing comes between
+        except BaseException:
+            self._local._take_back(layer, before)
+            raise
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Any = None,
+        v: Any = None,
+        *,
+        new_lengths: Ints | None = None,
+        q_lengths: Ints | None = None,
+        scale: float | None = None,
+        mask: Mask | None = None,
+        score: Scores | None = None,
+        sink_logits: Sinks | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
+
+        Args:
+            q: (batch, q_heads, n_new, head_dim), a tensor, the same on every rank.
+            k, v: as for append(), the same on every rank; None appends nothing: every query then sees every token.
+            layer, new_lengths, q_lengths, scale, mask, score, sink_logits, return_lse: as for
+                speedlight.KVCache.attend(); positions count from the first token of a sequence, whoever keeps it.
+
+        Returns:
+            (batch, q_heads, n_new, value_dim), of q's dtype; with return_lse also (batch, q_heads, n_new). Each rank
+            attends to its own tokens, and merge() joins what they found: inside merge()'s bound of one cache, not its
+            bits.
+
+        Raises:
+            CacheFull: a sequence would pass the capacity. Nothing is written on any rank.
+            speedlight.Error: the argument, what was expected and what came; it differs between ranks; a rank is gone.
+
+        After an exception the cache is as it was. If other ranks went on, the next call says so, on every rank.
+        """
+        given = Options(mask=mask, score=score, sink_logits=sink_logits, scale=scale, causal=k is not None)
+
+        def checked() -> tuple[_Said, Any]:
+            check_flag("return_lse", return_lse)
+            new, said, at, lengths = None, {"k": "None"}, self._layer(layer), q_lengths
+            if k is not None and v is not None:
+                new, said = self._new(at, k, v, new_lengths)
+                lengths = new_lengths if q_lengths is None else q_lengths
+            elif k is not None or v is not None or new_lengths is not None:
+                name = "k" if k is None else "v" if v is None else "new_lengths"
+                raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
+            n_new, after = (None, self._placed[at]) if new is None else (new.k.shape[2], new.after)
+            asked = asked_of(self._local, q, n_new, after, given._replace(q_lengths=lengths))
+            return {**asked.said(), **said, **self._state(at)}, (new, asked)
+
+        exchange, (new, asked) = self._begun("attend", checked)
+        before, failed, state = self._local._held[layer], None, None
+        try:
+            try:
+                if new is not None:
+                    self._put(layer, new)
+                state = partial(self._local, layer, asked, self.rank)
+            except BaseException as error:  # the others wait for what this rank finds: they hear that nothing comes
+                failed = error
+            exchange.settle()
+            out, lse = merged(self.group, asked, self.value_dim, state, failed)
+            self._placed[layer] = asked.after  # from here to the return nothing comes between
+            return (out, lse) if return_lse else out
+        except BaseException:
+            self._local._take_back(layer, before)
+            raise
+
+    # --- shrinking
+
+    def truncate(self, length: int | Sequence[int]) -> None:
+        """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
+
+        def checked() -> tuple[_Said, _Shorter]:
+            wanted = [length] if length is None else length
+            each = shorter_lengths(wanted, [list(self.lengths(n)) for n in range(self.layers)], lambda *_: False)
+            found = []
+            for own in self._placed:
+                after = [placement.shortened(x, n) for x, n in zip(own, each, strict=True)]
+                found.append(_Shorter([after], [x.counts[self.rank] for x in after], []))
+            return {"length": str(each)}, _of_all(found)
+
+        shorter = self._together("truncate", checked)
+        self._shorten(shorter.placed, lambda: self._local.truncate(shorter.start))
+
+    def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
+        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer: as
+        speedlight.KVCache.keep(). Every token stays on its rank.
+        """
+
+        def checked() -> tuple[_Said, _Shorter]:
+            starts, paths = paths_of(indices, start, [self.lengths(n) for n in range(self.layers)])
+            found = []
+            for own in self._placed:
+                both = [placement.kept(*x) for x in zip(own, starts, paths, strict=True)]
+                first = [placement.shortened(x, n).counts[self.rank] for x, n in zip(own, starts, strict=True)]
+                found.append(_Shorter([[x for x, _ in both]], first, [slots[self.rank] for _, slots in both]))
+            return {"start": str(starts), "indices": str(paths)}, _of_all(found)
+
+        shorter = self._together("keep", checked)
+        path: Any = shorter.path if self.batch > 1 else shorter.path[0]
+        self._shorten(shorter.placed, lambda: self._local.keep(path, start=shorter.start))
+
+    def clear(self) -> None:
+        """Forgets everything; the memory stays reserved."""
+        self._together("clear", lambda: ({}, None))
+        self._shorten([[placement.empty(self.ranks)] * self.batch for _ in range(self.layers)], self._local.clear)
+
+    def _shorten(self, after: list[list[Placement]], change: Callable[[], None]) -> None:
+        """Both change, or neither: this rank's tokens by one store of their lengths, which tells."""
+        before, held = self._placed, self._local._held
+        try:
+            self._placed = after
+            change()
+        except BaseException:
+            if self._local._held is held:
+                self._placed = before
+            raise
+
+    # --- files
+
+    def save(self, path: str | Path) -> None:
+        """Writes a .safetensors file of each rank: for "x.safetensors" rank 0 of 2 writes "x.0-of-2.safetensors".
+
+        Raises:
+            FileError: as of speedlight.KVCache.save(), on every rank.
+        """
+        self._together("save", lambda: ({"tokens": placement.as_words(self._placed)}, saved.checked_path(path)))
+        stamp = torch.randint(1 << 62, (1,), device=self._device)  # files of one save() know each other
+        dist.broadcast(stamp, group=self.group, group_src=0)
+        content = Content(self._local, self.capacity, self.piece, self._placed)
+
+        def written() -> tuple[_Said, None]:
+            write(Path(path), content, self.rank, self.ranks, stamp.item())
+            return {}, None
+
+        self._together("save", written)
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: Any = "cpu", group: Any = None) -> KVCache:
+        """Reads what save() wrote, on as many ranks.
+
+        Raises:
+            FileError: a file is missing or damaged, was saved by another number of ranks, or in another save().
+        """
+        cache = cls.__new__(cls)
+        cache._joins(group, device)
+
+        def found() -> tuple[_Said, Content]:
+            content, stamp = read(saved.checked_path(path), cache.rank, cache.ranks, device)
+            return {"stamp": stamp, "tokens": placement.as_words(content.placed)}, content
+
+        cache._holds(*cache._together("load", found))
+        return cache
+
+    # --- arguments
+
+    def _layer(self, layer: Any) -> int:
+        return check_index("layer", layer, self.layers)
+
+    def _sequence(self, layer: Any, item: Any) -> Placement:
+        return self._placed[self._layer(layer)][check_index("batch index", item, self.batch)]
+
+    def _begun(self, call: str, checked: Callable[[], tuple[_Said, Any]]) -> tuple[Exchange, Any]:
+        """A call whose arguments this rank has checked, while it asks the others."""
+        try:
+            said, found = checked()
+        except Exception as error:  # the others wait for this rank: they are told, and it raises
+            Exchange(self.group, call, self._device, error).settle()
+            raise
+        return Exchange(self.group, call, self._device, said), found
+
+    def _together(self, call: str, checked: Callable[[], tuple[_Said, Any]]) -> Any:
+        """What a call was asked for, once all ranks are known to be asked for the same."""
+        exchange, found = self._begun(call, checked)
+        exchange.settle()
+        return found
+
+    def _state(self, layer: int) -> _Said:
+        return {"layer": str(layer), "stored tokens": str([x.counts for x in self._placed[layer]])}
+
+    def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[_New, _Said]:
+        """New tokens that every rank has."""
+        k, v, counts = self._local._new(k, v, new_lengths)
+        before = self._placed[layer]
+        grown: dict[tuple[int, int], Placement] = {}  # most often the sequences of a batch have one
+        for x, n in zip(before, counts, strict=True):
+            if (id(x), n) not in grown:
+                grown[id(x), n] = placement.grown(x, n, self.piece)
+        after = [grown[id(x), n] for x, n in zip(before, counts, strict=True)]
+        placement.check_room(layer, before, after, self.capacity, self._local.capacity)
+        rows = [placement.new_rows(x, y, self.rank) for x, y in zip(before, after, strict=True)]
+        said = {"k": f"{k.dtype} {tuple(k.shape)}", "v": f"{v.dtype} {tuple(v.shape)}", "new_lengths": str(counts)}
+        return _New(k, v, rows, after), said
+
+    def _sharded(self, layer: int, k: Any, v: Any, new_lengths: Any, shard: Any, length: Any) -> tuple[_New, _Said]:
+        """New tokens of which every rank has its shard."""
+        if new_lengths is not None:
+            raise ArgumentError("new_lengths: expected None beside shard=, which is of the whole batch; got lengths.")
+        k, v, (mine, *_) = self._local._new(k, v, None)
+        whole = mine * self.ranks if length is None else integer("length", length)
+        shards = positions(whole, self.ranks, shard)
+        if tokens(shards[self.rank]) != mine:
+            raise ArgumentError(
+                f"k: expected {tokens(shards[self.rank])} tokens, rank {self.rank}'s {shard} shard of {whole}; got "
+                f"{mine}. length= says how many all ranks bring together."
+            )
+        before = self._placed[layer]
+        grown = {id(x): placement.sharded(x, shards) for x in before}
+        after = [grown[id(x)] for x in before]
+        placement.check_room(layer, before, after, self.capacity, self._local.capacity)
+        return _New(k, v, [[range(mine)]] * self.batch, after), {"length": str(whole)}
+
+    def _put(self, layer: int, new: _New) -> None:
+        """Appends what is this rank's."""
+        counts = [sum(map(len, rows)) for rows in new.rows]
+        most = max(counts)
+        if not most:
+            return
+        if all([rows == new.rows[0] for rows in new.rows]):
+            self._local.append(layer, _picked(new.k, new.rows[0]), _picked(new.v, new.rows[0]))
+            return
+        both = []
+        for x in (new.k, new.v):
+            own = x[:, :, :most] + 0  # a copy, as long as any needs
+            for item, rows in enumerate(new.rows):
+                own[item, :, : counts[item]] = _picked(x[item : item + 1], rows)[0]
+            both.append(own)
+        self._local.append(layer, *both, new_lengths=counts)
+
+
+def _picked(x: Any, rows: list[range]) -> Any:
+    """These tokens of x: a view, if they are side by side."""
+    match rows:
+        case []:
+            return x[:, :, :0]
+        case [one]:
+            return x[:, :, one.start : one.stop]
+    return x[:, :, np.concatenate([np.arange(one.start, one.stop) for one in rows])]
+
+
+def _of_all(layers: list[_Shorter]) -> _Shorter:
+    """What every layer is left with, if it is the same of this rank's tokens in each."""
+    first = layers[0]
+    for n, x in enumerate(layers):
+        if (x.start, x.path) != (first.start, first.path):
+            raise ArgumentError(
+                f"layer: expected tokens that lie alike in every layer; those of layer {n} lie otherwise than those of "
+                "layer 0. Append the same shards to each layer, or clear()."
+            )
+    return first._replace(placed=[x.placed[0] for x in layers])
