@@ -285,7 +285,7 @@ def case_context_parallel() -> None:
     theirs._cp_options.enable_load_balance = True
     assert not [x for x in theirs.custom_ops if "for_cpu" in str(x)]
     with sd.context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]):
-        mask = torch.ones(24, 24, dtype=torch.bool)
+        mask = torch.ones(1, 1, 24 * ranks, 24, dtype=torch.bool)
         assert "attn_mask: expected none" in refused(lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask))
 
 

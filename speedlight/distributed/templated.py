@@ -161,7 +161,8 @@ def _ring_of(module: Any) -> Any:
     """What DTensors do for PyTorch's flash attention on the CPU: its ring, over the blocks of all ranks."""
 
     def handler(operation: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-        query, key, value, dropout, is_causal = (*args, *(0.0, False)[len(args) - 3 :])
+        given: Any = (*args, *(0.0, False)[len(args) - 3 :])
+        query, key, value, dropout, is_causal = given
         if dropout or options.get("attn_mask") is not None:
             name = "dropout_p" if dropout else "attn_mask"
             raise UnsupportedError(
