@@ -32,6 +32,7 @@ from speedlight import reference
 from speedlight.distributed import positions
 from speedlight.distributed.placement import grown
 
+TIMEOUT = 120  # seconds; nothing here waits for it
 BATCH, HEADS, KV, DIM = 2, 4, 2, 16
 SIZES: dict[str, Any] = {"layers": 1, "batch": BATCH, "kv_heads": KV, "head_dim": DIM, "capacity": 400}
 
@@ -57,7 +58,7 @@ class Both:
         k, v = self.drawn(KV, n), self.drawn(KV, n)
         self.one.append(layer, k, v)
         mine = np.concatenate([*map(np.array, positions(n, dist.get_world_size(), shard)[dist.get_rank()]), []])
-        self.all.append(layer, *(x[:, :, mine.astype(int)] for x in (k, v)), shard=shard, length=n)
+        self.all.append(layer, *(x[:, :, mine.astype(int)] for x in (k, v)), shard=shard)
 
     def attend(self, n: int, new: int | None = None, **options: Any) -> None:
         """Both, held to each other by twice the bound: of each of the two."""
@@ -172,7 +173,9 @@ def case_files() -> None:
         if dist.get_rank():
             (folder / f"again.{name}").replace(folder / f"cache.{name}")
         dist.barrier()
-        assert "expected the same on every rank" in refused(lambda: sd.KVCache.load(folder / "cache.safetensors"))
+        assert "stamp: expected the same in every process" in refused(
+            lambda: sd.KVCache.load(folder / "cache.safetensors")
+        )
 
 
 def case_differences() -> None:
@@ -193,22 +196,18 @@ def case_differences() -> None:
         "sink_logits": lambda: both.all.attend(0, q, sink_logits=[1.0, 2.0, 3.0, 4.0 + last]),
         "length": lambda: both.all.truncate(3 + last),
         "start": lambda: both.all.keep([0], start=1 + last),
-        "append": lambda: both.all.attend(0, q) if last else both.all.append(0, k, k),
+        "call": lambda: both.all.attend(0, q) if last else both.all.append(0, k, k),
         "head_dim": lambda: sd.KVCache(**{**SIZES, "head_dim": 16 + last}),
     }
     for name, call in calls.items() if dist.get_world_size() > 1 else ():
         said = refused(call)
-        assert "expected the same" in said and (said.startswith(f"{name}: ") or name == "append"), (name, said)
-    both.all.truncate(9)
-    both.one.truncate(9)
+        assert said.startswith(f"{name}: expected the same in every process; got "), (name, said)
     both.all.truncate(9)
     both.one.truncate(9)
     both.attend(4)
     if dist.get_world_size() > 1:
         said = refused(lambda: both.all.append(0, k, k[:, :, : 2 - last]))
-        assert said.startswith(
-            "v: " if last else f"append: rank {dist.get_world_size() - 1} refused its arguments (v: "
-        )
+        assert "v: expected 2 tokens, as k has; got 1" in said and said.startswith("v: " if last else "group: expected")
         if last:  # as if the others had gone on where this rank failed
             both.all._placed[0] = [grown(x, 1, 16) for x in both.all._placed[0]]
         said = refused(lambda: both.all.attend(0, q))
@@ -231,7 +230,7 @@ def case_too_many() -> None:
     small = sd.KVCache(**SIZES | {"capacity": 40}, piece=4)
     if small.ranks > 1:
         x = torch.ones(BATCH, KV, int(small.rank == 0), DIM)
-        said = refused(lambda: [small.append(0, x, x, shard="contiguous", length=1) for _ in range(40)])
+        said = refused(lambda: [small.append(0, x, x, shard="contiguous") for _ in range(40)])
         assert "1 tokens need room on rank 0, 0 of its" in said and small.counts(0)[0] == small.length(0)
     assert both.all.counts(0) == before and (both.all.keys(0) == own).all()
     both.attend(10)
@@ -284,9 +283,11 @@ def case_context_parallel() -> None:
         close(theirs.context_parallel_unshard(mesh, got, [2] * 4), want)
     theirs._cp_options.enable_load_balance = True
     assert not [x for x in theirs.custom_ops if "for_cpu" in str(x)]
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     with sd.context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]):
-        mask = torch.ones(1, 1, 24 * ranks, 24, dtype=torch.bool)
-        assert "attn_mask: expected none" in refused(lambda: F.scaled_dot_product_attention(q, q, q, attn_mask=mask))
+        ring = theirs.custom_ops[flash]
+        assert "attn_mask: expected none" in refused(lambda: ring(flash, (q, q, q), {"attn_mask": flow}))
+        assert "dropout_p: expected none" in refused(lambda: ring(flash, (q, q, q, 0.1, True), {}))
 
 
 def case_ring_ops() -> None:
@@ -344,7 +345,7 @@ def run(rank: int, ranks: int, where: str, names: list[str]) -> int:
     """One rank: every case, whatever became of those before it."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{where}/meeting", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{where}/meeting", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
     )
     wrong = 0
     for name in names:
@@ -356,6 +357,8 @@ def run(rank: int, ranks: int, where: str, names: list[str]) -> int:
         text = said.replace("\n", "\\n")
         sys.stdout.write(f"{ranks} {rank} {name} {text}\n")
         sys.stdout.flush()
+        if wrong:
+            break  # and the others will miss this rank, not wait for it
         dist.barrier()
     dist.destroy_process_group()
     return wrong

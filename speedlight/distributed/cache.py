@@ -8,27 +8,35 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import cache_sizes, check_flag, check_index, check_sizes, integer, shorter_lengths
+from ..checks import cache_sizes, check_flag, check_index, check_sizes, shorter_lengths
 from ..errors import ArgumentError
 from ..kv import saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
 from ..problem import Options
 from . import placement
-from .agreeing import Exchange
+from .groups import Peers, agreed
 from .partial import asked_of, merged, partial
 from .placement import Placement
 from .saving import Content, read, write
-from .shardings import positions, tokens
+from .shardings import check_shard, positions
+from .tensors import check_lengths
 
 if TYPE_CHECKING:
     from ..signatures import Dtype, Ints, Mask, Scores, Sinks
     from .shardings import Shard
 
-_Said = dict[str, str]  # the arguments of a call, as all ranks have to mean them
+_STORED = "stored tokens"  # as a message names what ranks have by now
+
+
+class _Checked(NamedTuple):
+    """A call's arguments, as far as this rank can tell."""
+
+    form: dict[str, str]  # in words that have to be the same on every rank
+    found: Any = None
+    own: int = 0  # tokens that this rank alone brings
 
 
 class _New(NamedTuple):
@@ -90,26 +98,19 @@ class KVCache:
         self._joins(group, device)
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
 
-        def made() -> tuple[_Said, Local]:
+        def made() -> _Checked:
             *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
             check_sizes({"piece": piece})
             local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
-            said = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype}
-            return {name: str(x) for name, x in said.items()}, local
+            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype}
+            return _Checked({name: str(x) for name, x in form.items()}, local)
 
-        local = self._together("KVCache", made)
+        local, _ = self._agreed("KVCache", made)
         self._holds(local, int(capacity), int(piece), [[placement.empty(self.ranks)] * batch for _ in range(layers)])
 
     def _joins(self, group: Any, device: Any) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise ArgumentError(
-                "group: expected processes that torch.distributed has joined; got none. Call "
-                "torch.distributed.init_process_group('gloo') first, under torchrun."
-            )
-        self.group, self._device = group, torch.device(device)
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ArgumentError("group: expected one that this process belongs to; got another.")
+        self._peers = Peers(group, torch.device(device))
+        self.rank, self.ranks = self._peers.rank, self._peers.ranks
 
     def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
         self._local, self.capacity, self.piece, self._placed = local, capacity, piece, placed
@@ -162,7 +163,6 @@ class KVCache:
         *,
         new_lengths: Ints | None = None,
         shard: Shard | None = None,
-        length: int | None = None,
     ) -> None:
         """Stores tokens without attending.
 
@@ -173,24 +173,26 @@ class KVCache:
             new_lengths: how many of them are each sequence's, where some have fewer than n_new.
             shard: "contiguous", "zigzag" or "stripe": k and v are this rank's shard of the new tokens, as attention()
                 takes them. Nothing is sent: they stay where they are.
-            length: beside shard, how many tokens the shards of all ranks have. Default this rank's, times the ranks.
 
         Raises:
             CacheFull: a sequence would pass the capacity, or what a rank has room for. Nothing is written on any rank.
             speedlight.Error: the argument, what was expected and what came; it differs between ranks; a rank is gone.
         """
 
-        def checked() -> tuple[_Said, _New]:
+        def checked() -> _Checked:
             at = self._layer(layer)
-            if shard is not None:
-                new, said = self._sharded(at, k, v, new_lengths, shard, length)
-            elif length is not None:
-                raise ArgumentError(f"length: expected None without shard=; got {length}.")
-            else:
-                new, said = self._new(at, k, v, new_lengths)
-            return {"shard": str(shard), **said, **self._state(at)}, new
+            if shard is None:
+                new, form = self._new(at, k, v, new_lengths)
+                return _Checked({**form, **self._state(at)}, new)
+            check_shard(shard)
+            if new_lengths is not None:
+                raise ArgumentError("new_lengths: expected None beside shard=, which is of all sequences; got lengths.")
+            new = _New(*self._local._new(k, v, None)[:2], [], [])
+            return _Checked({"shard": shard, **self._state(at)}, new, new.k.shape[2])
 
-        new = self._together("append", checked)
+        new, counts = self._agreed("append", checked)
+        if shard is not None:
+            new = self._sharded(layer, new, counts, shard)
         before = self._local._held[layer]
         try:
             self._put(layer, new)
@@ -235,20 +237,20 @@ class KVCache:
         """
         given = Options(mask=mask, score=score, sink_logits=sink_logits, scale=scale, causal=k is not None)
 
-        def checked() -> tuple[_Said, Any]:
+        def checked() -> _Checked:
             check_flag("return_lse", return_lse)
-            new, said, at, lengths = None, {"k": "None"}, self._layer(layer), q_lengths
+            new, form, at, lengths = None, {"k": "None"}, self._layer(layer), q_lengths
             if k is not None and v is not None:
-                new, said = self._new(at, k, v, new_lengths)
+                new, form = self._new(at, k, v, new_lengths)
                 lengths = new_lengths if q_lengths is None else q_lengths
             elif k is not None or v is not None or new_lengths is not None:
                 name = "k" if k is None else "v" if v is None else "new_lengths"
                 raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
             n_new, after = (None, self._placed[at]) if new is None else (new.k.shape[2], new.after)
             asked = asked_of(self._local, q, n_new, after, given._replace(q_lengths=lengths))
-            return {**asked.said(), **said, **self._state(at)}, (new, asked)
+            return _Checked({**asked.form(), **form, **self._state(at)}, (new, asked))
 
-        exchange, (new, asked) = self._begun("attend", checked)
+        (new, asked), _ = self._agreed("attend", checked)
         before, failed, state = self._local._held[layer], None, None
         try:
             try:
@@ -257,8 +259,7 @@ class KVCache:
                 state = partial(self._local, layer, asked, self.rank)
             except BaseException as error:  # the others wait for what this rank finds: they hear that nothing comes
                 failed = error
-            exchange.settle()
-            out, lse = merged(self.group, asked, self.value_dim, state, failed)
+            out, lse = merged(self._peers, asked, self.value_dim, state, failed)
             self._placed[layer] = asked.after  # from here to the return nothing comes between
             return (out, lse) if return_lse else out
         except BaseException:
@@ -270,16 +271,16 @@ class KVCache:
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
 
-        def checked() -> tuple[_Said, _Shorter]:
+        def checked() -> _Checked:
             wanted = [length] if length is None else length
             each = shorter_lengths(wanted, [list(self.lengths(n)) for n in range(self.layers)], lambda *_: False)
             found = []
             for own in self._placed:
                 after = [placement.shortened(x, n) for x, n in zip(own, each, strict=True)]
                 found.append(_Shorter([after], [x.counts[self.rank] for x in after], []))
-            return {"length": str(each)}, _of_all(found)
+            return _Checked({"length": str(each)}, _of_all(found))
 
-        shorter = self._together("truncate", checked)
+        shorter, _ = self._agreed("truncate", checked)
         self._shorten(shorter.placed, lambda: self._local.truncate(shorter.start))
 
     def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
@@ -287,22 +288,22 @@ class KVCache:
         speedlight.KVCache.keep(). Every token stays on its rank.
         """
 
-        def checked() -> tuple[_Said, _Shorter]:
+        def checked() -> _Checked:
             starts, paths = paths_of(indices, start, [self.lengths(n) for n in range(self.layers)])
             found = []
             for own in self._placed:
                 both = [placement.kept(*x) for x in zip(own, starts, paths, strict=True)]
                 first = [placement.shortened(x, n).counts[self.rank] for x, n in zip(own, starts, strict=True)]
                 found.append(_Shorter([[x for x, _ in both]], first, [slots[self.rank] for _, slots in both]))
-            return {"start": str(starts), "indices": str(paths)}, _of_all(found)
+            return _Checked({"start": str(starts), "indices": str(paths)}, _of_all(found))
 
-        shorter = self._together("keep", checked)
+        shorter, _ = self._agreed("keep", checked)
         path: Any = shorter.path if self.batch > 1 else shorter.path[0]
         self._shorten(shorter.placed, lambda: self._local.keep(path, start=shorter.start))
 
     def clear(self) -> None:
         """Forgets everything; the memory stays reserved."""
-        self._together("clear", lambda: ({}, None))
+        self._agreed("clear", lambda: _Checked({}))
         self._shorten([[placement.empty(self.ranks)] * self.batch for _ in range(self.layers)], self._local.clear)
 
     def _shorten(self, after: list[list[Placement]], change: Callable[[], None]) -> None:
@@ -324,16 +325,16 @@ class KVCache:
         Raises:
             FileError: as of speedlight.KVCache.save(), on every rank.
         """
-        self._together("save", lambda: ({"tokens": placement.as_words(self._placed)}, saved.checked_path(path)))
-        stamp = torch.randint(1 << 62, (1,), device=self._device)  # files of one save() know each other
-        dist.broadcast(stamp, group=self.group, group_src=0)
-        content = Content(self._local, self.capacity, self.piece, self._placed)
+        where, _ = self._agreed("save", lambda: _Checked({"tokens": self._words()}, saved.checked_path(path)))
+        stamp = torch.randint(1 << 62, (1,), device=self._peers.device)  # files of one save() know each other
+        stamp = self._peers.gathered(stamp, "with what its file is called")[0]
 
-        def written() -> tuple[_Said, None]:
-            write(Path(path), content, self.rank, self.ranks, stamp.item())
-            return {}, None
+        def written() -> _Checked:
+            content = Content(self._local, self.capacity, self.piece, self._placed)
+            write(where, content, self.rank, self.ranks, stamp.item())
+            return _Checked({})
 
-        self._together("save", written)
+        self._agreed("save", written)
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu", group: Any = None) -> KVCache:
@@ -345,11 +346,12 @@ class KVCache:
         cache = cls.__new__(cls)
         cache._joins(group, device)
 
-        def found() -> tuple[_Said, Content]:
+        def found() -> _Checked:
             content, stamp = read(saved.checked_path(path), cache.rank, cache.ranks, device)
-            return {"stamp": stamp, "tokens": placement.as_words(content.placed)}, content
+            return _Checked({"stamp": stamp, "tokens": placement.as_words(content.placed)}, content)
 
-        cache._holds(*cache._together("load", found))
+        content, _ = cache._agreed("load", found)
+        cache._holds(*content)
         return cache
 
     # --- arguments
@@ -360,25 +362,28 @@ class KVCache:
     def _sequence(self, layer: Any, item: Any) -> Placement:
         return self._placed[self._layer(layer)][check_index("batch index", item, self.batch)]
 
-    def _begun(self, call: str, checked: Callable[[], tuple[_Said, Any]]) -> tuple[Exchange, Any]:
-        """A call whose arguments this rank has checked, while it asks the others."""
+    def _agreed(self, call: str, checked: Callable[[], _Checked]) -> tuple[Any, list[int]]:
+        """What a call was asked for, and the tokens that each rank alone brings, once all mean the same by it."""
+        given, error = _Checked({}), None
         try:
-            said, found = checked()
-        except Exception as error:  # the others wait for this rank: they are told, and it raises
-            Exchange(self.group, call, self._device, error).settle()
+            given = checked()
+        except Exception as found:  # the others are told, and this rank raises it
+            error = found
+        try:
+            rows = agreed(self._peers, {"call": call, **given.form}, (given.own,), error)
+        except ArgumentError as found:
+            if str(found).startswith(f"{_STORED}: "):
+                found.args = (f"{found} truncate() the cache to a length that all ranks have.",)
             raise
-        return Exchange(self.group, call, self._device, said), found
+        return given.found, [own for (own,) in rows]
 
-    def _together(self, call: str, checked: Callable[[], tuple[_Said, Any]]) -> Any:
-        """What a call was asked for, once all ranks are known to be asked for the same."""
-        exchange, found = self._begun(call, checked)
-        exchange.settle()
-        return found
+    def _words(self) -> str:
+        return placement.as_words(self._placed)
 
-    def _state(self, layer: int) -> _Said:
-        return {"layer": str(layer), "stored tokens": str([x.counts for x in self._placed[layer]])}
+    def _state(self, layer: int) -> dict[str, str]:
+        return {"layer": str(layer), _STORED: str([x.counts for x in self._placed[layer]])}
 
-    def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[_New, _Said]:
+    def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[_New, dict[str, str]]:
         """New tokens that every rank has."""
         k, v, counts = self._local._new(k, v, new_lengths)
         before = self._placed[layer]
@@ -389,26 +394,18 @@ class KVCache:
         after = [grown[id(x), n] for x, n in zip(before, counts, strict=True)]
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
         rows = [placement.new_rows(x, y, self.rank) for x, y in zip(before, after, strict=True)]
-        said = {"k": f"{k.dtype} {tuple(k.shape)}", "v": f"{v.dtype} {tuple(v.shape)}", "new_lengths": str(counts)}
-        return _New(k, v, rows, after), said
+        form = {"k": f"{k.dtype} {tuple(k.shape)}", "v": f"{v.dtype} {tuple(v.shape)}", "new_lengths": str(counts)}
+        return _New(k, v, rows, after), form
 
-    def _sharded(self, layer: int, k: Any, v: Any, new_lengths: Any, shard: Any, length: Any) -> tuple[_New, _Said]:
+    def _sharded(self, layer: int, new: _New, counts: list[int], shard: Shard) -> _New:
         """New tokens of which every rank has its shard."""
-        if new_lengths is not None:
-            raise ArgumentError("new_lengths: expected None beside shard=, which is of the whole batch; got lengths.")
-        k, v, (mine, *_) = self._local._new(k, v, None)
-        whole = mine * self.ranks if length is None else integer("length", length)
-        shards = positions(whole, self.ranks, shard)
-        if tokens(shards[self.rank]) != mine:
-            raise ArgumentError(
-                f"k: expected {tokens(shards[self.rank])} tokens, rank {self.rank}'s {shard} shard of {whole}; got "
-                f"{mine}. length= says how many all ranks bring together."
-            )
+        shards = positions(sum(counts), self.ranks, shard)
+        check_lengths("k", counts, shards, shard)
         before = self._placed[layer]
-        grown = {id(x): placement.sharded(x, shards) for x in before}
-        after = [grown[id(x)] for x in before]
+        joined = {id(x): placement.sharded(x, shards) for x in before}
+        after = [joined[id(x)] for x in before]
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
-        return _New(k, v, [[range(mine)]] * self.batch, after), {"length": str(whole)}
+        return new._replace(rows=[[range(counts[self.rank])]] * self.batch, after=after)
 
     def _put(self, layer: int, new: _New) -> None:
         """Appends what is this rank's."""

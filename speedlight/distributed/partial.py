@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError, Error
+from ..errors import ArgumentError, ArgumentTypeError, CommunicationError
 from ..expressions.patterns import causal
-from ..expressions.symbols import Symbol
+from ..expressions.substitution import replaced
+from ..expressions.symbols import Symbol, node_of
 from ..expressions.tables import Table
-from ..expressions.tracing import Expression, elsewhere
+from ..expressions.tracing import Expression
 from ..expressions.tree import SYMBOLS, Node
 from ..kv.cache import KVCache
 from ..kv.query import check_asked
 from ..merging import merge
 from ..problem import Options, Problem
 from ..resolve import from_stored
-from .agreeing import finished
+from .forms import form_of
+from .groups import Peers
 from .placement import Placement
 
-_FEW = 16384  # entries of a table that are compared from rank to rank
 _CAUSAL = causal()
 _B, _I, _J = (Symbol(Node("symbol", SYMBOLS[name], value=name)) for name in "bij")
 
@@ -43,11 +42,11 @@ class Asked(NamedTuple):
     def logs(self) -> torch.dtype:
         return torch.float64 if self.q.dtype == torch.float64 else torch.float32
 
-    def said(self) -> dict[str, str]:
+    def form(self) -> dict[str, str]:
         """What all ranks have to mean alike."""
         p = self.problem
-        said = {"q": f"{self.q.dtype} {tuple(self.q.shape)}", "q_lengths": str(p.q_lengths), "scale": str(p.scale)}
-        return said | {"mask": _told(p.mask), "score": _told(p.score), "sink_logits": str(p.sinks)}
+        options = Options(mask=p.mask, score=p.score, sink_logits=p.sinks, scale=p.scale, q_lengths=list(p.q_lengths))
+        return form_of(options, {"q": f"{self.q.dtype} {tuple(self.q.shape)}"})
 
 
 def asked_of(local: KVCache, q: Any, n_new: int | None, after: Sequence[Placement], given: Options) -> Asked:
@@ -86,18 +85,19 @@ def _moved(x: Expression | None, asked: Asked, rank: int) -> Expression | None:
     after = asked.after
     if x is None or len(after[0].counts) == 1 or x.root.uses.isdisjoint("ij"):
         return x
-    shifts = [p.length - p.counts[rank] for p in after]
+    shifts, own = [p.length - p.counts[rank] for p in after], [p.positions(rank) for p in after]
     if all([p is after[0] for p in after]):
-        return elsewhere(x, _I + shifts[0], Table(after[0].positions(rank), "positions")[_J])
-    own = [p.positions(rank) for p in after]
-    table = np.zeros((len(own), max(map(len, own))), np.int64)
-    for row, at in zip(table, own, strict=True):
-        row[: len(at)] = at
-    return elsewhere(x, _I + Table(shifts, "positions")[_B], Table(table, "positions")[_B, _J])
+        i, j = _I + shifts[0], Table(own[0], "positions")[_J]
+    else:
+        table = np.zeros((len(own), max(map(len, own))), np.int64)
+        for row, at in zip(table, own, strict=True):
+            row[: len(at)] = at
+        i, j = _I + Table(shifts, "positions")[_B], Table(table, "positions")[_B, _J]
+    return replaced(x, {"i": node_of(i), "j": node_of(j)})
 
 
 def merged(
-    group: Any, asked: Asked, value_dim: int, state: tuple[Tensor, Tensor] | None, failed: BaseException | None
+    peers: Peers, asked: Asked, value_dim: int, state: tuple[Tensor, Tensor] | None, failed: BaseException | None
 ) -> tuple[Tensor, Tensor]:
     """What all ranks have found; each hears of a failure on any."""
     q, shape = asked.q, (*asked.q.shape[:-1], value_dim)
@@ -108,13 +108,15 @@ def merged(
     else:
         mine[: rows * value_dim].view(shape).copy_(state[0])
         mine[rows * value_dim : -1].view(q.shape[:-1]).copy_(state[1])
-    each = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    finished(dist.all_gather(each, mine, group, async_op=True), group, "attend")
+    each = peers.gathered(mine, "with what it found")
     if failed is not None:
         raise failed
-    gone = [rank for rank, x in enumerate(each) if x[-1]]
+    gone = [peers.world_rank(rank) for rank, x in enumerate(each) if x[-1]]
     if gone:
-        raise Error(f"attend: rank {gone[0]} failed, and says why. The cache is as it was on every rank.")
+        raise CommunicationError(
+            f"group: expected every process to attend; rank {gone[0]} failed, and says why. The cache is as it was.",
+            gone[0],
+        )
     outs = [x[: rows * value_dim].view(shape) for x in each]
     lses = [x[rows * value_dim : -1].view(q.shape[:-1]) for x in each]
     if asked.problem.sinks is not None:
@@ -130,11 +132,3 @@ def _sinks(problem: Problem, like: Tensor) -> Tensor:
     for item, n in enumerate(problem.q_lengths):
         state[item, :, n:] = -math.inf
     return state
-
-
-def _told(x: Expression | None) -> str:
-    """A mask or score in words that differ where it does: its text, and what is in its tables."""
-    if x is None:
-        return "None"
-    few = [t for t in x.tables if t.array.size <= _FEW]
-    return " ".join([repr(x), *map(repr, x.tables), *(f"{zlib.crc32(t.host().tobytes()):08x}" for t in few)])

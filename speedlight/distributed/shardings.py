@@ -10,6 +10,7 @@ A *run* is a `range` of positions; a process holds its runs one after another, i
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
@@ -22,7 +23,7 @@ Runs: TypeAlias = tuple[range, ...]  # of one process
 SHARDS = ("contiguous", "zigzag", "stripe")
 
 
-def positions(length: int, ranks: int, shard: Shard = "contiguous", multiple: int = 1) -> tuple[Runs, ...]:
+def positions(length: int, ranks: int, shard: Shard = "contiguous") -> tuple[Runs, ...]:
     """Which positions of a sequence each process of a group holds.
 
     Args:
@@ -31,7 +32,6 @@ def positions(length: int, ranks: int, shard: Shard = "contiguous", multiple: in
         ranks: how many processes there are.
         shard: "contiguous", "zigzag" (process r has chunks r and 2·ranks - 1 - r of 2·ranks) or "stripe" (positions r,
             r + ranks, …).
-        multiple: of what chunks are whole multiples, but the last one: 1024 for exact=True. Not of stripes.
 
     Returns:
         A tuple for each process, in the order of ranks: the ranges of positions that it holds, none of them empty, in
@@ -47,32 +47,25 @@ def positions(length: int, ranks: int, shard: Shard = "contiguous", multiple: in
     ((range(0, 10, 3),), (range(1, 10, 3),), (range(2, 10, 3),))
     """
     check_shard(shard)
-    multiple = size("multiple", multiple, 1)
-    if shard == "stripe" and multiple > 1:
-        raise ArgumentError(
-            f"multiple: expected 1 for shard='stripe', whose runs are of single positions; got {multiple}. Use "
-            "shard='zigzag', which balances causal work, too."
-        )
-    return _positions(size("length", length), size("ranks", ranks, 1), shard, multiple)
+    return _positions(size("length", length), size("ranks", ranks, 1), shard)
 
 
 @functools.lru_cache(maxsize=256)
-def _positions(length: int, ranks: int, shard: str, multiple: int) -> tuple[Runs, ...]:
+def _positions(length: int, ranks: int, shard: str) -> tuple[Runs, ...]:
     match shard:
         case "contiguous":
-            return tuple(joined([chunk]) for chunk in _chunks(length, ranks, multiple))
+            return tuple(joined([chunk]) for chunk in _chunks(length, ranks))
         case "zigzag":
-            chunks = _chunks(length, 2 * ranks, multiple)
+            chunks = _chunks(length, 2 * ranks)
             return tuple(joined([chunks[r], chunks[-1 - r]]) for r in range(ranks))
     return tuple((range(r, length, ranks),) if r < length else () for r in range(ranks))
 
 
-def _chunks(length: int, count: int, multiple: int) -> list[range]:
+def _chunks(length: int, count: int) -> list[range]:
     """`count` chunks of consecutive positions, as even as may be; the first ones are the longer ones."""
-    units = -(-length // multiple)
-    each, more = divmod(units, count)
-    ends = [min(length, (each * n + min(n, more)) * multiple) for n in range(count + 1)]
-    return [range(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    each, more = divmod(length, count)
+    ends = [each * n + min(n, more) for n in range(count + 1)]
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
 
 
 def joined(runs: Iterable[range]) -> Runs:
@@ -85,6 +78,14 @@ def joined(runs: Iterable[range]) -> Runs:
             run = range(found.pop().start, run.stop)
         found.append(run)
     return tuple(found)
+
+
+def whole_of(held: tuple[Runs, ...]) -> Runs:
+    """All positions of several processes, in order."""
+    runs = [run for each in held for run in each]
+    if True in [run.step > 1 for run in runs]:  # stripes of all
+        return joined([range(sum(map(len, runs)))])
+    return joined(sorted(runs, key=lambda x: x.start))
 
 
 def tokens(runs: Runs) -> int:

@@ -322,23 +322,16 @@ def score_chain(scores: Sequence[Expression]) -> Expression | None:
     """Several scores, left to right, as one."""
     root: Node | None = None
     for one in scores:
-        root = one.root if root is None else _substituted(one.root, {"s": root})
+        root = one.root if root is None else _substituted(one.root, root)
     return None if root is None else _checked("score", root)
 
 
-def _substituted(root: Node, symbols: dict[str, Node]) -> Node:
-    """`root` with some symbols replaced."""
+def _substituted(root: Node, s: Node) -> Node:
+    """`root` with the symbol s replaced."""
     new: dict[int, Node] = {}
     for node in order(root):
-        if node.op == "symbol" and node.value in symbols:
-            new[id(node)] = symbols[node.value]
-        elif not node.uses.isdisjoint(symbols):
+        if node.op == "symbol" and node.value == "s":
+            new[id(node)] = s
+        elif "s" in node.uses:
             new[id(node)] = Node(node.op, node.kind, tuple(new.get(id(a), a) for a in node.args), node.value)
     return new.get(id(root), root)
-
-
-def elsewhere(x: Expression, i: Any, j: Any) -> Expression:
-    """A mask or score whose queries and keys are at other positions than a call has them at: i and j are made of its
-    symbols.
-    """
-    return _checked(x.role, _substituted(x.root, {"i": node_of(i), "j": node_of(j)}))
