@@ -13,12 +13,32 @@ from ..lazy import importer
 
 if TYPE_CHECKING:
     from .attending import attention
+    from .cache import KVCache
     from .shardings import positions
+    from .templated import RingOps, context_parallel, ring_ops
     from .tensors import shard, unshard
 
-_HOMES = {"attention": "attending", "positions": "shardings", "shard": "tensors", "unshard": "tensors"}
+_HOMES = {
+    "KVCache": "cache",
+    "RingOps": "templated",
+    "attention": "attending",
+    "context_parallel": "templated",
+    "positions": "shardings",
+    "ring_ops": "templated",
+    "shard": "tensors",
+    "unshard": "tensors",
+}
 
-__all__ = ["attention", "positions", "shard", "unshard"]
+__all__ = [
+    "KVCache",
+    "RingOps",
+    "attention",
+    "context_parallel",
+    "positions",
+    "ring_ops",
+    "shard",
+    "unshard",
+]
 
 
 if not TYPE_CHECKING:

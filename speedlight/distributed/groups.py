@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..arrays import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, Error, shown
+from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, shown
 
 
 class _Known:
@@ -67,13 +67,16 @@ class Peers:
         if self.ranks == 1:
             return [tuple(words)]
         mine = torch.tensor(words, dtype=torch.int64, device=self.device)
+        return [tuple(x.tolist()) for x in self.gathered(mine, "to compare calls")]
+
+    def gathered(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
+        """A tensor of every process, all of one shape and dtype, in the order of ranks."""
         found = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.ranks)]
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        what = "to compare calls"  # from one to one, so that who is missed is known
+        others = [rank for rank in range(self.ranks) if rank != self.rank]  # one to one: who is missed is known
         sends = [(mine, rank, 0, what) for rank in others]
         for message in self.post(sends, [(found[rank], rank, 0, what) for rank in others]):
             self.wait(message)
-        return [tuple(x.tolist()) for x in found]
+        return found
 
     def told(self, said: Any) -> list[Any]:
         """Something of every process, in the order of ranks."""
@@ -230,7 +233,7 @@ def group_of(group: Any) -> Any:
     return found
 
 
-def agreed(peers: Peers, form: dict[str, str], sizes: Sequence[int], error: Error | None) -> list[tuple[int, ...]]:
+def agreed(peers: Peers, form: dict[str, str], sizes: Sequence[int], error: Exception | None) -> list[tuple[int, ...]]:
     """The sizes of every process, once all have said the same of their calls; nothing was sent before.
 
     error: what is wrong with this process's arguments, which is then raised; the others are told.

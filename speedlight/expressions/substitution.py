@@ -1,9 +1,9 @@
-"""Masks and scores over other positions: symbols become linear functions of themselves."""
+"""Masks and scores over other positions: something else stands where their symbols were."""
 
 from __future__ import annotations
 
 from .tracing import Expression, expression_of
-from .tree import Node, order
+from .tree import SYMBOLS, Node, order
 
 
 def substituted(x: Expression, by: dict[str, tuple[int, int]]) -> Expression:
@@ -14,11 +14,17 @@ def substituted(x: Expression, by: dict[str, tuple[int, int]]) -> Expression:
     >>> substituted(sl.causal(), {"i": (2, 1)})
     mask (j <= ((i * 2) + 1))
     """
+    symbols = {name: Node("symbol", SYMBOLS[name], value=name) for name in by}
+    return replaced(x, {name: _linear(symbols[name], *pair) for name, pair in by.items() if pair != (1, 0)})
+
+
+def replaced(x: Expression, by: dict[str, Node]) -> Expression:
+    """The same expression with trees in place of symbols."""
     new: dict[int, Node] = {}
     for node in order(x.root):
         args = tuple([new[id(a)] for a in node.args])
-        if node.op == "symbol" and by.get(node.value, (1, 0)) != (1, 0):
-            new[id(node)] = _linear(node, *by[node.value])
+        if node.op == "symbol" and node.value in by:
+            new[id(node)] = by[node.value]
         else:
             new[id(node)] = node if args == node.args else Node(node.op, node.kind, args, node.value)
     return expression_of(x.role, new[id(x.root)])

@@ -141,11 +141,11 @@ class _Subject:
 
 @contextlib.contextmanager
 def _counted() -> Iterator[list[int]]:
-    """Bytes of the messages that this process sends."""
+    """Bytes of keys, values, rows and gradients that this process sends; not the few in which calls are compared."""
     total, post = [0], dist.batch_isend_irecv
 
     def counting(ops: list[Any]) -> Any:
-        total[0] += sum(x.tensor.nbytes for x in ops if x.op is dist.isend)
+        total[0] += sum(x.tensor.nbytes for x in ops if x.op is dist.isend and x.tensor.is_floating_point())
         return post(ops)
 
     dist.batch_isend_irecv = counting
