@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..arrays import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, shown
+from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, Error, shown
 
 
 class _Known:
