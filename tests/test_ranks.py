@@ -246,7 +246,7 @@ def test_the_page_says_what_the_model_says(capsys):
 def test_bench_of_ranks_measures_what_is_right():
     from speedlight.tools import ranks
 
-    about = {"ranks": 2, "threads_each": 1}
+    about: dict[str, Any] = {"ranks": 2, "threads_each": 1}
     with ranks.groups(about) as (single, several):
         assert about["link"]["bandwidth"] > 1e6 and 0 < about["link"]["latency"] < 1
         for case in (ranks.Case("ring", 4096, backward=True), ranks.Case("exact", 4096), ranks.Case("ulysses", 2048),

@@ -248,7 +248,7 @@ class Group:
     def end(self) -> None:
         for x in self.processes:
             x.kill()
-            x.wait()
+            x.communicate()
 
 
 def measured(
