@@ -151,6 +151,8 @@ def test_seconds_are_of_computing_or_of_the_link_whichever_is_longer():
         assert slow.way.slowest == pytest.approx(max(slow.way.bytes_sent) / 1e6, rel=0.01)
         assert late.way.slowest == pytest.approx(60 if method == "ulysses" else 30, rel=0.01)
     assert spread_of(4, Link(1e18, 0.0)).way.method == "ring" and spread_of(1).speedup == 1
+    owners = spread_of(4, Link(1e6, 0.0), method="exact", shard="contiguous").way  # each sends to three at once
+    assert 9 * BLOCK / 1e6 <= owners.slowest <= 12.1 * BLOCK / 1e6 and owners.bytes_sent == (3 * BLOCK,) * 4
     hidden = spread_of(4, Link(BLOCK / (flops / 16 / RATES.flops) * 1.25, 0.0), method="ring")  # 80 % of a step
     assert hidden.way.slowest == pytest.approx(flops / 4 / RATES.flops, rel=0.05)
 

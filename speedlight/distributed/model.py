@@ -92,7 +92,7 @@ class Way:
     """
 
     method: str
-    shard: str
+    shard: Shard
     seconds: tuple[float, ...]
     compute_seconds: tuple[float, ...]
     bytes_sent: tuple[int, ...]
@@ -141,7 +141,7 @@ class _Case(NamedTuple):
     """A problem on its ranks, under one sharding."""
 
     problem: Problem
-    shard: str
+    shard: Shard
     seen: Seen
     queries: np.ndarray  # rows of out of each rank, of all items and heads
     keys: np.ndarray  # positions of each rank
@@ -179,7 +179,7 @@ class _Case(NamedTuple):
         moved = rows * self.row_bytes + tokens * self.token_bytes
         return (pairs > 0) * np.maximum(pairs * self.pair_flops / self.rates.flops, moved / self.rates.bytes)
 
-    def carrying(self, sizes: np.ndarray, messages: np.ndarray | int = 1) -> np.ndarray:
+    def carrying(self, sizes: Any, messages: int = 1) -> Any:
         """Seconds of so many bytes on a link, in so many messages one after another."""
         return messages * self.link.latency + sizes / self.link.bandwidth
 

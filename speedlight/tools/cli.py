@@ -176,11 +176,13 @@ def plan(
     """
     check_device(device)
     check_seed(dropout, seed)
+    over: dict[str, Any] = {"ranks": ranks, "link_bandwidth": link_bandwidth, "latency": latency}
+    over |= {"shard": shard, "method": method}
     with on_unit(isa):
         found = sl.plan(
             batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
             value_dim=value_dim, dtype=dtype, dropout=dropout, seed=seed, device=device, backward=backward,
-            ranks=ranks, link_bandwidth=link_bandwidth, latency=latency, shard=shard, method=method,
+            **over,
             **hidden_by(causal, window, mask, score),
         )  # fmt: skip
     if exact and found.visible_pairs is None:
