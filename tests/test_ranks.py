@@ -106,6 +106,10 @@ def test_bytes_that_each_method_sends():
     assert ways(back, "ring")["contiguous"].bytes_sent == (6 * BLOCK,) * 4  # what flows to them goes home
     assert ways(back, "gather")["contiguous"].bytes_sent == (3 * BLOCK,) * 4
     assert ways(back, "ulysses")["zigzag"].bytes_sent == (3 * (2 * rows * 64 * 4 + BLOCK // 2),) * 4
+    half = spread_of(4, backward=True, dtype="bfloat16")  # whose sums are float32
+    assert ways(half, "ring")["contiguous"].bytes_sent == (3 * (BLOCK // 2 + BLOCK),) * 4
+    assert ways(half, "gather")["contiguous"].bytes_sent == (3 * BLOCK,) * 4
+    assert ways(half, "ulysses")["zigzag"].bytes_sent == (3 * (2 * rows * 64 * 2 + BLOCK // 2),) * 4
 
 
 @pytest.mark.parametrize("exact", [False, True])

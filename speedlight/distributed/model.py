@@ -325,12 +325,12 @@ def _ulysses(case: _Case) -> Way | None:
     each, group = p.q_heads // n, p.group
     heads = each // group if each % group == 0 else 1 if group % each == 0 else each  # of k and v that a rank reads
     rows = case.queries // n  # of q of each rank for each
-    per_token = heads * case.token_bytes // p.kv_heads
+    per_token, summed = (heads * x // p.kv_heads for x in (case.token_bytes, case.sums_bytes))
     there = (n - 1) * (rows * p.head_dim * size + case.keys * per_token)
     home = (rows.sum() - rows) * (p.value_dim * size + number_bytes(p.storage))
     if case.backward:  # what was sent is there still: only what flows to out goes there, what flows to q, k and v back
         there = (n - 1) * rows * p.value_dim * size
-        home = (rows.sum() - rows) * p.head_dim * size + (case.keys.sum() - case.keys) * per_token
+        home = (rows.sum() - rows) * p.head_dim * size + (case.keys.sum() - case.keys) * summed
     whole = [np.full(n, x.sum()) for x in (rows, case.keys)]
     computing = case.computing(np.full(n, case.seen.pairs.sum() / n), whole[0], whole[1] * heads / p.kv_heads)
     seconds = computing + case.carrying(there.max(), n - 1) + case.carrying(home.max(), n - 1)
@@ -341,8 +341,10 @@ def _ulysses(case: _Case) -> Way | None:
 def _gather(case: _Case) -> Way:
     """Every rank gets the keys and values of all, then computes; a pass back adds up what flows to them."""
     n, whole = case.ranks, np.full(case.ranks, case.keys.sum())
-    tokens_sent = whole - case.keys if case.backward else (n - 1) * case.keys  # what flows to others' keys, or its own
-    sent = tokens_sent * case.token_bytes
+    sent = (n - 1) * case.keys * case.token_bytes
+    if case.backward:  # keys are there still: what flows to those of others
+        sent = (whole - case.keys) * case.sums_bytes
     computing = case.computing(case.seen.pairs.sum(axis=1), case.queries, whole)
     seconds = computing + case.carrying(sent.max(), n - 1)
-    return case.way("gather", seconds, computing, sent, whole * case.token_bytes * (1 + case.backward) * (n > 1))
+    memory = whole * (case.token_bytes + case.backward * case.sums_bytes) * (n > 1)
+    return case.way("gather", seconds, computing, sent, memory)
