@@ -279,8 +279,8 @@ def refusals(world: int) -> Iterator[str]:
         ("length", "q: expected lengths ", lambda: call(x[:, :, : 4 if last else 8])),
         (
             "one",
-            "window: expected" if last else "group: expected calls that fit; rank",
-            lambda: call(x, window=3 * last or None),
+            "shard: expected" if last else f"group: expected calls that fit; rank {world - 1} raised: shard: expected",
+            lambda: call(x, shard="odd" if last else "zigzag"),
         ),
         ("all", "q_lengths: expected", lambda: call(x, q_lengths=[1, 2])),
     ]
