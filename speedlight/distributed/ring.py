@@ -36,7 +36,6 @@ class Here(NamedTuple):
     plan: Plan
     layout: str
     prepared: dict[Any, Any]  # calls of kernels, for arrays at any addresses
-    seed: int | None = None  # of dropout
 
     @property
     def dim(self) -> int:
@@ -82,7 +81,6 @@ class _States:
             keys[1].address,
             self.written.address + at * self.written.strides[dim],
             self.lse.data_ptr() + at * size,
-            seed=self.here.seed,
             state=(
                 self.accumulators.data_ptr() + at * self.accumulators.stride(dim) * size,
                 self.sums.data_ptr() + at * 2 * size,
@@ -143,7 +141,7 @@ def _forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 
 
 class Gradients(NamedTuple):
-    """What flows to this process's q, k and v, and to tables: its share of that."""
+    """What flows to this process's q, k and v, in float32 at least, and to tables: its share of that."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -195,8 +193,7 @@ def _backward(here: Here, saved: Saved, tables: tuple[Any, ...]) -> Gradients:
         returns.give(step, flows)
     arrivals.finish()
     returns.finish()
-    dq, dk, dv = (x.to(saved.q.dtype) for x in total)
-    return Gradients(dq, dk, dv, tuple(of_tables))
+    return Gradients(total[0], total[1], total[2], tuple(of_tables))
 
 
 def _part_back(
@@ -221,7 +218,7 @@ def _part_back(
     request = asked(problem, here.layout, Given(a, o, logs, d_o, d_logs), tables)
     where: Any = Operands(*given)  # pyright: ignore[reportArgumentType]
     call = engines.gradients().prepare(request, here.layout, stated, where, engines.threads_now(), current_isa())
-    found = call.run(where, here.seed)
+    found = call.run(where)
     for x, y in zip(into, flows, strict=True):
         x += y
     return found
