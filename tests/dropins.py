@@ -7,11 +7,13 @@ Every function here that begins with `case_` is run by every rank; a line for ea
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 import re
 import sys
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -27,10 +29,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import speedlight as sl
 import speedlight.distributed as sd
+import speedlight.flash_attn
 import speedlight.torch
 from speedlight import reference
 from speedlight.distributed import positions
 from speedlight.distributed.placement import grown
+from speedlight.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 TIMEOUT = 120  # seconds; nothing here waits for it
 BATCH, HEADS, KV, DIM = 2, 4, 2, 16
@@ -307,6 +311,179 @@ def case_ring_ops() -> None:
     theirs.set_rotate_method("allgather")
 
 
+# --- ring-flash-attention
+
+
+def case_ring_flash_attn() -> None:
+    """Its calls, beside flash_attn_func() over the whole sequence; packed sequences are sharded one by one."""
+    ranks, slopes = dist.get_world_size(), torch.tensor([0.5, 0.25, 0.125, 0.1])
+    q, k, v, flow = (x.transpose(1, 2).contiguous() for x in drawn_tensors(24 * ranks))
+    options: dict[str, Any] = {"softmax_scale": 0.3, "causal": True, "window_size": (19, 0), "alibi_slopes": slopes}
+    want = traced(flash_attn_func, (q, k, v), flow, **options)
+    calls = sd.ring_flash_attn
+    for name, kind in (("ring", "contiguous"), ("zigzag_ring", "zigzag"), ("stripe", "stripe")):
+        own = [shard(x, kind, 1) for x in (q, k, v)]
+        own_flow, own_want = shard(flow, kind, 1), [shard(x, kind, 1) for x in want]
+        close(traced(getattr(calls, f"{name}_flash_attn_func"), own, own_flow, **options), own_want)
+        kv = traced(
+            getattr(calls, f"{name}_flash_attn_kvpacked_func"), (own[0], torch.stack(own[1:], 2)), own_flow, **options
+        )
+        close([*kv[:2], *kv[2].unbind(2)], own_want)
+    qkv = torch.stack([shard(x, "zigzag", 1) for x in (q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1))], 2)
+    out, lse, none = calls.zigzag_ring_flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)
+    wide = [x.repeat(1, 1, 2, 1) for x in (k, v)]
+    expected, logs, _ = flash_attn_func(q, *wide, causal=True, return_attn_probs=True)
+    close([out], [shard(expected, "zigzag", 1).double()])
+    close([lse], [shard(logs, "zigzag", 2).double()])
+    assert none is None
+    said = refused(lambda: calls.ring_flash_attn_func(q, k, v, causal=dist.get_rank() > 0)) if ranks > 1 else "causal: "
+    assert said.startswith("causal: ")
+    said = refused(lambda: calls.ring_flash_attn_kvpacked_func(q, k if dist.get_rank() else torch.stack((k, v), 2)))
+    assert ranks == 1 or "kv: expected a tensor of shape (batch, seqlen, 2, nheads, headdim)" in said
+
+
+def case_ring_flash_attn_varlen() -> None:
+    """Every sequence is cut for itself, as the package's own tests cut them."""
+    ranks, calls = dist.get_world_size(), sd.ring_flash_attn
+    local = [0, 5, 6, 20]
+    ends = torch.tensor(local, dtype=torch.int32)
+    cuts = [ranks * n for n in local]
+    q, k, v, flow = (x[0].transpose(0, 1).contiguous() for x in drawn_tensors(cuts[-1]))
+    whole = torch.tensor(cuts, dtype=torch.int32)
+    longest = max(b - a for a, b in itertools.pairwise(cuts))
+    options: dict[str, Any] = {"causal": True, "window_size": (9, 0)}
+    want = traced(flash_attn_varlen_func, (q, k, v), flow, whole, whole, longest, longest, **options)
+    for name, kind in (("ring", "contiguous"), ("zigzag_ring", "zigzag")):
+
+        def own(x: torch.Tensor, kind: str = kind) -> torch.Tensor:
+            return torch.cat([shard(x[a:b], kind, 0) for a, b in itertools.pairwise(cuts)])
+
+        call, mine = getattr(calls, f"{name}_flash_attn_varlen_func"), [own(x) for x in (q, k, v)]
+        close(traced(call, mine, own(flow), ends, longest, **options), [own(x) for x in want])
+        packed = getattr(calls, f"{name}_flash_attn_varlen_kvpacked_func")
+        out = packed(mine[0], torch.stack(mine[1:], 1), ends, longest, **options)
+        close([out], [own(want[0])])
+        qkv = torch.stack([mine[0], *(x.repeat(1, 2, 1) for x in mine[1:])], 1)
+        out = getattr(calls, f"{name}_flash_attn_varlen_qkvpacked_func")(qkv, ends, longest, causal=True)
+        assert out.shape == mine[0].shape
+
+
+def traced(call: Any, given: Any, flow: torch.Tensor, *more: Any, **options: Any) -> list[torch.Tensor]:
+    """What a call returns, and what flows back to its tensors, in float64."""
+    inputs = [x.clone().requires_grad_() for x in given]
+    out = call(*inputs, *more, **options)
+    return [x.detach().double() for x in (out, *torch.autograd.grad(out, inputs, flow))]
+
+
+def case_ring_on_flash_attn() -> None:
+    """A ring of somebody else's on flash_attn's private functions, found and called as ring-flash-attention does."""
+    speedlight.flash_attn.install()
+    try:
+        from flash_attn.flash_attn_interface import _flash_attn_backward, _flash_attn_forward
+    finally:
+        speedlight.flash_attn.uninstall()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    q, k, v, flow = (x.transpose(1, 2).contiguous() for x in drawn_tensors(24 * ranks))
+    want = [shard(x, "contiguous", 1) for x in traced(flash_attn_func, (q, k, v), flow, softmax_scale=0.3, causal=True)]
+    q, flow = (shard(x, "contiguous", 1) for x in (q, flow))
+    blocks = [(x.chunk(ranks, 1)) for x in (k, v)]
+    said = {
+        "dropout_p": 0.0,
+        "softmax_scale": 0.3,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "alibi_slopes": None,
+    }
+
+    def filled(function: Any, **given: Any) -> Any:
+        """By name, whatever the function's arguments are: None where it has no default, and no softcap."""
+        spec = inspect.getfullargspec(function)
+        defaults = spec.defaults or ()
+        options = dict(zip(spec.args, (None,) * (len(spec.args) - len(defaults)) + defaults, strict=True))
+        return function(**options | {"softcap": 0.0} | said | given)
+
+    out = lse = None
+    for source in range(rank + 1):  # as they come round; later ones are hidden
+        at = {"k": blocks[0][source].contiguous(), "v": blocks[1][source].contiguous(), "causal": source == rank}
+        block, logs, *_ = filled(_flash_attn_forward, q=q, return_softmax=False, **at)
+        block, logs = block.float(), logs.transpose(1, 2).unsqueeze(-1)
+        if out is None:
+            out, lse = block, logs
+        else:
+            out, lse = out - F.sigmoid(logs - lse) * (out - block), lse - F.logsigmoid(lse - logs)
+    lse = lse.squeeze(-1).transpose(1, 2).contiguous()
+    total = [torch.zeros_like(x) for x in (q, k, v)]
+    for source in range(rank + 1):
+        at = {"k": blocks[0][source].contiguous(), "v": blocks[1][source].contiguous(), "causal": source == rank}
+        part = [torch.empty_like(x) for x in (q, at["k"], at["v"])]
+        named = dict(zip(("dq", "dk", "dv"), part, strict=True))
+        filled(_flash_attn_backward, dout=flow, q=q, out=out, softmax_lse=lse, deterministic=False, **named, **at)
+        for x, y in zip((total[0], *(x.chunk(ranks, 1)[source] for x in total[1:])), part, strict=True):
+            x += y
+    for x in total[1:]:
+        dist.all_reduce(x)
+    close([out, total[0], *(x.chunk(ranks, 1)[rank] for x in total[1:])], want)
+
+
+# --- DeepSpeed
+
+
+class SeqAllToAll(torch.autograd.Function):
+    """DeepSpeed's: what is scattered along one dimension is gathered along the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scatter: int, gather: int) -> torch.Tensor:
+        ctx.way = gather, scatter
+        parts = [y.contiguous() for y in x.chunk(dist.get_world_size(), scatter)]
+        found = [torch.empty_like(y) for y in parts]
+        dist.all_to_all(found, parts)
+        return torch.cat(found, gather)
+
+    @staticmethod
+    def backward(ctx: Any, flow: torch.Tensor) -> Any:
+        return SeqAllToAll.apply(flow, *ctx.way), None, None
+
+
+class DistributedAttention(torch.nn.Module):
+    """DeepSpeed's calling convention: local_attn(query, key, value, *args, **kwargs) between two exchanges."""
+
+    def __init__(self, local_attention: Any, sequence_process_group: Any, scatter_idx: int = 2, gather_idx: int = 0):
+        super().__init__()
+        self.local_attn, self.scatter_idx, self.gather_idx = local_attention, scatter_idx, gather_idx
+
+    def forward(self, query: Any, key: Any, value: Any, batch_dim_idx: int, *args: Any, **kwargs: Any) -> Any:
+        query, key, value = (SeqAllToAll.apply(x, self.scatter_idx, self.gather_idx) for x in (query, key, value))
+        context = self.local_attn(query, key, value, *args, **kwargs)
+        return SeqAllToAll.apply(context, self.gather_idx, self.scatter_idx)
+
+
+def case_deepspeed() -> None:
+    """Whose heads a process has is known to scores and sinks, in both of its layouts."""
+    ranks = dist.get_world_size()
+    if HEADS % ranks:
+        return
+    dense = torch.rand(1, HEADS, 24 * ranks, 24 * ranks, generator=torch.Generator().manual_seed(3))
+    options: dict[str, Any] = {"causal": True, "sink_logits": [1.0, -2.0, 0.5, 3.0]}
+    options |= {"score": [sl.softcap(9.0), sl.alibi([0.5, 0.25, 0.125, 0.1]), dense]}
+    q, k, v, flow = drawn_tensors(24 * ranks)
+    k, v = (x.repeat(1, 2, 1, 1) for x in (k, v))
+    want = gradients(q, k, v, flow, **options)
+    for batch_dim, order in ((0, (0, 2, 1, 3)), (1, (2, 0, 1, 3))):
+        length = 1 - batch_dim
+        attend = sd.local_attention(batch_dim_idx=batch_dim, scale=0.3, **options)
+        layer = DistributedAttention(attend, dist.group.WORLD, 2, length)
+        own = [shard(x.permute(order), "contiguous", length) for x in (q, k, v)]
+        mine = [shard(x.permute(order), "contiguous", length) for x in (flow, *want)]
+        close(traced(layer, own, mine[0], batch_dim), mine[1:])
+    causal = sd.local_attention(causal=True, mask=lambda b, h, i, j: (h % 2 == 0) | (i - j < 5))
+    kept = causal(*(x.transpose(1, 2).chunk(ranks, 2)[dist.get_rank()] for x in (q, k, v)))
+    whole = sl.attention(q, k, v, causal=True, mask=lambda b, h, i, j: (h % 2 == 0) | (i - j < 5))
+    close([kept], [whole.chunk(ranks, 1)[dist.get_rank()].transpose(1, 2).double()])
+    said = refused(lambda: layer(*own, 1, torch.ones(1)))
+    assert "argument 4: expected None; got Tensor" in said
+    assert "layout: expected nothing" in refused(lambda: sd.local_attention(layout="bhld"))
+
+
 def drawn_tensors(length: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     """q, k, v and what flows into out, the same on every rank."""
     draw = torch.Generator().manual_seed(5)
@@ -326,7 +503,8 @@ def shard(x: torch.Tensor, kind: Any, dim: int = 2) -> torch.Tensor:
 
 
 def close(got: Any, want: Any) -> None:
-    for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+    assert len(got) == len(want)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), got, want, strict=False):
         torch.testing.assert_close(x.double(), y, atol=3e-6, rtol=2e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
@@ -350,8 +528,11 @@ def run(rank: int, ranks: int, where: str, names: list[str]) -> int:
     wrong = 0
     for name in names:
         try:
+            before = time.process_time()
             globals()[name]()
             said = "passed"
+            if "TIMES" in os.environ:
+                sys.stderr.write(f"{name} {time.process_time() - before:.2f}\n")
         except BaseException:
             said, wrong = traceback.format_exc(), wrong + 1
         text = said.replace("\n", "\\n")
