@@ -7,6 +7,7 @@ Every function here that begins with `case_` is run by every rank; a line for ea
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import itertools
 import os
@@ -32,6 +33,7 @@ import speedlight.distributed as sd
 import speedlight.flash_attn
 import speedlight.torch
 from speedlight import reference
+from speedlight.cpu import compile as kernels
 from speedlight.distributed import positions
 from speedlight.distributed.placement import grown
 from speedlight.flash_attn import flash_attn_func, flash_attn_varlen_func
@@ -520,8 +522,16 @@ def refused(call: Any) -> str:
 
 
 def run(rank: int, ranks: int, where: str, names: list[str]) -> int:
-    """One rank: every case, whatever became of those before it."""
+    """One rank: every case, up to one that fails."""
     torch.set_num_threads(1)
+    make = kernels._make
+
+    def make_in_turn(shape: Any) -> Any:
+        with open(f"{where}/turn", "w") as turn:  # of ranks that need one kernel, one compiles it
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            return make(shape)
+
+    kernels._make = make_in_turn
     dist.init_process_group(
         "gloo", init_method=f"file://{where}/meeting", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
     )

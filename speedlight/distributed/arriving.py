@@ -70,12 +70,9 @@ class Arrivals:
         return tensors
 
     def _look_ahead(self) -> None:
-        """Begins rounds up to the next one in which something comes."""
-        while self.at < len(self.rounds):
-            turn = self.rounds[self.at]
-            self._begin(turn)
-            if [x for x in self.by_round[turn] if x.to == self.peers.rank]:
-                return
+        """Begins rounds up to the next one in which something comes; what is relayed later comes in it, or came."""
+        while self.at < len(self.rounds) and not self.coming:
+            self._begin(self.rounds[self.at])
 
     def _begin(self, turn: int) -> None:
         sends, receives, kept = [], [], []

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..arrays import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, shown
+from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, Error, shown
 
 
 class _Known:
@@ -54,8 +54,8 @@ class Peers:
         known = self.known
         if known.failed is not None:
             raise CommunicationError(
-                f"group: expected a group whose calls have all ended; one failed: {known.failed} End these processes, "
-                "or make a new group (torch.distributed.new_group)."
+                f"group: expected a group whose calls have all ended; one failed ({known.failed}). End these "
+                "processes, or make a new group (torch.distributed.new_group)."
             )
         known.calls += 1
         if self.ranks > 1:
@@ -67,22 +67,23 @@ class Peers:
         if self.ranks == 1:
             return [tuple(words)]
         mine = torch.tensor(words, dtype=torch.int64, device=self.device)
-        return [tuple(x.tolist()) for x in self.gathered(mine, "to compare their calls")]
+        return [tuple(x.tolist()) for x in self.gathered(mine, "to compare calls")]
 
     def gathered(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """A tensor of every process, all of one shape and dtype, in the order of ranks."""
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        with self._failing():
-            try:
-                dist.all_gather(found, mine, group=self.group)
-            except RuntimeError as error:
-                raise self.missed(what, None, error) from error
+        """A tensor of every process, all of one shape and dtype, in the order of ranks: sent from one to one, so that
+        who is missed is known.
+        """
+        found = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.ranks)]
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
+        sends = [(mine, rank, 0, what) for rank in others]
+        for message in self.post(sends, [(found[rank], rank, 0, what) for rank in others]):
+            self.wait(message)
         return found
 
     def told(self, said: Any) -> list[Any]:
         """Something of every process, in the order of ranks."""
         found: list[Any] = [None] * self.ranks
-        with self._failing():
+        with self.underway():
             try:
                 dist.all_gather_object(found, said, group=self.group)
             except RuntimeError as error:
@@ -97,7 +98,7 @@ class Peers:
         given = [(how, x) for how, x in given if x[0].numel()]
         if not given:
             return []
-        with self._failing():
+        with self.underway():
             ops = [dist.P2POp(how, x[0], group=self.group, tag=x[2], group_peer=x[1]) for how, x in given]
             try:
                 works = dist.batch_isend_irecv(ops)
@@ -109,7 +110,7 @@ class Peers:
 
     def wait(self, message: Message) -> None:
         """Until it has come, or gone."""
-        with self._failing():
+        with self.underway():
             try:
                 message.work.wait()
             except RuntimeError as error:
@@ -118,18 +119,19 @@ class Peers:
     # --- failures
 
     @contextlib.contextmanager
-    def _failing(self) -> Any:
+    def underway(self) -> Any:
         """After an error, or an interrupt, the group has messages that nobody will take."""
         try:
             yield
         except BaseException as error:
-            self.known.failed = str(error) if isinstance(error, CommunicationError) else f"{type(error).__name__} came."
+            said = str(error) if isinstance(error, Error) else type(error).__name__
+            self.known.failed = self.known.failed or said
             raise
 
     def missed(self, what: str, peer: int | None, error: Exception) -> CommunicationError:
         """The error that names who did not answer. Who finds out first tells the others, who may miss another one."""
         ranks = self._absent() if peer is None else [peer]
-        names = ", ".join([f"rank {self.world_rank(x)}" for x in ranks]) or "every process"
+        names = ", ".join([f"rank {self.world_rank(x)}" for x in ranks]) or "a process"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         said = f"{names} did not answer {what} (call {self.known.calls} of rank {self.world_rank(self.rank)})"
         first = self._first(f"{self.world_rank(ranks[0]) if ranks else -1} {said}")
@@ -179,6 +181,9 @@ class Alone(NamedTuple):
 
     def post(self, sends: list[Any], receives: list[Any]) -> list[Message]:
         return []
+
+    def underway(self) -> Any:
+        return contextlib.nullcontext()
 
 
 class Meshed(NamedTuple):

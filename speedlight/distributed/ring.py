@@ -119,6 +119,11 @@ class _States:
 
 def forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this process's rows."""
+    with here.peers.underway():
+        return _forward(here, q, k, v)
+
+
+def _forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     states, plan = _States(here, q, v.shape[-1]), here.plan
     arrivals = Arrivals(here.peers, here.own(k, v), plan.schedule.transfers)
     for at, (step, works) in enumerate(zip(plan.steps, plan.works, strict=True)):
@@ -167,6 +172,11 @@ class Saved(NamedTuple):
 
 def backward(here: Here, saved: Saved, tables: tuple[Any, ...]) -> Gradients:
     """Every step's dQ is added here; its dK and dV go to who holds the keys, while the next step is computed."""
+    with here.peers.underway():
+        return _backward(here, saved, tables)
+
+
+def _backward(here: Here, saved: Saved, tables: tuple[Any, ...]) -> Gradients:
     wide = torch.float64 if saved.q.dtype == torch.float64 else torch.float32
     total = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (saved.q, saved.k, saved.v)]
     of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
