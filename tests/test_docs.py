@@ -55,7 +55,8 @@ def test_readme_example(capsys):
 
 
 @pytest.mark.parametrize(
-    ("page", "made"), [("torch", "layer"), ("coming-from", "v_ab"), ("caches", "lengths"), ("index", "q")]
+    ("page", "made"),
+    [("torch", "layer"), ("coming-from", "v_ab"), ("caches", "lengths"), ("index", "q"), ("distributed", "whole")],
 )
 def test_examples_of_pages(page, made, capsys):
     names: dict = {}
