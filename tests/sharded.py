@@ -25,7 +25,9 @@ import torch.distributed as dist
 from tolerance import assert_within
 
 import speedlight as sl
+import speedlight.torch
 from speedlight import distributed, reference
+from speedlight.distributed import ring
 from speedlight.machine import current_isa
 
 LENGTH_AT = {"bhld": 2, "blhd": 1, "hld": 1, "lhd": 0}
@@ -89,6 +91,8 @@ def judge(case: Case, options: dict[str, Any], whole: list[Any], flows: list[Any
         want = sl.attention(*plain, return_lse=True, **options)
         for x, y in zip(whole, want, strict=True):
             assert torch.equal(bits_of(x), bits_of(y)), f"other bits: {(x.double() - y.double()).abs().max()}"
+        if not gradients:
+            return
     dot = current_isa().product("bf16") == "pairs" and plain[0].dtype == torch.bfloat16
     want = reference.attention(*plain, return_lse=True, **options)
     bounds = reference.error_bound(*plain, dot=dot, **options)
@@ -157,8 +161,6 @@ def random_options(rng: np.random.Generator, layout: str, sizes: tuple[int, ...]
         options["sink_logits"] = rng.standard_normal(heads).tolist()
     if rng.random() < 0.2:
         options["scale"] = 0.3
-    if rng.random() < 0.15:
-        options |= {"dropout": 0.3, "seed": 5}
     if layout == "lhd":
         options |= packing(rng, q_len, k_len)
     elif batch > 1 and rng.random() < 0.5:
@@ -204,7 +206,167 @@ def everything(world: int, seed: int, count: int) -> Iterator[str]:
         yield f"{n}"
 
 
-RUNS: dict[str, Callable[..., Iterator[str]]] = {"everything": everything}
+def short(world: int) -> Iterator[str]:
+    """Every way, sharding and kind of mask once; few kernels, which take long to make."""
+    rng = np.random.default_rng(0)
+
+    def case(heads: int, kv: int, length: int, options: dict[str, Any], dtype: Any = torch.float32, **how: Any) -> Case:
+        layout, batch = options.get("layout", "bhld"), how.pop("batch", 1)
+        q, k, v = (tensor(rng, layout, batch, n, length, 16).to(dtype) for n in (heads, kv, kv))
+        return Case((q, k, v), options, **how)
+
+    causal, window = {"causal": True}, {"causal": True, "window": (9, None)}
+    cases = [
+        case(4, 2, 61, causal | {"sink_logits": [0.5, -1.0, 2.0, 0.0]}),
+        case(4, 2, 61, causal, shard="zigzag", method="auto"),
+        case(4, 2, 3, causal, shard="zigzag"),
+        case(4, 2, 61, causal, shard="stripe"),
+        case(4, 2, 2300, causal, shard="zigzag", exact=True, gradients=False),
+        case(4, 2, 1500, causal, shard="stripe", exact=True, gradients=False),
+        case(4, 2, 1500, causal, torch.float16, exact=True, gradients=False),
+        case(4, 2, 1500, causal, torch.bfloat16, shard="zigzag", exact=True, gradients=False),
+        case(4, 2, 61, causal, torch.bfloat16, shard="zigzag"),
+        case(4, 2, 2300, window, exact=True, gradients=False),
+        case(4, 2, 61, window, method="gather", shard="zigzag"),
+        case(2 * world, 1, 61, window, method="ulysses", shard="zigzag"),
+        case(4, 2, 61, causal | {"layout": "lhd", "cu_seqlens_q": [0, 13, 13, 40, 61]}, shard="zigzag"),
+        case(4, 2, 61, causal | {"lengths": [61, 23]}, batch=2),
+    ]
+    for n, x in enumerate(cases):
+        try:
+            check(x)
+        except Exception as error:
+            raise AssertionError(f"case {n} of {world}: {x}") from error
+        yield f"case {n}"
+    yield from learned(world)
+    yield from refusals(world)
+
+
+def learned(world: int) -> Iterator[str]:
+    """What flows to tables and sinks adds up over processes."""
+    rng = np.random.default_rng(3)
+    arrays = [tensor(rng, "bhld", 1, 4, 40, 16) for _ in range(3)]
+    found = []
+    for alone in (True, False):
+        slopes, sinks = torch.tensor([0.5, 0.1, 0.2, 0.3]), torch.tensor([0.5, -1.0, 2.0, 0.0])
+        for x in (slopes, sinks):
+            x.requires_grad_()
+        options: dict[str, Any] = {"causal": True, "score": sl.alibi(slopes), "sink_logits": sinks}
+        if alone:
+            speedlight.torch.attention(*arrays, **options).square().sum().backward()
+        else:
+            own = [distributed.shard(x, shard="zigzag", dim=2) for x in arrays]
+            distributed.attention(*own, shard="zigzag", method="ring", **options).square().sum().backward()
+            for x in (slopes, sinks):
+                dist.all_reduce(x.grad)
+        found.append((slopes.grad, sinks.grad))
+    for want, got in zip(*found, strict=True):
+        assert want.abs().min() > 1e-3
+        assert torch.allclose(want, got, rtol=1e-4, atol=0), (want, got)
+    yield "learned"
+
+
+def refusals(world: int) -> Iterator[str]:
+    """What differs, or is wrong in one process, is an error in all; the group goes on."""
+    rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
+    last = rank == world - 1
+    wrong: list[tuple[str, str, Callable[[], Any]]] = [
+        ("causal", "causal: expected the same in every process; got ", lambda: call(x, causal=last)),
+        ("dtype", "q: expected the same in every process; got float", lambda: call(x.double() if last else x)),
+        ("heads", "q: expected the same in every process; got ", lambda: call(x[:, : 2 if last else 4])),
+        ("mask", "mask: expected the same in", lambda: call(x, mask=sl.documents([0] * (9 * world - last)))),
+        ("method", "method: expected the same in", lambda: call(x, method="gather" if last else "ring")),
+        ("length", "q: expected lengths ", lambda: call(x[:, :, : 4 if last else 8])),
+        (
+            "one",
+            "shard: expected" if last else f"group: expected calls that fit; rank {world - 1} raised: shard: expected",
+            lambda: call(x, shard="odd" if last else "zigzag"),
+        ),
+        ("all", "q_lengths: expected", lambda: call(x, q_lengths=[1, 2])),
+    ]
+    for name, text, f in wrong:
+        try:
+            f()
+        except sl.Error as error:
+            assert str(error).startswith(text), f"{name}: {error}"
+        else:
+            raise AssertionError(f"{name}: no error on rank {rank}")
+        assert call(x).shape == x.shape
+        yield name
+
+
+def call(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return distributed.attention(x, x, x, **({"method": "ring"} | options))
+
+
+def mesh(world: int) -> Iterator[str]:
+    """Keys along the first dimension, heads along the second."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rng = np.random.default_rng(5)
+    two = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ring", "ulysses"))
+    for shard in ("contiguous", "zigzag"):
+        for exact in (False, True):
+            length = 2300 if exact else 61
+            arrays = tuple([tensor(rng, "bhld", 2, n, length, 16) for n in (4, 2, 2)])
+            options = {"causal": True, "score": sl.alibi(np.float32([0.5, 0.1, 0.2, 0.3]))}
+            check(Case(arrays, options, shard, "auto", exact, not exact), mesh=two)
+            yield f"{shard} {exact}"
+
+
+def dying(world: int) -> Iterator[str]:
+    """The last process ends in the middle of a call: the others name it, in time, and call no more."""
+    x, last = torch.randn(1, 4, 64, 16), dist.get_rank() == world - 1
+    call(x)
+    if last:
+        ring._States.run = lambda *_: os._exit(0)
+    try:
+        call(x)
+    except sl.errors.CommunicationError as error:
+        assert error.rank == world - 1, error
+        assert f"rank {world - 1} did not answer with keys" in str(error) and " in step " in str(error), error
+    else:
+        raise AssertionError("no error")
+    try:
+        call(x)
+    except sl.errors.CommunicationError as error:
+        assert "one failed (group: expected every process to take part" in str(error), error
+    else:
+        raise AssertionError("no error the second time")
+    yield "dying"
+    os._exit(0)
+
+
+def absent(world: int) -> Iterator[str]:
+    """The last process does not come in time."""
+    x, last = torch.randn(1, 4, 8, 16), dist.get_rank() == world - 1
+    call(x)
+    if last:
+        time.sleep(3 * TIMEOUT)
+        os._exit(0)
+    try:
+        call(x)
+    except sl.errors.CommunicationError as error:
+        assert error.rank == world - 1, error
+        assert f"rank {world - 1} did not answer to compare calls" in str(error), error
+    else:
+        raise AssertionError("no error")
+    yield "absent"
+    os._exit(0)
+
+
+def endless(world: int) -> Iterator[str]:
+    """Until somebody interrupts it."""
+    x = torch.randn(1, 4, 64, 16)
+    call(x)
+    yield "ready"
+    while True:
+        call(x)
+
+
+RUNS: dict[str, Callable[..., Iterator[str]]] = {
+    "everything": everything, "short": short, "mesh": mesh, "dying": dying, "absent": absent, "endless": endless,
+}  # fmt: skip
 
 
 def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:

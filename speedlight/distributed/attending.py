@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arrays import Array, describe, is_tensor
-from ..checks import check_flag, check_layout, seed_of
+from ..checks import check_flag, check_layout
 from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
 from ..gradients import Followed, check_one_dtype, followed, settled
@@ -51,8 +51,6 @@ def attention(
     q_lengths: Ints | None = None,
     k_lengths: Ints | None = None,
     return_lse: bool = False,
-    dropout: float = 0.0,
-    seed: Int | None = None,
 ) -> Any:
     """speedlight.attention() over a sequence that is sharded over processes; differentiable. All call it together.
 
@@ -74,7 +72,7 @@ def attention(
             bits anyway.
         return_lse: also return the log-sum-exps of this process's rows.
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
-        q_lengths, k_lengths, dropout, seed: as for speedlight.attention().
+        q_lengths, k_lengths: as for speedlight.attention(). There is no dropout.
 
     Returns:
         This process's rows of out, or with return_lse (out, lse). What flows back to q, k and v is of the whole
@@ -103,7 +101,7 @@ def attention(
             q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
         options = new_options(Options, (
             causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-            q_lengths, k_lengths, "ieee", dropout, seed,
+            q_lengths, k_lengths, "ieee", 0.0, None,
         )).spelled()  # fmt: skip
     except Error as found:  # which the others are told
         error = found
@@ -122,7 +120,8 @@ def attended(given: Given, options: Options, error: Error | None) -> tuple[torch
     except Error as found:
         error = found
     sizes = given.exchanged(form, arrays, known.options.layout, error)
-    sharded = given.sharded(known, arrays, sizes)
+    with torch.no_grad():  # tables that are followed are read here
+        sharded = given.sharded(known, arrays, sizes)
     way = Way(given.peers, sharded, given.shard, given.method, given.exact, known, read)
     return way.attended(given.q, given.k, given.v)
 
@@ -180,8 +179,6 @@ class Given(NamedTuple):
             )
         if heads > 1 and self.shard == "stripe":
             raise ArgumentError("shard: expected 'contiguous' or 'zigzag' for a mesh of two dimensions; got 'stripe'.")
-        if options.dropout:
-            seed_of(options.seed)
 
     def described(self, arrays: tuple[Array, ...], layout: str) -> dict[str, str]:
         """What must be the same everywhere, beside the options."""

@@ -32,8 +32,8 @@ class Core:
         """A pass back adds by owner, whatever the order of keys was."""
         return plan_of(self.sharded, self.rank, exact=False) if self.exact else self.plan
 
-    def here(self, peers: Any, plan: Plan, seed: int | None) -> Here:
-        return Here(peers, self.sharded, plan, self.layout, self.prepared, seed)
+    def here(self, peers: Any, plan: Plan) -> Here:
+        return Here(peers, self.sharded, plan, self.layout, self.prepared)
 
 
 class Context(NamedTuple):
@@ -43,11 +43,6 @@ class Context(NamedTuple):
     peers: Any
     known: Followed
     read: list[tuple[Any, Any]]
-
-    @property
-    def seed(self) -> int | None:
-        options = self.known.options
-        return options.seed_word() if options.dropout else None
 
 
 def attended(context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +56,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, context: Context, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         core = context.core
         q, k, v = (x.detach() for x in (q, k, v))
-        out, lse = ring.forward(core.here(context.peers, core.plan, context.seed), q, k, v)
+        out, lse = ring.forward(core.here(context.peers, core.plan), q, k, v)
         ctx.context = context
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)
@@ -79,7 +74,7 @@ class _Attention(torch.autograd.Function):
             d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
         saved = Saved(q, k, v, out, lse, d_out, d_lse)
         wanted = tuple([t for t, need in zip(known.tables, needed[4:], strict=True) if need])
-        found = ring.backward(core.here(context.peers, core.back, context.seed), saved, wanted)
+        found = ring.backward(core.here(context.peers, core.back), saved, wanted)
         flows = dict(zip(wanted, found.tables, strict=True))
         tables = (flows[t].reshape(t.origin.shape).to(t.origin.dtype) if t in flows else None for t in known.tables)
         d_sinks = _sinks(core, saved, sinks) if needed[3] else None

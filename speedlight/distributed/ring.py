@@ -36,7 +36,6 @@ class Here(NamedTuple):
     plan: Plan
     layout: str
     prepared: dict[Any, Any]  # calls of kernels, for arrays at any addresses
-    seed: int | None = None  # of dropout
 
     @property
     def dim(self) -> int:
@@ -82,7 +81,6 @@ class _States:
             keys[1].address,
             self.written.address + at * self.written.strides[dim],
             self.lse.data_ptr() + at * size,
-            seed=self.here.seed,
             state=(
                 self.accumulators.data_ptr() + at * self.accumulators.stride(dim) * size,
                 self.sums.data_ptr() + at * 2 * size,
@@ -221,7 +219,7 @@ def _part_back(
     request = asked(problem, here.layout, Given(a, o, logs, d_o, d_logs), tables)
     where: Any = Operands(*given)  # pyright: ignore[reportArgumentType]
     call = engines.gradients().prepare(request, here.layout, stated, where, engines.threads_now(), current_isa())
-    found = call.run(where, here.seed)
+    found = call.run(where)
     for x, y in zip(into, flows, strict=True):
         x += y
     return found

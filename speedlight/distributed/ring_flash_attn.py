@@ -21,8 +21,8 @@ from torch import Tensor
 
 from ..checks import check_flag, packed_offsets
 from ..compiling import leaves_graph
-from ..errors import Error
-from ..flash_attn.options import check_tensors, infinite_where_empty, options_of, unpacked
+from ..errors import Error, UnsupportedError
+from ..flash_attn.options import check_tensors, dropout_of, infinite_where_empty, options_of, unpacked
 from ..flash_attn.sequences import PADDED, Side, check_sides
 from ..problem import Options
 from .attending import Given, attended
@@ -72,7 +72,7 @@ def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
         Args:
             q: (batch, tokens of this process, nheads, headdim).
             k, v: (batch, tokens of this process, nheads_k, headdim); nheads_k divides nheads.
-            dropout_p: drawn from PyTorch's default generator, which has to be seeded alike in all processes.
+            dropout_p: 0; attention() of shards drops nothing.
             softmax_scale, causal, window_size, alibi_slopes: as for speedlight.flash_attn.flash_attn_func(), of the
                 whole sequence; to alibi_slopes flows each process's share.
             deterministic: means nothing here: every call is.
@@ -173,7 +173,9 @@ def _attended(given: tuple[Any, ...], shard: Shard, said: _Said, return_attn_pro
             cuts = tuple([peers.ranks * n for n in packed_offsets("cu_seqlens", said.cu_seqlens, q.shape[0])])
             more = {"layout": "lhd", "cu_seqlens_q": list(cuts), "cu_seqlens_k": list(cuts)}
         scale, window, slopes, dropout = said.softmax_scale, said.window_size, said.alibi_slopes, said.dropout_p
-        options = Options(**more, **options_of(q, scale, said.causal, window, 0.0, slopes, dropout, said.cu_seqlens))
+        if dropout_of(dropout):
+            raise UnsupportedError(f"dropout_p: expected 0, as shards drop no weights; got {dropout}.")
+        options = Options(**more, **options_of(q, scale, said.causal, window, 0.0, slopes, 0.0, said.cu_seqlens))
     except Error as found:
         error = found
     out, lse = attended(Given(q, k, v, shard, "ring", False, return_attn_probs, peers, cuts), options, error)

@@ -164,8 +164,6 @@ def _refused_stripes(way: Way) -> str:
         return ""
     if way.sharded.whole.cu_q is not None:
         return "for packed sequences"
-    if p.dropout:
-        return "beside dropout="
     return "where items begin at different positions" if len(set(p.q_starts)) > 1 else ""
 
 
