@@ -322,14 +322,14 @@ def dying(world: int) -> Iterator[str]:
         ring._States.run = lambda *_: os._exit(0)
     try:
         call(x)
-    except sl.errors.CommunicationError as error:
+    except sl.CommunicationError as error:
         assert error.rank == world - 1, error
         assert f"rank {world - 1} did not answer with keys" in str(error) and " in step " in str(error), error
     else:
         raise AssertionError("no error")
     try:
         call(x)
-    except sl.errors.CommunicationError as error:
+    except sl.CommunicationError as error:
         assert "one failed (group: expected every process to take part" in str(error), error
     else:
         raise AssertionError("no error the second time")
@@ -346,7 +346,7 @@ def absent(world: int) -> Iterator[str]:
         os._exit(0)
     try:
         call(x)
-    except sl.errors.CommunicationError as error:
+    except sl.CommunicationError as error:
         assert error.rank == world - 1, error
         assert f"rank {world - 1} did not answer to compare calls" in str(error), error
     else:

@@ -43,6 +43,7 @@ class Context(NamedTuple):
     peers: Any
     known: Followed
     read: list[tuple[Any, Any]]
+    keys: Any = None  # how keys and values are gathered first, and what flows to them returned, in float32
 
 
 def attended(context: Context, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +57,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, context: Context, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         core = context.core
         q, k, v = (x.detach() for x in (q, k, v))
+        if context.keys is not None:
+            k, v = (context.keys.gathered(x) for x in (k, v))
         out, lse = ring.forward(core.here(context.peers, core.plan), q, k, v)
         ctx.context = context
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
@@ -78,7 +81,8 @@ class _Attention(torch.autograd.Function):
         flows = dict(zip(wanted, found.tables, strict=True))
         tables = (flows[t].reshape(t.origin.shape).to(t.origin.dtype) if t in flows else None for t in known.tables)
         d_sinks = _sinks(core, saved, sinks) if needed[3] else None
-        return None, found.dq, found.dk, found.dv, d_sinks, *tables
+        dk, dv = (x if context.keys is None else context.keys.returned(x) for x in (found.dk, found.dv))
+        return None, *(x.to(y.dtype) for x, y in ((found.dq, q), (dk, k), (dv, v))), d_sinks, *tables
 
 
 def _sinks(core: Core, saved: Saved, sinks: torch.Tensor) -> torch.Tensor:

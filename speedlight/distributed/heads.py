@@ -59,6 +59,14 @@ class Exchange(NamedTuple):
     def all_tokens(self) -> Runs:
         return whole_of(self.held)
 
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """From own tokens of all heads to all tokens of own heads."""
+        return _gather(tensor, self)
+
+    def returned(self, flow: torch.Tensor) -> torch.Tensor:
+        """From all tokens of own heads to own tokens of all heads; of heads that several processes have, the sum."""
+        return _scatter(flow, self)
+
 
 def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
     """Where heads and lengths are, of q, k and v, or of log-sum-exps."""
@@ -69,12 +77,12 @@ def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
 
 
 def gathered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """From own tokens of all heads to all tokens of own heads."""
+    """Exchange.gathered(), which autograd follows."""
     return _Gathered.apply(tensor, exchange)
 
 
 def scattered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """From all tokens of own heads to own tokens of all heads: each of which is one process's alone."""
+    """Exchange.returned(), which autograd follows."""
     return _Scattered.apply(tensor, exchange)
 
 

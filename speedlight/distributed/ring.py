@@ -141,7 +141,7 @@ def _forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> t
 
 
 class Gradients(NamedTuple):
-    """What flows to this process's q, k and v, and to tables: its share of that."""
+    """What flows to this process's q, k and v, in float32 at least, and to tables: its share of that."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -193,8 +193,7 @@ def _backward(here: Here, saved: Saved, tables: tuple[Any, ...]) -> Gradients:
         returns.give(step, flows)
     arrivals.finish()
     returns.finish()
-    dq, dk, dv = (x.to(saved.q.dtype) for x in total)
-    return Gradients(dq, dk, dv, tuple(of_tables))
+    return Gradients(total[0], total[1], total[2], tuple(of_tables))
 
 
 def _part_back(

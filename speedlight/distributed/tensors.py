@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,6 +98,22 @@ def resharded(
 ) -> torch.Tensor:
     """From one sharding to another; a position may be wanted by several processes, whose gradients add up."""
     return _Resharded.apply(tensor, peers, held, wanted, dim)
+
+
+class Everywhere(NamedTuple):
+    """Keys, or values, that every process gets all of."""
+
+    peers: Peers
+    held: tuple[Runs, ...]
+    every: Runs  # as they then lie
+    dim: int
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        return moved(tensor, self.peers, self.held, (self.every,) * self.peers.ranks, self.dim)
+
+    def returned(self, flow: torch.Tensor) -> torch.Tensor:
+        """What flows to own ones, of all processes."""
+        return moved(flow, self.peers, (self.every,) * self.peers.ranks, self.held, self.dim, adding=True)
 
 
 class _Resharded(torch.autograd.Function):

@@ -18,7 +18,7 @@ from .groups import Alone, Meshed
 from .heads import Exchange, axes_of, gathered, problem_of, scattered, split_of
 from .plans import Sharded
 from .shardings import Runs, positions, tokens, whole_of
-from .tensors import resharded
+from .tensors import Everywhere, resharded
 
 Method: TypeAlias = Literal["ring", "ulysses", "gather", "auto"]
 METHODS = ("ring", "ulysses", "gather", "auto")
@@ -74,7 +74,7 @@ class Way(NamedTuple):
         divides = p.q_heads % ranks == 0
         if self.exact and self.sharded.whole.cu_k is not None:
             return "ulysses" if divides else "gather"
-        travelling = self._made(self.peers.ring, self.sharded, q, k, v).plan.schedule
+        travelling = self._made(self.peers.ring, self.sharded, (q, k, v)).plan.schedule
         ring = max([travelling.tokens_sent(rank) for rank in range(ranks)]) * key
         rows = max(map(tokens, self.sharded.q)) * (1 if self.sharded.whole.cu_k else p.batch)
         own = max(map(tokens, self.sharded.k)) * key * max(1, ranks // max(1, p.kv_heads))
@@ -83,16 +83,15 @@ class Way(NamedTuple):
     # --- each way
 
     def _core(
-        self, peers: Any, sharded: Sharded, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_head: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        core = self._made(peers, sharded, q, k, v, first_head)
-        return attended(Context(core, peers, self.known, self.read), q, k, v)
+        self, peers: Any, sharded: Sharded, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: Any = None,
+        first_head: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        core = self._made(peers, sharded, (q, k, v), first_head)
+        return attended(Context(core, peers, self.known, self.read, keys), q, k, v)
 
-    def _made(
-        self, peers: Any, sharded: Sharded, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first_head: int = 0
-    ) -> Core:
+    def _made(self, peers: Any, sharded: Sharded, given: tuple[torch.Tensor, ...], first_head: int = 0) -> Core:
         """Kept from call to call where the options say what they say: it depends on them, on who holds what, on how the
-        tensors lie, and on the machine.
+        tensors lie, from which it follows how those lie that are made of them, and on the machine.
         """
         exact = self.exact and peers.ranks > 1
         new = Core(sharded, peers.rank, self.layout, exact=exact, first_head=first_head)
@@ -100,17 +99,8 @@ class Way(NamedTuple):
         if options is None:
             return new
         machine = engines.threads_now(), current_isa().name
-        lies = tuple([(x.shape, x.stride(), x.dtype) for x in (q, k, v)])
-        key = (
-            options,
-            sharded.q,
-            sharded.k,
-            peers.rank,
-            exact,
-            first_head,
-            lies,
-            machine,
-        )
+        lies = tuple([(x.shape, x.stride(), x.dtype) for x in given])
+        key = options, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks, first_head, lies, machine
         found = _cores.get(key)
         if found is None:
             found = new
@@ -122,8 +112,8 @@ class Way(NamedTuple):
         peers, dim, held = self.peers.ring, LAYOUTS[self.layout][-2], self.sharded.k
         striped = True in [run.step > 1 for runs in held for run in runs]
         every: Runs = tuple([run for runs in held for run in runs]) if striped else whole_of(held)
-        k, v = (resharded(x, peers, held, (every,) * peers.ranks, dim) for x in (k, v))
-        return self._core(Alone(), Sharded(self.sharded.whole, (self.sharded.q[peers.rank],), (every,)), q, k, v)
+        sharded = Sharded(self.sharded.whole, (self.sharded.q[peers.rank],), (every,))
+        return self._core(Alone(), sharded, q, k, v, Everywhere(peers, held, every, dim))
 
     def _over_heads(
         self, ring: Any, heads: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -132,14 +122,12 @@ class Way(NamedTuple):
         whole = self.sharded.whole
         split = split_of(whole.problem.q_heads, whole.problem.kv_heads, heads.ranks)
         rows, keys = (_by_rows(x, ring.ranks, heads.ranks) for x in (self.sharded.q, self.sharded.k))
-        counts = whole.problem.q_heads, whole.problem.kv_heads
         axes, of_lse = axes_of(self.layout), axes_of(self.layout, logarithms=True)
-        of_q = Exchange(heads, rows[ring.rank], split.q, axes, counts[0])
-        of_k = Exchange(heads, keys[ring.rank], split.kv, axes, counts[1])
-        q, k, v = gathered(q, of_q), gathered(k, of_k), gathered(v, of_k)
+        of_q = Exchange(heads, rows[ring.rank], split.q, axes, whole.problem.q_heads)
+        of_k = Exchange(heads, keys[ring.rank], split.kv, axes, whole.problem.kv_heads)
         own = whole._replace(problem=problem_of(whole.problem, split, heads.rank))
         joint = Sharded(own, *(tuple([whole_of(x) for x in each]) for each in (rows, keys)))
-        out, lse = self._core(ring, joint, q, k, v, (split.q[heads.rank] or (0,))[0])
+        out, lse = self._core(ring, joint, gathered(q, of_q), k, v, of_k, (split.q[heads.rank] or (0,))[0])
         return scattered(out, of_q), scattered(lse, of_q._replace(axes=of_lse))
 
     def _redistributed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
