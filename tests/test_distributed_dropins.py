@@ -18,7 +18,8 @@ from speedlight.distributed import placement, positions
 
 HERE = Path(__file__).parent
 RANKS = (1, 2, 3, 4) if FULL else (2,)
-CASES = re.findall(r"^def (case_\w+)", (HERE / "dropins.py").read_text(), re.MULTILINE)
+TEXT = (HERE / "sharded_cache.py").read_text() + (HERE / "dropins.py").read_text()
+CASES = re.findall(r"^def (case_\w+)", TEXT, re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 from ..lazy import importer
 
 if TYPE_CHECKING:
+    from . import ring_flash_attn
     from .attending import attention
     from .cache import KVCache
+    from .local import local_attention
     from .shardings import positions
     from .templated import RingOps, context_parallel, ring_ops
     from .tensors import shard, unshard
@@ -23,18 +25,22 @@ _HOMES = {
     "RingOps": "templated",
     "attention": "attending",
     "context_parallel": "templated",
+    "local_attention": "local",
     "positions": "shardings",
     "ring_ops": "templated",
     "shard": "tensors",
     "unshard": "tensors",
 }
+_MODULES = ("ring_flash_attn",)
 
 __all__ = [
     "KVCache",
     "RingOps",
     "attention",
     "context_parallel",
+    "local_attention",
     "positions",
+    "ring_flash_attn",
     "ring_ops",
     "shard",
     "unshard",
@@ -42,7 +48,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-    __getattr__ = importer(globals(), _HOMES)
+    __getattr__ = importer(globals(), _HOMES, _MODULES)
 
 
 def __dir__() -> list[str]:

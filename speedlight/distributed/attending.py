@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ..signatures import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
 from .forms import form_of
 from .groups import Meshed, agreed, peers_of
 from .plans import Sharded
-from .shardings import Shard, check_shard, positions
+from .shardings import Shard, check_shard, one_after_the_other, positions
 from .tensors import check_lengths
 from .ways import METHODS, Method, Way
 
@@ -94,8 +95,7 @@ def attention(
     >>> dist.destroy_process_group()
     """
     given = Given(q, k, v, shard, method, exact, return_lse, peers_of(group, mesh, q))
-    known, read, arrays, error = Followed(Options()), [], (), None
-    form: dict[str, str] = {}
+    options, error = Options(), None
     try:
         if lengths is not None:
             q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
@@ -103,16 +103,27 @@ def attention(
             causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
             q_lengths, k_lengths, "ieee", 0.0, None,
         )).spelled()  # fmt: skip
-        known, read, arrays = given.checked(options)
-        form = form_of(known.options, given.described(arrays, known.options.layout))
     except Error as found:  # which the others are told
+        error = found
+    out, lse = attended(given, options, error)
+    return (out, lse) if return_lse else out
+
+
+def attended(given: Given, options: Options, error: Error | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of this process's rows; error: what was wrong with its options before."""
+    known, read, arrays = Followed(Options()), [], ()
+    form: dict[str, str] = {}
+    try:
+        if error is None:
+            known, read, arrays = given.checked(options)
+            form = form_of(known.options, given.described(arrays, known.options.layout))
+    except Error as found:
         error = found
     sizes = given.exchanged(form, arrays, known.options.layout, error)
     with torch.no_grad():  # tables that are followed are read here
         sharded = given.sharded(known, arrays, sizes)
-    way = Way(given.peers, sharded, shard, method, exact, known, read)
-    out, lse = way.attended(q, k, v)
-    return (out, lse) if return_lse else out
+    way = Way(given.peers, sharded, given.shard, given.method, given.exact, known, read)
+    return way.attended(given.q, given.k, given.v)
 
 
 class Given(NamedTuple):
@@ -126,6 +137,7 @@ class Given(NamedTuple):
     exact: Any
     return_lse: Any
     peers: Meshed
+    cuts: tuple[int, ...] | None = None  # offsets of sequences of which each is sharded by itself
 
     def checked(self, options: Options) -> tuple[Followed, list[Any], tuple[Array, ...]]:
         """What this process can tell alone."""
@@ -196,7 +208,9 @@ class Given(NamedTuple):
         dim, totals = LAYOUTS[options.layout][-2], [sum(x) for x in zip(*sizes, strict=True)]
         held = []
         for name, total, own in zip("qk", totals, zip(*sizes, strict=True), strict=True):
-            held.append(positions(total, self.peers.ranks, self.shard))
+            cuts = (0, total) if self.cuts is None else self.cuts
+            each = [positions(b - a, self.peers.ranks, self.shard) for a, b in itertools.pairwise(cuts)]
+            held.append(one_after_the_other(each, self.peers.ranks))
             check_lengths(name, list(own), held[-1], self.shard)
         whole = [
             replace(x, shape=tuple([total if d == dim else n for d, n in enumerate(x.shape)]))

@@ -70,9 +70,11 @@ class Peers:
         return [tuple(x.tolist()) for x in self.gathered(mine, "to compare calls")]
 
     def gathered(self, mine: torch.Tensor, what: str) -> list[torch.Tensor]:
-        """A tensor of every process, all of one shape and dtype, in the order of ranks."""
+        """A tensor of every process, all of one shape and dtype, in the order of ranks: sent from one to one, so that
+        who is missed is known.
+        """
         found = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.ranks)]
-        others = [rank for rank in range(self.ranks) if rank != self.rank]  # one to one: who is missed is known
+        others = [rank for rank in range(self.ranks) if rank != self.rank]
         sends = [(mine, rank, 0, what) for rank in others]
         for message in self.post(sends, [(found[rank], rank, 0, what) for rank in others]):
             self.wait(message)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from ..checks import size
@@ -78,6 +78,17 @@ def joined(runs: Iterable[range]) -> Runs:
             run = range(found.pop().start, run.stop)
         found.append(run)
     return tuple(found)
+
+
+def one_after_the_other(each: Sequence[tuple[Runs, ...]], ranks: int) -> tuple[Runs, ...]:
+    """What each process holds of sequences that are packed one after the other, and sharded one by one."""
+    held: list[list[range]] = [[] for _ in range(ranks)]
+    first = 0
+    for shards in each:
+        for own, runs in zip(held, shards, strict=True):
+            own += [range(first + x.start, first + x.stop, x.step) for x in runs]
+        first += sum(map(tokens, shards))
+    return tuple(map(joined, held))
 
 
 def whole_of(held: tuple[Runs, ...]) -> Runs:

@@ -49,7 +49,7 @@ class Way(NamedTuple):
             warnings.warn(
                 f"shard: expected 'zigzag' or 'contiguous' {reason}; got 'stripe', which is redistributed first, and "
                 "back. Shard so from the start: it saves sending all of it.",
-                stacklevel=4,
+                stacklevel=5,
             )
             return self._redistributed(q, k, v)
         match self._chosen(q, k, v):
