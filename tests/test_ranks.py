@@ -177,6 +177,9 @@ def test_memory_beyond_shards():
     states = 2048 * 4 * 2 * 4
     assert ways(found, "ring")["contiguous"].memory_bytes == (2 * BLOCK + states,) * 4
     assert ways(found, "gather")["contiguous"].memory_bytes == (4 * BLOCK,) * 4
+    rows = 8192 * 64 * 4  # bytes of q or out, of the one head that a rank has of all tokens
+    kept = 2 * rows + 8192 * 4 + 2 * rows + rows * 7 // 4  # q, out, lse, k and v of a head, what goes and what comes
+    assert ways(found, "ulysses")["contiguous"].memory_bytes == (kept,) * 4
     assert ways(spread_of(1), "ring")["contiguous"].memory_bytes == (0,)
 
 

@@ -279,7 +279,7 @@ def _exact(case: _Case) -> Way | None:
         computing += work
         moved = sizes[:, run] * (np.arange(n) != owner) * case.token_bytes
         sent += clock.step(work, moved[:, None], np.full((n, 1), owner))
-    return case.way("exact", clock.free, computing, sent, _states(case) + 2 * clock.most)
+    return case.way("exact", clock.free, computing, sent, _states(case) + 1.5 * clock.most)  # in pieces of half a shard
 
 
 class _Clock:
@@ -334,7 +334,8 @@ def _ulysses(case: _Case) -> Way | None:
     whole = [np.full(n, x.sum()) for x in (rows, case.keys)]
     computing = case.computing(np.full(n, case.seen.pairs.sum() / n), whole[0], whole[1] * heads / p.kv_heads)
     seconds = computing + case.carrying(there.max(), n - 1) + case.carrying(home.max(), n - 1)
-    memory = whole[0] * case.row_bytes + whole[1] * per_token
+    made = whole[0] * p.value_dim * size  # which is cut for its owners, whose parts come meanwhile
+    memory = whole[0] * case.row_bytes + whole[1] * per_token + made * (2 - 1 / n)
     return case.way("ulysses", seconds * np.ones(n), computing, there + home, memory)
 
 
