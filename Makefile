@@ -7,7 +7,7 @@ RUN := $(BIN)/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all docs gallery mutations bench readme package check-arm gpu-check gpu clean
+.PHONY: demo test test-all docs gallery scaling mutations bench readme package check-arm gpu-check gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +53,10 @@ docs: $(VENV)/.docs
 # docs/gallery/*.png, from the examples of docs/gallery.md
 gallery: $(VENV)/.cli
 	$(RUN) tools/gallery.py
+
+# docs/pictures/scaling.png and the table of docs/scaling.md, from the model and benchmarks/results/ranks
+scaling: $(VENV)/.cli
+	$(RUN) tools/scaling.py
 
 # does the suite see fifty faults? Goes on where it was stopped; `python tests/mutations.py --only WORD` asks about one
 mutations: $(VENV)/.test

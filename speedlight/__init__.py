@@ -38,9 +38,10 @@ In order of use; help(speedlight.attention) has every option:
 
   errors: each is an Error, and the built-in type that one would expect
     Error, ArgumentError, ArgumentTypeError, UnsupportedError, ExpressionError, CacheFull, CacheBusy,
-    ReservationError, FileError, CompileError
+    ReservationError, FileError, CompileError, CommunicationError
 
-Imported by name: speedlight.torch, speedlight.transformers, speedlight.flash_attn, speedlight.jax, speedlight.onnx.
+Imported by name: speedlight.torch, speedlight.distributed, speedlight.transformers, speedlight.flash_attn,
+speedlight.jax, speedlight.onnx.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
         ArgumentTypeError,
         CacheBusy,
         CacheFull,
+        CommunicationError,
         CompileError,
         Error,
         ExpressionError,
@@ -118,6 +120,7 @@ _HOMES = {
     "PagedSequence": "kv.sequence",
     "CacheBusy": "errors",
     "CacheFull": "errors",
+    "CommunicationError": "errors",
     "set_threads": "cpu.workers",
     "get_threads": "cpu.workers",
     "Error": "errors",
@@ -172,6 +175,7 @@ __all__ = [
     "AttentionOptions",
     "CacheBusy",
     "CacheFull",
+    "CommunicationError",
     "CompileError",
     "Error",
     "Expression",

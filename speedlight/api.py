@@ -10,11 +10,12 @@ from .arrays import DTYPES
 from .checks import check_flag, check_precision
 from .compiling import leaves_graph
 from .cpu.operands import Dense, Rows, Strides, stride_of
+from .distributed.model import asked_ranks
 from .errors import ArgumentError, UnsupportedError
 from .gradients import Followed, check_one_dtype, followed
 from .hints import warn_if_swapped
 from .machine import current_isa
-from .planning import Plan
+from .planning import Plan, over_ranks
 from .problem import Options, Sizes, new_options, padded_alike
 from .resolve import from_arrays, from_sizes
 from .results import results_for
@@ -28,8 +29,10 @@ from .signatures import (
     Ints,
     Layout,
     Mask,
+    Method,
     Precision,
     Scores,
+    Shard,
     Sinks,
     T,
     Window,
@@ -278,6 +281,11 @@ def plan(
     dropout: float = 0.0,
     seed: Int | None = None,
     backward: bool = False,
+    ranks: int | None = None,
+    link_bandwidth: float | None = None,
+    latency: float | None = None,
+    shard: Shard = "auto",
+    method: Method = "auto",
 ) -> Plan:
     """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the least time.
 
@@ -293,6 +301,12 @@ def plan(
     of matrices of the dtype there. With `backward=True` it is the plan of attention_backward(), on the CPU: what
     flows to q, k and v; gradients of tables and sinks come on top.
 
+    `ranks`: also how long the call takes at least over so many processes, each on a machine like this one, what each of
+    them sends, and what it holds beyond its shards: `Plan.ranks`, of speedlight.distributed's ways to do it, or of one
+    `method` ("ring", "ulysses", "gather", "exact") and one `shard` ("contiguous", "zigzag", "stripe").
+    `link_bandwidth`, in bytes per second, and `latency`, in seconds, are of the link between a rank and the others:
+    12.5e9 and 1e-5, where nothing is said; no link is measured.
+
     Returns:
         A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.
 
@@ -304,7 +318,11 @@ def plan(
     ...             causal=True)
     >>> p.visible_pairs == 32 * 8192 * 8193 // 2
     True
+    >>> spread = sl.plan(q_heads=8, q_len=65536, head_dim=128, causal=True, ranks=8).ranks
+    >>> {name: round(slowest, 2) for name, slowest in spread.balance.items()}  # over the mean
+    {'contiguous': 1.87, 'zigzag': 1.0, 'stripe': 1.0}
     """
+    spreading = asked_ranks(ranks, link_bandwidth, latency, shard, method)
     check_flag("exact", exact)
     check_flag("backward", backward)
     check_precision(precision)
@@ -331,4 +349,5 @@ def plan(
         sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
         problem = from_sizes(sizes, options)
         strides = Strides(heads_adjoin=layout in ("blhd", "lhd") and problem.kv_heads > 1)
-    return engines.plan(problem, device, strides, precision, exact=exact, backward=backward)
+    found = engines.plan(problem, device, strides, precision, exact=exact, backward=backward)
+    return found if spreading is None else over_ranks(found, spreading, packed=layout == "lhd")

@@ -76,3 +76,12 @@ class ReservationError(Error, MemoryError):
 
 class CacheBusy(Error, RuntimeError):
     """Another thread is appending to the same sequence."""
+
+
+class CommunicationError(Error, RuntimeError):
+    """A process of a group ended, or did not answer in time. `rank`: whose answer was missing, in the whole world;
+    None where nobody knows."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank

@@ -120,6 +120,7 @@ _PLAN = {
     **dict.fromkeys(("seq_len", "seqlen", "sequence_length", "n"), "q_len= (and k_len=)"),
     **dict.fromkeys(("seqlen_q", "qo_len"), "q_len="),
     **dict.fromkeys(("seqlen_k", "kv_len"), "k_len="),
+    **dict.fromkeys(("world_size", "cp_size", "num_ranks", "processes"), "ranks="),
 }
 _KEPT = {
     **_SIZES,

@@ -330,22 +330,24 @@ def counted_pairs(rows: Rows, watch: Callable[[int], None] = lambda tiles: None)
     """Visible pairs, element by element in mixed tiles: the time grows with those. `watch` hears how many were done."""
     p = rows.problem
     total, count = Tally(), 0
-    hidden = _hiding(p)
     for panels, keys in _mixed(rows, total):
         for panel, tile in zip(panels.tolist(), keys.tolist(), strict=True):
             r = np.arange(rows.begin(panel), rows.end(panel))
             i = (p.q_starts[rows.item] + r // rows.heads)[:, None]
             j = p.k_start + np.arange(tile * TILE, min((tile + 1) * TILE, rows.keys))[None, :]
-            env = {"b": np.int64(rows.item), "h": (rows.head * rows.heads + r % rows.heads)[:, None], "i": i, "j": j}
-            seen = (j <= i) if p.causal else np.ones((len(i), j.shape[1]), bool)
-            number = np.float64 if p.dtype == "float64" else np.float32
-            if p.mask is not None:
-                seen = seen & evaluate(p.mask.root, env, number, seen=False)
-            if hidden is not None:
-                seen = seen & ~evaluate(hidden, env, number, seen=False)
-            count += int(seen.sum())
+            h = (rows.head * rows.heads + r % rows.heads)[:, None]
+            count += int(seen(p, {"b": np.int64(rows.item), "h": h, "i": i, "j": j}).sum())
         watch(len(panels))
-    return count + (total.full_pairs if hidden is None else 0)
+    return count + (total.full_pairs if _hiding(p) is None else 0)
+
+
+def seen(p: Problem, at: dict[str, Any]) -> np.ndarray:
+    """Of each pair of positions, item and head, whether it is visible; the arrays of `at` broadcast."""
+    shown = at["j"] <= at["i"] if p.causal else np.ones(np.broadcast_shapes(*(np.shape(x) for x in at.values())), bool)
+    number, hidden = np.float64 if p.dtype == "float64" else np.float32, _hiding(p)
+    if p.mask is not None:
+        shown = shown & evaluate(p.mask.root, at, number, seen=False)
+    return shown if hidden is None else shown & ~evaluate(hidden, at, number, seen=False)
 
 
 def _hiding(p: Problem) -> Node | None:

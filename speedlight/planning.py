@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from .distributed.model import Asked, Rates, Spread, spread
+from .errors import UnsupportedError
 from .expressions.tree import lazily
 from .problem import TILE, Problem
 from .tunings import Origin
@@ -74,6 +76,7 @@ class Plan:
     backward: bool = False
     origin: Origin | None = None  # of the schedule, on a CPU
     measured: Callable[[], Roofs | None] | None = field(default=None, repr=False, compare=False)
+    ranks: Spread | None = None  # of plan(…, ranks=): how the call goes over several
 
     @property
     def memory_ratio(self) -> float:
@@ -154,7 +157,31 @@ class Plan:
             least = "unknown" if self.seconds_at_least is None else _seconds(self.seconds_at_least)
             roofs = f"{self.roofs.flops / 1e9:,.0f} GFLOP/s and {self.roofs.bytes / 1e9:,.1f} GB/s, {self.roofs.date}"
             rows.append(("time at least", f"{least} ({roofs})"))
-        return rows
+        return rows + ([] if self.ranks is None else spread_rows(self.ranks))
+
+
+def spread_rows(spread: Spread) -> list[tuple[str, str]]:
+    """Of the ranks of a plan, the lines of its table."""
+    way, link = spread.way, spread.link
+    mean = sum(way.seconds) / spread.ranks
+    best: dict[str, float] = {}
+    for x in spread.ways:
+        best.setdefault(f"{x.method} {x.shard}" if x.method != "ulysses" else x.method, x.slowest)
+    return [
+        (
+            "ranks",
+            f"{spread.ranks:,}, {way.method} {way.shard}: {_seconds(way.slowest)} for the slowest, {_seconds(mean)} on "
+            f"average; {spread.speedup:,.3g} x as fast as one",
+        ),
+        (
+            "rank sends",
+            f"{_bytes(max(way.bytes_sent))} at most, {_bytes(sum(way.bytes_sent) / spread.ranks)} on average",
+        ),
+        ("rank memory", f"{_bytes(max(way.memory_bytes))} at most, beyond its shards and results"),
+        ("load", f"{', '.join(f'{name} {x:.3g}' for name, x in spread.balance.items())}: the most over the mean"),
+        ("ways", ", ".join(f"{name} {_seconds(x)}" for name, x in best.items())),
+        ("link", f"{link.bandwidth / 1e9:,.3g} GB/s, {_seconds(link.latency)}{', assumed' * spread.assumed}"),
+    ]
 
 
 def plan_of(
@@ -198,6 +225,14 @@ def plan_of(
         origin=run.origin,
         measured=measured,
     )
+
+
+def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:
+    """The same with what it takes over several ranks, at the roofs of this machine."""
+    if plan.roofs is None:
+        raise UnsupportedError(f"ranks: expected an engine whose roofs are measured; got {plan.engine}.")
+    rates, each = Rates(plan.roofs.flops, plan.roofs.bytes), pair_flops(plan.problem, backward=plan.backward)
+    return replace(plan, ranks=spread(plan.problem, asked, rates, each, packed=packed, backward=plan.backward))
 
 
 def pair_flops(problem: Problem, *, backward: bool = False) -> int:

@@ -317,7 +317,7 @@ def test_bench_of_models(here, tmp_path, monkeypatch):
     assert wrong["refused"] == "torch has another result than ours, by 1" and "ratios" not in wrong
     assert (tmp_path / "r.png").stat().st_size > 10_000
     assert "--only: expected one of gpt," in here("bench", "--models", "--only", "cats").stderr
-    assert "--only: expected --models or" in here("bench", "--only", "gpt").stderr
+    assert "--only: expected --models, --ranks or" in here("bench", "--only", "gpt").stderr
     assert "--models: expected no more than" in here("bench", "--models", "--q-len", 5).stderr
 
 
@@ -383,6 +383,16 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["bench", "-o", "/no/such/x.json"], "--output: expected a name"),
         (["bench", "--base", "no-such-commit"], "--base: expected a commit"),
         (["bench", "--backward", "--peer", "jax"], "--peer: expected some of torch, or none beside --backward"),
+        (["plan", "--q-len", "5", "--latency", "1"], "--latency: expected --ranks beside it; got 1.0 alone."),
+        (["plan", "--q-len", "5", "--ranks", "0"], "--ranks: expected a size from 1"),
+        (
+            ["plan", "--q-len", "5", "--ranks", "2", "--shard", "zig"],
+            "--shard: expected 'auto' or one of 'contiguous',",
+        ),
+        (["bench", "--ranks", "1"], "--ranks: expected 2 to 64; got 1."),
+        (["bench", "--ranks", "3", "--only", "ulysses"], "--only: expected another one beside --ranks=3"),
+        (["bench", "--ranks", "2", "--only", "gpt"], "--only: expected one of ring, ulysses, exact, window"),
+        (["bench", "--ranks", "2", "--models"], "--ranks: expected no more than --only, --turns, --output, and --json"),
         (["plan", "--q-len", "5", "--backward", "--device", "cuda"], "--backward: expected False, or the CPU"),
     ],
 )

@@ -55,7 +55,8 @@ def test_readme_example(capsys):
 
 
 @pytest.mark.parametrize(
-    ("page", "made"), [("torch", "layer"), ("coming-from", "v_ab"), ("caches", "lengths"), ("index", "q")]
+    ("page", "made"),
+    [("torch", "layer"), ("coming-from", "v_ab"), ("caches", "lengths"), ("index", "q"), ("distributed", "whole")],
 )
 def test_examples_of_pages(page, made, capsys):
     names: dict = {}
@@ -174,13 +175,14 @@ def test_promises_name_tests_that_exist():
         assert re.search(rf"\b{name}\b", (tests / file).read_text()), f"{file} has no {name}"
 
 
-def test_public_names_in_torch():
+@pytest.mark.parametrize("own", ["torch", "distributed"])
+def test_public_names_in_torch(own):
     """Each is no module, whichever of them are imported, and its example runs."""
-    package = importlib.import_module("speedlight.torch")
+    package = importlib.import_module(f"speedlight.{own}")
     names = {name: getattr(package, name) for name in package.__all__}
-    for path in (PACKAGE / "torch").glob("*.py"):
+    for path in (PACKAGE / own).glob("*.py"):
         importlib.import_module(f"speedlight.{module_of(str(path.relative_to(PACKAGE)))}")
-    for name, value in {"speedlight.torch": package, **names}.items():
+    for name, value in {f"speedlight.{own}": package, **names}.items():
         assert value is package or getattr(package, name) is value
         examples = doctest.DocTestFinder(recurse=False).find(value, name)
         assert sum(len(x.examples) for x in examples) > 0, f"{name} has no example"

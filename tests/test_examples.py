@@ -223,6 +223,24 @@ def test_an_index_is_made_again_only_where_it_has_to_be(tmp_path, search, capsys
     assert "the index is of another model; 7 sections" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.skipif(not FULL, reason="three processes that import PyTorch")
+def test_a_long_context_is_the_same_over_any_number_of_processes():
+    """The same tokens, and what each process sends."""
+    said = []
+    for ranks in (1, 2):
+        words = ["--prompt", "1500", "--tokens", "5", "--layers", "2", "--window", "100", "--dtype", "float32"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        env = os.environ | {"PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, str(EXAMPLES / "long_context.py"), *words], capture_output=True, text=True, timeout=300, env=env
+        )
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+        sent = re.search(r"at most ([\d.,]+) MiB of keys", done.stdout)
+        assert sent is not None and (float(sent[1]) > 0) == (ranks > 1)
+    assert len(set(re.findall(r"tokens/s: ([\d ]+)\n", "".join(said)))) == 1
+
+
 def run(name, *words):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *words]
     here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}

@@ -25,6 +25,7 @@ TREES = (f"{HERE}/blob/main/", HERE.replace("github.com", "raw.githubusercontent
 PACKAGES = {  # and the page where the names of each are
     "speedlight": "api.md",
     "speedlight.torch": "api-adapters.md",
+    "speedlight.distributed": "api-adapters.md",
     "speedlight.transformers": "api-adapters.md",
     "speedlight.flash_attn": "api-adapters.md",
     "speedlight.jax": "api-adapters.md",

@@ -156,6 +156,20 @@ def test_packed_in_one_row():
     assert_equal(attend(torch.nn.Module(), q, k, k, plain, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)[0], want)
 
 
+def test_packed_by_positions_alone():
+    """Where no mask comes, as under DeepSpeed's Ulysses, position_ids that begin anew tell what is packed."""
+    q, k = drawn(2, HEADS, 13, DIM), drawn(2, KV_HEADS, 13, DIM, seed=1)
+    module = torch.nn.Module()
+    causal = torch.ones(13, 13, dtype=torch.bool).tril()
+    same = (PACKED[:, :, None] - PACKED[:, None] == torch.arange(13)[:, None] - torch.arange(13)).to(torch.bool)
+    assert not same.all()
+    assert_equal(attend(module, q, k, k, None, position_ids=PACKED)[0], formula(q, k, k, (same & causal)[:, None]))
+    assert_equal(attend(module, q, k, k, None, position_ids=torch.arange(13)[None])[0], formula(q, k, k, causal))
+    assert_equal(
+        attend(module, q[:, :, :5], k, k, None, position_ids=PACKED[:, :5])[0], formula(q[:, :, :5], k, k, causal[:5])
+    )
+
+
 def test_no_mask_is_made():
     """What a mask holds does not grow with q_len times k_len."""
     spec = mask_of(1, 1 << 20, 1 << 20, mask_function=m.sliding_window_causal_mask_function(4096))

@@ -38,7 +38,7 @@ class _Parts(PairParts):
         self.into_keys_predicated = into_keys(m, s, 2, 1, predicated=True)
         self.load_panel = load_panel(m, s)
         self.store_sums = store_panel(m, s, "f64" if s.wide else "f32")
-        self.store_rows = store_panel(m, s, s.storage) if s.number_bytes != s.storage_bytes else self.store_sums
+        self.store_rows = store_panel(m, s, s.storage) if s.narrows_gradients else self.store_sums
 
 
 def backward_module(s: Shape, symbol: str) -> Module:
@@ -183,7 +183,7 @@ class _Task(PairWork):
         a, s = self.a, self.s
         whole = a.columns.equals(a.head_dim) & a.value_columns.equals(a.value_dim)
         whole = whole & (count % s.tiles.gradients[0][0]).equals(0)
-        return whole if s.number_bytes == s.storage_bytes else whole & (end ^ 1)
+        return whole & (end ^ 1) if s.narrows_gradients else whole
 
     def weigh_panel(self, panel: Panel, tile: Tile) -> None:
         """P and dS of a tile for one panel, and its share of dQ."""

@@ -254,8 +254,8 @@ def tickets_of_tables(problem: Problem, most_shares: int, *, by_positions: bool)
 
 def shape_of(problem: Problem, kind: Kind, program: Program | None, how: BackwardSchedule) -> Shape:
     """What the kernel of a pass is specialised for."""
-    tiles, dropout = how.tuning.register_tiles(how.isa), problem.dropout > 0
-    return Shape(kind, how.isa, how.storage, how.vectors, program, own_tiles=tiles, dropout=dropout)
+    of_tiles = {"own_tiles": how.tuning.register_tiles(how.isa), "dropout": problem.dropout > 0}
+    return Shape(kind, how.isa, how.storage, how.vectors, program, **of_tiles, partial=problem.partial)
 
 
 class BackwardCall:
@@ -330,8 +330,13 @@ def _address(x: np.ndarray | None) -> int:
     return 0 if x is None else address_of(x)
 
 
+def _gradient_bytes(problem: Problem) -> int:
+    """Of an element of dq, dk or dv in memory."""
+    return number_bytes(problem.storage) if problem.partial else STORAGE_BYTES[problem.storage]
+
+
 def _words(problem: Problem, lies: Lies, elements: int) -> dict[str, int]:
-    number, size = number_bytes(problem.storage), STORAGE_BYTES[problem.storage]
+    number, size = number_bytes(problem.storage), _gradient_bytes(problem)
     words = {
         "lse_head": _lse_rows(lies) * number,
         "lse_row": number,
@@ -362,7 +367,7 @@ def _lse_rows(lies: Lies) -> int:
 
 def _items(problem: Problem, lies: Lies, range_keys: int) -> np.ndarray:
     """The kernel's table of batch items, [item, word]."""
-    number, size = number_bytes(problem.storage), STORAGE_BYTES[problem.storage]
+    number, size = number_bytes(problem.storage), _gradient_bytes(problem)
     names = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
     at = {f"{name}_at": lies.offsets(name, problem.batch) for name in names}
     if lies.first_q is not None:

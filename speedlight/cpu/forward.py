@@ -31,7 +31,8 @@ from .region import Box, Work, entry, region
 from .shape import Shape
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries, stage_keys, stage_rows, stage_values
-from .vector import I1, I64, PTR, Function, Module, Value
+from .states import load_state, store_state
+from .vector import F32, I1, I64, PTR, Function, Module, Value, vec
 from .visibility import extent, visibility
 
 
@@ -57,6 +58,7 @@ class _Parts:
         self.stage_keys, self.stage_values = stage_keys(m, s, rows), stage_values(m, s, rows)
         self.locate = locate(m, s.piece)
         self.store = store_panel(m, s, self.log)
+        self.resume, self.leave = (load_state(m, s), store_state(m, s)) if s.partial else (None, None)
 
 
 def forward_module(s: Shape, symbol: str) -> Module:
@@ -138,10 +140,11 @@ class _Task(Work):
                     seen = self.seen_of(self.box(k.i64(0), self.panels), start, start + count)
                     with k.when(seen > 0):
                         self.tile(start, count)
-            with k.when(last > SPAN), k.range(0, self.panels) as i, k.when(_Panel(self, i).high > span_start):
+            several = k.const(1, I1) if self.s.partial else last > SPAN
+            with k.when(several), k.range(0, self.panels) as i, k.when(_Panel(self, i).high > span_start):
                 panel = _Panel(self, i)
                 k.call(self.parts.merge, panel.part("total"), panel.part("span"), a.value_dim)
-        self.finish((last > SPAN) | last.equals(0))
+        self.finish(k.const(1, I1) if self.s.partial else (last > SPAN) | last.equals(0))
 
     def pack(self, panel: _Panel) -> None:
         """Finds a panel's rows and transposes its queries."""
@@ -159,6 +162,9 @@ class _Task(Work):
         k.store(k.load(I64, limits), panel.at, ENDS.offset("low"))
         k.store(k.load(I64, limits, (s.panel - 1) * 8), panel.at, ENDS.offset("high"))
         clear_state(k, s, panel.part("total"), a.width + 2)
+        if self.parts.resume is not None:
+            with k.when(a.begins.equals(0)):
+                k.call(self.parts.resume, k.p["a"], panel.part("total"), panel.lanes("out"), panel.lanes("lse"))
         if self.visibility is not None:
             clear_state(k, s, panel.part("span"), a.width + 2)  # the only span may be skipped
         units = units_of(s, a.head_dim)
@@ -172,10 +178,23 @@ class _Task(Work):
             panel = _Panel(self, i)
             state = k.at(panel.at, k.select(panel.high > 0, state_at, a.at_total))
             count = k.min(self.rows - i * s.panel, k.i64(s.panel))
-            with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
-                self.sink(panel.lanes("head"), state)
-            out, lse = panel.lanes("out"), panel.lanes("lse")
-            k.call(self.parts.store, state, out, lse, count, a.value_dim, a.out_column, *self.divisor())
+            if self.parts.leave is None:
+                self.end(panel, state, count)
+            else:
+                with k.either(a.ends.differs(0)) as (end, more):
+                    with end:
+                        self.end(panel, state, count)
+                    with more:
+                        tables = panel.lanes("out"), panel.lanes("lse")
+                        k.call(self.parts.leave, k.p["a"], state, *tables, count)
+
+    def end(self, panel: _Panel, state: Value, count: Value) -> None:
+        """A sink joins a panel's state last; then its first `count` rows are written."""
+        k, a = self.k, self.a
+        with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
+            self.sink(panel.lanes("head"), state)
+        out, lse = panel.lanes("out"), panel.lanes("lse")
+        k.call(self.parts.store, state, out, lse, count, a.value_dim, a.out_column, *self.divisor())
 
     def sink(self, heads: Value, state: Value) -> None:
         """Merges what a sink is; its state lies where a tile's partial sums were."""

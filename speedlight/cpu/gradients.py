@@ -92,7 +92,7 @@ class Gradients:
 
     def _sums(self, x: Operands) -> list[np.ndarray]:
         """Where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
-        if self.problem.storage in ("f32", "f64"):
+        if self.problem.storage in ("f32", "f64") or self.problem.partial:
             return [a.numpy() for a in (x.dq, x.dk, x.dv)]
         return [np.empty(a.shape, np.float32) for a in (x.dq, x.dk, x.dv)]
 

@@ -305,7 +305,11 @@ def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[
 FORWARD = Record(
     *_COMMON, "panels", "width", "stage_k", "stage_v", "panel_bytes",
     *(f"at_{name}" for name in (*FORWARD_SCRATCH, *PANEL)),
+    # of a partial problem: accumulators, laid as out is; [rows, 2] of running_max and running_sum, laid as lse is; and
+    # whether rows begin here, with nothing, and end here, in out and lse
+    "accumulators", "sums", "begins", "ends",
 )  # fmt: skip
+STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for each call, as CALL
 DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH))
 
 BACKWARD = Record(

@@ -23,7 +23,7 @@ from ..planning import Plan, Roofs, Run, plan_of
 from ..problem import LAYOUTS, Problem
 from ..work import all_pairs
 from .compile import kernel_of, lock, symbol_of
-from .layout import CALL, ITEM, SCRATCH, Item, Record, arguments_of
+from .layout import CALL, ITEM, SCRATCH, STATE, Item, Record, arguments_of
 from .operands import Dense, Paged, Rows, Strides, steps
 from .schedule import Schedule, product_of, schedule
 from .shape import Shape
@@ -69,7 +69,8 @@ def _shape(problem: Problem, how: Schedule, program: Any, *, cached: bool = Fals
     dropout, widened = problem.dropout > 0, problem.key_storage if problem.widened else None
     loops = how.tuning.fetching, how.tuning.register_tiles(how.isa)
     of_keys = cached, problem.quantised
-    return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_keys, *loops, dropout, widened)
+    of_call = *of_keys, *loops, dropout, widened, problem.partial
+    return Shape(how.kind, how.isa, how.storage, how.vectors, program, *of_call)
 
 
 class Call:
@@ -136,10 +137,20 @@ class Call:
         return kernel
 
     def run(
-        self, q: int, k: int, v: int, out: int, lse: int, items: int = 0, threads: int = 0, seed: int | None = None
+        self,
+        q: int,
+        k: int,
+        v: int,
+        out: int,
+        lse: int,
+        items: int = 0,
+        threads: int = 0,
+        seed: int | None = None,
+        state: tuple[int, int, int, int] | None = None,
     ) -> None:
         """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
-        if given. One thread is given for short calls only: no signal comes between.
+        if given. One thread is given for short calls only: no signal comes between. `state`: the words that a partial
+        problem has beside them (layout.FORWARD).
         """
         if not self.tickets:
             return
@@ -158,6 +169,8 @@ class Call:
                 ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
                 self.problem.seed if seed is None else seed,
             )  # fmt: skip
+            if state is not None:
+                words[STATE] = state
             if threads == 1:
                 run_alone(self.kernel, words, self.tickets)
             else:
@@ -314,7 +327,7 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         **keys.places(batch),
     )
     table = np.stack(items, axis=1)
-    if problem.rows is not None and batch:
+    if problem.rows is not None and batch and not problem.partial:
         table = np.concatenate([table, _unused_rows(problem, how, rows, items)])
         tickets = table[:, ITEM.blocks] * problem.kv_heads
     # an item without tickets shares its first ticket with the next: bisection then finds the last, so only items with

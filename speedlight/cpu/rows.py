@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..arrays import STORAGE_BYTES
 from . import conversions
 from .products import load_unit, load_units, load_values, unit_of, units_of, whole_units
 from .shape import Shape
@@ -101,8 +102,8 @@ def add_partial(module: Module, s: Shape) -> Any:
         with k.either(end) as (last, more):
             with last:
                 factor = k.splat(p["factor"], lanes) if lanes else p["factor"]
-                x = conversions.narrowed(k, s.storage, variable.get() * factor)
-                k.store(x, p["out"], j * p["out_row"] + c * s.storage_bytes)
+                x = conversions.narrowed(k, s.gradient_storage, variable.get() * factor)
+                k.store(x, p["out"], j * p["out_row"] + c * STORAGE_BYTES[s.gradient_storage])
             with more:
                 k.store(variable.get(), at)
 

@@ -74,7 +74,7 @@ def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning:
 
 def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
     """Whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
-    if strides.strided_keys or strides.strided_values or problem.rows is not None:
+    if strides.strided_keys or strides.strided_values or problem.rows is not None or problem.partial:
         return False
     most = max(problem.q_lengths, default=0) * problem.group
     return 0 < most <= DECODE_ROWS and problem.value_dim >= isa.lanes(problem.storage)
@@ -154,7 +154,11 @@ def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bo
 
 def _unused(problem: Problem) -> list[int]:
     """Rows of out, in each item's group of heads, that have no query: they become 0."""
-    return [] if problem.rows is None else [(problem.rows - n) * problem.group for n in problem.q_lengths]
+    return (
+        []
+        if problem.rows is None or problem.partial
+        else [(problem.rows - n) * problem.group for n in problem.q_lengths]
+    )
 
 
 # --- few rows

@@ -34,12 +34,13 @@ class Shape:
     own_tiles: RegisterTiles | None = None  # None: those that ship for the unit
     dropout: bool = False  # weights are dropped
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
+    partial: bool = False  # of some of the keys: rows go on from a state; gradients are of the type of sums
 
     @property
     def stem(self) -> str:
         """The readable part of the kernel's name."""
         types = self.storage if self.widened is None else f"{self.storage}_{self.widened}"
-        name = f"{self.kind}{'_dropout' * self.dropout}_{types}_{self.isa.name}"
+        name = f"{self.kind}{'_partial' * self.partial}{'_dropout' * self.dropout}_{types}_{self.isa.name}"
         return f"{name}_{self.rows}x{self.vectors}" if self.vectors else name
 
     @property
@@ -102,6 +103,16 @@ class Shape:
     @property
     def number_bytes(self) -> int:
         return number_bytes(self.storage)
+
+    @property
+    def gradient_storage(self) -> str:
+        """Type of gradients in memory."""
+        return ("f64" if self.wide else "f32") if self.partial else self.storage
+
+    @property
+    def narrows_gradients(self) -> bool:
+        """Whether sums are of more bits than the gradients that they become."""
+        return STORAGE_BYTES[self.gradient_storage] < self.number_bytes
 
     @property
     def integer(self) -> ir.Type:

@@ -355,6 +355,11 @@ class KVCache:
                     del undo[layer]
                 claims -= mine
 
+    def _take_back(self, layer: int, held: _Lengths) -> None:
+        """Of a layer that only grew, without a window: it is again as it was. What other ranks do decides so."""
+        self._held[layer] = held
+        self._storage.set_lengths([lengths for lengths, _ in self._held])
+
     # --- shrinking and copying
 
     def truncate(self, length: int | Sequence[int]) -> None:
@@ -421,10 +426,14 @@ class KVCache:
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file, which any device can load: under a temporary name first, then renamed."""
-        where, held = saved.checked_path(path), list(self._now())
+        self._save(saved.checked_path(path), {})
+
+    def _save(self, where: Path, words: dict[str, str]) -> None:
+        """The same, and words for somebody else."""
+        held = list(self._now())
         parts = [self._storage.parts(layer, list(map(self._ring.held, *pair))) for layer, pair in enumerate(held)]
         sizes = {n: x for n, x in self._sizes().items() if x is not None}
-        saved.write(where, saved.Saved(sizes, self.dtype, held, parts))
+        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), words)
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu") -> KVCache:

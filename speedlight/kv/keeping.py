@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +39,9 @@ def truncated(length: Any, held: list[_Lengths], ring: Ring) -> Left:
 
 def kept(indices: Any, start: Any, held: list[_Lengths], ring: Ring) -> Left:
     """What keep() leaves of a cache."""
-    batch = len(held[0][0])
-    starts, paths = _starts(start, batch), _paths(indices, batch)
+    starts, paths = paths_of(indices, start, [lengths for lengths, _ in held])
     lengths, moves = [], Moves([], [], [], [])
     for item, (first, path) in enumerate(zip(starts, paths, strict=True)):
-        _check_path(path, first, min(lengths[item] for lengths, _ in held), f" of sequence {item}")
         n = first + len(path)
         lengths.append(n)
         sources = [(first + at, first + to) for to, at in enumerate(path) if at != to]
@@ -58,6 +56,17 @@ def kept(indices: Any, start: Any, held: list[_Lengths], ring: Ring) -> Left:
             for x, place in zip(moves, (item, ring.slot(at), item, ring.slot(to)), strict=True):
                 x.append(place)
     return Left(lengths, moves)
+
+
+def paths_of(indices: Any, start: Any, lengths: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """keep()'s arguments for a batch, checked: of every sequence the first token, and those that stay; lengths: per
+    layer.
+    """
+    batch = len(lengths[0])
+    starts, paths = _starts(start, batch), _paths(indices, batch)
+    for item, (first, path) in enumerate(zip(starts, paths, strict=True)):
+        _check_path(path, first, min(each[item] for each in lengths), f" of sequence {item}")
+    return starts, paths
 
 
 def path_of(indices: Any, start: Any, least: int) -> tuple[int, list[int]]:

@@ -56,14 +56,14 @@ def checked_path(path: Any) -> Path:
     return Path(name)
 
 
-def write(path: Path, saved: Saved) -> None:
-    """Under a temporary name first, then renamed."""
+def write(path: Path, saved: Saved, more: dict[str, str]) -> None:
+    """Under a temporary name first, then renamed; more: words that read() leaves alone."""
     stored = {name: np.array([x[n] for x in saved.held], np.int64) for n, name in enumerate(("lengths", "written"))}
     for layer, both in enumerate(saved.parts):
         for name, parts in zip(("key", "value"), both, strict=True):
             stored |= {f"{name}{part}s.{layer}": x for part, x in zip(("", "_scale"), parts, strict=False)}
     words = {n: str(x) for n, x in saved.sizes.items()}
-    write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words)
+    write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words | more)
 
 
 def read(path: Path) -> Saved:

@@ -50,7 +50,10 @@ from .reports import console, print_json, progress
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
 _DTYPES = ("float32", "float16", "bfloat16")
 GPU_KINDS = ("forward", "float32", "mask", "decode")
+RANK_KINDS = ("ring", "ulysses", "exact", "window")
 MODEL_KINDS = ("gpt", "mask", "flex", "minilm", "prefill", "generate")
+_KINDS = {"--device cuda": GPU_KINDS, "--models": MODEL_KINDS, "--ranks": RANK_KINDS}
+_ONLY = ", ".join(f"of {name}: {', '.join(kinds)}" for name, kinds in _KINDS.items())
 
 
 def bench(
@@ -77,9 +80,10 @@ def bench(
     models: Annotated[
         bool, typer.Option("--models", help="Measure whole models and training steps, beside PyTorch's attention.")
     ] = False,
-    only: Annotated[
-        str, typer.Option(help=f"On a GPU: forward, float32, mask or decode. Of --models: {', '.join(MODEL_KINDS)}.")
-    ] = "",
+    ranks: Annotated[
+        int, typer.Option(help="Measure attention over so many processes, beside one with all their threads.")
+    ] = 0,
+    only: Annotated[str, typer.Option(help=f"One kind {_ONLY}.")] = "",
     base: Annotated[str | None, typer.Option(help="A commit of this clone to compare with, instead of peers.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="A .json file for the rows.")] = None,
     plot: Annotated[
@@ -93,12 +97,12 @@ def bench(
     --backward: gradients, beside PyTorch's. --device cuda: forward, masks and decode on a GPU, beside its own peers.
     """
     check_device(device)
-    if device != "cpu" or models:
+    if device != "cpu" or models or ranks:
         others = dtype or head_dim or q_len or peer or base or backward or isa or (plot and not models)
-        _listed(device, models, only, turns, output, plot, as_json, others)
+        _listed(device, models, ranks, only, turns, output, plot, as_json, others)
         return
     if only:
-        raise ArgumentError(f"--only: expected --models or --device cuda beside it; got {only!r} alone.")
+        raise ArgumentError(f"--only: expected --models, --ranks or --device cuda beside it; got {only!r} alone.")
     shapes = _shapes(dtype, head_dim, q_len, _causal(causal, mask), q_heads)
     names = _names(peer, backward)
     _check(turns, output)
@@ -141,12 +145,14 @@ def _check(turns: int, output: Path | None) -> None:
 
 
 def _listed(
-    device: str, models: bool, only: str, turns: int, output: Path | None, plot: Path | None, as_json: bool, others: Any
-) -> None:
-    """A list of problems of its own: the GPU's, or whole models."""
-    what, kinds = ("--models", MODEL_KINDS) if models else ("--device cuda", GPU_KINDS)
-    if others or (models and device != "cpu"):
-        more = "--plot, " if models else ""
+    device: str, models: bool, ranks: int, only: str, turns: int, output: Path | None, plot: Path | None,
+    as_json: bool, others: Any,
+) -> None:  # fmt: skip
+    """A list of problems of its own: the GPU's, whole models, or those of several processes."""
+    asked = [name for name, x in zip(_KINDS, (device != "cpu", models, ranks), strict=True) if x]
+    what, kinds = asked[-1], _KINDS[asked[-1]]
+    if others or len(asked) > 1:
+        more = "--plot, " if what == "--models" else ""
         raise ArgumentError(f"{what}: expected no more than --only, --turns, --output, {more}and --json beside it.")
     if only not in ("", *kinds):
         raise ArgumentError(f"--only: expected one of {', '.join(kinds)}; got {only!r}.")
@@ -166,6 +172,14 @@ def _listed(
         report, rows, line = _about(), (whole.measured(x, turns) for x in problems), whole.line
         if not as_json:
             print(whole.LEGEND, flush=True)
+    elif ranks:
+        if find_spec("torch") is None:
+            raise ArgumentError("--ranks: expected PyTorch: pip install 'speedlight[torch]'.")
+        from . import ranks as several
+
+        report, rows, line = several.measured(ranks, turns, only, _about())
+        if not as_json:
+            print(several.LEGEND, flush=True)
     else:
         engine.resident().device_of(device)
         from . import gpu

@@ -37,11 +37,16 @@ from .options import (
     Json,
     KLen,
     KvHeads,
+    Latency,
+    LinkBandwidth,
     Mask,
+    Method,
     QHeads,
     QLen,
+    Ranks,
     Score,
     Seed,
+    ShardBy,
     Unit,
     ValueDim,
     Window,
@@ -155,20 +160,29 @@ def plan(
     seed: Seed = None,
     exact: Annotated[bool, typer.Option("--exact", help="Count visible pairs where only counting tells.")] = False,
     backward: Backward = False,
+    ranks: Ranks = None,
+    link_bandwidth: LinkBandwidth = None,
+    latency: Latency = None,
+    shard: ShardBy = "auto",
+    method: Method = "auto",
     device: Device = "cpu",
     isa: Unit = None,
     as_json: Json = False,
 ) -> None:
     """What a call would do: FLOPs, tiles, bytes, memory beside the naive way's, and the least time.
 
-    That is at the best peak and bandwidth that were measured on this machine. Computes no attention.
+    That is at the best peak and bandwidth that were measured on this machine. Computes no attention. --ranks: and what
+    it takes over several processes.
     """
     check_device(device)
     check_seed(dropout, seed)
+    over: dict[str, Any] = {"ranks": ranks, "link_bandwidth": link_bandwidth, "latency": latency}
+    over |= {"shard": shard, "method": method}
     with on_unit(isa):
         found = sl.plan(
             batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, k_len=k_len, head_dim=head_dim,
             value_dim=value_dim, dtype=dtype, dropout=dropout, seed=seed, device=device, backward=backward,
+            **over,
             **hidden_by(causal, window, mask, score),
         )  # fmt: skip
     if exact and found.visible_pairs is None:

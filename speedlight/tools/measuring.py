@@ -24,12 +24,12 @@ def tensors(dtype: str, heads: int, n: int, d: int) -> list[np.ndarray]:
     return [rng.standard_normal((1, heads, n, d)).astype(kind) for _ in range(3)]
 
 
-def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool) -> str | None:
+def check(arrays: list[np.ndarray], out: np.ndarray, causal: bool, window: Any = None) -> str | None:
     """One head against the oracle, every element inside its bound."""
     one = [x[:, :1, -256:] if i == 0 else x[:, :1] for i, x in enumerate(arrays)]
-    want = sl.reference.attention(*one, causal=causal)
+    want = sl.reference.attention(*one, causal=causal, window=window)
     dot = machine.current_isa().product("bf16") == "pairs" and arrays[0].dtype.name == "bfloat16"
-    bound = sl.reference.error_bound(*one, causal=causal, dot=dot).out
+    bound = sl.reference.error_bound(*one, causal=causal, window=window, dot=dot).out
     right = np.abs(out[:, :1, -256:].astype(np.float64) - want) <= bound
     return None if right.all() else f"{(~right).sum()} elements outside the bound"
 

@@ -12,6 +12,8 @@ import typer
 
 from .. import machine
 from ..arrays import DTYPES
+from ..distributed.model import METHODS
+from ..distributed.shardings import SHARDS
 from ..errors import ArgumentError
 from ..problem import LAYOUTS
 from .formula import read_formulas
@@ -69,6 +71,32 @@ Unit = Annotated[
     str | None,
     typer.Option(
         "--isa", help=f"The vector unit: {', '.join(_UNITS)}. Default the best here.", autocompletion=one_of(*_UNITS)
+    ),
+]
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", help="Also what it takes over so many processes, each on a machine like this.")
+]
+LinkBandwidth = Annotated[
+    float | None,
+    typer.Option("--link-bandwidth", help="Of --ranks: bytes per second of a rank's link. Default 12.5e9, assumed."),
+]
+Latency = Annotated[
+    float | None, typer.Option("--latency", help="Of --ranks: seconds until the first byte. Default 1e-5, assumed.")
+]
+ShardBy = Annotated[
+    str,
+    typer.Option(
+        "--shard",
+        help=f"Of --ranks: {', '.join(SHARDS)}, or auto, the fastest.",
+        autocompletion=one_of("auto", *SHARDS),
+    ),
+]
+Method = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        help=f"Of --ranks: {', '.join(METHODS)}, or auto, the fastest.",
+        autocompletion=one_of("auto", *METHODS),
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]

@@ -325,3 +325,51 @@ def model_bars(report: dict[str, Any], path: Path) -> None:
     figure.legend(handles.values(), handles.keys(), fontsize=8, frameon=False, loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+_WAYS = {
+    "ring zigzag": "#0072b2",
+    "ring contiguous": "#e69f00",
+    "gather": "#009e73",
+    "ulysses": "#d55e00",
+    "exact": "#cc79a7",
+}
+_LINES = ("-", ":", "--")  # of links, the fastest first
+
+
+def scaling(rows: list[dict[str, Any]], path: Path) -> None:
+    """Over ranks, what is left of the ideal: strong scaling above, weak below, masks side by side."""
+    plt = _pyplot()
+    kinds, masks = (list(dict.fromkeys(r[x] for r in rows)) for x in ("kind", "mask"))
+    links = sorted({r["link"] for r in rows}, reverse=True)
+    figure, axes = plt.subplots(
+        len(kinds), len(masks), figsize=(3.6 * len(masks), 3.1 * len(kinds)), layout="constrained", sharey=True,
+        squeeze=False,
+    )  # fmt: skip
+    for kind, across in zip(kinds, axes, strict=True):
+        for mask, place in zip(masks, across, strict=True):
+            for name, colour in _WAYS.items():
+                for link, style in zip(links, _LINES, strict=False):
+                    mine = [r for r in rows if (r["kind"], r["mask"], r["link"]) == (kind, mask, link)]
+                    points = [(r["ranks"], r["ways"][name]["efficiency"]) for r in mine if name in r["ways"]]
+                    lone = {"marker": "o", "markersize": 5, "mfc": colour if link == links[0] else "white"}
+                    place.plot(*zip(*points, strict=True), style, color=colour, **lone if len(points) == 1 else {})
+            place.set_title(f"{kind} scaling, {mask}", fontsize=10)
+            place.set_xscale("log", base=2)
+            place.set_xticks(ticks := sorted({r["ranks"] for r in rows}), [f"{x:,}" for x in ticks], fontsize=8)
+            place.grid(alpha=0.25)
+    for place in axes[:, 0]:
+        place.set_ylabel("of the ideal")
+        place.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        place.set_ylim(0, 1.05)
+    for place in axes[-1]:
+        place.set_xlabel("ranks")
+    line: Any = plt.Line2D
+    handles = [line([], [], color=colour, linewidth=3, label=name) for name, colour in _WAYS.items()]
+    handles += [
+        line([], [], color="#444444", linestyle=style, label=f"link of {link / 1e9:g} GB/s")
+        for link, style in zip(links, _LINES, strict=False)
+    ]
+    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=4)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -8,12 +8,14 @@ import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from ..distributed.model import Spread
 from ..planning import Plan
 
 _VERDICTS = {"passed": "green", "FAILED": "red"}  # of a check
@@ -72,7 +74,8 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
     problem = {name: getattr(p, name) for name in _SIZES} | {"q_lengths": p.q_lengths, "k_lengths": p.k_lengths}
     problem |= {"masked": p.mask is not None, "scored": p.score is not None}
     schedule = {"schedule": plan.origin and plan.origin._asdict()}
-    return {"problem": problem} | {name: getattr(plan, name) for name in _FIGURES} | schedule
+    figures = {"problem": problem} | {name: getattr(plan, name) for name in _FIGURES} | schedule
+    return figures if plan.ranks is None else figures | {"ranks": spread_figures(plan.ranks)}
 
 
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.cache import PagedAttentionCach
 from transformers.utils.output_capturing import _active_collector
 
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, rename, shown
+from ..expressions.patterns import documents
 from ..expressions.patterns import softcap as softcap_pattern
 from ..torch.attending import attention
 from ..torch.dot_product import drawn_seed
@@ -104,7 +105,7 @@ def attention_forward(
             return out, None
         key, value = key.stored(), value.stored()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    hidden = _masked(query, key, attention_mask, causal)
+    hidden = _masked(query, key, attention_mask, causal, more.get("position_ids"))
     if "score" in options and "score" in hidden:
         hidden = {"score": [options["score"], hidden["score"]]}
     options |= hidden
@@ -167,12 +168,15 @@ def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
     return _softcap(float(softcap))
 
 
-def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool) -> dict[str, Any]:
+def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, places: Any) -> dict[str, Any]:
     """Options of attention() that say what is hidden."""
     if type(mask) is MaskSpec:
         return mask.options()
     if mask is None:
-        return {"causal": "top-left"} if is_causal and query.shape[2] > 1 else {}
+        if not (is_causal and query.shape[2] > 1):
+            return {}
+        packed = _documents(query, key, places)
+        return {"causal": "top-left"} | ({} if packed is None else {"mask": packed})
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         raise ArgumentTypeError(
             "attention_mask: expected what speedlight.transformers.attention_mask() makes, or a tensor of 4 dimensions "
@@ -190,6 +194,18 @@ def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool) 
             f"keys of a cache counted; got {tuple(mask.shape)}."
         )
     return {"mask" if mask.dtype == torch.bool else "score": mask}
+
+
+def _documents(query: torch.Tensor, key: torch.Tensor, places: Any) -> Any:
+    """Packed sequences that position_ids alone tell, where they begin anew: DeepSpeed's Ulysses drops every mask."""
+    length = query.shape[2]
+    if not isinstance(places, torch.Tensor) or places.ndim != 2 or places.shape[1] != length or key.shape[2] != length:
+        return None
+    begins = places[:, 1:] != places[:, :-1] + 1
+    if not begins.any():
+        return None
+    ids = torch.nn.functional.pad(begins.cumsum(1), (1, 0))
+    return documents(ids if len(ids) > 1 else ids[0])
 
 
 def _check_fits(mask: MaskSpec, query: torch.Tensor, key: torch.Tensor) -> None:

@@ -1,0 +1,55 @@
+"""Attention over a sequence that is sharded over the processes of torch.distributed.
+
+>>> from speedlight.distributed import positions
+>>> positions(8, 2, "zigzag")  # which tokens each of two processes holds
+((range(0, 2), range(6, 8)), (range(2, 6),))
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..lazy import importer
+
+if TYPE_CHECKING:
+    from . import ring_flash_attn
+    from .attending import attention
+    from .cache import KVCache
+    from .local import local_attention
+    from .shardings import positions
+    from .templated import RingOps, context_parallel, ring_ops
+    from .tensors import shard, unshard
+
+_HOMES = {
+    "KVCache": "cache",
+    "RingOps": "templated",
+    "attention": "attending",
+    "context_parallel": "templated",
+    "local_attention": "local",
+    "positions": "shardings",
+    "ring_ops": "templated",
+    "shard": "tensors",
+    "unshard": "tensors",
+}
+_MODULES = ("ring_flash_attn",)
+
+__all__ = [
+    "KVCache",
+    "RingOps",
+    "attention",
+    "context_parallel",
+    "local_attention",
+    "positions",
+    "ring_flash_attn",
+    "ring_ops",
+    "shard",
+    "unshard",
+]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = importer(globals(), _HOMES, _MODULES)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,219 @@
+"""attention() of shards: what a call means for the whole sequence, and by which way its processes compute it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..arrays import Array, describe, is_tensor
+from ..checks import check_flag, check_layout
+from ..compiling import leaves_graph
+from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
+from ..gradients import Followed, check_one_dtype, followed, settled
+from ..layouts import batch_of, check_dimensions
+from ..problem import LAYOUTS, Options, new_options, padded_alike
+from ..resolve import from_arrays
+from ..signatures import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
+from .forms import form_of
+from .groups import Meshed, agreed, peers_of
+from .plans import Sharded
+from .shardings import Shard, check_shard, one_after_the_other, positions
+from .tensors import check_lengths
+from .ways import METHODS, Method, Way
+
+
+@leaves_graph
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    group: Any = None,
+    mesh: Any = None,
+    shard: Shard = "contiguous",
+    method: Method = "auto",
+    exact: bool = False,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    lengths: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """speedlight.attention() over a sequence that is sharded over processes; differentiable. All call it together.
+
+    All options say what they would say of the whole sequence in one process: masks and scores see absolute positions,
+    lengths and offsets are those of the whole. They are the same in every process, or all raise.
+
+    Args:
+        q, k, v: this process's shards of what speedlight.torch.attention() takes: tensors on the CPU, of the lengths
+            that positions(length, ranks, shard) says for the rank in the group; k of q's batch.
+        group: a process group of torch.distributed; None is the whole world.
+        mesh: a DeviceMesh in place of a group: of one dimension, or of two, (ring, ulysses): keys travel along the
+            first, heads are exchanged along the second; a process's rank is then its place in the mesh, row by row.
+        shard: "contiguous", "zigzag" (under causal all have the same work), or "stripe".
+        method: "ring" (keys and values travel, while what is there is computed), "ulysses" (all tokens of some heads in
+            each process; the processes divide q_heads), "gather" (every process gets all keys and values), or "auto":
+            "gather" of up to 1 MiB of keys and values, else what sends least.
+        exact: out and lse have the bits of speedlight.attention() over the whole sequence, for any number of processes.
+            Else they are within its bounds, and the same from run to run. Under "ulysses" and "gather" they have those
+            bits anyway.
+        return_lse: also return the log-sum-exps of this process's rows.
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
+        q_lengths, k_lengths: as for speedlight.attention(). There is no dropout.
+
+    Returns:
+        This process's rows of out, or with return_lse (out, lse). What flows back to q, k and v is of the whole
+        sequence; what flows to tables and sink_logits is this process's share: add it up over the processes, as of any
+        parameter (torch.distributed.all_reduce).
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came; where calls differ between processes, in all of
+        them, before anything is sent.
+        CommunicationError: a process ended, or did not answer within the group's timeout; the message names it.
+
+    Source: Liu et al., Ring Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
+
+    >>> import torch, torch.distributed as dist
+    >>> from speedlight.distributed import attention
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> q = k = v = torch.ones(1, 2, 3, 4)
+    >>> attention(q, k, v, causal=True, shard="zigzag").shape
+    torch.Size([1, 2, 3, 4])
+    >>> dist.destroy_process_group()
+    """
+    given = Given(q, k, v, shard, method, exact, return_lse, peers_of(group, mesh, q))
+    options, error = Options(), None
+    try:
+        if lengths is not None:
+            q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
+        options = new_options(Options, (
+            causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+            q_lengths, k_lengths, "ieee", 0.0, None,
+        )).spelled()  # fmt: skip
+    except Error as found:  # which the others are told
+        error = found
+    out, lse = attended(given, options, error)
+    return (out, lse) if return_lse else out
+
+
+def attended(given: Given, options: Options, error: Error | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of this process's rows; error: what was wrong with its options before."""
+    known, read, arrays = Followed(Options()), [], ()
+    form: dict[str, str] = {}
+    try:
+        if error is None:
+            known, read, arrays = given.checked(options)
+            form = form_of(known.options, given.described(arrays, known.options.layout))
+    except Error as found:
+        error = found
+    sizes = given.exchanged(form, arrays, known.options.layout, error)
+    with torch.no_grad():  # tables that are followed are read here
+        sharded = given.sharded(known, arrays, sizes)
+    way = Way(given.peers, sharded, given.shard, given.method, given.exact, known, read)
+    return way.attended(given.q, given.k, given.v)
+
+
+class Given(NamedTuple):
+    """The arguments that are not attention()'s own options."""
+
+    q: Any
+    k: Any
+    v: Any
+    shard: Any
+    method: Any
+    exact: Any
+    return_lse: Any
+    peers: Meshed
+    cuts: tuple[int, ...] | None = None  # offsets of sequences of which each is sharded by itself
+
+    def checked(self, options: Options) -> tuple[Followed, list[Any], tuple[Array, ...]]:
+        """What this process can tell alone."""
+        check_shard(self.shard)
+        check_flag("exact", self.exact)
+        check_flag("return_lse", self.return_lse)
+        check_layout(options.layout)
+        if not (isinstance(self.method, str) and self.method in METHODS):
+            raise ArgumentError(f"method: expected 'ring', 'ulysses', 'gather' or 'auto'; got {shown(self.method)}.")
+        self._check_together(options)
+        for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
+            if not is_tensor(x):
+                raise ArgumentTypeError(f"{name}: expected a PyTorch tensor; got {type(x).__name__}.")
+        arrays = tuple([describe(x.detach(), name) for x, name in ((self.q, "q"), (self.k, "k"), (self.v, "v"))])
+        q, k, v = arrays
+        for x in arrays:
+            check_dimensions(x.name, x.shape, options.layout)
+        dim = LAYOUTS[options.layout][-2]
+        if v.shape[dim] != k.shape[dim]:
+            raise ArgumentError(f"v: expected length {k.shape[dim]}, as k has; got {v.shape[dim]} (shape {v.shape}).")
+        if batch_of(k.shape, options.layout) != batch_of(q.shape, options.layout):
+            raise ArgumentError(f"k: expected batch {q.shape[0]}, as q has; got {k.shape[0]} (shape {k.shape}).")
+        known = followed(options)
+        if torch.is_grad_enabled() and (known or True in [x.requires_grad for x in (self.q, self.k, self.v)]):
+            check_one_dtype(q.dtype, k.dtype)
+        return *settled(known), arrays
+
+    def _check_together(self, options: Options) -> None:
+        """What goes with what."""
+        packed, heads = options.layout == "lhd", self.peers.heads.ranks
+        if self.exact and packed and self.peers.ring.ranks > 1 and (self.method == "ring" or heads > 1):
+            raise UnsupportedError(
+                "exact: expected False where keys of packed sequences travel, whose spans begin anywhere; got True. "
+                "method='ulysses' and 'gather' have the bits of one process."
+            )
+        if heads > 1 and self.method not in ("auto", "ring"):
+            raise ArgumentError(
+                f"method: expected 'auto' for a mesh of two dimensions, (ring, ulysses); got {shown(self.method)}."
+            )
+        if heads > 1 and self.shard == "stripe":
+            raise ArgumentError("shard: expected 'contiguous' or 'zigzag' for a mesh of two dimensions; got 'stripe'.")
+
+    def described(self, arrays: tuple[Array, ...], layout: str) -> dict[str, str]:
+        """What must be the same everywhere, beside the options."""
+        found = {"shard": self.shard, "method": self.method, "exact": str(self.exact)}
+        for x, given in zip(arrays, (self.q, self.k, self.v), strict=True):
+            shape = ", ".join(["…" if d == LAYOUTS[layout][-2] else str(n) for d, n in enumerate(x.shape)])
+            followed = torch.is_grad_enabled() and given.requires_grad
+            found[x.name] = f"{x.dtype} ({shape}){' that requires grad' if followed else ''}"
+        return found
+
+    def exchanged(
+        self, form: dict[str, str], arrays: tuple[Array, ...], layout: str, error: Error | None
+    ) -> list[tuple[int, ...]]:
+        """Lengths of q and k of every process, in the order of ranks."""
+        dim = LAYOUTS[layout][-2] if arrays else 0
+        own = tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0)
+        row = agreed(self.peers.heads, form, own, error) if self.peers.heads.ranks > 1 else [own]
+        flat = [n for pair in row for n in pair]
+        rows = agreed(self.peers.ring, form, flat, error)
+        return [each[at : at + 2] for each in rows for at in range(0, len(each), 2)]
+
+    def sharded(self, known: Followed, arrays: tuple[Array, ...], sizes: list[tuple[int, ...]]) -> Sharded:
+        """The problem of the whole sequence, and who holds what of it."""
+        options = known.options
+        if known.sinks is not None:
+            options = options._replace(sink_logits=known.sinks.detach())
+        dim, totals = LAYOUTS[options.layout][-2], [sum(x) for x in zip(*sizes, strict=True)]
+        held = []
+        for name, total, own in zip("qk", totals, zip(*sizes, strict=True), strict=True):
+            cuts = (0, total) if self.cuts is None else self.cuts
+            each = [positions(b - a, self.peers.ranks, self.shard) for a, b in itertools.pairwise(cuts)]
+            held.append(one_after_the_other(each, self.peers.ranks))
+            check_lengths(name, list(own), held[-1], self.shard)
+        whole = [
+            replace(x, shape=tuple([total if d == dim else n for d, n in enumerate(x.shape)]))
+            for x, total in zip(arrays, (totals[0], totals[1], totals[1]), strict=True)
+        ]
+        return Sharded(from_arrays(whole[0], whole[1], whole[2], options), *held)

@@ -1,0 +1,447 @@
+"""KVCache over several ranks: each keeps a part of the tokens, and what it makes of them is merged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..checks import cache_sizes, check_flag, check_index, check_sizes, shorter_lengths
+from ..errors import ArgumentError
+from ..kv import saved
+from ..kv.cache import KVCache as Local
+from ..kv.keeping import paths_of
+from ..problem import Options
+from . import placement
+from .groups import Peers, agreed
+from .partial import asked_of, merged, partial
+from .placement import Placement
+from .saving import Content, read, write
+from .shardings import check_shard, positions
+from .tensors import check_lengths
+
+if TYPE_CHECKING:
+    from ..signatures import Dtype, Ints, Mask, Scores, Sinks
+    from .shardings import Shard
+
+_STORED = "stored tokens"  # as a message names what ranks have by now
+
+
+class _Checked(NamedTuple):
+    """A call's arguments, as far as this rank can tell."""
+
+    form: dict[str, str]  # in words that have to be the same on every rank
+    found: Any = None
+    own: int = 0  # tokens that this rank alone brings
+
+
+class _New(NamedTuple):
+    """Tokens that a call brings, as this rank has them, and where all of them go."""
+
+    k: Any
+    v: Any
+    rows: list[list[range]]  # of every sequence, which of k and v this rank keeps
+    after: list[Placement]
+
+
+class _Shorter(NamedTuple):
+    """What truncate() and keep() leave, and what they ask of this rank's own tokens."""
+
+    placed: list[list[Placement]]  # of each layer
+    start: list[int]
+    path: list[list[int]]
+
+
+class KVCache:
+    """A KVCache whose tokens are shared out among the ranks of a group, for decoding after a context that one of them
+    could not hold, or not read as fast.
+
+    Every rank makes every call, with the same arguments; whatever differs is an error on all ranks. Every rank then has
+    the same results, to the bit. Call it from one thread.
+
+    Args:
+        layers, batch, kv_heads, head_dim, dtype, value_dim, device: as for speedlight.KVCache.
+        capacity: most tokens of a sequence, on all ranks together; each reserves memory for its share and a piece.
+        piece: new tokens go to the rank that has the fewest, so many at a time.
+        group: a process group of torch.distributed. Default all processes.
+
+    There is no window=: a window's cache is small, so each rank may have its own speedlight.KVCache. A mask may be a
+    window.
+
+    >>> import torch, torch.distributed as dist, speedlight.distributed
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun says who is who
+    >>> cache = speedlight.distributed.KVCache(layers=1, kv_heads=2, head_dim=4, capacity=8)
+    >>> x = torch.ones(1, 2, 3, 4)
+    >>> cache.attend(0, x, x, x).shape, cache.length(0), cache.counts(0)
+    (torch.Size([1, 2, 3, 4]), 3, (3,))
+    >>> dist.destroy_process_group()
+    """
+
+    def __init__(
+        self,
+        *,
+        layers: int,
+        batch: int = 1,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        dtype: Dtype = "float32",
+        value_dim: int | None = None,
+        piece: int = 128,
+        device: Any = "cpu",
+        group: Any = None,
+    ) -> None:
+        self._joins(group, device)
+        sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+
+        def made() -> _Checked:
+            *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
+            check_sizes({"piece": piece})
+            local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
+            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype}
+            return _Checked({name: str(x) for name, x in form.items()}, local)
+
+        local, _ = self._agreed("KVCache", made)
+        self._holds(local, int(capacity), int(piece), [[placement.empty(self.ranks)] * batch for _ in range(layers)])
+
+    def _joins(self, group: Any, device: Any) -> None:
+        self._peers = Peers(group, torch.device(device))
+        self.rank, self.ranks = self._peers.rank, self._peers.ranks
+
+    def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
+        self._local, self.capacity, self.piece, self._placed = local, capacity, piece, placed
+        self.layers, self.batch, self.kv_heads = local.layers, local.batch, local.kv_heads
+        self.head_dim, self.value_dim, self.dtype = local.head_dim, local.value_dim, local.dtype
+
+    def __repr__(self) -> str:
+        sizes = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "piece")
+        given = ", ".join(f"{n}={getattr(self, n)}" for n in sizes)
+        return f"KVCache({given}, dtype={self.dtype!r}, rank {self.rank} of {self.ranks})"
+
+    # --- contents
+
+    @property
+    def used_bytes(self) -> int:
+        """Of the tokens that this rank keeps."""
+        return self._local.used_bytes
+
+    def lengths(self, layer: int) -> tuple[int, ...]:
+        """Tokens of every sequence, on all ranks together."""
+        return tuple(x.length for x in self._placed[self._layer(layer)])
+
+    def length(self, layer: int, item: int = 0) -> int:
+        """Tokens of one sequence."""
+        return self._sequence(layer, item).length
+
+    def counts(self, layer: int, item: int = 0) -> tuple[int, ...]:
+        """Of one sequence, the tokens that each rank keeps."""
+        return self._sequence(layer, item).counts
+
+    def positions(self, layer: int, item: int = 0) -> Tensor:
+        """Of one sequence, the positions of this rank's tokens, in the order of keys() and values()."""
+        return torch.from_numpy(self._sequence(layer, item).positions(self.rank))
+
+    def keys(self, layer: int) -> Any:
+        """A copy of this rank's: (batch, kv_heads, most of a sequence, head_dim), as speedlight.KVCache has them."""
+        return self._local.keys(layer)
+
+    def values(self, layer: int) -> Any:
+        """A copy of this rank's: (batch, kv_heads, most of a sequence, value_dim)."""
+        return self._local.values(layer)
+
+    # --- growing
+
+    def append(
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        *,
+        new_lengths: Ints | None = None,
+        shard: Shard | None = None,
+    ) -> None:
+        """Stores tokens without attending.
+
+        Args:
+            layer: index of the layer.
+            k, v: (batch, kv_heads, n_new, head_dim) and (…, value_dim): the same tokens on every rank, which keeps
+                those that are its own.
+            new_lengths: how many of them are each sequence's, where some have fewer than n_new.
+            shard: "contiguous", "zigzag" or "stripe": k and v are this rank's shard of the new tokens, as attention()
+                takes them. Nothing is sent: they stay where they are.
+
+        Raises:
+            CacheFull: a sequence would pass the capacity, or what a rank has room for. Nothing is written on any rank.
+            speedlight.Error: the argument, what was expected and what came; it differs between ranks; a rank is gone.
+        """
+
+        def checked() -> _Checked:
+            at = self._layer(layer)
+            if shard is None:
+                new, form = self._new(at, k, v, new_lengths)
+                return _Checked({**form, **self._state(at)}, new)
+            check_shard(shard)
+            if new_lengths is not None:
+                raise ArgumentError("new_lengths: expected None beside shard=, which is of all sequences; got lengths.")
+            new = _New(*self._local._new(k, v, None)[:2], [], [])
+            return _Checked({"shard": shard, **self._state(at)}, new, new.k.shape[2])
+
+        new, counts = self._agreed("append", checked)
+        if shard is not None:
+            new = self._sharded(layer, new, counts, shard)
+        before = self._local._held[layer]
+        try:
+            self._put(layer, new)
+            self._placed[layer] = new.after  # from here on nothing comes between
+        except BaseException:
+            self._local._take_back(layer, before)
+            raise
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Any = None,
+        v: Any = None,
+        *,
+        new_lengths: Ints | None = None,
+        q_lengths: Ints | None = None,
+        scale: float | None = None,
+        mask: Mask | None = None,
+        score: Scores | None = None,
+        sink_logits: Sinks | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
+
+        Args:
+            q: (batch, q_heads, n_new, head_dim), a tensor, the same on every rank.
+            k, v: as for append(), the same on every rank; None appends nothing: every query then sees every token.
+            layer, new_lengths, q_lengths, scale, mask, score, sink_logits, return_lse: as for
+                speedlight.KVCache.attend(); positions count from the first token of a sequence, whoever keeps it.
+
+        Returns:
+            (batch, q_heads, n_new, value_dim), of q's dtype; with return_lse also (batch, q_heads, n_new). Each rank
+            attends to its own tokens, and merge() joins what they found: inside merge()'s bound of one cache, not its
+            bits.
+
+        Raises:
+            CacheFull: a sequence would pass the capacity. Nothing is written on any rank.
+            speedlight.Error: the argument, what was expected and what came; it differs between ranks; a rank is gone.
+
+        After an exception the cache is as it was. If other ranks went on, the next call says so, on every rank.
+        """
+        given = Options(mask=mask, score=score, sink_logits=sink_logits, scale=scale, causal=k is not None)
+
+        def checked() -> _Checked:
+            check_flag("return_lse", return_lse)
+            new, form, at, lengths = None, {"k": "None"}, self._layer(layer), q_lengths
+            if k is not None and v is not None:
+                new, form = self._new(at, k, v, new_lengths)
+                lengths = new_lengths if q_lengths is None else q_lengths
+            elif k is not None or v is not None or new_lengths is not None:
+                name = "k" if k is None else "v" if v is None else "new_lengths"
+                raise ArgumentError(f"{name}: expected k and v together, or neither and no new_lengths.")
+            n_new, after = (None, self._placed[at]) if new is None else (new.k.shape[2], new.after)
+            asked = asked_of(self._local, q, n_new, after, given._replace(q_lengths=lengths))
+            return _Checked({**asked.form(), **form, **self._state(at)}, (new, asked))
+
+        (new, asked), _ = self._agreed("attend", checked)
+        before, failed, state = self._local._held[layer], None, None
+        try:
+            try:
+                if new is not None:
+                    self._put(layer, new)
+                state = partial(self._local, layer, asked, self.rank)
+            except BaseException as error:  # the others wait for what this rank finds: they hear that nothing comes
+                failed = error
+            out, lse = merged(self._peers, asked, self.value_dim, state, failed)
+            self._placed[layer] = asked.after  # from here to the return nothing comes between
+            return (out, lse) if return_lse else out
+        except BaseException:
+            self._local._take_back(layer, before)
+            raise
+
+    # --- shrinking
+
+    def truncate(self, length: int | Sequence[int]) -> None:
+        """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
+
+        def checked() -> _Checked:
+            wanted = [length] if length is None else length
+            each = shorter_lengths(wanted, [list(self.lengths(n)) for n in range(self.layers)], lambda *_: False)
+            found = []
+            for own in self._placed:
+                after = [placement.shortened(x, n) for x, n in zip(own, each, strict=True)]
+                found.append(_Shorter([after], [x.counts[self.rank] for x in after], []))
+            return _Checked({"length": str(each)}, _of_all(found))
+
+        shorter, _ = self._agreed("truncate", checked)
+        self._shorten(shorter.placed, lambda: self._local.truncate(shorter.start))
+
+    def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
+        """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer: as
+        speedlight.KVCache.keep(). Every token stays on its rank.
+        """
+
+        def checked() -> _Checked:
+            starts, paths = paths_of(indices, start, [self.lengths(n) for n in range(self.layers)])
+            found = []
+            for own in self._placed:
+                both = [placement.kept(*x) for x in zip(own, starts, paths, strict=True)]
+                first = [placement.shortened(x, n).counts[self.rank] for x, n in zip(own, starts, strict=True)]
+                found.append(_Shorter([[x for x, _ in both]], first, [slots[self.rank] for _, slots in both]))
+            return _Checked({"start": str(starts), "indices": str(paths)}, _of_all(found))
+
+        shorter, _ = self._agreed("keep", checked)
+        path: Any = shorter.path if self.batch > 1 else shorter.path[0]
+        self._shorten(shorter.placed, lambda: self._local.keep(path, start=shorter.start))
+
+    def clear(self) -> None:
+        """Forgets everything; the memory stays reserved."""
+        self._agreed("clear", lambda: _Checked({}))
+        self._shorten([[placement.empty(self.ranks)] * self.batch for _ in range(self.layers)], self._local.clear)
+
+    def _shorten(self, after: list[list[Placement]], change: Callable[[], None]) -> None:
+        """Both change, or neither: this rank's tokens by one store of their lengths, which tells."""
+        before, held = self._placed, self._local._held
+        try:
+            self._placed = after
+            change()
+        except BaseException:
+            if self._local._held is held:
+                self._placed = before
+            raise
+
+    # --- files
+
+    def save(self, path: str | Path) -> None:
+        """Writes a .safetensors file of each rank: for "x.safetensors" rank 0 of 2 writes "x.0-of-2.safetensors".
+
+        Raises:
+            FileError: as of speedlight.KVCache.save(), on every rank.
+        """
+        where, _ = self._agreed("save", lambda: _Checked({"tokens": self._words()}, saved.checked_path(path)))
+        stamp = torch.randint(1 << 62, (1,), device=self._peers.device)  # files of one save() know each other
+        stamp = self._peers.gathered(stamp, "with what its file is called")[0]
+
+        def written() -> _Checked:
+            content = Content(self._local, self.capacity, self.piece, self._placed)
+            write(where, content, self.rank, self.ranks, stamp.item())
+            return _Checked({})
+
+        self._agreed("save", written)
+
+    @classmethod
+    def load(cls, path: str | Path, *, device: Any = "cpu", group: Any = None) -> KVCache:
+        """Reads what save() wrote, on as many ranks.
+
+        Raises:
+            FileError: a file is missing or damaged, was saved by another number of ranks, or in another save().
+        """
+        cache = cls.__new__(cls)
+        cache._joins(group, device)
+
+        def found() -> _Checked:
+            content, stamp = read(saved.checked_path(path), cache.rank, cache.ranks, device)
+            return _Checked({"stamp": stamp, "tokens": placement.as_words(content.placed)}, content)
+
+        content, _ = cache._agreed("load", found)
+        cache._holds(*content)
+        return cache
+
+    # --- arguments
+
+    def _layer(self, layer: Any) -> int:
+        return check_index("layer", layer, self.layers)
+
+    def _sequence(self, layer: Any, item: Any) -> Placement:
+        return self._placed[self._layer(layer)][check_index("batch index", item, self.batch)]
+
+    def _agreed(self, call: str, checked: Callable[[], _Checked]) -> tuple[Any, list[int]]:
+        """What a call was asked for, and the tokens that each rank alone brings, once all mean the same by it."""
+        given, error = _Checked({}), None
+        try:
+            given = checked()
+        except Exception as found:  # the others are told, and this rank raises it
+            error = found
+        try:
+            rows = agreed(self._peers, {"call": call, **given.form}, (given.own,), error)
+        except ArgumentError as found:
+            if str(found).startswith(f"{_STORED}: "):
+                found.args = (f"{found} truncate() the cache to a length that all ranks have.",)
+            raise
+        return given.found, [own for (own,) in rows]
+
+    def _words(self) -> str:
+        return placement.as_words(self._placed)
+
+    def _state(self, layer: int) -> dict[str, str]:
+        return {"layer": str(layer), _STORED: str([x.counts for x in self._placed[layer]])}
+
+    def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[_New, dict[str, str]]:
+        """New tokens that every rank has."""
+        k, v, counts = self._local._new(k, v, new_lengths)
+        before = self._placed[layer]
+        grown: dict[tuple[int, int], Placement] = {}  # most often the sequences of a batch have one
+        for x, n in zip(before, counts, strict=True):
+            if (id(x), n) not in grown:
+                grown[id(x), n] = placement.grown(x, n, self.piece)
+        after = [grown[id(x), n] for x, n in zip(before, counts, strict=True)]
+        placement.check_room(layer, before, after, self.capacity, self._local.capacity)
+        rows = [placement.new_rows(x, y, self.rank) for x, y in zip(before, after, strict=True)]
+        form = {"k": f"{k.dtype} {tuple(k.shape)}", "v": f"{v.dtype} {tuple(v.shape)}", "new_lengths": str(counts)}
+        return _New(k, v, rows, after), form
+
+    def _sharded(self, layer: int, new: _New, counts: list[int], shard: Shard) -> _New:
+        """New tokens of which every rank has its shard."""
+        shards = positions(sum(counts), self.ranks, shard)
+        check_lengths("k", counts, shards, shard)
+        before = self._placed[layer]
+        joined = {id(x): placement.sharded(x, shards) for x in before}
+        after = [joined[id(x)] for x in before]
+        placement.check_room(layer, before, after, self.capacity, self._local.capacity)
+        return new._replace(rows=[[range(counts[self.rank])]] * self.batch, after=after)
+
+    def _put(self, layer: int, new: _New) -> None:
+        """Appends what is this rank's."""
+        counts = [sum(map(len, rows)) for rows in new.rows]
+        most = max(counts)
+        if not most:
+            return
+        if all([rows == new.rows[0] for rows in new.rows]):
+            self._local.append(layer, _picked(new.k, new.rows[0]), _picked(new.v, new.rows[0]))
+            return
+        both = []
+        for x in (new.k, new.v):
+            own = x[:, :, :most] + 0  # a copy, as long as any needs
+            for item, rows in enumerate(new.rows):
+                own[item, :, : counts[item]] = _picked(x[item : item + 1], rows)[0]
+            both.append(own)
+        self._local.append(layer, *both, new_lengths=counts)
+
+
+def _picked(x: Any, rows: list[range]) -> Any:
+    """These tokens of x: a view, if they are side by side."""
+    match rows:
+        case []:
+            return x[:, :, :0]
+        case [one]:
+            return x[:, :, one.start : one.stop]
+    return x[:, :, np.concatenate([np.arange(one.start, one.stop) for one in rows])]
+
+
+def _of_all(layers: list[_Shorter]) -> _Shorter:
+    """What every layer is left with, if it is the same of this rank's tokens in each."""
+    first = layers[0]
+    for n, x in enumerate(layers):
+        if (x.start, x.path) != (first.start, first.path):
+            raise ArgumentError(
+                f"layer: expected tokens that lie alike in every layer; those of layer {n} lie otherwise than those of "
+                "layer 0. Append the same shards to each layer, or clear()."
+            )
+    return first._replace(placed=[x.placed[0] for x in layers])

@@ -1,0 +1,55 @@
+"""What a call says, as text that is the same in every process that says the same."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from ..arrays import is_tensor, listed
+from ..expressions.tables import Table
+from ..expressions.tracing import Expression
+from ..problem import Options, scores_of
+
+_DEFAULTS = Options()._asdict()
+_LISTS = ("sink_logits", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
+_COMPARED = 1 << 16  # bytes of an array whose entries are compared, too
+
+
+def form_of(options: Options, more: dict[str, str]) -> dict[str, str]:
+    """Every option that is not its default, by name; of large arrays shapes and dtypes alone."""
+    found = dict(more)
+    for name, x in options._asdict().items():
+        if x is not None and x is not _DEFAULTS[name]:
+            found[name] = ", ".join(map(_said, scores_of(x))) if name in ("mask", "score") else _value(name, x)
+    return found
+
+
+def _value(name: str, x: Any) -> str:
+    if name == "sink_logits" and is_tensor(x) and x.requires_grad:
+        return f"a tensor that requires grad {tuple(x.shape)}"
+    if name in _LISTS and not isinstance(x, int):
+        values = listed(x, name, "numbers")
+        return repr(values) if len(values) <= 16 else f"{len(values)} numbers ({_digest(repr(values).encode())})"
+    return repr(x)
+
+
+def _said(x: Any) -> str:
+    """Of a mask or a score: a function is an expression by now."""
+    if isinstance(x, Expression):
+        numbers = repr([n.value for n in x.numbers])
+        return f"{x!r} ({_digest((x.key + numbers).encode())}) {' '.join(map(_entries, x.tables))}".strip()
+    return _entries(x if isinstance(x, Table) else Table(x, "array", copy=False))
+
+
+def _entries(table: Table) -> str:
+    array = table.host()
+    text = f"{array.dtype} {array.shape}"
+    if array.nbytes > _COMPARED or not table.is_left_alone():
+        return text
+    return f"{text} {_digest(np.ascontiguousarray(array).tobytes())}"
+
+
+def _digest(x: bytes) -> str:
+    return hashlib.blake2b(x, digest_size=8).hexdigest()

@@ -1,0 +1,174 @@
+"""Ulysses: each process gives every other its tokens of some heads, and has all tokens of its own heads then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ArgumentError
+from ..expressions.substitution import substituted
+from ..problem import LAYOUTS, Problem
+from .groups import Peers
+from .shardings import Runs, tokens, whole_of
+from .tensors import common, every
+
+Heads = tuple[tuple[int, ...], ...]  # of each process
+
+
+class Split(NamedTuple):
+    """Which heads each process computes."""
+
+    q: Heads
+    kv: Heads  # those that its query heads read: with fewer of them than processes, some are several processes'
+
+
+def split_of(q_heads: int, kv_heads: int, ranks: int) -> Split:
+    if q_heads % ranks:
+        raise ArgumentError(
+            f"method: expected a number of query heads that divides by {ranks} processes for 'ulysses'; got {q_heads}. "
+            "Use method='ring', or a mesh of two dimensions whose second one divides them."
+        )
+    each, group = q_heads // ranks, q_heads // max(1, kv_heads)
+    q = tuple([tuple(range(r * each, (r + 1) * each)) for r in range(ranks)])
+    if each and (each % group == 0 or group % each == 0):
+        return Split(q, tuple([tuple(dict.fromkeys([h // group for h in heads])) for heads in q]))
+    return Split(q, tuple([tuple([h // group for h in heads]) for heads in q]))  # one for each query head
+
+
+def problem_of(p: Problem, split: Split, rank: int) -> Problem:
+    """What a process computes: its heads are counted from 0, what masks and scores call them stays."""
+    heads = split.q[rank]
+    first = heads[0] if heads else 0
+    mask, score = (None if x is None else substituted(x, {"h": (1, first)}) for x in (p.mask, p.score))
+    sinks = None if p.sinks is None else p.sinks[first : first + len(heads)]
+    return replace(p, q_heads=len(heads), kv_heads=len(split.kv[rank]), mask=mask, score=score, sinks=sinks)
+
+
+class Exchange(NamedTuple):
+    """Who holds which tokens and computes which heads."""
+
+    peers: Peers
+    held: tuple[Runs, ...]
+    heads: Heads
+    axes: tuple[int, int]  # of heads, and of lengths
+    number: int  # of heads in all
+
+    @property
+    def all_tokens(self) -> Runs:
+        return whole_of(self.held)
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """From own tokens of all heads to all tokens of own heads."""
+        return _gather(tensor, self)
+
+    def returned(self, flow: torch.Tensor) -> torch.Tensor:
+        """From all tokens of own heads to own tokens of all heads; of heads that several processes have, the sum."""
+        return _scatter(flow, self)
+
+
+def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
+    """Where heads and lengths are, of q, k and v, or of log-sum-exps."""
+    head, length, _ = LAYOUTS[layout][-3:]
+    if logarithms:
+        return (1, 2) if len(layout) == 4 else (0, 1)
+    return head, length
+
+
+def gathered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Exchange.gathered(), which autograd follows."""
+    return _Gathered.apply(tensor, exchange)
+
+
+def scattered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Exchange.returned(), which autograd follows."""
+    return _Scattered.apply(tensor, exchange)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.exchange = exchange
+        return _gather(tensor.detach(), exchange)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, flow: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _scatter(flow, ctx.exchange), None
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.exchange = exchange
+        return _scatter(tensor.detach(), exchange)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, flow: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gather(flow, ctx.exchange), None
+
+
+def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
+    peers, (head, length), whole = x.peers, x.axes, x.all_tokens
+    result = tensor.new_empty(_shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(whole)))
+    sends = [
+        (_of_heads(tensor, x.heads[to], head).contiguous(), to, 0, "with its heads")
+        for to in range(peers.ranks)
+        if to != peers.rank
+    ]
+    parts = []
+    for source, runs in enumerate(x.held):
+        if source == peers.rank:
+            parts.append(_of_heads(tensor, x.heads[source], head))
+        else:
+            parts.append(tensor.new_empty(_shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(runs))))
+    receives = [(part, source, 0, "with its heads") for source, part in enumerate(parts) if source != peers.rank]
+    for message in peers.post(sends, receives):
+        peers.wait(message)
+    for part, runs in zip(parts, x.held, strict=True):
+        for at, into in common(runs, whole):
+            every(result, into, length).copy_(every(part, at, length))
+    return result
+
+
+def _scatter(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
+    """Heads that are several processes' come together as their sum, in float32 at least, by rank."""
+    peers, (head, length), whole = x.peers, x.axes, x.all_tokens
+    adding = sum(map(len, x.heads)) > x.number
+    wide = torch.promote_types(tensor.dtype, torch.float32) if adding else tensor.dtype
+    shape = _shape(tensor, x.axes, x.number, tokens(x.held[peers.rank]))
+    result = torch.zeros(shape, dtype=wide, device=tensor.device)
+    mine = []
+    for runs in x.held:
+        places = [every(tensor, into, length) for _, into in common(runs, whole)]
+        mine.append(torch.cat(places, length) if places else tensor.narrow(length, 0, 0))
+    sends = [(t, to, 0, "with its tokens") for to, t in enumerate(mine) if to != peers.rank]
+    count = tokens(x.held[peers.rank])
+    parts = [
+        mine[peers.rank] if source == peers.rank else tensor.new_empty(_shape(tensor, x.axes, len(heads), count))
+        for source, heads in enumerate(x.heads)
+    ]
+    receives = [(part, source, 0, "with its tokens") for source, part in enumerate(parts) if source != peers.rank]
+    for message in peers.post(sends, receives):
+        peers.wait(message)
+    for part, heads in zip(parts, x.heads, strict=True):
+        at = torch.tensor(heads, dtype=torch.int64, device=tensor.device)
+        if adding:
+            result.index_add_(head, at, part.to(wide))
+        else:
+            result.index_copy_(head, at, part)
+    return result.to(tensor.dtype)
+
+
+def _of_heads(tensor: torch.Tensor, heads: tuple[int, ...], dim: int) -> torch.Tensor:
+    if heads == tuple(range(heads[0], heads[0] + len(heads)) if heads else ()):
+        return tensor.narrow(dim, heads[0] if heads else 0, len(heads))
+    return tensor.index_select(dim, torch.tensor(heads, dtype=torch.int64, device=tensor.device))
+
+
+def _shape(tensor: torch.Tensor, axes: tuple[int, int], heads: int, length: int) -> list[int]:
+    shape = list(tensor.shape)
+    shape[axes[0]], shape[axes[1]] = heads, length
+    return shape

@@ -1,0 +1,206 @@
+"""ring-flash-attention's calls, on attention() of shards: its names, its order of arguments and its meaning.
+
+`ring_…`: each process has one chunk of the sequence; `zigzag_ring_…`: chunks from both ends; `stripe_…`: every n-th
+token. q, k and v are a process's shards, of one length in all processes; gradients flow.
+
+>>> import torch, torch.distributed as dist
+>>> from speedlight.distributed.ring_flash_attn import zigzag_ring_flash_attn_func
+>>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+>>> q = k = v = torch.ones(1, 6, 2, 16)  # (batch, tokens of this process, heads, head_dim)
+>>> zigzag_ring_flash_attn_func(q, k, v, causal=True).shape
+torch.Size([1, 6, 2, 16])
+>>> dist.destroy_process_group()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..checks import check_flag, packed_offsets
+from ..compiling import leaves_graph
+from ..errors import Error, UnsupportedError
+from ..flash_attn.options import check_tensors, dropout_of, infinite_where_empty, options_of, unpacked
+from ..flash_attn.sequences import PADDED, Side, check_sides
+from ..problem import Options
+from .attending import Given, attended
+from .groups import peers_of
+from .shardings import Shard
+
+__all__ = [
+    "ring_flash_attn_func",
+    "ring_flash_attn_kvpacked_func",
+    "ring_flash_attn_qkvpacked_func",
+    "ring_flash_attn_varlen_func",
+    "ring_flash_attn_varlen_kvpacked_func",
+    "ring_flash_attn_varlen_qkvpacked_func",
+    "stripe_flash_attn_func",
+    "stripe_flash_attn_kvpacked_func",
+    "stripe_flash_attn_qkvpacked_func",
+    "zigzag_ring_flash_attn_func",
+    "zigzag_ring_flash_attn_kvpacked_func",
+    "zigzag_ring_flash_attn_qkvpacked_func",
+    "zigzag_ring_flash_attn_varlen_func",
+    "zigzag_ring_flash_attn_varlen_kvpacked_func",
+    "zigzag_ring_flash_attn_varlen_qkvpacked_func",
+]
+
+
+class _Said(NamedTuple):
+    """Options as flash-attn has them."""
+
+    dropout_p: Any
+    softmax_scale: Any
+    causal: Any
+    window_size: Any
+    alibi_slopes: Any
+    cu_seqlens: Any = None
+
+
+def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
+    """All calls of one sharding."""
+
+    def flash_attn_func(
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
+    ) -> Any:  # fmt: skip
+        """flash_attn_func() over a sharded sequence.
+
+        Args:
+            q: (batch, tokens of this process, nheads, headdim).
+            k, v: (batch, tokens of this process, nheads_k, headdim); nheads_k divides nheads.
+            dropout_p: 0; attention() of shards drops nothing.
+            softmax_scale, causal, window_size, alibi_slopes: as for speedlight.flash_attn.flash_attn_func(), of the
+                whole sequence; to alibi_slopes flows each process's share.
+            deterministic: means nothing here: every call is.
+            return_attn_probs: also return log-sum-exps, and None.
+            group: a process group of torch.distributed. Default all processes.
+
+        Returns:
+            out, shaped as q; or (out, softmax_lse (batch, nheads, tokens of this process), None).
+
+        Raises:
+            speedlight.Error: the argument, what was expected and what came; it differs between processes; one is gone.
+        """
+        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes)
+        return _attended((q, k, v), shard, said, return_attn_probs, group)
+
+    def flash_attn_kvpacked_func(
+        q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
+    ) -> Any:  # fmt: skip
+        """The same of keys and values in one tensor, (…, 2, nheads_k, headdim)."""
+        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes)
+        return _attended((q, kv), shard, said, return_attn_probs, group)
+
+    def flash_attn_qkvpacked_func(
+        qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
+    ) -> Any:  # fmt: skip
+        """The same of queries, keys and values in one tensor, (…, 3, nheads, headdim)."""
+        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes)
+        return _attended((qkv,), shard, said, return_attn_probs, group)
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+        dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
+    ) -> Any:  # fmt: skip
+        """The same of packed sequences, each of which is sharded by itself.
+
+        Args:
+            q: (tokens of this process, nheads, headdim): of every sequence this process's shard, one after the other.
+            k, v: (tokens of this process, nheads_k, headdim).
+            cu_seqlens: (sequences + 1,): offsets of the shards, the same in all processes.
+            max_seqlen: says nothing that offsets do not say.
+            The others are those of the call of one sequence.
+
+        Returns:
+            out, shaped as q; or (out, softmax_lse (nheads, tokens of this process), None).
+        """
+        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes, cu_seqlens)
+        return _attended((q, k, v), shard, said, return_attn_probs, group)
+
+    def flash_attn_varlen_kvpacked_func(
+        q: Tensor, kv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+        dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
+    ) -> Any:  # fmt: skip
+        """The same of keys and values in one tensor, (…, 2, nheads_k, headdim)."""
+        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes, cu_seqlens)
+        return _attended((q, kv), shard, said, return_attn_probs, group)
+
+    def flash_attn_varlen_qkvpacked_func(
+        qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int,
+        dropout_p: float = 0.0, softmax_scale: float | None = None,
+        causal: bool = False, window_size: tuple[int, int] = (-1, -1), alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, group: Any = None,
+    ) -> Any:  # fmt: skip
+        """The same of queries, keys and values in one tensor, (…, 3, nheads, headdim)."""
+        said = _Said(dropout_p, softmax_scale, causal, window_size, alibi_slopes, cu_seqlens)
+        return _attended((qkv,), shard, said, return_attn_probs, group)
+
+    found = (
+        flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func,
+    )  # fmt: skip
+    for call in found:
+        call.__name__ = call.__qualname__ = prefix + call.__name__
+    return found
+
+
+@leaves_graph
+def _attended(given: tuple[Any, ...], shard: Shard, said: _Said, return_attn_probs: Any, group: Any) -> Any:
+    """Every process takes part, even if its own arguments are wrong: the others wait for it."""
+    peers, cuts, options, error = peers_of(group, None, given[0]), None, Options(), None
+    q = k = v = None
+    try:
+        q, k, v = _separate(given, packed=said.cu_seqlens is not None)
+        check_tensors({"q": q, "k": k, "v": v}, {}, {"cu_seqlens": said.cu_seqlens}, strict=True)
+        check_flag("return_attn_probs", return_attn_probs)
+        more: dict[str, Any] = {"layout": "blhd"}
+        if said.cu_seqlens is None:
+            check_sides(q, k, v, *PADDED)
+        else:
+            check_sides(q, k, v, Side("q", said.cu_seqlens), Side("k", said.cu_seqlens))
+            cuts = tuple([peers.ranks * n for n in packed_offsets("cu_seqlens", said.cu_seqlens, q.shape[0])])
+            more = {"layout": "lhd", "cu_seqlens_q": list(cuts), "cu_seqlens_k": list(cuts)}
+        scale, window, slopes, dropout = said.softmax_scale, said.window_size, said.alibi_slopes, said.dropout_p
+        if dropout_of(dropout):
+            raise UnsupportedError(f"dropout_p: expected 0, as shards drop no weights; got {dropout}.")
+        options = Options(**more, **options_of(q, scale, said.causal, window, 0.0, slopes, 0.0, said.cu_seqlens))
+    except Error as found:
+        error = found
+    out, lse = attended(Given(q, k, v, shard, "ring", False, return_attn_probs, peers, cuts), options, error)
+    return (out, infinite_where_empty(lse), None) if return_attn_probs else out
+
+
+def _separate(given: tuple[Any, ...], *, packed: bool) -> tuple[Any, ...]:
+    """q, k and v."""
+    match given:
+        case (qkv,):
+            return unpacked(qkv, "qkv", 3, packed)
+        case (q, kv):
+            return q, *unpacked(kv, "kv", 2, packed)
+    return given
+
+
+(
+    ring_flash_attn_func, ring_flash_attn_kvpacked_func, ring_flash_attn_qkvpacked_func, ring_flash_attn_varlen_func,
+    ring_flash_attn_varlen_kvpacked_func, ring_flash_attn_varlen_qkvpacked_func,
+) = _calls("contiguous", "ring_")  # fmt: skip
+(
+    zigzag_ring_flash_attn_func, zigzag_ring_flash_attn_kvpacked_func, zigzag_ring_flash_attn_qkvpacked_func,
+    zigzag_ring_flash_attn_varlen_func, zigzag_ring_flash_attn_varlen_kvpacked_func,
+    zigzag_ring_flash_attn_varlen_qkvpacked_func,
+) = _calls("zigzag", "zigzag_ring_")  # fmt: skip
+stripe_flash_attn_func, stripe_flash_attn_kvpacked_func, stripe_flash_attn_qkvpacked_func, *_ = _calls(
+    "stripe", "stripe_"
+)

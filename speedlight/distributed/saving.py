@@ -1,0 +1,61 @@
+"""A sharded cache in files: one of each rank, which is a speedlight.KVCache's, and words on whose the tokens are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..errors import FileError
+from ..files import read_metadata
+from ..kv.cache import KVCache
+from . import placement
+
+
+class Content(NamedTuple):
+    """What a rank's file holds."""
+
+    local: KVCache
+    capacity: int
+    piece: int
+    placed: list[list[placement.Placement]]
+
+
+def write(path: Path, content: Content, rank: int, ranks: int, stamp: Any) -> None:
+    """A rank's file; the stamp: of all files that are written together."""
+    words = {"ranks": ranks, "stamp": stamp, "whole": content.capacity, "piece": content.piece}
+    words |= {"placed": placement.as_words(content.placed)}
+    content.local._save(_file_of(path, rank, ranks), {name: str(x) for name, x in words.items()})
+
+
+def read(path: Path, rank: int, ranks: int, device: Any) -> tuple[Content, str]:
+    """What a rank wrote, and the stamp."""
+    where = _existing(path, rank, ranks)
+    words, local = read_metadata(where), KVCache.load(where, device=device)
+    try:
+        placed = placement.from_words(words["placed"], int(words["ranks"]))
+        own = [[x.counts[rank] for x in layer] for layer in placed]
+        if int(words["ranks"]) != ranks or own != [lengths for lengths, _ in local._held]:
+            raise ValueError("tokens of another file")
+        return Content(local, int(words["whole"]), int(words["piece"]), placed), words["stamp"]
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise FileError(f"{where}: expected a file that save() of a sharded cache wrote ({error}).") from None
+
+
+def _file_of(path: Path, rank: int, ranks: int) -> Path:
+    return path.with_name(f"{path.stem}.{rank}-of-{ranks}{path.suffix}")
+
+
+def _existing(path: Path, rank: int, ranks: int) -> Path:
+    """A rank's file, or an error that says of how many there are."""
+    where = _file_of(path, rank, ranks)
+    if where.exists():
+        return where
+    own = re.compile(rf"{re.escape(path.stem)}\.\d+-of-(\d+)")
+    others = sorted({int(x[1]) for x in map(own.fullmatch, [x.stem for x in path.parent.glob("*.safetensors")]) if x})
+    if others:
+        raise FileError(
+            f"{path}: expected files of {ranks} ranks, as this group has; got those of {others[0]}. Load it in a group "
+            f"of {others[0]} ranks, as many as saved it."
+        )
+    raise FileError(f"{where}: no such file. Every rank reads the one that it saved.")

@@ -1,0 +1,160 @@
+"""By which way the processes of a call compute it; all of them end in one: rows here against keys of a ring."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+
+from .. import engine as engines
+from ..arrays import STORAGE_BYTES
+from ..calls import Memo
+from ..gradients import Followed
+from ..machine import current_isa
+from ..problem import LAYOUTS
+from .differentiable import Context, Core, attended
+from .groups import Alone, Meshed
+from .heads import Exchange, axes_of, gathered, problem_of, scattered, split_of
+from .plans import Sharded
+from .shardings import Runs, positions, tokens, whole_of
+from .tensors import Everywhere, resharded
+
+Method: TypeAlias = Literal["ring", "ulysses", "gather", "auto"]
+METHODS = ("ring", "ulysses", "gather", "auto")
+_SMALL = 1 << 20  # bytes of all keys and values, which are gathered without much ado
+
+_cores: Memo[Core] = Memo(64, 64)
+
+
+class Way(NamedTuple):
+    """A call that all processes agree on."""
+
+    peers: Meshed
+    sharded: Sharded
+    shard: str
+    method: str
+    exact: bool
+    known: Followed
+    read: list[tuple[Any, Any]]
+
+    @property
+    def layout(self) -> str:
+        return self.known.options.layout
+
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse of this process's rows."""
+        reason = _refused_stripes(self)
+        if reason:
+            warnings.warn(
+                f"shard: expected 'zigzag' or 'contiguous' {reason}; got 'stripe', which is redistributed first, and "
+                "back. Shard so from the start: it saves sending all of it.",
+                stacklevel=5,
+            )
+            return self._redistributed(q, k, v)
+        match self._chosen(q, k, v):
+            case "gather":
+                return self._gathered(q, k, v)
+            case "ulysses":
+                return self._over_heads(Alone(), self.peers.ring, q, k, v)
+        if self.peers.heads.ranks > 1:
+            return self._over_heads(self.peers.ring, self.peers.heads, q, k, v)
+        return self._core(self.peers.ring, self.sharded, q, k, v)
+
+    def _chosen(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+        """A method's name in place of "auto": what sends least, of small keys and values what asks least often."""
+        ranks, p = self.peers.ring.ranks, self.sharded.whole.problem
+        if self.method != "auto" or self.peers.heads.ranks > 1 or ranks == 1:
+            return self.method
+        size = STORAGE_BYTES[p.key_storage]
+        key = (p.head_dim + p.value_dim) * p.kv_heads * size * (1 if self.sharded.whole.cu_k else p.batch)
+        query = (p.head_dim + p.value_dim) * p.q_heads * STORAGE_BYTES[p.storage]
+        if sum(map(tokens, self.sharded.k)) * key <= _SMALL:
+            return "gather"
+        divides = p.q_heads % ranks == 0
+        if self.exact and self.sharded.whole.cu_k is not None:
+            return "ulysses" if divides else "gather"
+        travelling = self._made(self.peers.ring, self.sharded, (q, k, v)).plan.schedule
+        ring = max([travelling.tokens_sent(rank) for rank in range(ranks)]) * key
+        rows = max(map(tokens, self.sharded.q)) * (1 if self.sharded.whole.cu_k else p.batch)
+        own = max(map(tokens, self.sharded.k)) * key * max(1, ranks // max(1, p.kv_heads))
+        return "ulysses" if divides and (rows * query + own) * (ranks - 1) // ranks < ring else "ring"
+
+    # --- each way
+
+    def _core(
+        self, peers: Any, sharded: Sharded, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: Any = None,
+        first_head: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        core = self._made(peers, sharded, (q, k, v), first_head)
+        return attended(Context(core, peers, self.known, self.read, keys), q, k, v)
+
+    def _made(self, peers: Any, sharded: Sharded, given: tuple[torch.Tensor, ...], first_head: int = 0) -> Core:
+        """Kept from call to call where the options say what they say: it depends on them, on who holds what, on how the
+        tensors lie, from which it follows how those lie that are made of them, and on the machine.
+        """
+        exact = self.exact and peers.ranks > 1
+        new = Core(sharded, peers.rank, self.layout, exact=exact, first_head=first_head)
+        options = self.known.options.key()
+        if options is None:
+            return new
+        machine = engines.threads_now(), current_isa().name
+        lies = tuple([(x.shape, x.stride(), x.dtype) for x in given])
+        key = options, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks, first_head, lies, machine
+        found = _cores.get(key)
+        if found is None:
+            found = new
+            _cores.put(key, new, 1)
+        return found
+
+    def _gathered(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Every process gets all keys and values; of stripes, stripe by stripe."""
+        peers, dim, held = self.peers.ring, LAYOUTS[self.layout][-2], self.sharded.k
+        striped = True in [run.step > 1 for runs in held for run in runs]
+        every: Runs = tuple([run for runs in held for run in runs]) if striped else whole_of(held)
+        sharded = Sharded(self.sharded.whole, (self.sharded.q[peers.rank],), (every,))
+        return self._core(Alone(), sharded, q, k, v, Everywhere(peers, held, every, dim))
+
+    def _over_heads(
+        self, ring: Any, heads: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of own heads against keys that travel round the ring, if there are several in it."""
+        whole = self.sharded.whole
+        split = split_of(whole.problem.q_heads, whole.problem.kv_heads, heads.ranks)
+        rows, keys = (_by_rows(x, ring.ranks, heads.ranks) for x in (self.sharded.q, self.sharded.k))
+        axes, of_lse = axes_of(self.layout), axes_of(self.layout, logarithms=True)
+        of_q = Exchange(heads, rows[ring.rank], split.q, axes, whole.problem.q_heads)
+        of_k = Exchange(heads, keys[ring.rank], split.kv, axes, whole.problem.kv_heads)
+        own = whole._replace(problem=problem_of(whole.problem, split, heads.rank))
+        joint = Sharded(own, *(tuple([whole_of(x) for x in each]) for each in (rows, keys)))
+        out, lse = self._core(ring, joint, gathered(q, of_q), k, v, of_k, (split.q[heads.rank] or (0,))[0])
+        return scattered(out, of_q), scattered(lse, of_q._replace(axes=of_lse))
+
+    def _redistributed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As zigzag shards, and back."""
+        peers, dim, sharded = self.peers.ring, LAYOUTS[self.layout][-2], self.sharded
+        new = [positions(sum(map(tokens, x)), peers.ranks, "zigzag") for x in (sharded.q, sharded.k)]
+        q = resharded(q, peers, sharded.q, new[0], dim)
+        k, v = (resharded(x, peers, sharded.k, new[1], dim) for x in (k, v))
+        out, lse = self._replace(shard="zigzag", sharded=Sharded(sharded.whole, *new)).attended(q, k, v)
+        back = peers, new[0], sharded.q
+        return resharded(out, *back, dim), resharded(lse, *back, lse.ndim - 1)
+
+
+def _refused_stripes(way: Way) -> str:
+    """Why stripes are redistributed; nothing if they need not be."""
+    p = way.sharded.whole.problem
+    if way.shard != "stripe" or way.peers.ranks == 1:
+        return ""
+    if way.exact and way.method in ("ring", "auto", "gather"):
+        return "for exact=True"
+    if way.method == "ulysses":
+        return ""
+    if way.sharded.whole.cu_q is not None:
+        return "for packed sequences"
+    return "where items begin at different positions" if len(set(p.q_starts)) > 1 else ""
+
+
+def _by_rows(held: tuple[Runs, ...], rows: int, columns: int) -> list[tuple[Runs, ...]]:
+    """Of each row of a mesh, what its processes hold."""
+    return [held[row * columns : (row + 1) * columns] for row in range(rows)]

@@ -1,0 +1,36 @@
+"""Masks and scores over other positions: something else stands where their symbols were."""
+
+from __future__ import annotations
+
+from .tracing import Expression, expression_of
+from .tree import SYMBOLS, Node, order
+
+
+def substituted(x: Expression, by: dict[str, tuple[int, int]]) -> Expression:
+    """The same expression with factor · symbol + offset in place of a symbol, for each that is named.
+
+    >>> import speedlight as sl
+    >>> from speedlight.expressions.substitution import substituted
+    >>> substituted(sl.causal(), {"i": (2, 1)})
+    mask (j <= ((i * 2) + 1))
+    """
+    symbols = {name: Node("symbol", SYMBOLS[name], value=name) for name in by}
+    return replaced(x, {name: _linear(symbols[name], *pair) for name, pair in by.items() if pair != (1, 0)})
+
+
+def replaced(x: Expression, by: dict[str, Node]) -> Expression:
+    """The same expression with trees in place of symbols."""
+    new: dict[int, Node] = {}
+    for node in order(x.root):
+        args = tuple([new[id(a)] for a in node.args])
+        if node.op == "symbol" and node.value in by:
+            new[id(node)] = by[node.value]
+        else:
+            new[id(node)] = node if args == node.args else Node(node.op, node.kind, args, node.value)
+    return expression_of(x.role, new[id(x.root)])
+
+
+def _linear(symbol: Node, factor: int, offset: int) -> Node:
+    """Both operations stand there even if one does nothing, so that all offsets make one structure: one kernel."""
+    product = symbol if factor == 1 else Node("mul", "int", (symbol, Node("number", "int", value=factor)))
+    return Node("add", "int", (product, Node("number", "int", value=offset)))

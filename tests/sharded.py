@@ -1,0 +1,405 @@
+"""Attention over shards in several processes: what tests/test_distributed.py starts.
+
+    python tests/sharded.py WORLD NAME [SEED COUNT]
+
+One process imports PyTorch and forks the others, which is most of what this costs. Each runs every case of NAME; rank 0
+holds what comes together against the reference, and prints the name of a case that is right.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tolerance import assert_within
+
+import speedlight as sl
+import speedlight.torch
+from speedlight import distributed, reference
+from speedlight.distributed import ring
+from speedlight.machine import current_isa
+
+LENGTH_AT = {"bhld": 2, "blhd": 1, "hld": 1, "lhd": 0}
+TIMEOUT = float(os.environ.get("SHARDED_TIMEOUT", "600"))
+
+
+class Case(NamedTuple):
+    """One call, by all processes."""
+
+    arrays: tuple[torch.Tensor, ...]  # q, k and v of the whole sequence
+    options: dict[str, Any]
+    shard: Any = "contiguous"
+    method: Any = "ring"
+    exact: bool = False
+    gradients: bool = True
+
+    def __str__(self) -> str:
+        q, k, v = self.arrays
+        how = f"{self.shard} {self.method}{' exact' * self.exact}"
+        return f"{how} {q.dtype} {tuple(q.shape)} {tuple(k.shape)} {v.shape[-1]} {self.options}"
+
+    @property
+    def dim(self) -> int:
+        return LENGTH_AT[self.options.get("layout", "bhld")]
+
+
+def whole_of(x: torch.Tensor, case: Case, dim: int) -> torch.Tensor:
+    return distributed.unshard(x.detach(), shard=case.shard, dim=dim)
+
+
+def check(case: Case, **more: Any) -> None:
+    """One case in every process; rank 0 judges."""
+    dim, rng = case.dim, np.random.default_rng(1)
+    try:
+        sl.attention(*case.arrays, **case.options)
+    except sl.Error:
+        return
+    own = [distributed.shard(x, shard=case.shard, dim=dim).clone() for x in case.arrays]
+    for x in own:
+        x.requires_grad_(case.gradients)
+    options = case.options
+    stripes = case.shard == "stripe"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if stripes else "error", UserWarning)
+        how = {"shard": case.shard, "method": case.method, "exact": case.exact}
+        out, lse = distributed.attention(*own, return_lse=True, **how, **options, **more)
+    whole = [whole_of(out, case, dim), whole_of(lse, case, lse.ndim - 1)]
+    flows = [torch.from_numpy(rng.standard_normal(x.shape)).to(x.dtype) for x in whole]
+    gradients = []
+    if case.gradients:
+        parts = [distributed.shard(x, shard=case.shard, dim=d) for x, d in zip(flows, (dim, lse.ndim - 1), strict=True)]
+        torch.autograd.backward([out, lse], parts)
+        gradients = [whole_of(x.grad, case, dim) for x in own]
+    if dist.get_rank() == 0:
+        judge(case, options, whole, flows, gradients)
+
+
+def judge(case: Case, options: dict[str, Any], whole: list[Any], flows: list[Any], gradients: list[Any]) -> None:
+    plain = [x.detach() for x in case.arrays]
+    if case.exact:
+        want = sl.attention(*plain, return_lse=True, **options)
+        for x, y in zip(whole, want, strict=True):
+            assert torch.equal(bits_of(x), bits_of(y)), f"other bits: {(x.double() - y.double()).abs().max()}"
+        if not gradients:
+            return
+    dot = current_isa().product("bf16") == "pairs" and plain[0].dtype == torch.bfloat16
+    want = reference.attention(*plain, return_lse=True, **options)
+    bounds = reference.error_bound(*plain, dot=dot, **options)
+    for x, y, bound, name in zip(whole, want, bounds, ("out", "lse"), strict=True):
+        assert_within(x, y, bound, name, zeros_allowed=True)
+    if gradients:
+        want = reference.backward(*plain, *whole, *flows, **options)
+        bounds = reference.backward_bound(*plain, *whole, *flows, dot=dot, **options)
+        for x, y, bound, name in zip(gradients, want, bounds, ("dq", "dk", "dv"), strict=True):
+            assert_within(x, y, bound, name, zeros_allowed=True)
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+
+
+# --- random cases
+
+
+def random_case(rng: np.random.Generator, exact: bool, world: int) -> Case:
+    """Anything that attention() takes; every process draws the same."""
+    layout = str(rng.choice(["bhld", "blhd", "hld", "lhd"], p=[0.4, 0.2, 0.1, 0.3]))
+    method = str(rng.choice(["ring", "ring", "ulysses", "gather", "auto"]))
+    batch = 1 if len(layout) == 3 else int(rng.integers(1, 3))
+    kv, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3]))
+    if method == "ulysses":
+        group = world * int(rng.integers(1, 3)) if rng.random() < 0.5 else group
+        kv = kv if group % world == 0 else world
+    exact = exact and not (layout == "lhd" and method == "ring")
+    long = int(rng.choice([1, 2, 5, 63, 200, 300])) if not exact else int(rng.choice([1, 900, 1025, 2300, 3100]))
+    k_len = long if rng.random() < 0.7 else max(0, long + int(rng.integers(-40, 40)))
+    dtype = [torch.float32, torch.bfloat16, torch.float16, torch.float64][rng.choice(4, p=[0.5, 0.3, 0.1, 0.1])]
+    d, dv = (int(rng.choice([8, 16, 17, 32])) for _ in range(2))
+    q, k, v = (
+        tensor(rng, layout, batch, *x).to(dtype) for x in ((kv * group, long, d), (kv, k_len, d), (kv, k_len, dv))
+    )
+    shard = str(rng.choice(["contiguous", "zigzag", "stripe"]))
+    options = random_options(rng, layout, (batch, kv * group, long, k_len))
+    return Case((q, k, v), options, shard, method, exact, bool(long < 400 and rng.random() < 0.7))
+
+
+def tensor(rng: np.random.Generator, layout: str, batch: int, heads: int, length: int, dim: int) -> torch.Tensor:
+    shape = {"bhld": (batch, heads, length, dim), "blhd": (batch, length, heads, dim), "hld": (heads, length, dim)}
+    return torch.from_numpy(rng.standard_normal(shape.get(layout, (length, heads, dim)), dtype=np.float32))
+
+
+def random_options(rng: np.random.Generator, layout: str, sizes: tuple[int, ...]) -> dict[str, Any]:
+    batch, heads, q_len, k_len = sizes
+    options: dict[str, Any] = {"layout": layout}
+    options["causal"] = [False, True, "top-left"][rng.integers(3)]
+    if rng.random() < 0.3:
+        options["window"] = [(20, 0), (5, 5), (None, 3), (100, None)][rng.integers(4)]
+    longest = max(q_len, k_len, 1) + 60
+    if rng.random() < 0.4:
+        ids = np.sort(rng.integers(0, 4, longest))
+        masks = [
+            sl.documents(ids), sl.prefix(7) | sl.causal(), sl.dilated(3),
+            sl.expression(lambda b, h, i, j: (i + j + h + b) % 3 != 0),
+        ]  # fmt: skip
+        options["mask"] = masks[rng.integers(0 if layout != "lhd" and q_len == k_len else 1, 4)]
+    if rng.random() < 0.4:
+        slopes = rng.standard_normal(heads).astype(np.float32)
+        scores = [sl.alibi(slopes), sl.softcap(3.0), [sl.softcap(2.0), sl.alibi(slopes)]]
+        options["score"] = scores[rng.integers(3)]
+    if rng.random() < 0.3:
+        options["sink_logits"] = rng.standard_normal(heads).tolist()
+    if rng.random() < 0.2:
+        options["scale"] = 0.3
+    if layout == "lhd":
+        options |= packing(rng, q_len, k_len)
+    elif batch > 1 and rng.random() < 0.5:
+        options |= padding(rng, sizes, options["causal"] == "top-left")
+    elif rng.random() < 0.2 and options["causal"] != "top-left":
+        options["q_start"] = int(rng.integers(0, 30))
+    if len(layout) == 4 and rng.random() < 0.15:
+        options["mask"] = rng.random((batch, 1, q_len, k_len)) < 0.7
+    if len(layout) == 4 and rng.random() < 0.15:
+        options["score"] = rng.standard_normal((1, heads, q_len, k_len)).astype(np.float32)
+    return options
+
+
+def packing(rng: np.random.Generator, q_len: int, k_len: int) -> dict[str, Any]:
+    count = int(rng.integers(1, 5))
+    cuts = [np.sort(rng.integers(0, n + 1, count - 1)).tolist() for n in (q_len, k_len)]
+    if q_len == k_len:
+        return {"cu_seqlens_q": [0, *cuts[0], q_len]}
+    return {"cu_seqlens_q": [0, *cuts[0], q_len], "cu_seqlens_k": [0, *cuts[1], k_len]}
+
+
+def padding(rng: np.random.Generator, sizes: tuple[int, ...], placed: bool) -> dict[str, Any]:
+    batch, _, q_len, k_len = sizes
+    if q_len == k_len and rng.random() < 0.5:
+        return {"lengths": rng.integers(0, q_len + 1, batch).tolist()}
+    lengths = {"k_lengths": rng.integers(0, k_len + 1, batch).tolist()}
+    if rng.random() < 0.5:
+        return lengths | {"q_lengths": rng.integers(0, q_len + 1, batch).tolist()}
+    return lengths | ({} if placed else {"q_start": 0})
+
+
+# --- what is run
+
+
+def everything(world: int, seed: int, count: int) -> Iterator[str]:
+    for n in range(seed, seed + count):
+        rng = np.random.default_rng(n)
+        case = random_case(rng, rng.random() < 0.3, world)
+        try:
+            check(case)
+        except Exception as error:
+            raise AssertionError(f"case {n} of {world}: {case}") from error
+        yield f"{n}"
+
+
+def short(world: int) -> Iterator[str]:
+    """Every way, sharding and kind of mask once; few kernels, which take long to make."""
+    rng = np.random.default_rng(0)
+
+    def case(heads: int, kv: int, length: int, options: dict[str, Any], dtype: Any = torch.float32, **how: Any) -> Case:
+        layout, batch = options.get("layout", "bhld"), how.pop("batch", 1)
+        q, k, v = (tensor(rng, layout, batch, n, length, 16).to(dtype) for n in (heads, kv, kv))
+        return Case((q, k, v), options, **how)
+
+    causal, window = {"causal": True}, {"causal": True, "window": (9, None)}
+    cases = [
+        case(4, 2, 61, causal | {"sink_logits": [0.5, -1.0, 2.0, 0.0]}),
+        case(4, 2, 61, causal, shard="zigzag", method="auto"),
+        case(4, 2, 3, causal, shard="zigzag"),
+        case(4, 2, 61, causal, shard="stripe"),
+        case(4, 2, 2300, causal, shard="zigzag", exact=True, gradients=False),
+        case(4, 2, 1500, causal, shard="stripe", exact=True, gradients=False),
+        case(4, 2, 1500, causal, torch.float16, exact=True, gradients=False),
+        case(4, 2, 1500, causal, torch.bfloat16, shard="zigzag", exact=True, gradients=False),
+        case(4, 2, 61, causal, torch.bfloat16, shard="zigzag"),
+        case(4, 2, 2300, window, exact=True, gradients=False),
+        case(4, 2, 61, window, method="gather", shard="zigzag"),
+        case(2 * world, 1, 61, window, method="ulysses", shard="zigzag"),
+        case(4, 2, 61, causal | {"layout": "lhd", "cu_seqlens_q": [0, 13, 13, 40, 61]}, shard="zigzag"),
+        case(4, 2, 61, causal | {"lengths": [61, 23]}, batch=2),
+    ]
+    for n, x in enumerate(cases):
+        try:
+            check(x)
+        except Exception as error:
+            raise AssertionError(f"case {n} of {world}: {x}") from error
+        yield f"case {n}"
+    yield from learned(world)
+    yield from refusals(world)
+
+
+def learned(world: int) -> Iterator[str]:
+    """What flows to tables and sinks adds up over processes."""
+    rng = np.random.default_rng(3)
+    arrays = [tensor(rng, "bhld", 1, 4, 40, 16) for _ in range(3)]
+    found = []
+    for alone in (True, False):
+        slopes, sinks = torch.tensor([0.5, 0.1, 0.2, 0.3]), torch.tensor([0.5, -1.0, 2.0, 0.0])
+        for x in (slopes, sinks):
+            x.requires_grad_()
+        options: dict[str, Any] = {"causal": True, "score": sl.alibi(slopes), "sink_logits": sinks}
+        if alone:
+            speedlight.torch.attention(*arrays, **options).square().sum().backward()
+        else:
+            own = [distributed.shard(x, shard="zigzag", dim=2) for x in arrays]
+            distributed.attention(*own, shard="zigzag", method="ring", **options).square().sum().backward()
+            for x in (slopes, sinks):
+                dist.all_reduce(x.grad)
+        found.append((slopes.grad, sinks.grad))
+    for want, got in zip(*found, strict=True):
+        assert want.abs().min() > 1e-3
+        assert torch.allclose(want, got, rtol=1e-4, atol=0), (want, got)
+    yield "learned"
+
+
+def refusals(world: int) -> Iterator[str]:
+    """What differs, or is wrong in one process, is an error in all; the group goes on."""
+    rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
+    last = rank == world - 1
+    wrong: list[tuple[str, str, Callable[[], Any]]] = [
+        ("causal", "causal: expected the same in every process; got ", lambda: call(x, causal=last)),
+        ("dtype", "q: expected the same in every process; got float", lambda: call(x.double() if last else x)),
+        ("heads", "q: expected the same in every process; got ", lambda: call(x[:, : 2 if last else 4])),
+        ("mask", "mask: expected the same in", lambda: call(x, mask=sl.documents([0] * (9 * world - last)))),
+        ("method", "method: expected the same in", lambda: call(x, method="gather" if last else "ring")),
+        ("length", "q: expected lengths ", lambda: call(x[:, :, : 4 if last else 8])),
+        (
+            "one",
+            "shard: expected" if last else f"group: expected calls that fit; rank {world - 1} raised: shard: expected",
+            lambda: call(x, shard="odd" if last else "zigzag"),
+        ),
+        ("all", "q_lengths: expected", lambda: call(x, q_lengths=[1, 2])),
+    ]
+    for name, text, f in wrong:
+        try:
+            f()
+        except sl.Error as error:
+            assert str(error).startswith(text), f"{name}: {error}"
+        else:
+            raise AssertionError(f"{name}: no error on rank {rank}")
+        assert call(x).shape == x.shape
+        yield name
+
+
+def call(x: torch.Tensor, **options: Any) -> torch.Tensor:
+    return distributed.attention(x, x, x, **({"method": "ring"} | options))
+
+
+def mesh(world: int) -> Iterator[str]:
+    """Keys along the first dimension, heads along the second."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    rng = np.random.default_rng(5)
+    two = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ring", "ulysses"))
+    for shard in ("contiguous", "zigzag"):
+        for exact in (False, True):
+            length = 2300 if exact else 61
+            arrays = tuple([tensor(rng, "bhld", 2, n, length, 16) for n in (4, 2, 2)])
+            options = {"causal": True, "score": sl.alibi(np.float32([0.5, 0.1, 0.2, 0.3]))}
+            check(Case(arrays, options, shard, "auto", exact, not exact), mesh=two)
+            yield f"{shard} {exact}"
+
+
+def dying(world: int) -> Iterator[str]:
+    """The last process ends in the middle of a call: the others name it, in time, and call no more."""
+    x, last = torch.randn(1, 4, 64, 16), dist.get_rank() == world - 1
+    call(x)
+    if last:
+        ring._States.run = lambda *_: os._exit(0)
+    try:
+        call(x)
+    except sl.CommunicationError as error:
+        assert error.rank == world - 1, error
+        assert f"rank {world - 1} did not answer with keys" in str(error) and " in step " in str(error), error
+    else:
+        raise AssertionError("no error")
+    try:
+        call(x)
+    except sl.CommunicationError as error:
+        assert "one failed (group: expected every process to take part" in str(error), error
+    else:
+        raise AssertionError("no error the second time")
+    yield "dying"
+    os._exit(0)
+
+
+def absent(world: int) -> Iterator[str]:
+    """The last process does not come in time."""
+    x, last = torch.randn(1, 4, 8, 16), dist.get_rank() == world - 1
+    call(x)
+    if last:
+        time.sleep(3 * TIMEOUT)
+        os._exit(0)
+    try:
+        call(x)
+    except sl.CommunicationError as error:
+        assert error.rank == world - 1, error
+        assert f"rank {world - 1} did not answer to compare calls" in str(error), error
+    else:
+        raise AssertionError("no error")
+    yield "absent"
+    os._exit(0)
+
+
+def endless(world: int) -> Iterator[str]:
+    """Until somebody interrupts it."""
+    x = torch.randn(1, 4, 64, 16)
+    call(x)
+    yield "ready"
+    while True:
+        call(x)
+
+
+RUNS: dict[str, Callable[..., Iterator[str]]] = {
+    "everything": everything, "short": short, "mesh": mesh, "dying": dying, "absent": absent, "endless": endless,
+}  # fmt: skip
+
+
+def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(seconds=TIMEOUT)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timeout
+    )
+    for done in RUNS[name](world, *numbers):
+        if rank == 0:
+            print(done, flush=True)
+    dist.destroy_process_group()
+
+
+def forked(world: int, name: str, *numbers: int) -> int:
+    """The exit status of the first process that fails, or 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = []
+        for rank in range(world):
+            child = os.fork()
+            if not child:
+                status = 1
+                with contextlib.suppress(BaseException):
+                    try:
+                        main(rank, world, name, folder, *numbers)
+                        status = 0
+                    except BaseException:
+                        traceback.print_exc()
+                os._exit(status)
+            children.append(child)
+        found = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        return next((x for x in found if x), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(forked(int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])))

@@ -1,0 +1,246 @@
+"""speedlight.distributed: shards in several processes against the whole in one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import FULL
+
+import speedlight as sl
+from speedlight.arrays import describe
+from speedlight.distributed.parts import needed, parts_of
+from speedlight.distributed.plans import Sharded, plan_of, schedule_of
+from speedlight.distributed.shardings import SHARDS, positions
+from speedlight.distributed.tensors import common
+from speedlight.expressions.substitution import substituted
+from speedlight.problem import Options
+from speedlight.resolve import from_arrays
+
+HERE = Path(__file__).parent
+
+
+def started(world, name, *numbers, timeout=600):
+    """One process that forks the others: a session of its own, so that all can be interrupted."""
+    env = {"OMP_NUM_THREADS": "1", "SPEEDLIGHT_THREADS": "1", "SHARDED_TIMEOUT": str(timeout)}
+    command = [sys.executable, str(HERE / "sharded.py"), str(world), name, *map(str, numbers)]
+    env = os.environ | env | {"PYTHONPATH": str(HERE.parent)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+
+
+def ran(*words, **how):
+    """What rank 0 has printed; all processes have ended well."""
+    process = started(*words, **how)
+    try:
+        printed, errors = process.communicate(timeout=1500)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, errors[-6000:]
+    return printed.split("\n")[:-1]
+
+
+# --- in one process
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_every_position_is_held_once(shard):
+    for length in (0, 1, 2, 5, 64, 101):
+        for ranks in (1, 2, 3, 4, 7):
+            held = positions(length, ranks, shard)
+            assert len(held) == ranks
+            assert sorted(x for runs in held for run in runs for x in run) == list(range(length))
+            sizes = [sum(map(len, runs)) for runs in held]
+            assert max(sizes) - min(sizes) <= 2
+            assert all(run.start < run.stop for runs in held for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"length": -1}, "length: expected a size from 0"),
+        ({"ranks": 0}, "ranks: expected a size from 1"),
+        ({"shard": "ring"}, "shard: expected 'contiguous', 'zigzag' or 'stripe'; got 'ring'"),
+    ],
+)
+def test_wrong_shardings(wrong, text):
+    with pytest.raises(sl.Error, match=text):
+        positions(**({"length": 4, "ranks": 2} | wrong))
+
+
+def test_places_of_common_positions():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        length, ranks = int(rng.integers(0, 40)), int(rng.integers(1, 5))
+        held = positions(length, ranks, SHARDS[rng.integers(3)])[rng.integers(ranks)]
+        wanted = positions(length, ranks, SHARDS[rng.integers(3)])[rng.integers(ranks)]
+        a, b = ([x for run in runs for x in run] for runs in (held, wanted))
+        pairs = [pair for at, into in common(held, wanted) for pair in zip(at, into, strict=True)]
+        assert sorted(a[x] for x, _ in pairs) == sorted(b[y] for _, y in pairs) == sorted(set(a) & set(b))
+        assert all(a[x] == b[y] for x, y in pairs)
+
+
+def whole(length, heads=2, **options):
+    x = describe(np.zeros((1, heads, length, 4), np.float32), "q")
+    return from_arrays(x, x, x, Options(**options))
+
+
+def sharded(length, ranks, shard, **options):
+    held = positions(length, ranks, shard)
+    return Sharded(whole(length, **options), held, held)
+
+
+IDS = np.repeat(np.arange(4), [100, 412, 200, 312])
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (50, 0), "causal": True},
+    "both sides": {"window": (60, 60)},
+    "documents": {"mask": sl.documents(IDS)},
+    "nothing": {"mask": sl.prefix(0)},
+}
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_what_is_not_needed_is_not_visible(shard, mask):
+    """Bounds may keep what is hidden; they must not leave out what is seen."""
+    options, length, ranks = MASKS[mask], 1024, 4
+    seen = sl.reference.weights(*(np.zeros((1, 1, length, 1)),) * 2, **options)[0, 0] > 0
+    of, held = whole(length, **options), positions(length, ranks, shard)
+    for rows in held:
+        for keys in (run for runs in held for run in runs):
+            found = needed(of, rows, keys, 128)
+            found = set() if found is None else set(found)
+            block = seen[np.ix_([x for run in rows for x in run], list(keys))]
+            assert {keys[n] for n in np.flatnonzero(block.any(axis=0))} <= found <= set(keys)
+            if mask == "nothing" or (mask == "causal" and shard == "contiguous" and keys.start > rows[-1].stop):
+                assert not found
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_parts_have_every_visible_pair_once(shard):
+    """A row sees in its parts what it sees in the whole, each key once."""
+    length, ranks = 60, 3
+    for options in (MASKS["causal"], MASKS["both sides"] | {"window": (7, 3)}):
+        seen = sl.reference.weights(*(np.zeros((1, 1, length, 1)),) * 2, **options)[0, 0] > 0
+        found, of = np.zeros((length, length), int), whole(length, **options)
+        held = positions(length, ranks, shard)
+        for q in (run for runs in held for run in runs):
+            for k in (run for runs in held for run in runs):
+                (part,) = parts_of(of, q, k, length)
+                p = part.problem
+                i = p.q_starts[0] + np.arange(p.q_lengths[0])[:, None]
+                j = p.k_start + np.arange(p.k_lengths[0])[None, :]
+                visible = (j <= i) if p.causal else np.ones((i.size, j.size), bool)
+                if p.mask is not None:
+                    visible &= sl.expressions.tree.evaluate(p.mask.root, {"b": 0, "h": 0, "i": i, "j": j})
+                found[np.ix_(list(q), list(k))] += visible
+        assert (found == seen).all()
+
+
+def test_only_neighbours_send_in_a_window():
+    """The figure of a window of 1,024 in 65,536 tokens."""
+    for ranks in (2, 4, 8):
+        of = schedule_of(sharded(65536, ranks, "contiguous", causal=True, window=(1023, 0)), exact=False)
+        assert {(x.source, x.to) for x in of.transfers} == {(r, r + 1) for r in range(ranks - 1)}
+        assert [of.tokens_sent(r) for r in range(ranks)] == [1024] * (ranks - 1) + [0]
+    of = schedule_of(sharded(4096, 4, "contiguous", window=(100, 100)), exact=False)
+    assert {(x.source, x.to) for x in of.transfers} == {(r, r + d) for r in range(4) for d in (1, -1) if 0 <= r + d < 4}
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("shard", ["contiguous", "zigzag"])
+def test_schedules_fit(shard, exact):
+    """Every step's keys are the process's own, or come from one that has them; causal sends about half."""
+    ranks, length = 4, 16384
+    of = sharded(length, ranks, shard, causal=True)
+    schedule = schedule_of(of, exact=exact)
+    for rank, steps in enumerate(schedule.steps):
+        arrived = {}
+        for step in steps:
+            assert not exact or step.keys.start % 1024 == 0
+            for owner, keys in step.fragments:
+                if owner != rank:
+                    (one,) = [x for x in schedule.transfers if (x.round, x.to, x.keys) == (step.round, rank, keys)]
+                    arrived[keys] = step.round
+                    relays = [x for x in schedule.transfers if x.to == one.source and x.keys == keys]
+                    assert not one.relayed or (len(relays) == 1 and relays[0].round < one.round)
+        rounds = [step.round for step in steps]
+        assert rounds == sorted(set(rounds))
+    sent = sum(schedule.tokens_sent(r) for r in range(ranks))
+    full = length * (ranks - 1)
+    assert sent == full // 2 if shard == "contiguous" else sent < full
+    works = [plan_of(of, rank, exact=exact).works for rank in range(ranks)]
+    assert all(work.parts for each in works for step in each for work in step)
+
+
+def test_substituted_symbols():
+    mask = substituted(sl.window(4, 0), {"i": (3, 1), "j": (3, 2)})
+    i, j = np.arange(10)[:, None], np.arange(10)[None, :]
+    evaluate = sl.expressions.tree.evaluate
+    got = evaluate(mask.root, {"i": i, "j": j})
+    assert (got == evaluate(sl.window(4, 0).root, {"i": 3 * i + 1, "j": 3 * j + 2})).all()
+    assert substituted(sl.causal(), {"i": (1, 0)}) == sl.causal()
+
+
+# --- in several
+
+
+def test_two_processes():
+    """Every way, sharding and kind of mask; the bits of one process; what differs between processes."""
+    assert ran(2, "short")[-1] == "all"
+
+
+def test_a_process_ends():
+    assert ran(2, "dying")[-1] == "dying"
+
+
+@pytest.mark.skipif(not FULL, reason="four processes")
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_processes(world):
+    assert ran(world, "short")[-1] == "all"
+
+
+@pytest.mark.skipif(not FULL, reason="long")
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_random_problems(world):
+    seed, count = int(os.environ.get("SEED", "0")), int(os.environ.get("COUNT", "100"))
+    assert len(ran(world, "everything", seed, count)) == count
+
+
+@pytest.mark.skipif(not FULL, reason="four processes")
+def test_mesh_of_two_dimensions():
+    assert len(ran(4, "mesh")) == 4
+
+
+@pytest.mark.skipif(not FULL, reason="four processes")
+def test_one_of_four_ends():
+    assert ran(4, "dying")[-1] == "dying"
+
+
+@pytest.mark.skipif(not FULL, reason="waits for a timeout")
+def test_a_process_does_not_come():
+    assert ran(3, "absent", timeout=5)[-1] == "absent"
+
+
+@pytest.mark.skipif(not FULL, reason="interrupts processes")
+def test_interrupts_leave_no_process():
+    process = started(3, "endless")
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    for _ in range(100):
+        try:
+            os.killpg(process.pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    raise AssertionError("a process is left")
