@@ -32,7 +32,7 @@ from .shape import Shape
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries, stage_keys, stage_rows, stage_values
 from .states import load_state, store_state
-from .vector import F32, I1, I64, PTR, Function, Module, Value, vec
+from .vector import I1, I64, PTR, Function, Module, Value
 from .visibility import extent, visibility
 
 

@@ -78,6 +78,11 @@ def plan_figures(plan: Plan) -> dict[str, Any]:
     return figures if plan.ranks is None else figures | {"ranks": spread_figures(plan.ranks)}
 
 
+def spread_figures(spread: Spread) -> dict[str, Any]:
+    """The numbers of a plan's ranks; a way's lists have an entry for each."""
+    return asdict(spread) | {"link": spread.link._asdict(), "speedup": spread.speedup}
+
+
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     """The lines of its table, in the command's words."""
     return [(name, text.replace("exact=True", "`speedlight plan --exact`")) for name, text in plan.rows()]
