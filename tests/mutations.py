@@ -58,6 +58,7 @@ ATTENTION, FORWARD, MASKS = "tests/test_attention.py", "tests/test_forward.py", 
 CACHES, POOLS = "tests/test_caches.py", "tests/test_pages.py"
 GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
 TRANSFORMERS = "tests/test_transformers.py"
+SHARDS = "tests/test_distributed.py"
 BACKWARD, RUNS = "tests/test_backward.py", "tests/test_backward_runs.py"
 MUTATIONS = (
     # --- kernels
@@ -526,6 +527,42 @@ MUTATIONS = (
         "max(length - self.window + 1, 0)",
         "max(length - self.window, 0)",
         f"{TRANSFORMERS} -k test_rings",
+    ),
+    # --- shards
+    Mutation(
+        "rows begin anew with every part of the keys",
+        "cpu/forward.py",
+        "            with k.when(a.begins.equals(0)):\n",
+        "            with k.when(a.begins.equals(2)):\n",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
+        "the last key that a process sees is not sent to it",
+        "distributed/parts.py",
+        "return int(j[at[0]]), last + 1\n",
+        "return int(j[at[0]]), last\n",
+        f"{SHARDS} -k not_needed",
+    ),
+    Mutation(
+        "what flows to keys is that of the last rows alone",
+        "distributed/ring.py",
+        "    for x, y in zip(into, flows, strict=True):\n        x += y\n",
+        "    for x, y in zip(into, flows, strict=True):\n        x.copy_(y)\n",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
+        "options that differ are not told",
+        "distributed/groups.py",
+        "if not [x for x in found if x[0] != 1 or x[1] != digest]:",
+        "if not [x for x in found if x[0] != 1]:",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
+        "pieces of keys end between spans under exact=True",
+        "distributed/plans.py",
+        "        chunk = max(SPAN, _up(-(-length // (2 * ranks)), SPAN))\n",
+        "        chunk = max(TILE, _up(-(-length // (2 * ranks)), TILE))\n",
+        f"{SHARDS} -k schedules_fit",
     ),
 )
 
