@@ -511,8 +511,8 @@ MUTATIONS = (
     Mutation(
         "without a mask, one query of transformers sees the first key alone",
         "transformers/attending.py",
-        "if is_causal and query.shape[2] > 1 else",
-        "if is_causal else",
+        "if not (is_causal and query.shape[2] > 1):",
+        "if not is_causal:",
         f"{TRANSFORMERS} -k without_a_mask",
     ),
     Mutation(
