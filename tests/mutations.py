@@ -552,13 +552,6 @@ MUTATIONS = (
         f"{SHARDS} -k two_processes",
     ),
     Mutation(
-        "options that differ are not told",
-        "distributed/groups.py",
-        "if not [x for x in found if x[0] != 1 or x[1] != digest]:",
-        "if not [x for x in found if x[0] != 1]:",
-        f"{SHARDS} -k two_processes",
-    ),
-    Mutation(
         "pieces of keys end between spans under exact=True",
         "distributed/plans.py",
         "        chunk = max(SPAN, _up(-(-length // (2 * ranks)), SPAN))\n",

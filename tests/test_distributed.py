@@ -112,12 +112,12 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_what_is_not_needed_is_not_visible(shard, mask):
     """Bounds may keep what is hidden; they must not leave out what is seen."""
-    options, length, ranks = MASKS[mask], 1024, 4
+    options, length, ranks = MASKS[mask], 512, 3
     seen = sl.reference.weights(*(np.zeros((1, 1, length, 1)),) * 2, **options)[0, 0] > 0
     of, held = whole(length, **options), positions(length, ranks, shard)
     for rows in held:
-        for keys in (run for runs in held for run in runs):
-            found = needed(of, rows, keys, 128)
+        for keys, unit in ((run, unit) for runs in held for run in runs for unit in (1, 128)):
+            found = needed(of, rows, keys, unit)
             found = set() if found is None else set(found)
             block = seen[np.ix_([x for run in rows for x in run], list(keys))]
             assert {keys[n] for n in np.flatnonzero(block.any(axis=0))} <= found <= set(keys)
