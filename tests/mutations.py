@@ -59,6 +59,7 @@ CACHES, POOLS = "tests/test_caches.py", "tests/test_pages.py"
 GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
 TRANSFORMERS = "tests/test_transformers.py"
 SHARDS = "tests/test_distributed.py"
+DROPINS = "tests/test_distributed_dropins.py"
 BACKWARD, RUNS = "tests/test_backward.py", "tests/test_backward_runs.py"
 MUTATIONS = (
     # --- kernels
@@ -580,8 +581,8 @@ MUTATIONS = (
     Mutation(
         "without a mask, one query of transformers sees the first key alone",
         "transformers/attending.py",
-        "if is_causal and query.shape[2] > 1 else",
-        "if is_causal else",
+        "if not (is_causal and query.shape[2] > 1):",
+        "if not is_causal:",
         f"{TRANSFORMERS} -k without_a_mask",
     ),
     Mutation(
@@ -626,6 +627,34 @@ MUTATIONS = (
         "        chunk = max(SPAN, _up(-(-length // (2 * ranks)), SPAN))\n",
         "        chunk = max(TILE, _up(-(-length // (2 * ranks)), TILE))\n",
         f"{SHARDS} -k schedules_fit",
+    ),
+    Mutation(
+        "queries over a rank's tokens are one position too late",
+        "distributed/partial.py",
+        "_I + shifts[0]",
+        "_I + shifts[0] + 1",
+        f"{DROPINS} -k steps",
+    ),
+    Mutation(
+        "a rank that has no room is not seen",
+        "distributed/placement.py",
+        "            if count > most:\n",
+        "            if count > capacity:\n",
+        f"{DROPINS} -k too_many",
+    ),
+    Mutation(
+        "every process thinks that its heads are the first ones",
+        "distributed/local.py",
+        "[: peers.rank]",
+        "[: 0 * peers.rank]",
+        f"{DROPINS} -k deepspeed",
+    ),
+    Mutation(
+        "packed sequences are sharded as one",
+        "distributed/attending.py",
+        "(0, total) if self.cuts is None else self.cuts",
+        "(0, total)",
+        f"{DROPINS} -k varlen",
     ),
 )
 
