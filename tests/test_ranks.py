@@ -175,7 +175,8 @@ def test_the_fastest_way_is_chosen():
 def test_memory_beyond_shards():
     found = spread_of(4)
     states = 2048 * 4 * 2 * 4
-    assert ways(found, "ring")["contiguous"].memory_bytes == (2 * BLOCK + states,) * 4
+    assert ways(found, "ring")["contiguous"].memory_bytes == (3 * BLOCK + states,) * 4  # some of which is passed on
+    assert ways(spread_of(2), "ring")["contiguous"].memory_bytes == (3 * BLOCK + 2 * states,) * 2
     assert ways(found, "gather")["contiguous"].memory_bytes == (4 * BLOCK,) * 4
     rows = 8192 * 64 * 4  # bytes of q or out, of the one head that a rank has of all tokens
     kept = 2 * rows + 8192 * 4 + 2 * rows + rows * 7 // 4  # q, out, lse, k and v of a head, what goes and what comes
@@ -257,7 +258,7 @@ def test_the_page_says_what_the_model_says(capsys):
 def test_bench_of_ranks_measures_what_is_right():
     from speedlight.tools import ranks
 
-    about: dict[str, Any] = {"ranks": 2, "threads_each": 1}
+    about: dict[str, Any] = {"ranks": 2, "threads_each": 1, "threads": 2}
     with ranks.groups(about) as (single, several):
         assert about["link"]["bandwidth"] > 1e6 and 0 < about["link"]["latency"] < 1
         for case in (ranks.Case("ring", 4096, backward=True), ranks.Case("exact", 4096), ranks.Case("ulysses", 2048),

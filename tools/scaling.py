@@ -63,17 +63,18 @@ def measured(reports: list[dict[str, Any]]) -> Iterator[str]:
     for report in sorted(reports, key=lambda x: x["ranks"]):
         for row in report["rows"]:
             one, several = (f"{row['seconds'][x][2] * 1e3:,.0f} ms" for x in ("single", "ranks"))
+            share = "–" if row["modelled"]["share"] is None else f"{row['modelled']['share']:.0%}"
             sent, memory = max(row["bytes_sent"]) / 2**20, row["memory_shards"]
             yield (
                 f"| {report['ranks']} | {row['name']}{', the same bits' * row['same_bits']} | {one} | {several} | "
-                f"{row['share'][2]:.0%} | {row['modelled']['share']:.0%} | {sent:,.1f} MiB | {memory:.2f} × K and V |"
+                f"{row['share'][2]:.0%} | {share} | {sent:,.1f} MiB | {memory:.2f} × K and V |"
             )
 
 
 def written(text: str, lines: Iterator[str]) -> str:
     """The page with this table."""
-    table = "\n".join(lines)
-    return re.sub(r"(<!-- measured: begin -->\n).*?(\n<!-- measured: end -->)", rf"\g<1>{table}\g<2>", text, flags=re.S)
+    table = "".join(f"{line}\n" for line in lines)
+    return re.sub(r"(<!-- measured: begin -->\n).*?(<!-- measured: end -->)", rf"\g<1>{table}\g<2>", text, flags=re.S)
 
 
 def main() -> None:

@@ -242,7 +242,7 @@ def _ring(case: _Case) -> Way:
     """
     n, rank, seen = case.ranks, np.arange(case.ranks)[:, None], case.seen.in_whole(TILE)
     runs, back = _runs_of(seen.owners, n), case.backward * case.sums_bytes
-    computing, sent, clock = np.zeros(n), np.zeros(n), _Clock(case)
+    computing, sent, clock, relays = np.zeros(n), np.zeros(n), _Clock(case), False
     for step in range(n):
         owner, before = (rank - step) % n, (rank - 1) % n
         at = runs[owner[:, 0]]  # [ranks, runs of an owner]
@@ -251,10 +251,12 @@ def _ring(case: _Case) -> Way:
         work = case.computing(pairs, case.queries, sizes.sum(axis=1))
         computing += work
         covered = (seen.first[of_before] <= first) & (seen.last[of_before] >= last)
-        moved = sizes * (step > 0)
-        sent += clock.step(work, moved * (case.token_bytes + back), np.where(covered & (step > 1), before, owner))
+        moved, relayed = sizes * (step > 0), covered & (step > 1)
+        relays |= bool((relayed & (moved > 0)).any())
+        sent += clock.step(work, moved * (case.token_bytes + back), np.where(relayed, before, owner))
         sent += moved.sum(axis=1) * back - clock.given(moved * back, owner)
-    halves = 3 + (n > 2)  # of what comes in a step: what is computed, what comes, what is sent, what is passed on
+    # of what comes in a step: what is computed, what comes, what is sent, and what is passed on, as was measured
+    halves = 6 if relays else 3 + (n > 2)
     memory = _states(case) * (not case.backward) + halves * clock.most / 2
     return case.way("ring", clock.free + case.carrying(0) * (back > 0) * (n > 1), computing, sent, memory)
 

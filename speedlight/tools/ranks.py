@@ -310,7 +310,9 @@ def row_of(case: Case, single: Group, several: Group, turns: int, about: dict[st
 
 
 def modelled(case: Case, about: dict[str, Any]) -> dict[str, Any]:
-    """The same by plan(…, ranks=), at this machine's roofs and the link that was measured."""
+    """The same by plan(…, ranks=), at this machine's roofs and the link that was measured; no share where ranks have no
+    cores of their own.
+    """
     from ..cpu import roof
 
     ranks, each, isa = about["ranks"], about["threads_each"], machine.current_isa()
@@ -326,17 +328,18 @@ def modelled(case: Case, about: dict[str, Any]) -> dict[str, Any]:
         )
         seconds, alone = seconds + way.way.slowest, alone + whole.alone_seconds
         sent, memory = sent + max(way.way.bytes_sent), max(memory, *way.way.memory_bytes)
-    return {"share": alone / seconds, "bytes_sent": sent, "memory_bytes": memory}
+    share = alone / seconds if ranks * each <= about["threads"] else None
+    return {"share": share, "bytes_sent": sent, "memory_bytes": memory}
 
 
 def line(row: dict[str, Any]) -> str:
     if "refused" in row:
         return f"{row['name']}: refused: {row['refused']}"
     single, several = (row["seconds"][x][2] for x in ("single", "ranks"))
-    low, middle, high = row["share"][1:4]
+    (low, middle, high), model = row["share"][1:4], row["modelled"]["share"]
     return (
         f"{row['name']:<62} {single * 1e3:7,.0f} ms {several * 1e3:7,.0f} ms  {middle:.0%} ({low:.0%}-{high:.0%}), "
-        f"modelled {row['modelled']['share']:.0%}; {max(row['bytes_sent']) / 2**20:,.1f} MiB sent, "
+        f"modelled {'–' if model is None else f'{model:.0%}'}; {max(row['bytes_sent']) / 2**20:,.1f} MiB sent, "
         f"{row['memory_shards']:.2f} shards of memory{', the same bits' * row['same_bits']}"
     )
 
