@@ -58,6 +58,8 @@ ATTENTION, FORWARD, MASKS = "tests/test_attention.py", "tests/test_forward.py", 
 CACHES, POOLS = "tests/test_caches.py", "tests/test_pages.py"
 GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
 TRANSFORMERS = "tests/test_transformers.py"
+SHARDS = "tests/test_distributed.py"
+DROPINS = "tests/test_distributed_dropins.py"
 BACKWARD, RUNS = "tests/test_backward.py", "tests/test_backward_runs.py"
 MUTATIONS = (
     # --- kernels
@@ -509,8 +511,8 @@ MUTATIONS = (
     Mutation(
         "without a mask, one query of transformers sees the first key alone",
         "transformers/attending.py",
-        "if is_causal and query.shape[2] > 1 else",
-        "if is_causal else",
+        "if not (is_causal and query.shape[2] > 1):",
+        "if not is_causal:",
         f"{TRANSFORMERS} -k without_a_mask",
     ),
     Mutation(
@@ -526,6 +528,63 @@ MUTATIONS = (
         "max(length - self.window + 1, 0)",
         "max(length - self.window, 0)",
         f"{TRANSFORMERS} -k test_rings",
+    ),
+    # --- shards
+    Mutation(
+        "rows begin anew with every part of the keys",
+        "cpu/forward.py",
+        "            with k.when(a.begins.equals(0)):\n",
+        "            with k.when(a.begins.equals(2)):\n",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
+        "the last key that a process sees is not sent to it",
+        "distributed/parts.py",
+        "return int(j[at[0]]), last + 1\n",
+        "return int(j[at[0]]), last\n",
+        f"{SHARDS} -k not_needed",
+    ),
+    Mutation(
+        "what flows to keys is that of the last rows alone",
+        "distributed/ring.py",
+        "    for x, y in zip(into, flows, strict=True):\n        x += y\n",
+        "    for x, y in zip(into, flows, strict=True):\n        x.copy_(y)\n",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
+        "pieces of keys end between spans under exact=True",
+        "distributed/plans.py",
+        "        chunk = max(SPAN, _up(-(-length // (2 * ranks)), SPAN))\n",
+        "        chunk = max(TILE, _up(-(-length // (2 * ranks)), TILE))\n",
+        f"{SHARDS} -k schedules_fit",
+    ),
+    Mutation(
+        "queries over a rank's tokens are one position too late",
+        "distributed/partial.py",
+        "_I + shifts[0]",
+        "_I + shifts[0] + 1",
+        f"{DROPINS} -k steps",
+    ),
+    Mutation(
+        "a rank that has no room is not seen",
+        "distributed/placement.py",
+        "            if count > most:\n",
+        "            if count > capacity:\n",
+        f"{DROPINS} -k too_many",
+    ),
+    Mutation(
+        "every process thinks that its heads are the first ones",
+        "distributed/local.py",
+        "[: peers.rank]",
+        "[: 0 * peers.rank]",
+        f"{DROPINS} -k deepspeed",
+    ),
+    Mutation(
+        "packed sequences are sharded as one",
+        "distributed/attending.py",
+        "(0, total) if self.cuts is None else self.cuts",
+        "(0, total)",
+        f"{DROPINS} -k varlen",
     ),
 )
 

@@ -260,6 +260,11 @@ def learned(world: int) -> Iterator[str]:
             for x in (slopes, sinks):
                 dist.all_reduce(x.grad)
         found.append((slopes.grad, sinks.grad))
+    own = distributed.shard(torch.zeros(5 * world), shard="zigzag", dim=0).requires_grad_()
+    weights = torch.arange(5.0 * world)  # of this process, and more of each that follows
+    (distributed.unshard(own, shard="zigzag", dim=0) * (weights + dist.get_rank())).sum().backward()
+    want = world * weights + world * (world - 1) / 2
+    assert torch.equal(own.grad, distributed.shard(want, shard="zigzag", dim=0)), own.grad
     for want, got in zip(*found, strict=True):
         assert want.abs().min() > 1e-3
         assert torch.allclose(want, got, rtol=1e-4, atol=0), (want, got)

@@ -151,11 +151,11 @@ def case_files() -> None:
     both.all.save(folder / f"{'b' if dist.get_rank() else 'a'}.safetensors")
     said = refused(lambda: sd.KVCache.load(folder / "none.safetensors"))
     assert "no such file" in said
-    alone = dist.new_subgroups(1)[0]
-    said = refused(lambda: sd.KVCache.load(folder / "cache.safetensors", group=alone))
     ranks = dist.get_world_size()
-    assert ranks == 1 or f"expected files of 1 ranks, as this group has; got those of {ranks}. Load it in" in said
     if ranks > 1:
+        alone = dist.new_subgroups(1)[0]
+        said = refused(lambda: sd.KVCache.load(folder / "cache.safetensors", group=alone))
+        assert f"expected files of 1 ranks, as this group has; got those of {ranks}. Load it in" in said
         both.all.save(folder / "again.safetensors")
         name = f"{dist.get_rank()}-of-{ranks}.safetensors"
         if dist.get_rank():

@@ -112,12 +112,12 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_what_is_not_needed_is_not_visible(shard, mask):
     """Bounds may keep what is hidden; they must not leave out what is seen."""
-    options, length, ranks = MASKS[mask], 1024, 4
+    options, length, ranks = MASKS[mask], 512, 3
     seen = sl.reference.weights(*(np.zeros((1, 1, length, 1)),) * 2, **options)[0, 0] > 0
     of, held = whole(length, **options), positions(length, ranks, shard)
     for rows in held:
-        for keys in (run for runs in held for run in runs):
-            found = needed(of, rows, keys, 128)
+        for keys, unit in ((run, unit) for runs in held for run in runs for unit in (1, 128)):
+            found = needed(of, rows, keys, unit)
             found = set() if found is None else set(found)
             block = seen[np.ix_([x for run in rows for x in run], list(keys))]
             assert {keys[n] for n in np.flatnonzero(block.any(axis=0))} <= found <= set(keys)
@@ -158,9 +158,10 @@ def test_only_neighbours_send_in_a_window():
 
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("shard", ["contiguous", "zigzag"])
-def test_schedules_fit(shard, exact):
+@pytest.mark.parametrize("length", [16384, 9999])
+def test_schedules_fit(length, shard, exact):
     """Every step's keys are the process's own, or come from one that has them; causal sends about half."""
-    ranks, length = 4, 16384
+    ranks = 4
     of = sharded(length, ranks, shard, causal=True)
     schedule = schedule_of(of, exact=exact)
     for rank, steps in enumerate(schedule.steps):
@@ -177,7 +178,7 @@ def test_schedules_fit(shard, exact):
         assert rounds == sorted(set(rounds))
     sent = sum(schedule.tokens_sent(r) for r in range(ranks))
     full = length * (ranks - 1)
-    assert sent == full // 2 if shard == "contiguous" else sent < full
+    assert sent == full // 2 if (shard, length) == ("contiguous", 16384) else sent < full
     works = [plan_of(of, rank, exact=exact).works for rank in range(ranks)]
     assert all(work.parts for each in works for step in each for work in step)
 
@@ -228,7 +229,7 @@ def test_one_of_four_ends():
 
 @pytest.mark.skipif(not FULL, reason="waits for a timeout")
 def test_a_process_does_not_come():
-    assert ran(3, "absent", timeout=5)[-1] == "absent"
+    assert ran(3, "absent", timeout=20)[-1] == "absent"
 
 
 @pytest.mark.skipif(not FULL, reason="interrupts processes")

@@ -17,12 +17,11 @@ if TYPE_CHECKING:
     from .cache import KVCache
     from .local import local_attention
     from .shardings import positions
-    from .templated import RingOps, context_parallel, ring_ops
+    from .templated import context_parallel, ring_ops
     from .tensors import shard, unshard
 
 _HOMES = {
     "KVCache": "cache",
-    "RingOps": "templated",
     "attention": "attending",
     "context_parallel": "templated",
     "local_attention": "local",
@@ -35,7 +34,6 @@ _MODULES = ("ring_flash_attn",)
 
 __all__ = [
     "KVCache",
-    "RingOps",
     "attention",
     "context_parallel",
     "local_attention",

@@ -141,6 +141,15 @@ def context_parallel(
 
     Raises:
         speedlight.UnsupportedError: as ring_ops() does; an attn_mask or dropout.
+
+    >>> import torch, torch.distributed as dist
+    >>> from speedlight.distributed import context_parallel
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> mesh, q = dist.init_device_mesh("cpu", (1,)), torch.ones(1, 2, 6, 4)
+    >>> with context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]):
+    ...     q.shape  # of this process's tokens; scaled_dot_product_attention() here is over those of all
+    torch.Size([1, 2, 6, 4])
+    >>> dist.destroy_process_group()
     """
     module = theirs()
     flash = getattr(torch.ops.aten, _FLASH).default
