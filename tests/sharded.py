@@ -9,8 +9,10 @@ holds what comes together against the reference, and prints the name of a case t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -393,6 +395,7 @@ def forked(world: int, name: str, *numbers: int) -> int:
         for rank in range(world):
             child = os.fork()
             if not child:
+                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: nobody outlives the first process
                 status = 1
                 with contextlib.suppress(BaseException):
                     try:

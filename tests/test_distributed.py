@@ -27,12 +27,12 @@ HERE = Path(__file__).parent
 
 
 def started(world, name, *numbers, timeout=600):
-    """One process that forks the others: a session of its own, so that all can be interrupted."""
+    """One process that forks the others, which end with it; what is to be interrupted has a session of its own."""
     env = {"OMP_NUM_THREADS": "1", "SPEEDLIGHT_THREADS": "1", "SHARDED_TIMEOUT": str(timeout)}
     command = [sys.executable, str(HERE / "sharded.py"), str(world), name, *map(str, numbers)]
     env = os.environ | env | {"PYTHONPATH": str(HERE.parent)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+    return subprocess.Popen(command, env=env, start_new_session=name == "endless", **pipes)
 
 
 def ran(*words, **how):
@@ -42,7 +42,7 @@ def ran(*words, **how):
         printed, errors = process.communicate(timeout=1500)
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
     assert process.returncode == 0, errors[-6000:]
     return printed.split("\n")[:-1]
 
