@@ -135,3 +135,17 @@ def test_a_ring_keeps_the_last_tokens_of_long_chunks(rng):
         shown = cache._ring.shown(last)
         assert cache.keys(0).tobytes() == k[:, :, shown].tobytes()
         assert cache.values(0).tobytes() == v[:, :, shown].tobytes()
+
+
+def test_tokens_of_another_byte_order_are_refused(rng):
+    x = rng.standard_normal((1, 1, 3, 16)).astype(np.float32)
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=32)
+    pool = sl.PagePool(layers=1, kv_heads=1, head_dim=16, pages=4, page_size=16)
+    sequence = pool.sequence()
+    for append in (
+        lambda y: cache.append(0, y, x),
+        lambda y: pool.append(0, [sequence], y[0, 0][:, None], x[0, 0][:, None]),
+    ):
+        with pytest.raises(sl.ArgumentTypeError, match="k: expected native byte order; got >f4"):
+            append(x.astype(">f4"))
+    assert cache.length(0) == sequence.length() == 0

@@ -290,6 +290,7 @@ class _Task(Work):
         start, full, high, clear = tile.start + first, full - first, end - first, clear - first
         keys = k.at(tile.keys, first * tile.k_row)
         values = k.at(tile.values, units_of(s, first) * tile.v_row)
+        missing = [k.select(end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
         scales = [k.at(x, first * 4) for x in self.scales()] if s.quantised else []
         check, state, limits = self.part("check"), panel.part("span"), panel.lanes("limit")
         position = start + a.k_start
@@ -302,7 +303,7 @@ class _Task(Work):
             where = (position, start, high, self.item.index, clear, self.fetch)
             with k.when(k.const(1, I1) if s.program.score is not None else clear < high):
                 k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *where)
-        arguments = (check, state, limits, start, full, high, self.scale())
+        arguments = (check, state, limits, start, full, high, self.scale(), *missing)
         full = units_of(s, k.call(parts.softmax, self.scratch, *arguments, *scales[1:]))
         if parts.drop is not None:
             lanes = panel.lanes("position")

@@ -167,6 +167,8 @@ def softmax_tile(module: Module, s: Shape) -> Any:
         "scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "full": I64, "n_keys": I64,
         "c": s.number,
     }  # fmt: skip
+    if s.pads:
+        params["missing"] = s.number  # what the partner of an odd last key weighs
     k = module.function("softmax_tile", params | _scales(s), I64)
     p = k.p
     c = k.splat(p["c"], s.lanes)
@@ -249,11 +251,12 @@ class _Weights:
     def _store(self, j: Value, v: int, weights: list[Value]) -> None:
         """The weights of the unit of keys that begins with key j; the last one's may be incomplete.
 
-        A missing partner weighs +0 beside an array's zeros; a cache may have anything there.
+        A missing partner weighs +0 beside the zeros past an array's end, and is hidden where there may be anything.
         """
         k, s, total = self.k, self.s, self.total[v]
         missing = s.elements - len(weights)
-        unit = packed(k, s, weights + [self.hidden if s.cached else k.const(0.0, s.vector)] * missing)
+        partner = k.splat(k.p["missing"], s.lanes) if missing and s.pads else self.hidden
+        unit = packed(k, s, weights + [partner] * missing)
         stored = rescaled(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes)) if s.quantised else unit
         k.store(stored, k.p["scores"], unit_of(s, j) * s.row_bytes + s.lane_offset(v))
         unit = packed(k, s, weights + [self.hidden] * missing) if missing else unit

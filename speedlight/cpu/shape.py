@@ -53,6 +53,11 @@ class Shape:
         """Of a unit: what one multiply-add step takes from a row of keys, or of values at one column."""
         return PRODUCTS[self.product]
 
+    @property
+    def pads(self) -> bool:
+        """Whether the last of an odd number of keys has zeros beside it: of arrays, by pairs."""
+        return self.elements > 1 and not self.cached
+
     # --- memory
 
     @property

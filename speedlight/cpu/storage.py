@@ -40,7 +40,7 @@ _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them
 
 def _received(x: Any, name: str) -> tuple[np.ndarray, str]:
     """New tokens, and the name of their dtype."""
-    if type(x) is not np.ndarray:
+    if type(x) is not np.ndarray or not x.dtype.isnative:
         x = arrays.describe(x, name).numpy()
     return x, x.dtype.name
 
