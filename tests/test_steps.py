@@ -206,6 +206,26 @@ def test_usual_steps_from_arrays_and_tensors_say_what_first_ones_say(rng):
     assert len(ways) == 2 and len(cache._storage.checked_steps) > 5 and len(pool._storage.checked_steps) > 5
 
 
+@pytest.mark.parametrize("codes", ["float32", "int8"])
+def test_heads_of_short_sequences_share_tasks(rng, codes):
+    """As many as there are threads for: the bits are those of a task for each head, of sequences of any length."""
+    lengths = [1, 700, 16, 130]
+    pool = sl.PagePool(layers=1, kv_heads=8, head_dim=D, pages=64, page_size=16, dtype=codes)
+    sequences = [pool.sequence() for _ in lengths]
+    q, k, v = (rng.standard_normal((n, 8, D), np.float32) for n in (4, sum(lengths), sum(lengths)))
+    pool.append(0, sequences, k, v, new_lengths=lengths)
+    found, heads = set(), set()
+    try:
+        for threads in (1, 2, 3, 8):
+            sl.set_threads(threads)
+            for _ in range(2):
+                found.add(tuple(bits(pool.attend(0, sequences, q, return_lse=True))))
+            heads |= {x.value.prepared.how.heads for x in pool._storage.checked_steps._held.values()}
+    finally:
+        sl.set_threads(None)
+    assert len(found) == 1 and heads == {1, 2, 4, 8}
+
+
 def test_raw_pages_called_again_say_what_a_first_call_says(rng):
     """Tables, lengths, strides, kinds of arrays and options change; pages beyond a length may be any numbers."""
     k_pages, v_pages = (rng.standard_normal((150, 16, 2, D)).astype(np.float32) for _ in range(2))
