@@ -185,7 +185,7 @@ _RANGES = {
 
 #                 inline seconds  bytes  region  FLOP/s  backward  bytes/s  scratches apart
 _THREADING = {
-    "zen4":  Threading(20e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+    "zen4":  Threading(20e-6, 1 << 19,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
     "zen5":  Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
     "other": Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
 }  # fmt: skip

@@ -275,6 +275,16 @@ def test_the_plan_is_frozen_and_prints_as_a_table():
     assert plan.materialised_bytes == 2 * 32 * 8192 * 8192 * 2 and plan.seconds_at_least > 0
 
 
+@pytest.mark.parametrize(("keys", "batch", "threads", "heads"), [
+    (1000, 16, 2, 4), (1000, 16, 8, 1), (1000, 1, 2, 1), (1000, 1, 1, 8), (1025, 16, 2, 1), (1025, 1, 1, 1),
+])  # fmt: skip
+def test_heads_share_a_task_where_keys_are_few_and_tasks_enough(keys, batch, threads, heads):
+    """No sequence alone, the longest of a batch maybe, has fewer tasks than there are threads."""
+    problem = sl.plan(batch=batch, q_heads=8, q_len=1, k_len=keys, head_dim=64).problem
+    how = schedule(problem, current_isa(), threads, Strides(), tuning_of(current_isa()))
+    assert (how.kind, how.heads) == ("decode", heads)
+
+
 def test_schedule_fits_the_cache():
     problem = sl.plan(q_heads=8, q_len=4096, head_dim=64).problem
     how = schedule(problem, current_isa(), 2, Strides(), tuning_of(current_isa()))

@@ -206,6 +206,53 @@ def test_usual_steps_from_arrays_and_tensors_say_what_first_ones_say(rng):
     assert len(ways) == 2 and len(cache._storage.checked_steps) > 5 and len(pool._storage.checked_steps) > 5
 
 
+@pytest.mark.parametrize("codes", ["float32", "int8"])
+def test_heads_of_short_sequences_share_tasks(rng, codes):
+    """As many as there are threads for: the bits are those of a task for each head, of sequences of any length."""
+    lengths = [1, 700, 16, 130]
+    pool = sl.PagePool(layers=1, kv_heads=8, head_dim=D, pages=64, page_size=16, dtype=codes)
+    sequences = [pool.sequence() for _ in lengths]
+    q, k, v = (rng.standard_normal((n, 8, D), np.float32) for n in (4, sum(lengths), sum(lengths)))
+    pool.append(0, sequences, k, v, new_lengths=lengths)
+    found, heads = set(), set()
+    try:
+        for threads in (1, 2, 3, 8):
+            sl.set_threads(threads)
+            for _ in range(2):
+                found.add(tuple(bits(pool.attend(0, sequences, q, return_lse=True))))
+            heads |= {x.value.prepared.how.heads for x in pool._storage.checked_steps._held.values()}
+    finally:
+        sl.set_threads(None)
+    assert len(found) == 1 and heads == {1, 2, 4, 8}
+
+
+def test_tokens_that_are_only_stored_are_stored_as_the_first_were(rng):
+    """Appended without queries, from arrays and tensors: by the fast path, and with lengths that say the same."""
+    sizes = {"layers": 1, "kv_heads": 2, "head_dim": D}
+    fast, slow = ([sl.KVCache(**sizes, batch=2, capacity=200, window=w) for w in (None, 30)] for _ in range(2))
+    pools = [sl.PagePool(**sizes, pages=40, page_size=16) for _ in range(2)]
+    sequences = [[pool.sequence() for _ in range(2)] for pool in pools]
+    for n in [1, 1, 1, 1, 3, 1, 3, 40, 1, 40, 1]:
+        k, v = (strided(rng, x) for x in qkv(rng, "float32", 2, 2, 2, n, n, D, D)[1:])
+        one = [strided(rng, x[:, :, 0]) for x in (k, v)]
+        given, ones = either(rng, k, v), either(rng, *one)
+        for a, b in zip(fast, slow, strict=True):
+            a.append(0, *given)
+            b.append(0, k, v, new_lengths=[n, n])
+            assert a.lengths(0) == b.lengths(0)
+            assert [x.tobytes() for x in (a.keys(0), a.values(0))] == [x.tobytes() for x in (b.keys(0), b.values(0))]
+        pools[0].append(0, sequences[0], *ones)
+        pools[1].append(0, sequences[1], *one, new_lengths=[1, 1])
+        for a, b in zip(*sequences, strict=True):
+            assert (a.length(), a.keys(0).tobytes()) == (b.length(), b.keys(0).tobytes())
+    many = np.repeat(k[:, :, :1], 90, 2)
+    fast[0].append(0, many, many)
+    with pytest.raises(sl.CacheFull):
+        fast[0].append(0, many, many)
+    assert fast[0].lengths(0) == (183, 183)
+    assert len(fast[0]._storage.checked_steps) > 1 and len(pools[0]._storage.checked_steps) > 1
+
+
 def test_raw_pages_called_again_say_what_a_first_call_says(rng):
     """Tables, lengths, strides, kinds of arrays and options change; pages beyond a length may be any numbers."""
     k_pages, v_pages = (rng.standard_normal((150, 16, 2, D)).astype(np.float32) for _ in range(2))

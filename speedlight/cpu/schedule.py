@@ -169,12 +169,13 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
 
     Where heads adjoin, a task takes several of them through each tile: memory is then read in longer pieces (a page of
     virtual memory holds all heads of a token, so that one head alone would need as many of them as there are tokens).
+    Where keys are few, it takes several as well: threads that draw tickets faster than that wait for each other.
     """
     rows = max(problem.q_lengths) * problem.group
     heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
     spans = -(-max(problem.k_lengths, default=0) // SPAN)
     wants = tuning.decoding
-    together = _heads_together(problem, threads, rows, spans, wants) if heads_adjoin else 1
+    together = _heads_together(problem, threads, rows, spans, wants, heads_adjoin)
     tasks, enough = heads // together, wants.tasks * threads
     most = -(-spans // wants.spans)
     parts = max(1, min(most, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
@@ -209,11 +210,15 @@ def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: boo
     )
 
 
-def _heads_together(problem: Problem, threads: int, rows: int, spans: int, wants: Decoding) -> int:
-    """kv heads of one task: the most whose states stay in the cache, and which leave enough tasks."""
+def _heads_together(problem: Problem, threads: int, rows: int, spans: int, wants: Decoding, heads_adjoin: bool) -> int:
+    """kv heads of one task: the most whose states stay in the cache, and which leave enough tasks.
+
+    Where heads don't adjoin: of a single span, and so that one sequence alone, the longest maybe, has all threads.
+    """
     items = max(1, sum(1 for n in problem.q_lengths if n))
     enough = wants.tasks * threads if threads > 1 else 1
-    fits = [n for n in range(1, problem.kv_heads + 1) if problem.kv_heads % n == 0 and n * rows <= wants.rows]
+    most = problem.kv_heads if heads_adjoin else problem.kv_heads // threads if spans <= 1 else 1
+    fits = [n for n in range(1, most + 1) if problem.kv_heads % n == 0 and n * rows <= wants.rows]
     return max((n for n in fits if items * (problem.kv_heads // n) * max(1, spans) >= enough), default=1)
 
 

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Array
-from ..problem import spans_of
+from ..calls import key_of
+from ..problem import Options, spans_of
 from ..results import fresh
 from ..tokens import Batch
 from .prepare import Call
 from .putting import Put
+from .workers import get_threads
 
 
 def end_of(x: Any, size: int) -> int:
@@ -36,10 +38,6 @@ class Step:
     def size(self) -> int:
         return self.prepared.size
 
-    def fits(self, longest: int) -> bool:
-        """Whether it was prepared for a longest sequence of so many tokens."""
-        return longest > 0 and spans_of(longest) == self.most
-
     def run(self, layer: int, q: Any, q_at: int, lengths: list[int], return_lse: bool, seed: int) -> Any:
         """What attend() returns."""
         items = self.prepared.items_for(lengths)
@@ -59,6 +57,11 @@ class Checked(NamedTuple):
     new: int  # tokens of each sequence
     ends: list[int]  # of each array one past the last byte, relative to its address
 
+    def fits(self, lengths: list[int]) -> bool:
+        """Whether it was prepared for sequences of these lengths, before it."""
+        longest = max(lengths) + self.new
+        return longest > 0 and spans_of(longest) == self.step.most and (self.new > 0 or min(lengths) > 0)
+
     def run(
         self, layer: int, q: Any, at: list[int], before: list[int], after: list[int], return_lse: bool, seed: int
     ) -> Any:
@@ -66,6 +69,48 @@ class Checked(NamedTuple):
         if self.put is not None:
             self.put.run((at[1], at[2], *self.step.addresses[layer]), before)
         return self.step.run(layer, q, at[0], after, return_lse, seed)
+
+
+class CheckedPut(NamedTuple):
+    """New tokens that were checked, of a cache or a pool, and no queries."""
+
+    put: Put
+    addresses: list[tuple[int, int]]  # of each layer's keys and values
+    counts: list[int]  # tokens of each sequence
+    ends: list[int]  # as Checked
+
+    @property
+    def new(self) -> int:
+        """Tokens of each sequence of a cache."""
+        return self.counts[0]
+
+    def fits(self, lengths: list[int]) -> bool:
+        """Whatever they are."""
+        return True
+
+    def run(
+        self, layer: int, k: Any, at: list[int], before: list[int], after: list[int], return_lse: bool, seed: int
+    ) -> bool:
+        """As Checked, of a cache; what it returns is not None."""
+        self.put.run((*at, *self.addresses[layer]), before)
+        return True
+
+    def store(self, layer: int, at: list[int], batch: Batch) -> None:
+        """Of a pool. at: addresses of k and v."""
+        self.put.run((*at, *self.addresses[layer]), batch.before, [x.address for x in batch.tables])
+
+
+def remember_put(
+    self: Any, given: tuple[Any, ...], k: np.ndarray, v: np.ndarray, counts: list[int], options: Options
+) -> None:
+    """A storage's: that new tokens like these were checked, as many of each sequence as by default; `given`: as the
+    caller has them.
+    """
+    key = key_of(given, options, (len(counts), get_threads()))
+    if key is not None and any(counts):
+        put = self._put_of(k, v, counts)
+        found = CheckedPut(put, self.addresses, counts, [end_of(x, x.itemsize) for x in (k, v)])
+        self.checked_steps.put(key, found, put.size)
 
 
 class Table:

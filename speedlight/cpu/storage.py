@@ -28,7 +28,7 @@ from .operands import Paged, Pages, Rows
 from .prepare import Call, prepare
 from .putting import Blocks, New, Put
 from .schedule import DECODE_ROWS
-from .steps import Checked, PoolStep, Step, Table, end_of
+from .steps import Checked, CheckedPut, PoolStep, Step, Table, end_of, remember_put
 from .tuned import tuning_of
 from .workers import get_threads
 
@@ -81,7 +81,7 @@ class CacheStorage:
     """The tokens of a KVCache: one endless page to the kernels; with a window, a ring of pages of a tile."""
 
     device = name = "cpu"
-    received, query = staticmethod(_received), staticmethod(_query)
+    received, query, remember_put = staticmethod(_received), staticmethod(_query), remember_put
     move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
 
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
@@ -95,7 +95,7 @@ class CacheStorage:
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
         self.steps: Memo[Step] = Memo(_STEPS, _STEPS_BYTES)
-        self.checked_steps: Memo[Checked] = Memo(_STEPS, _STEPS_BYTES)
+        self.checked_steps: Memo[Checked | CheckedPut] = Memo(_STEPS, _STEPS_BYTES)
         self.puts: Memo[Put] = Memo(_STEPS, _PUTS_BYTES)
 
     def _pages(self) -> Pages:
@@ -225,13 +225,13 @@ class CacheStorage:
 
     def checked_step(
         self, lengths: list[int], tensors: tuple[Any, ...], options: Options
-    ) -> tuple[Checked, list[int]] | None:
+    ) -> tuple[Checked | CheckedPut, list[int]] | None:
         """A step of a form that was checked before, for any lengths of these spans, and the addresses of q, or of q, k
-        and v. Known by shapes, strides, dtypes, options and threads, and by what the cache is.
+        and v, or of k and v. Known by shapes, strides, dtypes, options and threads, and by what the cache is.
         """
-        key = key_of(tensors, options, (get_threads(),))
+        key = key_of(tensors, options, (self.batch, get_threads()))
         found = None if key is None else self.checked_steps.get(key)
-        if found is None or not found.step.fits(max(lengths) + found.new) or not (found.new or min(lengths)):
+        if found is None or not found.fits(lengths):
             return None
         addresses = addresses_of(tensors, found.ends)
         return None if addresses is None else (found, addresses)
@@ -259,7 +259,7 @@ class CacheStorage:
 
     def remember(self, step: Step, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
         """That a step with these arrays was checked: q, or q, k and v."""
-        key = key_of(given, options, (get_threads(),))
+        key = key_of(given, options, (self.batch, get_threads()))
         if key is None or (k is None and self.ring.size):  # what a window still has depends on lengths
             return
         put, new, ends = None, 0, [end_of(q, DTYPES[q.dtype][1])]
@@ -288,7 +288,7 @@ class PoolStorage:
     Blocks are numbered through heads, so that one number times a block's bytes leads there.
     """
 
-    received, query = staticmethod(_received), staticmethod(_query)
+    received, query, remember_put = staticmethod(_received), staticmethod(_query), remember_put
     move, before_moves, put_back, after_fork = _move, _before_moves, _put_back, _put_back
 
     def __init__(self, shape: TokenShape, pages: int, page_size: int, device: Any) -> None:
@@ -304,7 +304,7 @@ class PoolStorage:
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.kernel_blocks = Blocks.of(shape, self.isa, k, v)
         self.steps: Memo[Call] = Memo(_STEPS, _STEPS_BYTES)
-        self.checked_steps: Memo[PoolStep] = Memo(_STEPS, _STEPS_BYTES)
+        self.checked_steps: Memo[PoolStep | CheckedPut] = Memo(_STEPS, _STEPS_BYTES)
         self.puts: Memo[Put] = Memo(_STEPS, _PUTS_BYTES)
 
     # --- tables
@@ -382,10 +382,10 @@ class PoolStorage:
 
     def checked_step(
         self, sequences: int, tensors: tuple[Any, ...], options: Options
-    ) -> tuple[PoolStep, list[int]] | None:
+    ) -> tuple[PoolStep | CheckedPut, list[int]] | None:
         """A step of a form that was checked before, where every sequence has as many queries as by default, and the
-        addresses of q, or of q, k and v. Known by shapes, strides, dtypes, options and threads, by how many sequences
-        there are, and by what the pool is.
+        addresses of q, or of q, k and v, or of k and v. Known by shapes, strides, dtypes, options
+        and threads, by how many sequences there are, and by what the pool is.
         """
         key = key_of(tensors, options, (sequences, get_threads()))
         found = None if key is None else self.checked_steps.get(key)

@@ -228,6 +228,9 @@ class CacheStorage:
     def remember(self, step: Any, given: tuple[Any, ...], q: Array, k: Any, v: Any, options: Options) -> None:
         """Likewise."""
 
+    def remember_put(self, given: tuple[Any, ...], k: Any, v: Any, counts: list[int], options: Options) -> None:
+        """Likewise."""
+
 
 class PoolStorage:
     """The tokens of a PagePool. A sequence's table is the list of its pages, which each call uploads."""
@@ -310,6 +313,9 @@ class PoolStorage:
         """There is no fast path: the device takes longer than the checks."""
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
+        """Likewise."""
+
+    def remember_put(self, given: tuple[Any, ...], k: Any, v: Any, counts: list[int], options: Options) -> None:
         """Likewise."""
 
     def attend(self, layer: int, q: Array, batch: Batch, options: Options, results: Results) -> None:

@@ -17,10 +17,10 @@ from ..hints import explained, refuses_others, unknown
 from ..problem import Options, new_options
 from ..signatures import AnyArray, ArrayOf, Dtype, DtypeName, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import TokenShape, pieces_of
-from ..windows import PIECE, SPARE, ring_of
+from ..windows import PIECE, ring_of
 from . import saved
 from .keeping import Left, kept, shorten, truncated
-from .query import Query, attended, busy, check_queries, padded_tokens, piece_of, query_of
+from .query import PLAIN, Query, attended, busy, check_queries, padded_tokens, piece_of, query_of, repeated
 from .storage import storage_of
 
 if TYPE_CHECKING:
@@ -181,8 +181,12 @@ class KVCache:
         """
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
-        layer = self._layer(layer)
+        layer, given = self._layer(layer), (k, v)
+        if new_lengths is None and repeated(self, layer, given, PLAIN, False) is not None:
+            return
         k, v, counts = padded_tokens(self._storage, self.batch, k, v, new_lengths, None)
+        if new_lengths is None:
+            self._storage.remember_put(given, k, v, counts, PLAIN)
         self._grow(layer, k, v, counts, None)
 
     @overload
@@ -258,7 +262,7 @@ class KVCache:
         options = new_options(Options, (*given, dropout, seed))
         arrays = (q,) if k is v is None else (q, k, v)
         if new_lengths is q_lengths is out is None and type(layer) is int and 0 <= layer < self.layers:
-            result = self._repeated(layer, arrays, options, return_lse)
+            result = repeated(self, layer, arrays, options, return_lse)
             if result is not None:
                 return result
         layer = self._layer(layer)
@@ -278,36 +282,6 @@ class KVCache:
         lengths, written = self._now()[layer]
         piece = piece_of(query, lengths, lengths, written, self._ring)
         return attended(self._storage, layer, query, [piece], None, None)
-
-    def _repeated(self, layer: int, arrays: tuple[Any, ...], options: Options, return_lse: Any) -> Any:
-        """Fast path: a step whose shapes, dtypes and options were validated earlier; None for any other call."""
-        storage, held = self._storage, self._held[layer]
-        lengths, written = held
-        found = storage.checked_step(lengths, arrays, options)
-        if found is None or type(return_lse) is not bool:
-            return None
-        step, addresses = found
-        n, seed = step.new, options.seed_word()
-        if not n:
-            return step.run(layer, arrays[0], addresses, lengths, lengths, return_lse, seed)
-        totals = [x + n for x in lengths]
-        if max(totals) > self.capacity or (self._ring.size and n > SPARE):
-            return None
-        claims, mine, claimed = self._claims, {layer}, False
-        try:  # as in _grow
-            if claims & mine:
-                raise busy(layer)
-            claims |= mine
-            claimed = True
-            if self._held[layer] is not held:
-                return None  # somebody appended since
-            after = totals, self._ring.reached(written, totals)
-            result = step.run(layer, arrays[0], addresses, lengths, totals, return_lse, seed)
-            self._held[layer] = after
-            return result
-        finally:
-            if claimed:
-                claims -= mine
 
     def _grow(self, layer: int, k: Any, v: Any, counts: list[int], query: Query | None) -> Any:
         """New tokens, and what a query then sees; all of it or nothing.

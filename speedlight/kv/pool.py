@@ -22,7 +22,7 @@ from ..hints import explained, refuses_others, unknown
 from ..problem import Options, new_options
 from ..signatures import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import Batch, TokenShape
-from .query import Packed, Query, check_asked, packed_tokens, query_of, run_packed
+from .query import PLAIN, Packed, Query, check_asked, packed_tokens, query_of, run_packed
 from .sequence import PagedSequence
 from .sharing import Held, busy, new_held, shared_pages, with_pages
 from .storage import storage_of
@@ -277,8 +277,14 @@ class PagePool:
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
+        given = (k, v)
+        found = self._storage.checked_step(len(sequences), given, PLAIN) if new_lengths is None else None
+        if found is not None:
+            return self._grow(layer, sequences, Packed(found[0].counts, k, v, step=found))
         k, v = packed_tokens(self._storage, k, v, None)
         counts = packed_counts("new_lengths", new_lengths, len(sequences), k.shape[0])
+        if new_lengths is None:
+            self._storage.remember_put(given, k, v, counts, PLAIN)
         self._grow(layer, sequences, Packed(counts, k, v))
 
     @overload
