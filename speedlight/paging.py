@@ -116,7 +116,11 @@ def attention_paged(
         "ieee", dropout, seed,
     ))  # fmt: skip
     tensors, key = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out), None
-    if q_start is q_lengths is None and engine != "cuda" and type(return_lse) is bool:
+    if (
+        q_start is q_lengths is None
+        and (engine is None or (type(engine) is str and engine == "cpu"))
+        and type(return_lse) is bool
+    ):
         key = key_of(tensors, options, (engines.threads_now(), current_isa().name))
         known = None if key is None else _forms.get(key)
         if known is not None:

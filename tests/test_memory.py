@@ -114,7 +114,7 @@ def ending_memory(guarded):
     """Instead of pages of our own: memory that ends where a guard begins."""
     memory = iter(guarded)
 
-    def pages(size: int) -> ctypes.Array:
+    def pages(size: int, *, large: bool = False) -> ctypes.Array:
         g = next(memory)
         g.unlock()
         ctypes.memset(g.base, 0, g.size)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
+from engines import tuned
 from problems import flow_of, qkv
 from test_memory import Guarded
 from tolerance import assert_gradients
@@ -173,7 +174,6 @@ DENSE = {
 @pytest.mark.parametrize("name", list(DENSE) if FULL else ["each pair"])
 def test_dense_scores_beside_dq_dk_and_dv(rng, name, dtype, monkeypatch):
     """Summed where dS is made, heads in turn, or by a kernel of their own: the same bits, for any threads."""
-    monkeypatch.setattr(differentiate, "_RANGES", (128, 128))
     q, k, v = qkv(rng, dtype, 2, Q_HEADS, 2, 700, 300, 24, 9)
     shape, read = DENSE[name]
     t = sl.table(rng.standard_normal(shape).astype(np.float32))
@@ -184,7 +184,7 @@ def test_dense_scores_beside_dq_dk_and_dv(rng, name, dtype, monkeypatch):
     monkeypatch.setattr(gradients, "_sums_of", lambda *x: seen.append(sums(*x)) or seen[-1])
     for threads, beside in ((1, True), (1, False), (2, False), (3, False)):
         sl.set_threads(threads)
-        with monkeypatch.context() as m:
+        with monkeypatch.context() as m, tuned(ranges={"keys": (128, 128)}):
             if beside:
                 m.setattr(gradients._TableSums, "beside", lambda *_: True)
             results.append(sl.attention_backward(*arrays, grads=(t, "sink_logits"), **options))

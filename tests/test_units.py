@@ -91,8 +91,8 @@ def test_what_is_fetched_ahead_changes_no_bit(rng, dtype):
     results = set()
     for fetching in (
         tunings.TUNINGS["other"].fetching,
-        Fetching(0, 0, 0, 0, False, 1),
-        Fetching(1, 3, 4096, 5, True, 2),
+        Fetching(0, 0, 0, 0, False, 1, False),
+        Fetching(1, 3, 4096, 5, True, 2, True),
     ):
         with tuned(fetching=asdict(fetching)):
             cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=700, dtype=dtype)
