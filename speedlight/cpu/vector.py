@@ -17,8 +17,7 @@ from llvmlite import ir
 
 I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
 F16, F32, F64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
-PTR = ir.PointerType()
-VOID = ir.VoidType()
+PTR, VOID = ir.PointerType(), ir.VoidType()
 
 
 class _BFloat(ir.types.Type):
@@ -359,8 +358,7 @@ class Function:
     def stream(self, value: Value, pointer: Value, offset: Value | int = 0) -> None:
         """Stores a vector past the caches, at a multiple of its size."""
         t: Any = value.type
-        size = t.count * _SIZES[t.element]
-        stored = self.b.store(value.x, self.at(pointer, offset).x, align=size)
+        stored = self.b.store(value.x, self.at(pointer, offset).x, align=t.count * _SIZES[t.element])
         stored.set_metadata("nontemporal", self.module.ir.add_metadata([I32(1)]))
 
     def prefetch(self, pointer: Value, level: int = 1) -> None:

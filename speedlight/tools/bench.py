@@ -433,9 +433,7 @@ def _print(report: dict[str, Any], output: Path | None, plot: Path | None) -> No
         table.add_row(*cells)
     screen.print(table)
     if names:
-        screen.print(
-            "Of a peer: its time over ours, median of turns; above 1 means that speedlight is faster.", style="dim"
-        )
+        screen.print("Of a peer: its time over ours, median of turns; above 1: speedlight is faster.", style="dim")
     for row in rows:
         if "refused" in row:
             screen.print(f"[red]{escape(row['name'])}: refused: {escape(row['refused'])}[/]")
