@@ -241,6 +241,7 @@ def short(world: int) -> Iterator[str]:
             raise AssertionError(f"case {n} of {world}: {x}") from error
         yield f"case {n}"
     yield from learned(world)
+    yield from second(world)
     yield from refusals(world)
 
 
@@ -255,10 +256,12 @@ def learned(world: int) -> Iterator[str]:
             x.requires_grad_()
         options: dict[str, Any] = {"causal": True, "score": sl.alibi(slopes), "sink_logits": sinks}
         if alone:
-            speedlight.torch.attention(*arrays, **options).square().sum().backward()
+            both = speedlight.torch.attention(*arrays, return_lse=True, **options)
         else:
             own = [distributed.shard(x, shard="zigzag", dim=2) for x in arrays]
-            distributed.attention(*own, shard="zigzag", method="ring", **options).square().sum().backward()
+            both = distributed.attention(*own, shard="zigzag", method="ring", return_lse=True, **options)
+        (both[0].square().sum() + both[1].square().sum()).backward()
+        if not alone:
             for x in (slopes, sinks):
                 dist.all_reduce(x.grad)
         found.append((slopes.grad, sinks.grad))
@@ -300,6 +303,20 @@ def refusals(world: int) -> Iterator[str]:
             raise AssertionError(f"{name}: no error on rank {rank}")
         assert call(x).shape == x.shape
         yield name
+
+
+def second(world: int) -> Iterator[str]:
+    """There are no second derivatives; and the group goes on."""
+    x = torch.randn(1, 2 * world, 8, 16, requires_grad=True)
+    for method in ("ring", "ulysses", "gather"):
+        try:
+            torch.autograd.grad(call(x, method=method).sum(), x, create_graph=True)
+        except sl.UnsupportedError as error:
+            assert str(error).startswith("create_graph: expected False"), error
+        else:
+            raise AssertionError(f"{method}: no error")
+    assert torch.autograd.grad(call(x).sum(), x)[0].shape == x.shape
+    yield "second"
 
 
 def call(x: torch.Tensor, **options: Any) -> torch.Tensor:
