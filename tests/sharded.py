@@ -33,6 +33,7 @@ from speedlight.distributed import ring
 from speedlight.machine import current_isa
 
 LENGTH_AT = {"bhld": 2, "blhd": 1, "hld": 1, "lhd": 0}
+SIZES = {"layers": 1, "kv_heads": 1, "head_dim": 4, "capacity": 8}
 TIMEOUT = float(os.environ.get("SHARDED_TIMEOUT", "600"))
 
 
@@ -280,6 +281,7 @@ def refusals(world: int) -> Iterator[str]:
     """What differs, or is wrong in one process, is an error in all; the group goes on."""
     rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
     last = rank == world - 1
+    told = "" if last else f"group: expected calls that fit; rank {world - 1} raised: "
     wrong: list[tuple[str, str, Callable[[], Any]]] = [
         ("causal", "causal: expected the same in every process; got ", lambda: call(x, causal=last)),
         ("dtype", "q: expected the same in every process; got float", lambda: call(x.double() if last else x)),
@@ -289,15 +291,32 @@ def refusals(world: int) -> Iterator[str]:
         ("length", "q: expected lengths ", lambda: call(x[:, :, : 4 if last else 8])),
         (
             "one",
-            "shard: expected" if last else f"group: expected calls that fit; rank {world - 1} raised: shard: expected",
+            f"{told}shard: expected",
             lambda: call(x, shard="odd" if last else "zigzag"),
         ),
+        (
+            "function",
+            "nobody" if last else f"{told}LookupError: nobody",
+            lambda: call(x, mask=raises if last else sl.causal()),
+        ),
+        (
+            "meta",
+            f"{told}q: expected a tensor on the CPU",
+            lambda: call(x.to("meta") if last else x),
+        ),
+        (
+            "unshard",
+            f"{told}dim: expected",
+            lambda: distributed.unshard(x, dim=7 if last else 0),
+        ),
+        ("call", "call: expected the same in", lambda: distributed.unshard(x, dim=0) if last else call(x)),
+        ("cache", "call: expected the same in", lambda: distributed.KVCache(**SIZES) if last else call(x)),
         ("all", "q_lengths: expected", lambda: call(x, q_lengths=[1, 2])),
     ]
     for name, text, f in wrong:
         try:
             f()
-        except sl.Error as error:
+        except (sl.Error, LookupError) as error:
             assert str(error).startswith(text), f"{name}: {error}"
         else:
             raise AssertionError(f"{name}: no error on rank {rank}")
@@ -316,7 +335,13 @@ def second(world: int) -> Iterator[str]:
         else:
             raise AssertionError(f"{method}: no error")
     assert torch.autograd.grad(call(x).sum(), x)[0].shape == x.shape
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as speedlight.torch.attention() has it
+        assert call(x, causal=True, shard="zigzag").dtype == torch.bfloat16
     yield "second"
+
+
+def raises(*_: Any) -> Any:
+    raise LookupError("nobody")
 
 
 def call(x: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -329,6 +354,14 @@ def mesh(world: int) -> Iterator[str]:
 
     rng = np.random.default_rng(5)
     two = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ring", "ulysses"))
+    rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
+    for causal, text in ((rank == world - 1, "causal: expected the same"), (rank == 0 and "odd", "causal: expected")):
+        try:
+            call(x, causal=causal, mesh=two)
+        except sl.Error as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"no error on rank {rank}")
     for shard in ("contiguous", "zigzag"):
         for exact in (False, True):
             length = 2300 if exact else 61

@@ -96,7 +96,7 @@ class KVCache:
         device: Any = "cpu",
         group: Any = None,
     ) -> None:
-        self._joins(group, device)
+        self._joins(group)
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
 
         def made() -> _Checked:
@@ -109,8 +109,8 @@ class KVCache:
         local, _ = self._agreed("KVCache", made)
         self._holds(local, int(capacity), int(piece), [[placement.empty(self.ranks)] * batch for _ in range(layers)])
 
-    def _joins(self, group: Any, device: Any) -> None:
-        self._peers = Peers(group, torch.device(device))
+    def _joins(self, group: Any) -> None:
+        self._peers = Peers(group)
         self.rank, self.ranks = self._peers.rank, self._peers.ranks
 
     def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
@@ -345,7 +345,7 @@ class KVCache:
             FileError: a file is missing or damaged, was saved by another number of ranks, or in another save().
         """
         cache = cls.__new__(cls)
-        cache._joins(group, device)
+        cache._joins(group)
 
         def found() -> _Checked:
             content, stamp = read(saved.checked_path(path), cache.rank, cache.ranks, device)
