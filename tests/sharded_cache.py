@@ -151,7 +151,20 @@ def case_files() -> None:
     both.all.save(folder / f"{'b' if dist.get_rank() else 'a'}.safetensors")
     said = refused(lambda: sd.KVCache.load(folder / "none.safetensors"))
     assert "no such file" in said
-    ranks = dist.get_world_size()
+    ranks, rank, last = dist.get_world_size(), dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+    own = folder / f"cache.{rank}-of-{ranks}.safetensors"
+    before, drawn = own.read_bytes(), torch.get_rng_state()
+    part = both.all._local
+    both.all.append(0, *[both.drawn(KV, 1)] * 2)
+    if last:
+        part._save = full  # type: ignore[method-assign]
+    said = refused(lambda: both.all.save(folder / "cache.safetensors"), sl.FileError)
+    assert said.endswith("No space left.") and said.startswith("x: " if last else "group: ") and "x: No space" in said
+    if last:
+        del part._save
+    assert own.read_bytes() == before and torch.equal(torch.get_rng_state(), drawn)
+    dist.barrier()
+    assert not [x for x in folder.iterdir() if x.name.startswith(".cache")]
     if ranks > 1:
         alone = dist.new_subgroups(1)[0]
         said = refused(lambda: sd.KVCache.load(folder / "cache.safetensors", group=alone))
@@ -250,9 +263,13 @@ def case_failures() -> None:
     both.attend(3)
 
 
-def refused(call: Any) -> str:
+def full(*_: Any) -> None:
+    raise sl.FileError("x: No space left.")
+
+
+def refused(call: Any, kind: type[sl.Error] = sl.Error) -> str:
     try:
         call()
-    except sl.Error as error:
+    except kind as error:
         return str(error)
     raise AssertionError("nothing was refused")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ from . import placement
 from .groups import Peers, agreed
 from .partial import asked_of, merged, partial
 from .placement import Placement
-from .saving import Content, read, write
+from .saving import Content, Written, read
 from .shardings import check_shard, positions
 from .tensors import check_lengths
 
@@ -37,7 +38,7 @@ class _Checked(NamedTuple):
 
     form: dict[str, str]  # in words that have to be the same on every rank
     found: Any = None
-    own: int = 0  # tokens that this rank alone brings
+    own: int = 0  # of this rank alone: tokens that it brings, or what it has drawn
 
 
 class _New(NamedTuple):
@@ -323,19 +324,20 @@ class KVCache:
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file of each rank: for "x.safetensors" rank 0 of 2 writes "x.0-of-2.safetensors".
 
+        Files that are there stay as they are until every rank has written its own aside.
+
         Raises:
             FileError: as of speedlight.KVCache.save(), on every rank.
         """
-        where, _ = self._agreed("save", lambda: _Checked({"tokens": self._words()}, saved.checked_path(path)))
-        stamp = torch.randint(1 << 62, (1,), device=self._peers.device)  # files of one save() know each other
-        stamp = self._peers.gathered(stamp, "with what its file is called")[0]
-
-        def written() -> _Checked:
-            content = Content(self._local, self.capacity, self.piece, self._placed)
-            write(where, content, self.rank, self.ranks, stamp.item())
-            return _Checked({})
-
-        self._agreed("save", written)
+        draw = secrets.randbits(62)  # by which files of one save() know each other
+        where, drawn = self._agreed("save", lambda: _Checked({"tokens": self._words()}, saved.checked_path(path), draw))
+        new = Written(where, self.rank, self.ranks, drawn[0])
+        content = Content(self._local, self.capacity, self.piece, self._placed)
+        try:
+            self._agreed("save, written", lambda: _Checked({}, new.write(content)))
+            self._agreed("save, renamed", lambda: _Checked({}, new.rename()))
+        finally:
+            new.discard()
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu", group: Any = None) -> KVCache:
@@ -364,7 +366,7 @@ class KVCache:
         return self._placed[self._layer(layer)][check_index("batch index", item, self.batch)]
 
     def _agreed(self, call: str, checked: Callable[[], _Checked]) -> tuple[Any, list[int]]:
-        """What a call was asked for, and the tokens that each rank alone brings, once all mean the same by it."""
+        """What a call was asked for, and each rank's own number, once all mean the same by it."""
         given, error = _Checked({}), None
         try:
             given = checked()

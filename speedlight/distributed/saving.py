@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +23,39 @@ class Content(NamedTuple):
     placed: list[list[placement.Placement]]
 
 
-def write(path: Path, content: Content, rank: int, ranks: int, stamp: Any) -> None:
-    """A rank's file; the stamp: of all files that are written together."""
-    words = {"ranks": ranks, "stamp": stamp, "whole": content.capacity, "piece": content.piece}
-    words |= {"placed": placement.as_words(content.placed)}
-    content.local._save(_file_of(path, rank, ranks), {name: str(x) for name, x in words.items()})
+class Written(NamedTuple):
+    """A rank's file, which is written aside before it takes its name; the stamp: of all that are written together."""
+
+    path: Path
+    rank: int
+    ranks: int
+    stamp: int
+
+    @property
+    def _name(self) -> Path:
+        return _file_of(self.path, self.rank, self.ranks)
+
+    @property
+    def _aside(self) -> Path:
+        return self._name.with_name(f".{self._name.stem}-{self.stamp:x}.safetensors")
+
+    def write(self, content: Content) -> None:
+        if self._name.is_dir():
+            raise FileError(f"{self._name}: expected a file's name; got a folder's.")
+        words = {"rank": self.rank, "ranks": self.ranks, "stamp": self.stamp, "whole": content.capacity}
+        words |= {"piece": content.piece, "placed": placement.as_words(content.placed)}
+        content.local._save(self._aside, {name: str(x) for name, x in words.items()})
+
+    def rename(self) -> None:
+        try:
+            os.replace(self._aside, self._name)
+        except OSError as error:
+            raise FileError(f"{self._name}: {error.strerror or error}.") from error
+
+    def discard(self) -> None:
+        """What was written aside and not renamed."""
+        with contextlib.suppress(OSError):
+            self._aside.unlink(missing_ok=True)
 
 
 def read(path: Path, rank: int, ranks: int, device: Any) -> tuple[Content, str]:
