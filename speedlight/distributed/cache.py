@@ -19,6 +19,7 @@ from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
 from ..problem import Options
 from . import placement
+from .forms import entries_of
 from .groups import Peers, agreed
 from .partial import asked_of, merged, partial
 from .placement import Placement
@@ -59,11 +60,11 @@ class _Shorter(NamedTuple):
 
 
 class KVCache:
-    """A KVCache whose tokens are shared out among the ranks of a group, for decoding after a context that one of them
-    could not hold, or not read as fast.
+    """A KVCache whose tokens are shared out among ranks, for contexts that one could not hold, or not read as fast.
 
     Every rank makes every call, with the same arguments; whatever differs is an error on all ranks. Every rank then has
-    the same results, to the bit. Call it from one thread.
+    the same results, to the bit. Of q, k, v and tables above 64 KiB each, shapes and dtypes are compared, not entries:
+    those that differ there give wrong results. Call it from one thread.
 
     Args:
         layers, batch, kv_heads, head_dim, dtype, value_dim, device: as for speedlight.KVCache.
@@ -71,8 +72,7 @@ class KVCache:
         piece: new tokens go to the rank that has the fewest, so many at a time.
         group: a process group of torch.distributed. Default all processes.
 
-    There is no window=: a window's cache is small, so each rank may have its own speedlight.KVCache. A mask may be a
-    window.
+    There is no window=: a window's cache is small, so each rank may have its own. A mask may be a window.
 
     >>> import torch, torch.distributed as dist, speedlight.distributed
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun says who is who
@@ -398,7 +398,7 @@ class KVCache:
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
         rows = [placement.new_rows(x, y, self.rank) for x, y in zip(before, after, strict=True)]
         form = {"k": f"{k.dtype} {tuple(k.shape)}", "v": f"{v.dtype} {tuple(v.shape)}", "new_lengths": str(counts)}
-        return _New(k, v, rows, after), form
+        return _New(k, v, rows, after), form | entries_of(counts, k=k, v=v)
 
     def _sharded(self, layer: int, new: _New, counts: list[int], shard: Shard) -> _New:
         """New tokens of which every rank has its shard."""

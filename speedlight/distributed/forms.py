@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,22 @@ def form_of(options: Options, more: dict[str, str]) -> dict[str, str]:
         if x is not None and x is not _DEFAULTS[name]:
             found[name] = ", ".join(map(_said, scores_of(x))) if name in ("mask", "score") else _value(name, x)
     return found
+
+
+def entries_of(counts: Sequence[int], **given: Any) -> dict[str, str]:
+    """Of (batch, heads, tokens, dim) that every process has: a digest of the tokens of each, of up to 64 KiB."""
+    return {f"entries of {name}": _used(x, counts) for name, x in given.items() if x.nbytes <= _COMPARED}
+
+
+def _used(x: Any, counts: Sequence[int]) -> str:
+    used = [x] if all([n == x.shape[2] for n in counts]) else [one[:, :n] for one, n in zip(x, counts, strict=True)]
+    return _digest(b"".join(map(_bytes, used)))
+
+
+def _bytes(x: Any) -> bytes:
+    if is_tensor(x):
+        x = x.detach().cpu().contiguous().flatten().view(sys.modules["torch"].uint8).numpy()
+    return x.tobytes()
 
 
 def _value(name: str, x: Any) -> str:
