@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ..errors import FileError
 from ..files import read_metadata
+from ..kv import saved
 from ..kv.cache import KVCache
 from . import placement
 
@@ -61,7 +62,8 @@ class Written(NamedTuple):
 def read(path: Path, rank: int, ranks: int, device: Any) -> tuple[Content, str]:
     """What a rank wrote, and the stamp."""
     where = _existing(path, rank, ranks)
-    words, local = read_metadata(where), KVCache.load(where, device=device)
+    words = read_metadata(where)
+    local = saved.opened(where, lambda **sizes: KVCache(**sizes, device=device))
     try:
         placed = placement.from_words(words["placed"], int(words["ranks"]))
         own = [[x.counts[rank] for x in layer] for layer in placed]
@@ -82,6 +84,14 @@ def _existing(path: Path, rank: int, ranks: int) -> Path:
     if where.exists():
         return where
     own = re.compile(rf"{re.escape(path.stem)}\.\d+-of-(\d+)")
+    if path.exists():
+        words = read_metadata(path)
+        if "ranks" not in words:
+            raise FileError(
+                f"{path}: expected the name that save() of a cache over ranks was given; got a whole cache. "
+                f"speedlight.KVCache.load({path.name!r}) reads it."
+            )
+        raise FileError(f"{path} {saved.part_of(path, words)}.")
     others = sorted({int(x[1]) for x in map(own.fullmatch, [x.stem for x in path.parent.glob("*.safetensors")]) if x})
     if others:
         raise FileError(
