@@ -288,6 +288,8 @@ def refusals(world: int) -> Iterator[str]:
         ("heads", "q: expected the same in every process; got ", lambda: call(x[:, : 2 if last else 4])),
         ("mask", "mask: expected the same in", lambda: call(x, mask=sl.documents([0] * (9 * world - last)))),
         ("method", "method: expected the same in", lambda: call(x, method="gather" if last else "ring")),
+        ("sinks", "sink_logits: expected the same in", lambda: call(x, sink_logits=own(4))),
+        ("slopes", "score: expected the same in", lambda: call(x, score=sl.alibi(own(4)))),
         ("length", "q: expected lengths ", lambda: call(x[:, :, : 4 if last else 8])),
         (
             "one",
@@ -338,6 +340,11 @@ def second(world: int) -> Iterator[str]:
     with torch.autocast("cpu", dtype=torch.bfloat16):  # as speedlight.torch.attention() has it
         assert call(x, causal=True, shard="zigzag").dtype == torch.bfloat16
     yield "second"
+
+
+def own(n: int) -> torch.Tensor:
+    """Other numbers in each process."""
+    return torch.full((n,), 0.5 + dist.get_rank(), requires_grad=True)
 
 
 def raises(*_: Any) -> Any:

@@ -60,7 +60,8 @@ def attention(
 
     Args:
         q, k, v: this process's shards of what speedlight.torch.attention() takes: tensors on the CPU, of the lengths
-            that positions(length, ranks, shard) says for the rank in the group; k of q's batch.
+            that positions(length, ranks, shard) says for the rank in the group; k of q's batch. torch.autocast() casts
+            them, as it does there.
         group: a process group of torch.distributed; None is the whole world.
         mesh: a DeviceMesh in place of a group: of one dimension, or of two, (ring, ulysses): keys travel along the
             first, heads are exchanged along the second; a process's rank is then its place in the mesh, row by row.
@@ -69,8 +70,8 @@ def attention(
             each process; the processes divide q_heads), "gather" (every process gets all keys and values), or "auto":
             "gather" of up to 1 MiB of keys and values, else what sends least.
         exact: out and lse have the bits of speedlight.attention() over the whole sequence, for any number of processes.
-            Else they are within its bounds, and the same from run to run. Under "ulysses" and "gather" they have those
-            bits anyway.
+            Else they are within its bounds, and the same from run to run. Under "ulysses", and under "gather" of
+            contiguous and zigzag shards, they have those bits anyway.
         return_lse: also return the log-sum-exps of this process's rows.
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
         q_lengths, k_lengths: as for speedlight.attention(). There is no dropout.
@@ -82,7 +83,8 @@ def attention(
 
     Raises:
         speedlight.Error: the argument, what was expected and what came; where calls differ between processes, in all of
-        them, before anything is sent.
+        them, before anything is sent. Of tables above 64 KiB, shapes and dtypes are compared, not entries.
+        UnsupportedError: a pass back with create_graph=True; there are first derivatives alone.
         CommunicationError: a process ended, or did not answer within the group's timeout; the message names it.
 
     Source: Liu et al., Ring Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).

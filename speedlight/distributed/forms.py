@@ -46,7 +46,7 @@ def _bytes(x: Any) -> bytes:
 
 def _value(name: str, x: Any) -> str:
     if name == "sink_logits" and is_tensor(x) and x.requires_grad:
-        return f"a tensor that requires grad {tuple(x.shape)}"
+        return f"a tensor that requires grad: {_value(name, x.detach())}"
     if name in _LISTS and not isinstance(x, int):
         values = listed(x, name, "numbers")
         return repr(values) if len(values) <= 16 else f"{len(values)} numbers ({_digest(repr(values).encode())})"
@@ -63,8 +63,8 @@ def _said(x: Any) -> str:
 
 def _entries(table: Table) -> str:
     array = table.host()
-    text = f"{array.dtype} {array.shape}"
-    if array.nbytes > _COMPARED or not table.is_left_alone():
+    text = f"{array.dtype} {array.shape}{'' if table.is_left_alone() else ' that requires grad'}"
+    if array.nbytes > _COMPARED:
         return text
     return f"{text} {_digest(np.ascontiguousarray(array).tobytes())}"
 
