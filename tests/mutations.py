@@ -629,6 +629,13 @@ MUTATIONS = (
         f"{SHARDS} -k schedules_fit",
     ),
     Mutation(
+        "what flows to log-sum-exps does not flow on to sinks",
+        "distributed/differentiable.py",
+        "delta - saved.d_lse.double()",
+        "delta",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
         "queries over a rank's tokens are one position too late",
         "distributed/partial.py",
         "_I + shifts[0]",

@@ -33,6 +33,7 @@ from speedlight.distributed import ring
 from speedlight.machine import current_isa
 
 LENGTH_AT = {"bhld": 2, "blhd": 1, "hld": 1, "lhd": 0}
+SIZES = {"layers": 1, "kv_heads": 1, "head_dim": 4, "capacity": 8}
 TIMEOUT = float(os.environ.get("SHARDED_TIMEOUT", "600"))
 
 
@@ -241,6 +242,7 @@ def short(world: int) -> Iterator[str]:
             raise AssertionError(f"case {n} of {world}: {x}") from error
         yield f"case {n}"
     yield from learned(world)
+    yield from second(world)
     yield from refusals(world)
 
 
@@ -255,10 +257,12 @@ def learned(world: int) -> Iterator[str]:
             x.requires_grad_()
         options: dict[str, Any] = {"causal": True, "score": sl.alibi(slopes), "sink_logits": sinks}
         if alone:
-            speedlight.torch.attention(*arrays, **options).square().sum().backward()
+            both = speedlight.torch.attention(*arrays, return_lse=True, **options)
         else:
             own = [distributed.shard(x, shard="zigzag", dim=2) for x in arrays]
-            distributed.attention(*own, shard="zigzag", method="ring", **options).square().sum().backward()
+            both = distributed.attention(*own, shard="zigzag", method="ring", return_lse=True, **options)
+        (both[0].square().sum() + both[1].square().sum()).backward()
+        if not alone:
             for x in (slopes, sinks):
                 dist.all_reduce(x.grad)
         found.append((slopes.grad, sinks.grad))
@@ -277,29 +281,74 @@ def refusals(world: int) -> Iterator[str]:
     """What differs, or is wrong in one process, is an error in all; the group goes on."""
     rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
     last = rank == world - 1
+    told = "" if last else f"group: expected calls that fit; rank {world - 1} raised: "
     wrong: list[tuple[str, str, Callable[[], Any]]] = [
         ("causal", "causal: expected the same in every process; got ", lambda: call(x, causal=last)),
         ("dtype", "q: expected the same in every process; got float", lambda: call(x.double() if last else x)),
         ("heads", "q: expected the same in every process; got ", lambda: call(x[:, : 2 if last else 4])),
         ("mask", "mask: expected the same in", lambda: call(x, mask=sl.documents([0] * (9 * world - last)))),
         ("method", "method: expected the same in", lambda: call(x, method="gather" if last else "ring")),
+        ("sinks", "sink_logits: expected the same in", lambda: call(x, sink_logits=own(4))),
+        ("slopes", "score: expected the same in", lambda: call(x, score=sl.alibi(own(4)))),
         ("length", "q: expected lengths ", lambda: call(x[:, :, : 4 if last else 8])),
         (
             "one",
-            "shard: expected" if last else f"group: expected calls that fit; rank {world - 1} raised: shard: expected",
+            f"{told}shard: expected",
             lambda: call(x, shard="odd" if last else "zigzag"),
         ),
+        (
+            "function",
+            "nobody" if last else f"{told}LookupError: nobody",
+            lambda: call(x, mask=raises if last else sl.causal()),
+        ),
+        (
+            "meta",
+            f"{told}q: expected a tensor on the CPU",
+            lambda: call(x.to("meta") if last else x),
+        ),
+        (
+            "unshard",
+            f"{told}dim: expected",
+            lambda: distributed.unshard(x, dim=7 if last else 0),
+        ),
+        ("call", "call: expected the same in", lambda: distributed.unshard(x, dim=0) if last else call(x)),
+        ("cache", "call: expected the same in", lambda: distributed.KVCache(**SIZES) if last else call(x)),
         ("all", "q_lengths: expected", lambda: call(x, q_lengths=[1, 2])),
     ]
     for name, text, f in wrong:
         try:
             f()
-        except sl.Error as error:
+        except (sl.Error, LookupError) as error:
             assert str(error).startswith(text), f"{name}: {error}"
         else:
             raise AssertionError(f"{name}: no error on rank {rank}")
         assert call(x).shape == x.shape
         yield name
+
+
+def second(world: int) -> Iterator[str]:
+    """There are no second derivatives; and the group goes on."""
+    x = torch.randn(1, 2 * world, 8, 16, requires_grad=True)
+    for method in ("ring", "ulysses", "gather"):
+        try:
+            torch.autograd.grad(call(x, method=method).sum(), x, create_graph=True)
+        except sl.UnsupportedError as error:
+            assert str(error).startswith("create_graph: expected False"), error
+        else:
+            raise AssertionError(f"{method}: no error")
+    assert torch.autograd.grad(call(x).sum(), x)[0].shape == x.shape
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # as speedlight.torch.attention() has it
+        assert call(x, causal=True, shard="zigzag").dtype == torch.bfloat16
+    yield "second"
+
+
+def own(n: int) -> torch.Tensor:
+    """Other numbers in each process."""
+    return torch.full((n,), 0.5 + dist.get_rank(), requires_grad=True)
+
+
+def raises(*_: Any) -> Any:
+    raise LookupError("nobody")
 
 
 def call(x: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -312,6 +361,14 @@ def mesh(world: int) -> Iterator[str]:
 
     rng = np.random.default_rng(5)
     two = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ring", "ulysses"))
+    rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
+    for causal, text in ((rank == world - 1, "causal: expected the same"), (rank == 0 and "odd", "causal: expected")):
+        try:
+            call(x, causal=causal, mesh=two)
+        except sl.Error as error:
+            assert text in str(error), error
+        else:
+            raise AssertionError(f"no error on rank {rank}")
     for shard in ("contiguous", "zigzag"):
         for exact in (False, True):
             length = 2300 if exact else 61

@@ -16,6 +16,7 @@ import speedlight as sl
 import speedlight.distributed as sd
 from speedlight import reference
 from speedlight.distributed import positions
+from speedlight.distributed.forms import entries_of
 from speedlight.distributed.placement import grown
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
@@ -151,7 +152,30 @@ def case_files() -> None:
     both.all.save(folder / f"{'b' if dist.get_rank() else 'a'}.safetensors")
     said = refused(lambda: sd.KVCache.load(folder / "none.safetensors"))
     assert "no such file" in said
-    ranks = dist.get_world_size()
+    ranks, rank, last = dist.get_world_size(), dist.get_rank(), dist.get_rank() == dist.get_world_size() - 1
+    own = folder / f"cache.{rank}-of-{ranks}.safetensors"
+    before, drawn = own.read_bytes(), torch.get_rng_state()
+    part = both.all._local
+    both.all.append(0, *[both.drawn(KV, 1)] * 2)
+    if last:
+        part._save = full  # type: ignore[method-assign]
+    said = refused(lambda: both.all.save(folder / "cache.safetensors"), sl.FileError)
+    assert said.endswith("No space left.") and said.startswith("x: " if last else "group: ") and "x: No space" in said
+    if last:
+        del part._save
+    assert own.read_bytes() == before and torch.equal(torch.get_rng_state(), drawn)
+    dist.barrier()
+    assert not [x for x in folder.iterdir() if x.name.startswith(".cache")]
+    said = refused(lambda: sl.KVCache.load(own), sl.FileError)
+    assert f"is the part of rank {rank} of {ranks} of a cache over ranks" in said
+    assert "; speedlight.distributed.KVCache.load('cache.safetensors') reads it, on" in said
+    said = refused(lambda: sd.KVCache.load(folder / f"cache.0-of-{ranks}.safetensors"), sl.FileError)
+    assert "speedlight.distributed.KVCache.load('cache.safetensors') reads it" in said
+    if not rank:
+        both.one.save(folder / "whole.safetensors")
+    dist.barrier()
+    said = refused(lambda: sd.KVCache.load(folder / "whole.safetensors"), sl.FileError)
+    assert "got a whole cache. speedlight.KVCache.load('whole.safetensors') reads it" in said
     if ranks > 1:
         alone = dist.new_subgroups(1)[0]
         said = refused(lambda: sd.KVCache.load(folder / "cache.safetensors", group=alone))
@@ -177,6 +201,8 @@ def case_differences() -> None:
         "q": lambda: both.all.attend(0, q[:, :, : 1 + last]),
         "k": lambda: both.all.append(0, k[:, :, : 1 + last], k[:, :, : 1 + last]),
         "layer": lambda: both.all.append(int(last), k, k),
+        "entries of v": lambda: both.all.append(0, k, k + last),
+        "entries of q": lambda: both.all.attend(0, q + last, k, k),
         "new_lengths": lambda: both.all.append(0, k, k, new_lengths=[1, 1 + last]),
         "scale": lambda: both.all.attend(0, q, scale=1.0 + last),
         "mask": lambda: both.all.attend(0, q, mask=sl.window(4 + last, 0)),
@@ -187,6 +213,9 @@ def case_differences() -> None:
         "call": lambda: both.all.attend(0, q) if last else both.all.append(0, k, k),
         "head_dim": lambda: sd.KVCache(**{**SIZES, "head_dim": 16 + last}),
     }
+    for x in (torch.float32, torch.bfloat16):  # what lies past a sequence's end is nobody's
+        padded = torch.where(torch.arange(2)[:, None] < 1, k, k + 1).to(x)
+        assert entries_of((1, 1), k=padded) == entries_of((1, 1), k=k.to(x)) != entries_of((1, 2), k=padded)
     for name, call in calls.items() if dist.get_world_size() > 1 else ():
         said = refused(call)
         assert said.startswith(f"{name}: expected the same in every process; got "), (name, said)
@@ -250,9 +279,13 @@ def case_failures() -> None:
     both.attend(3)
 
 
-def refused(call: Any) -> str:
+def full(*_: Any) -> None:
+    raise sl.FileError("x: No space left.")
+
+
+def refused(call: Any, kind: type[sl.Error] = sl.Error) -> str:
     try:
         call()
-    except sl.Error as error:
+    except kind as error:
         return str(error)
     raise AssertionError("nothing was refused")

@@ -11,12 +11,13 @@ import torch
 from ..arrays import Array, describe, is_tensor
 from ..checks import check_flag, check_layout
 from ..compiling import leaves_graph
-from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..gradients import Followed, check_one_dtype, followed, settled
 from ..layouts import batch_of, check_dimensions
 from ..problem import LAYOUTS, Options, new_options, padded_alike
 from ..resolve import from_arrays
 from ..signatures import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
+from ..torch.attending import cast
 from .forms import form_of
 from .groups import Meshed, agreed, peers_of
 from .plans import Sharded
@@ -59,7 +60,8 @@ def attention(
 
     Args:
         q, k, v: this process's shards of what speedlight.torch.attention() takes: tensors on the CPU, of the lengths
-            that positions(length, ranks, shard) says for the rank in the group; k of q's batch.
+            that positions(length, ranks, shard) says for the rank in the group; k of q's batch. torch.autocast() casts
+            them, as it does there.
         group: a process group of torch.distributed; None is the whole world.
         mesh: a DeviceMesh in place of a group: of one dimension, or of two, (ring, ulysses): keys travel along the
             first, heads are exchanged along the second; a process's rank is then its place in the mesh, row by row.
@@ -68,8 +70,8 @@ def attention(
             each process; the processes divide q_heads), "gather" (every process gets all keys and values), or "auto":
             "gather" of up to 1 MiB of keys and values, else what sends least.
         exact: out and lse have the bits of speedlight.attention() over the whole sequence, for any number of processes.
-            Else they are within its bounds, and the same from run to run. Under "ulysses" and "gather" they have those
-            bits anyway.
+            Else they are within its bounds, and the same from run to run. Under "ulysses", and under "gather" of
+            contiguous and zigzag shards, they have those bits anyway.
         return_lse: also return the log-sum-exps of this process's rows.
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
         q_lengths, k_lengths: as for speedlight.attention(). There is no dropout.
@@ -81,7 +83,8 @@ def attention(
 
     Raises:
         speedlight.Error: the argument, what was expected and what came; where calls differ between processes, in all of
-        them, before anything is sent.
+        them, before anything is sent. Of tables above 64 KiB, shapes and dtypes are compared, not entries.
+        UnsupportedError: a pass back with create_graph=True; there are first derivatives alone.
         CommunicationError: a process ended, or did not answer within the group's timeout; the message names it.
 
     Source: Liu et al., Ring Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
@@ -94,22 +97,25 @@ def attention(
     torch.Size([1, 2, 3, 4])
     >>> dist.destroy_process_group()
     """
-    given = Given(q, k, v, shard, method, exact, return_lse, peers_of(group, mesh, q))
+    given = Given(q, k, v, shard, method, exact, return_lse, peers_of(group, mesh))
     options, error = Options(), None
     try:
+        if torch.is_autocast_enabled("cpu"):
+            q, k, v = cast(q, k, v)
+            given = given._replace(q=q, k=k, v=v)
         if lengths is not None:
             q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
         options = new_options(Options, (
             causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
             q_lengths, k_lengths, "ieee", 0.0, None,
         )).spelled()  # fmt: skip
-    except Error as found:  # which the others are told
+    except Exception as found:  # which the others are told
         error = found
     out, lse = attended(given, options, error)
     return (out, lse) if return_lse else out
 
 
-def attended(given: Given, options: Options, error: Error | None) -> tuple[torch.Tensor, torch.Tensor]:
+def attended(given: Given, options: Options, error: Exception | None) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this process's rows; error: what was wrong with its options before."""
     known, read, arrays = Followed(Options()), [], ()
     form: dict[str, str] = {}
@@ -117,7 +123,7 @@ def attended(given: Given, options: Options, error: Error | None) -> tuple[torch
         if error is None:
             known, read, arrays = given.checked(options)
             form = form_of(known.options, given.described(arrays, known.options.layout))
-    except Error as found:
+    except Exception as found:  # of functions that are traced, too
         error = found
     sizes = given.exchanged(form, arrays, known.options.layout, error)
     with torch.no_grad():  # tables that are followed are read here
@@ -151,6 +157,8 @@ class Given(NamedTuple):
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             if not is_tensor(x):
                 raise ArgumentTypeError(f"{name}: expected a PyTorch tensor; got {type(x).__name__}.")
+            if x.device.type != "cpu":
+                raise UnsupportedError(f"{name}: expected a tensor on the CPU; got one on {x.device}.")
         arrays = tuple([describe(x.detach(), name) for x, name in ((self.q, "q"), (self.k, "k"), (self.v, "v"))])
         q, k, v = arrays
         for x in arrays:
@@ -182,7 +190,7 @@ class Given(NamedTuple):
 
     def described(self, arrays: tuple[Array, ...], layout: str) -> dict[str, str]:
         """What must be the same everywhere, beside the options."""
-        found = {"shard": self.shard, "method": self.method, "exact": str(self.exact)}
+        found = {"call": "attention", "shard": self.shard, "method": self.method, "exact": str(self.exact)}
         for x, given in zip(arrays, (self.q, self.k, self.v), strict=True):
             shape = ", ".join(["…" if d == LAYOUTS[layout][-2] else str(n) for d, n in enumerate(x.shape)])
             followed = torch.is_grad_enabled() and given.requires_grad
@@ -190,12 +198,17 @@ class Given(NamedTuple):
         return found
 
     def exchanged(
-        self, form: dict[str, str], arrays: tuple[Array, ...], layout: str, error: Error | None
+        self, form: dict[str, str], arrays: tuple[Array, ...], layout: str, error: Exception | None
     ) -> list[tuple[int, ...]]:
-        """Lengths of q and k of every process, in the order of ranks."""
+        """Lengths of q and k of every process, in the order of ranks. What a row of a mesh raises, all rows hear."""
         dim = LAYOUTS[layout][-2] if arrays else 0
         own = tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0)
-        row = agreed(self.peers.heads, form, own, error) if self.peers.heads.ranks > 1 else [own]
+        row: list[tuple[int, ...]] = [own]
+        if self.peers.heads.ranks > 1:
+            try:
+                row = agreed(self.peers.heads, form, own, error)
+            except Exception as found:
+                error = found
         flat = [n for pair in row for n in pair]
         rows = agreed(self.peers.ring, form, flat, error)
         return [each[at : at + 2] for each in rows for at in range(0, len(each), 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,10 +19,11 @@ from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
 from ..problem import Options
 from . import placement
+from .forms import entries_of
 from .groups import Peers, agreed
 from .partial import asked_of, merged, partial
 from .placement import Placement
-from .saving import Content, read, write
+from .saving import Content, Written, read
 from .shardings import check_shard, positions
 from .tensors import check_lengths
 
@@ -37,7 +39,7 @@ class _Checked(NamedTuple):
 
     form: dict[str, str]  # in words that have to be the same on every rank
     found: Any = None
-    own: int = 0  # tokens that this rank alone brings
+    own: int = 0  # of this rank alone: tokens that it brings, or what it has drawn
 
 
 class _New(NamedTuple):
@@ -58,11 +60,11 @@ class _Shorter(NamedTuple):
 
 
 class KVCache:
-    """A KVCache whose tokens are shared out among the ranks of a group, for decoding after a context that one of them
-    could not hold, or not read as fast.
+    """A KVCache whose tokens are shared out among ranks, for contexts that one could not hold, or not read as fast.
 
     Every rank makes every call, with the same arguments; whatever differs is an error on all ranks. Every rank then has
-    the same results, to the bit. Call it from one thread.
+    the same results, to the bit. Of q, k, v and tables above 64 KiB each, shapes and dtypes are compared, not entries:
+    those that differ there give wrong results. Call it from one thread.
 
     Args:
         layers, batch, kv_heads, head_dim, dtype, value_dim, device: as for speedlight.KVCache.
@@ -70,8 +72,7 @@ class KVCache:
         piece: new tokens go to the rank that has the fewest, so many at a time.
         group: a process group of torch.distributed. Default all processes.
 
-    There is no window=: a window's cache is small, so each rank may have its own speedlight.KVCache. A mask may be a
-    window.
+    There is no window=: a window's cache is small, so each rank may have its own. A mask may be a window.
 
     >>> import torch, torch.distributed as dist, speedlight.distributed
     >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # torchrun says who is who
@@ -96,7 +97,7 @@ class KVCache:
         device: Any = "cpu",
         group: Any = None,
     ) -> None:
-        self._joins(group, device)
+        self._joins(group)
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
 
         def made() -> _Checked:
@@ -109,8 +110,8 @@ class KVCache:
         local, _ = self._agreed("KVCache", made)
         self._holds(local, int(capacity), int(piece), [[placement.empty(self.ranks)] * batch for _ in range(layers)])
 
-    def _joins(self, group: Any, device: Any) -> None:
-        self._peers = Peers(group, torch.device(device))
+    def _joins(self, group: Any) -> None:
+        self._peers = Peers(group)
         self.rank, self.ranks = self._peers.rank, self._peers.ranks
 
     def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
@@ -323,19 +324,20 @@ class KVCache:
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file of each rank: for "x.safetensors" rank 0 of 2 writes "x.0-of-2.safetensors".
 
+        Files that are there stay as they are until every rank has written its own aside.
+
         Raises:
             FileError: as of speedlight.KVCache.save(), on every rank.
         """
-        where, _ = self._agreed("save", lambda: _Checked({"tokens": self._words()}, saved.checked_path(path)))
-        stamp = torch.randint(1 << 62, (1,), device=self._peers.device)  # files of one save() know each other
-        stamp = self._peers.gathered(stamp, "with what its file is called")[0]
-
-        def written() -> _Checked:
-            content = Content(self._local, self.capacity, self.piece, self._placed)
-            write(where, content, self.rank, self.ranks, stamp.item())
-            return _Checked({})
-
-        self._agreed("save", written)
+        draw = secrets.randbits(62)  # by which files of one save() know each other
+        where, drawn = self._agreed("save", lambda: _Checked({"tokens": self._words()}, saved.checked_path(path), draw))
+        new = Written(where, self.rank, self.ranks, drawn[0])
+        content = Content(self._local, self.capacity, self.piece, self._placed)
+        try:
+            self._agreed("save, written", lambda: _Checked({}, new.write(content)))
+            self._agreed("save, renamed", lambda: _Checked({}, new.rename()))
+        finally:
+            new.discard()
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu", group: Any = None) -> KVCache:
@@ -345,7 +347,7 @@ class KVCache:
             FileError: a file is missing or damaged, was saved by another number of ranks, or in another save().
         """
         cache = cls.__new__(cls)
-        cache._joins(group, device)
+        cache._joins(group)
 
         def found() -> _Checked:
             content, stamp = read(saved.checked_path(path), cache.rank, cache.ranks, device)
@@ -364,7 +366,7 @@ class KVCache:
         return self._placed[self._layer(layer)][check_index("batch index", item, self.batch)]
 
     def _agreed(self, call: str, checked: Callable[[], _Checked]) -> tuple[Any, list[int]]:
-        """What a call was asked for, and the tokens that each rank alone brings, once all mean the same by it."""
+        """What a call was asked for, and each rank's own number, once all mean the same by it."""
         given, error = _Checked({}), None
         try:
             given = checked()
@@ -396,7 +398,7 @@ class KVCache:
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
         rows = [placement.new_rows(x, y, self.rank) for x, y in zip(before, after, strict=True)]
         form = {"k": f"{k.dtype} {tuple(k.shape)}", "v": f"{v.dtype} {tuple(v.shape)}", "new_lengths": str(counts)}
-        return _New(k, v, rows, after), form
+        return _New(k, v, rows, after), form | entries_of(counts, k=k, v=v)
 
     def _sharded(self, layer: int, new: _New, counts: list[int], shard: Shard) -> _New:
         """New tokens of which every rank has its shard."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arrays import is_tensor
+from ..errors import UnsupportedError
 from ..expressions.tree import lazily
 from ..gradients import Followed, check_unwritten
 from ..problem import LAYOUTS
@@ -66,8 +67,12 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_out: Any, d_lse: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if torch.is_grad_enabled():  # in all processes, and nothing was sent
+            raise UnsupportedError(
+                "create_graph: expected False, as attention over processes has first derivatives alone; got True. "
+                "speedlight.torch.attention() of the whole sequence in one process has second ones."
+            )
         context, needed = ctx.context, ctx.needs_input_grad[1:]
         check_unwritten(context.read)
         given: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors[:6]]

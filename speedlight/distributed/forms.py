@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,25 @@ def form_of(options: Options, more: dict[str, str]) -> dict[str, str]:
     return found
 
 
+def entries_of(counts: Sequence[int], **given: Any) -> dict[str, str]:
+    """Of (batch, heads, tokens, dim) that every process has: a digest of the tokens of each, of up to 64 KiB."""
+    return {f"entries of {name}": _used(x, counts) for name, x in given.items() if x.nbytes <= _COMPARED}
+
+
+def _used(x: Any, counts: Sequence[int]) -> str:
+    used = [x] if all([n == x.shape[2] for n in counts]) else [one[:, :n] for one, n in zip(x, counts, strict=True)]
+    return _digest(b"".join(map(_bytes, used)))
+
+
+def _bytes(x: Any) -> bytes:
+    if is_tensor(x):
+        x = x.detach().cpu().contiguous().flatten().view(sys.modules["torch"].uint8).numpy()
+    return x.tobytes()
+
+
 def _value(name: str, x: Any) -> str:
     if name == "sink_logits" and is_tensor(x) and x.requires_grad:
-        return f"a tensor that requires grad {tuple(x.shape)}"
+        return f"a tensor that requires grad: {_value(name, x.detach())}"
     if name in _LISTS and not isinstance(x, int):
         values = listed(x, name, "numbers")
         return repr(values) if len(values) <= 16 else f"{len(values)} numbers ({_digest(repr(values).encode())})"
@@ -45,8 +63,8 @@ def _said(x: Any) -> str:
 
 def _entries(table: Table) -> str:
     array = table.host()
-    text = f"{array.dtype} {array.shape}"
-    if array.nbytes > _COMPARED or not table.is_left_alone():
+    text = f"{array.dtype} {array.shape}{'' if table.is_left_alone() else ' that requires grad'}"
+    if array.nbytes > _COMPARED:
         return text
     return f"{text} {_digest(np.ascontiguousarray(array).tobytes())}"
 

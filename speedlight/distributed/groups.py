@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..arrays import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, Error, shown
+from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, Error, FileError, shown
+
+_SIZES = 2  # what agreed() compares first holds so many
 
 
 class _Known:
@@ -39,8 +40,9 @@ class Message(NamedTuple):
 class Peers:
     """A group as one call sees it."""
 
-    def __init__(self, group: Any, device: torch.device) -> None:
-        self.group, self.device = group_of(group), device
+    def __init__(self, group: Any) -> None:
+        self.group = group_of(group)
+        self.device = _device_of(self.group)
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         self.known = _groups.setdefault(self.group, _Known())
 
@@ -202,18 +204,17 @@ class Meshed(NamedTuple):
         return self.ring.rank * self.heads.ranks + self.heads.rank
 
 
-def peers_of(group: Any, mesh: Any, q: Any) -> Meshed:
+def peers_of(group: Any, mesh: Any) -> Meshed:
     """The processes of a group, or of a mesh."""
-    device = q.device if is_tensor(q) else torch.device("cpu")
     if mesh is None:
-        return Meshed(Peers(group, device), Alone())
+        return Meshed(Peers(group), Alone())
     if group is not None:
         raise ArgumentError("group: expected None beside mesh=, which has its groups; got both.")
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh) or mesh.ndim not in (1, 2):
         raise ArgumentTypeError(f"mesh: expected a DeviceMesh of one or two dimensions; got {shown(mesh)}.")
-    groups = [Peers(mesh.get_group(d), device) for d in range(mesh.ndim)]
+    groups = [Peers(mesh.get_group(d)) for d in range(mesh.ndim)]
     return Meshed(groups[0], groups[1] if mesh.ndim == 2 else Alone())
 
 
@@ -235,24 +236,34 @@ def group_of(group: Any) -> Any:
     return found
 
 
+def _device_of(group: Any) -> torch.device:
+    """Where words lie that a group's processes tell each other, whatever their tensors are."""
+    kinds = group._device_types
+    return torch.device("cpu") if not kinds or torch.device("cpu") in kinds else kinds[0]
+
+
 def agreed(peers: Peers, form: dict[str, str], sizes: Sequence[int], error: Exception | None) -> list[tuple[int, ...]]:
     """The sizes of every process, once all have said the same of their calls; nothing was sent before.
 
+    form: what has to be the same, by name; its "call", which says how many sizes there are, comes first.
     error: what is wrong with this process's arguments, which is then raised; the others are told.
     """
     peers.begin()
-    digest = _digest(form)
-    found = peers.exchange((0 if error else 1, digest, *sizes))
-    if not [x for x in found if x[0] != 1 or x[1] != digest]:
-        return [x[2:] for x in found]
-    said = peers.told((None if error is None else str(error), form))
+    digest, first = _digest(form), (*sizes, 0, 0)[:_SIZES]  # as many words of every call, whichever others make
+    found = peers.exchange((digest, 0 if error else 1, *first))
+    if not [x for x in found if x[0] != digest or x[1] != 1]:
+        if len(sizes) > _SIZES:
+            return peers.exchange(sizes)
+        return [x[2 : 2 + len(sizes)] for x in found]
+    said = peers.told((None if error is None else _text(error), isinstance(error, FileError), form))
     if error is not None:
         raise error
-    for rank, (wrong, _) in enumerate(said):
+    for rank, (wrong, of_file, _) in enumerate(said):
         if wrong is not None:
-            raise ArgumentError(f"group: expected calls that fit; rank {peers.world_rank(rank)} raised: {wrong}")
-    mine = said[peers.rank][1]
-    for rank, (_, theirs) in enumerate(said):
+            kind = FileError if of_file else ArgumentError
+            raise kind(f"group: expected calls that fit; rank {peers.world_rank(rank)} raised: {wrong}")
+    mine = said[peers.rank][2]
+    for rank, (*_, theirs) in enumerate(said):
         for name in {**mine, **theirs}:
             if mine.get(name) != theirs.get(name):
                 raise ArgumentError(
@@ -260,6 +271,10 @@ def agreed(peers: Peers, form: dict[str, str], sizes: Sequence[int], error: Exce
                     f"{peers.world_rank(peers.rank)} and {theirs.get(name)} on rank {peers.world_rank(rank)}."
                 )
     raise AssertionError("equal forms have equal digests")
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
 
 
 def _digest(form: dict[str, str]) -> int:

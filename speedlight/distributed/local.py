@@ -16,7 +16,7 @@ from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import Node, order
 from ..problem import scores_of
 from ..torch.attending import attention
-from .groups import Peers
+from .groups import Peers, agreed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -86,8 +86,9 @@ def local_attention(
 
     def first_of(query: Tensor) -> int:
         """This process's first query head: they go round by rank, and need not be as many everywhere."""
-        peers = Peers(group, query.device)
-        return sum([n for (n,) in peers.exchange((query.shape[2],))[: peers.rank]])
+        peers = Peers(group)
+        each = agreed(peers, {"call": "local_attention"}, (query.shape[2],), None)
+        return sum([n for (n,) in each[: peers.rank]])
 
     return attend
 

@@ -22,7 +22,7 @@ from ..kv.query import check_asked
 from ..merging import merge
 from ..problem import Options, Problem
 from ..resolve import from_stored
-from .forms import form_of
+from .forms import entries_of, form_of
 from .groups import Peers
 from .placement import Placement
 
@@ -46,7 +46,7 @@ class Asked(NamedTuple):
         """What all ranks have to mean alike."""
         p = self.problem
         options = Options(mask=p.mask, score=p.score, sink_logits=p.sinks, scale=p.scale, q_lengths=list(p.q_lengths))
-        return form_of(options, {"q": f"{self.q.dtype} {tuple(self.q.shape)}"})
+        return form_of(options, {"q": f"{self.q.dtype} {tuple(self.q.shape)}"}) | entries_of(p.q_lengths, q=self.q)
 
 
 def asked_of(local: KVCache, q: Any, n_new: int | None, after: Sequence[Placement], given: Options) -> Asked:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..checks import check_flag, packed_offsets
 from ..compiling import leaves_graph
-from ..errors import Error, UnsupportedError
+from ..errors import UnsupportedError
 from ..flash_attn.options import check_tensors, dropout_of, infinite_where_empty, options_of, unpacked
 from ..flash_attn.sequences import PADDED, Side, check_sides
 from ..problem import Options
@@ -159,7 +159,7 @@ def _calls(shard: Shard, prefix: str) -> tuple[Callable[..., Any], ...]:
 @leaves_graph
 def _attended(given: tuple[Any, ...], shard: Shard, said: _Said, return_attn_probs: Any, group: Any) -> Any:
     """Every process takes part, even if its own arguments are wrong: the others wait for it."""
-    peers, cuts, options, error = peers_of(group, None, given[0]), None, Options(), None
+    peers, cuts, options, error = peers_of(group, None), None, Options(), None
     q = k = v = None
     try:
         q, k, v = _separate(given, packed=said.cu_seqlens is not None)
@@ -176,7 +176,7 @@ def _attended(given: tuple[Any, ...], shard: Shard, said: _Said, return_attn_pro
         if dropout_of(dropout):
             raise UnsupportedError(f"dropout_p: expected 0, as shards drop no weights; got {dropout}.")
         options = Options(**more, **options_of(q, scale, said.causal, window, 0.0, slopes, 0.0, said.cu_seqlens))
-    except Error as found:
+    except Exception as found:  # which the others are told
         error = found
     out, lse = attended(Given(q, k, v, shard, "ring", False, return_attn_probs, peers, cuts), options, error)
     return (out, infinite_where_empty(lse), None) if return_attn_probs else out

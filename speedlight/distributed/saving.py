@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import FileError
 from ..files import read_metadata
+from ..kv import saved
 from ..kv.cache import KVCache
 from . import placement
 
@@ -21,17 +24,46 @@ class Content(NamedTuple):
     placed: list[list[placement.Placement]]
 
 
-def write(path: Path, content: Content, rank: int, ranks: int, stamp: Any) -> None:
-    """A rank's file; the stamp: of all files that are written together."""
-    words = {"ranks": ranks, "stamp": stamp, "whole": content.capacity, "piece": content.piece}
-    words |= {"placed": placement.as_words(content.placed)}
-    content.local._save(_file_of(path, rank, ranks), {name: str(x) for name, x in words.items()})
+class Written(NamedTuple):
+    """A rank's file, which is written aside before it takes its name; the stamp: of all that are written together."""
+
+    path: Path
+    rank: int
+    ranks: int
+    stamp: int
+
+    @property
+    def _name(self) -> Path:
+        return _file_of(self.path, self.rank, self.ranks)
+
+    @property
+    def _aside(self) -> Path:
+        return self._name.with_name(f".{self._name.stem}-{self.stamp:x}.safetensors")
+
+    def write(self, content: Content) -> None:
+        if self._name.is_dir():
+            raise FileError(f"{self._name}: expected a file's name; got a folder's.")
+        words = {"rank": self.rank, "ranks": self.ranks, "stamp": self.stamp, "whole": content.capacity}
+        words |= {"piece": content.piece, "placed": placement.as_words(content.placed)}
+        content.local._save(self._aside, {name: str(x) for name, x in words.items()})
+
+    def rename(self) -> None:
+        try:
+            os.replace(self._aside, self._name)
+        except OSError as error:
+            raise FileError(f"{self._name}: {error.strerror or error}.") from error
+
+    def discard(self) -> None:
+        """What was written aside and not renamed."""
+        with contextlib.suppress(OSError):
+            self._aside.unlink(missing_ok=True)
 
 
 def read(path: Path, rank: int, ranks: int, device: Any) -> tuple[Content, str]:
     """What a rank wrote, and the stamp."""
     where = _existing(path, rank, ranks)
-    words, local = read_metadata(where), KVCache.load(where, device=device)
+    words = read_metadata(where)
+    local = saved.opened(where, lambda **sizes: KVCache(**sizes, device=device))
     try:
         placed = placement.from_words(words["placed"], int(words["ranks"]))
         own = [[x.counts[rank] for x in layer] for layer in placed]
@@ -52,6 +84,14 @@ def _existing(path: Path, rank: int, ranks: int) -> Path:
     if where.exists():
         return where
     own = re.compile(rf"{re.escape(path.stem)}\.\d+-of-(\d+)")
+    if path.exists():
+        words = read_metadata(path)
+        if "ranks" not in words:
+            raise FileError(
+                f"{path}: expected the name that save() of a cache over ranks was given; got a whole cache. "
+                f"speedlight.KVCache.load({path.name!r}) reads it."
+            )
+        raise FileError(f"{path} {saved.part_of(path, words)}.")
     others = sorted({int(x[1]) for x in map(own.fullmatch, [x.stem for x in path.parent.glob("*.safetensors")]) if x})
     if others:
         raise FileError(

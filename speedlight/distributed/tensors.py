@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arrays import is_tensor
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from .groups import Peers, agreed
 from .shardings import Runs, Shard, check_shard, places, positions, tokens
 
@@ -42,7 +42,7 @@ def shard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguous
     """
     check_shard(shard)
     dim = _dim(tensor, dim)
-    peers = Peers(group, tensor.device)
+    peers = Peers(group)
     return taken(tensor, positions(tensor.shape[dim], peers.ranks, shard)[peers.rank], dim)
 
 
@@ -66,12 +66,18 @@ def unshard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguo
     tensor([0, 1, 2, 3])
     >>> dist.destroy_process_group()
     """
-    check_shard(shard)
-    dim = _dim(tensor, dim)
-    peers = Peers(group, tensor.device)
-    others = [n for d, n in enumerate(tensor.shape) if d != dim]
-    form = {"tensor": f"{tensor.dtype} of {others} beside {dim=}", "shard": shard, "call": "unshard"}
-    lengths = [x[0] for x in agreed(peers, form, (tensor.shape[dim],), None)]
+    peers, error, own = Peers(group), None, 0
+    form = {"call": "unshard"}
+    try:
+        check_shard(shard)
+        dim = _dim(tensor, dim)
+        if tensor.device.type != "cpu":
+            raise UnsupportedError(f"tensor: expected a tensor on the CPU; got one on {tensor.device}.")
+        others, own = [n for d, n in enumerate(tensor.shape) if d != dim], tensor.shape[dim]
+        form |= {"tensor": f"{tensor.dtype} of {others} beside {dim=}", "shard": shard}
+    except Exception as found:  # which the others are told
+        error = found
+    lengths = [n for (n,) in agreed(peers, form, (own,), error)]
     held = positions(sum(lengths), peers.ranks, shard)
     check_lengths("tensor", lengths, held, shard)
     return resharded(tensor, peers, held, ((range(sum(lengths)),),) * peers.ranks, dim)

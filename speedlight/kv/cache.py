@@ -418,11 +418,8 @@ class KVCache:
         """
         storage_of(device)
         where = saved.checked_path(path)
-        content = saved.read(where)
-        cache = content.reserved(where, lambda **sizes: cls(**sizes, device=device))
-        content.fill(cache._storage)
-        cache._held = content.held
-        return cache
+        saved.check_whole(where)
+        return saved.opened(where, lambda **sizes: cls(**sizes, device=device))
 
     # --- arguments
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +89,31 @@ def read(path: Path) -> Saved:
         keys, values = (_parts(path, f"{name}{{}}s.{layer}", sizes, dtype, most, stored) for name in ("key", "value"))
         parts.append((keys, values))
     return Saved(sizes, dtype, held, parts)
+
+
+def opened(path: Path, made: Callable[..., Any]) -> Any:
+    """The cache that a file holds."""
+    content = read(path)
+    cache = content.reserved(path, made)
+    content.fill(cache._storage)
+    cache._held = content.held
+    return cache
+
+
+def check_whole(path: Path) -> None:
+    """That it is not one rank's file."""
+    words = read_metadata(path)
+    if "ranks" in words:
+        raise FileError(f"{path} {part_of(path, words)}, on {words['ranks']} ranks.")
+
+
+def part_of(path: Path, words: dict[str, str]) -> str:
+    """What a rank's file is, and which call reads it."""
+    name = re.sub(r"\.\d+-of-\d+(?=\.safetensors$)", "", path.name)
+    return (
+        f"is the part of rank {words.get('rank', '?')} of {words['ranks']} of a cache over ranks; "
+        f"speedlight.distributed.KVCache.load({name!r}) reads it"
+    )
 
 
 def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:

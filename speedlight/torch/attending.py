@@ -101,10 +101,10 @@ def attention(
         q_lengths, k_lengths, precision, dropout, seed,
     ))  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
-        q, k, v = _cast(q, k, v)
+        q, k, v = cast(q, k, v)
         return in_graph(q, k, v, options, return_lse)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        q, k, v = _cast(q, k, v)
+        q, k, v = cast(q, k, v)
     if is_tensor(options.seed) and not is_traced(options.seed):
         options = options._replace(seed=int(options.seed))
     if _is_plain(q, k, v):
@@ -119,7 +119,7 @@ def attention(
     return _as_operation(q, k, v, options, return_lse)
 
 
-def _cast(*tensors: Any) -> Any:
+def cast(*tensors: Any) -> Any:
     """Under autocast what PyTorch's own attention does: all but float64 becomes its dtype."""
     device = tensors[0].device.type if is_tensor(tensors[0]) else "cpu"
     if not torch.is_autocast_enabled(device):
