@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import FULL
 
 import speedlight as sl
 from speedlight.arrays import describe
+from speedlight.distributed import arriving, tensors
+from speedlight.distributed.groups import Message
 from speedlight.distributed.parts import needed, parts_of
 from speedlight.distributed.plans import Sharded, plan_of, schedule_of
 from speedlight.distributed.shardings import SHARDS, positions
@@ -181,6 +185,45 @@ def test_schedules_fit(length, shard, exact):
     assert sent == full // 2 if (shard, length) == ("contiguous", 16384) else sent < full
     works = [plan_of(of, rank, exact=exact).works for rank in range(ranks)]
     assert all(work.parts for each in works for step in each for work in step)
+
+
+class Recorded:
+    """Peers that take at once whatever is sent."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def post(self, sends, receives):
+        return [Message(None, x[0], x[1], x[3]) for x in (*sends, *receives)]
+
+    def wait(self, message):
+        pass
+
+
+@pytest.mark.parametrize(("ranks", "exact", "most"), [(2, False, 2), (4, False, 3), (4, True, 2)])
+def test_keys_on_their_way_are_two_or_three_halves_of_a_shard(ranks, exact, most, monkeypatch):
+    """Those that are computed with, those that come, and those that are passed on; what is sent is not copied."""
+    made, peak = [], 0
+
+    def counted(like, shape):
+        nonlocal peak
+        found = like.new_empty(shape)
+        made.append(weakref.ref(found))
+        peak = max(peak, sum(x.nbytes for x in (ref() for ref in made) if x is not None))
+        return found
+
+    monkeypatch.setattr(arriving, "passing", counted)
+    monkeypatch.setattr(tensors, "passing", counted)
+    length = 4096 * ranks
+    of = sharded(length, ranks, "zigzag")
+    schedule = schedule_of(of, exact=exact)
+    for rank in range(ranks):
+        k = torch.empty(1, 2, 4096, 32)
+        arrivals = arriving.Arrivals(Recorded(rank), arriving.Shard((k, k), of.k[rank], 2), schedule)
+        for step in schedule.steps[rank]:
+            assert [x.shape[2] for x in arrivals.keys(step)] == [len(step.keys)] * 2
+        arrivals.finish()
+    assert peak == most * k.nbytes  # of two halves, of keys and of values
 
 
 def test_substituted_symbols():

@@ -175,12 +175,27 @@ def test_the_fastest_way_is_chosen():
 def test_memory_beyond_shards():
     found = spread_of(4)
     states = 2048 * 4 * 2 * 4
-    assert ways(found, "ring")["contiguous"].memory_bytes == (3 * BLOCK + states,) * 4  # some of which is passed on
-    assert ways(spread_of(2), "ring")["contiguous"].memory_bytes == (3 * BLOCK + 2 * states,) * 2
+    passed_on = (3 * BLOCK // 2 + states,) * 4  # of halves of a shard: computed with, passed on, coming
+    assert ways(found, "ring")["contiguous"].memory_bytes == passed_on
+    assert ways(spread_of(2), "ring")["contiguous"].memory_bytes == (2 * BLOCK + 2 * states,) * 2
+    causal = ways(spread_of(2, causal=True), "ring")["zigzag"]  # rank 1 gets half a shard, and no more
+    assert causal.memory_bytes == (2 * BLOCK + 2 * states, BLOCK + 2 * states)
+    assert ways(spread_of(2, causal=True), "exact")["zigzag"].memory_bytes == causal.memory_bytes
     assert ways(found, "gather")["contiguous"].memory_bytes == (4 * BLOCK,) * 4
-    rows = 8192 * 64 * 4  # bytes of q or out, of the one head that a rank has of all tokens
-    kept = 2 * rows + 8192 * 4 + 2 * rows + rows * 7 // 4  # q, out, lse, k and v of a head, what goes and what comes
-    assert ways(found, "ulysses")["contiguous"].memory_bytes == (kept,) * 4
+    rows = 8192 * 64 * 4  # bytes of q, k, v or out, of the one head that a rank has of all tokens
+    assert ways(found, "ulysses")["contiguous"].memory_bytes == (3 * rows + 2 * 8192 * 4,) * 4  # q, k, v and states
+
+
+def test_a_rank_holds_at_most_two_shards_beyond_its_own():
+    """Of as many heads of k and v as of q: the figure of forward passes, all ways but gather."""
+    for ranks, causal, length in itertools.product((2, 3, 4, 8), (False, True), (32768, 39999)):
+        found = spread_of(ranks, q_heads=24, kv_heads=24, q_len=length, causal=causal, head_dim=128)
+        for way in found.ways:
+            shard = -(-length // ranks) * 24 * 2 * 128 * 4
+            assert way.method == "gather" or 0 < max(way.memory_bytes) <= 2 * shard, (way.method, way.shard, ranks)
+
+
+def test_memory_without_any_other_rank():
     assert ways(spread_of(1), "ring")["contiguous"].memory_bytes == (0,)
 
 
@@ -268,4 +283,5 @@ def test_bench_of_ranks_measures_what_is_right():
             assert row["same_bits"] >= (case.kind in ("exact", "ulysses")) and row["share"][2] > 0
             assert max(row["bytes_sent"]) == row["modelled"]["bytes_sent"]
             assert 0 < row["memory_bytes"][0] < 8 * row["modelled"]["memory_bytes"] + (16 << 20)
+            assert case.backward or row["memory_shards"] <= 2
     assert [x.poll() is not None for x in (*single.processes, *several.processes)] == [True] * 3

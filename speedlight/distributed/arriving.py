@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple, TypeAlias
+
 import torch
 
 from .groups import Message, Peers
-from .rounds import Step, Transfer
+from .rounds import Schedule, Step, Transfer
 from .shardings import Runs, places
+from .tensors import lying, passing
 
-_MOST_SENDS = 2  # rounds whose messages may be on their way before the oldest is waited for
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
+_BUFFERS = 3  # one that is computed with, one that is passed on, one into which the next keys come
+_LARGE = 1 << 18  # bytes of a message that is worth its own start
 
 
 class Shard:
@@ -29,45 +36,75 @@ class Shard:
         raise AssertionError(keys)
 
 
-class Arrivals:
-    """What a process sends and receives in the rounds of a schedule."""
+class _Sent(NamedTuple):
+    """Messages, and what they are sent from, if that is free once they are gone."""
 
-    def __init__(self, peers: Peers, own: Shard, transfers: tuple[Transfer, ...]) -> None:
+    messages: list[Message]
+    memory: Tensors
+
+
+class Arrivals:
+    """What a process sends and receives in the rounds of a schedule.
+
+    Keys are received where they are computed with and sent on from there: one buffer that is computed with, one that is
+    passed on, and one into which the next ones come. The caller of keys() lets go of those of the step before.
+    """
+
+    def __init__(self, peers: Peers, own: Shard, schedule: Schedule) -> None:
         self.peers, self.own = peers, own
-        mine = [x for x in transfers if peers.rank in (x.source, x.to)]
+        mine = [x for x in schedule.transfers if peers.rank in (x.source, x.to)]
         self.rounds = sorted({x.round for x in mine})
         self.by_round = {turn: [x for x in mine if x.round == turn] for turn in self.rounds}
+        self.steps = {x.round: x for x in schedule.steps[peers.rank]}
         self.relays = [x for x in mine if x.relayed and x.source == peers.rank]
-        self.sent: list[tuple[int, list[Message]]] = []
-        self.coming: dict[tuple[int, int, int], tuple[list[Message], tuple[torch.Tensor, ...]]] = {}
-        self.held: dict[tuple[int, int], tuple[range, tuple[torch.Tensor, ...]]] = {}  # what is yet to be relayed
+        self.lent: list[Message] = []  # sent from own keys
+        self.sent: list[_Sent] = []
+        self.coming: dict[int, tuple[list[Message], Tensors, list[tuple[torch.Tensor, torch.Tensor]]]] = {}
+        self.current: Tensors = ()
+        self.held: dict[tuple[int, int], tuple[range, Tensors]] = {}  # what is yet to be relayed
         self.at = 0  # rounds that were begun
 
-    def keys(self, step: Step) -> tuple[torch.Tensor, ...]:
+    def keys(self, step: Step) -> Tensors:
         """K and V of a step, once they are here; what comes next is on its way then."""
+        self.current = ()
         while self.at < len(self.rounds) and self.rounds[self.at] <= step.round:
             self._begin(self.rounds[self.at])
-        parts = [self._fragment(step.round, owner, keys) for owner, keys in step.fragments]
+        found = self._arrived(step) if step.round in self.coming else self._own(step)
         self._look_ahead()
-        if len(parts) == 1:
-            return parts[0]
-        return tuple([torch.cat(x, dim=self.own.dim) for x in zip(*parts, strict=True)])
+        return found
 
     def finish(self) -> None:
         """What others still want is sent."""
+        self.current = ()
         while self.at < len(self.rounds):
             self._begin(self.rounds[self.at])
-        self._settle(0)
+        for message in (*self.lent, *[x for sent in self.sent for x in sent.messages]):
+            self.peers.wait(message)
+        self.lent, self.sent = [], []
 
-    def _fragment(self, turn: int, owner: int, keys: range) -> tuple[torch.Tensor, ...]:
-        if owner == self.peers.rank:
-            return self.own.of(keys)
-        messages, tensors = self.coming.pop((turn, owner, keys.start))
+    def _own(self, step: Step) -> Tensors:
+        parts = [self.own.of(keys) for _, keys in step.fragments]
+        return parts[0] if len(parts) == 1 else tuple([torch.cat(x, self.own.dim) for x in zip(*parts, strict=True)])
+
+    def _arrived(self, step: Step) -> Tensors:
+        messages, tensors, aside = self.coming.pop(step.round)
+        for owner, keys in step.fragments:
+            if owner == self.peers.rank:
+                for x, y in zip(self._places(step, tensors, keys), self.own.of(keys), strict=True):
+                    x.copy_(y)
         for message in messages:
             self.peers.wait(message)
-        if [x for x in self.relays if x.round > turn and x.owner == owner and _within(x.keys, keys)]:
+        for place, part in aside:
+            place.copy_(part)
+        self.current = tensors
+        owner, keys = step.fragments[0]
+        if [x for x in self.relays if x.round > step.round and x.owner == owner and _within(x.keys, keys)]:
             self.held[owner, keys.start] = keys, tensors
         return tensors
+
+    def _places(self, step: Step, tensors: Tensors, keys: range) -> Tensors:
+        first = (keys.start - step.keys.start) // step.keys.step
+        return tuple([t.narrow(self.own.dim, first, len(keys)) for t in tensors])
 
     def _look_ahead(self) -> None:
         """Begins rounds up to the next one in which something comes; what is relayed later comes in it, or came."""
@@ -75,44 +112,82 @@ class Arrivals:
             self._begin(self.rounds[self.at])
 
     def _begin(self, turn: int) -> None:
-        sends, receives, kept = [], [], []
-        for x in self.by_round[turn]:
-            what = f"with keys {x.keys.start} to {x.keys.stop - 1} in step {turn}"
-            if x.source == self.peers.rank:
-                tensors = [t.contiguous() for t in (self._relayed(x) if x.relayed else self.own.of(x.keys))]
-                sends += [(t, x.to, tag(turn, n), what) for n, t in enumerate(tensors)]
-            else:
-                shapes = [self._shape(t, len(x.keys)) for t in self.own.tensors]
-                tensors = tuple([t.new_empty(shape) for t, shape in zip(self.own.tensors, shapes, strict=True)])
-                receives += [(t, x.source, tag(turn, n), what) for n, t in enumerate(tensors)]
-                kept.append((x, tensors))
-        messages = self.peers.post(sends, receives)
+        transfers, receives, aside = self.by_round[turn], [], []
+        comes = [x for x in transfers if x.to == self.peers.rank]
+        if comes:
+            self._make_room()
+        gives = [self._given(x) for x in transfers if x.to != self.peers.rank]
+        tensors = self._memory(len(self.steps[turn].keys)) if comes else ()
+        for x in comes:
+            for n, place in enumerate(self._places(self.steps[turn], tensors, x.keys)):
+                for part in pieces(place, self.own.dim):
+                    into = part if part.is_contiguous() else passing(part, part.shape)
+                    receives.append((into, x.source, tag(turn, n), _what(x)))
+                    aside += [] if into is part else [(part, into)]
+        messages = self.peers.post([x for sends, _ in gives for x in sends], receives)
         self.at += 1
-        out = {id(x[0]) for x in sends}
-        self.sent.append((turn, [x for x in messages if id(x.tensor) in out]))
-        for x, tensors in kept:
-            own = {id(t) for t in tensors}
-            self.coming[turn, x.owner, x.keys.start] = [m for m in messages if id(m.tensor) in own], tensors
-        self._settle(_MOST_SENDS)
+        if comes:
+            self.coming[turn] = _of(messages, receives), tensors, aside
+        for sends, memory in gives:
+            if memory:
+                self.sent.append(_Sent(_of(messages, sends), memory))
+            else:
+                self.lent += _of(messages, sends)
 
-    def _relayed(self, x: Transfer) -> tuple[torch.Tensor, ...]:
+    def _given(self, x: Transfer) -> tuple[list[Any], Tensors]:
+        """Some keys as messages, and the memory that is free once they are gone."""
+        tensors, memory = self._relayed(x) if x.relayed else (self.own.of(x.keys), ())
+        parts = [(n, part) for n, t in enumerate(tensors) for part in pieces(t, self.own.dim)]
+        given = [(lying(part), x.to, tag(x.round, n), _what(x)) for n, part in parts]
+        copies = tuple([y for (_, part), (y, *_) in zip(parts, given, strict=True) if y is not part])
+        return given, memory if len(copies) < len(parts) and memory else copies
+
+    def _relayed(self, x: Transfer) -> tuple[Tensors, Tensors]:
+        """Views of some keys that came, and all that came with them."""
         for at, (keys, tensors) in list(self.held.items()):
             if at[0] == x.owner and _within(x.keys, keys):
                 if not [y for y in self.relays if y.round > x.round and y.owner == x.owner and _within(y.keys, keys)]:
                     del self.held[at]
                 first = (x.keys.start - keys.start) // keys.step
-                return tuple([t.narrow(self.own.dim, first, len(x.keys)) for t in tensors])
+                return tuple([t.narrow(self.own.dim, first, len(x.keys)) for t in tensors]), tensors
         raise AssertionError(x)
 
-    def _settle(self, most: int) -> None:
-        """Waits for the oldest of what is being sent, until at most so many rounds' are."""
-        while len(self.sent) > most:
-            for message in self.sent[0][1]:
+    def _make_room(self) -> None:
+        """Waits for the oldest of what is being sent, until there is a buffer less than there may be."""
+        while self.sent and self._buffers() >= _BUFFERS:
+            for message in self.sent.pop(0).messages:
                 self.peers.wait(message)
-            self.sent.pop(0)
 
-    def _shape(self, x: torch.Tensor, length: int) -> tuple[int, ...]:
-        return tuple(length if d == self.own.dim % x.ndim else n for d, n in enumerate(x.shape))
+    def _buffers(self) -> int:
+        kept = (self.current, *[x for _, x in self.held.values()], *[x.memory for x in self.sent])
+        return len({id(x) for x in kept if x})
+
+    def _memory(self, length: int) -> Tensors:
+        dim = self.own.dim
+        return tuple([passing(x, (*x.shape[:dim], length, *x.shape[dim + 1 :])) for x in self.own.tensors])
+
+
+def pieces(x: torch.Tensor, dim: int) -> list[torch.Tensor]:
+    """A tensor as it is sent, alike at both ends: item by item and head by head where those are large, so that what
+    lies far apart is sent from where it is. dim: of lengths, the first that is not taken apart.
+    """
+    count = math.prod(x.shape[:dim])
+    if not 1 < count <= x.nbytes // _LARGE:
+        return [x]
+    found = [x]
+    for _ in range(dim):
+        found = [y for part in found for y in part.unbind(0)]
+    return found
+
+
+def _of(messages: list[Message], given: list[Any]) -> list[Message]:
+    """Those of some tensors."""
+    own = {id(x[0]) for x in given}
+    return [x for x in messages if id(x.tensor) in own]
+
+
+def _what(x: Transfer) -> str:
+    return f"with keys {x.keys.start} to {x.keys.stop - 1} in step {x.round}"
 
 
 def _within(part: range, keys: range) -> bool:

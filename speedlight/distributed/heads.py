@@ -12,7 +12,7 @@ from ..expressions.substitution import substituted
 from ..problem import LAYOUTS, Problem
 from .groups import Peers
 from .shardings import Runs, tokens, whole_of
-from .tensors import common, every
+from .tensors import common, every, lying, passing
 
 Heads = tuple[tuple[int, ...], ...]  # of each process
 
@@ -112,9 +112,9 @@ class _Scattered(torch.autograd.Function):
 
 def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
     peers, (head, length), whole = x.peers, x.axes, x.all_tokens
-    result = tensor.new_empty(_shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(whole)))
+    result = passing(tensor, _shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(whole)))
     sends = [
-        (_of_heads(tensor, x.heads[to], head).contiguous(), to, 0, "with its heads")
+        (lying(_of_heads(tensor, x.heads[to], head)), to, 0, "with its heads")
         for to in range(peers.ranks)
         if to != peers.rank
     ]
@@ -123,7 +123,7 @@ def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
         if source == peers.rank:
             parts.append(_of_heads(tensor, x.heads[source], head))
         else:
-            parts.append(tensor.new_empty(_shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(runs))))
+            parts.append(passing(tensor, _shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(runs))))
     receives = [(part, source, 0, "with its heads") for source, part in enumerate(parts) if source != peers.rank]
     for message in peers.post(sends, receives):
         peers.wait(message)
@@ -135,24 +135,23 @@ def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
 
 def _scatter(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
     """Heads that are several processes' come together as their sum, in float32 at least, by rank."""
-    peers, (head, length), whole = x.peers, x.axes, x.all_tokens
+    peers, head = x.peers, x.axes[0]
     adding = sum(map(len, x.heads)) > x.number
     wide = torch.promote_types(tensor.dtype, torch.float32) if adding else tensor.dtype
     shape = _shape(tensor, x.axes, x.number, tokens(x.held[peers.rank]))
-    result = torch.zeros(shape, dtype=wide, device=tensor.device)
-    mine = []
-    for runs in x.held:
-        places = [every(tensor, into, length) for _, into in common(runs, whole)]
-        mine.append(torch.cat(places, length) if places else tensor.narrow(length, 0, 0))
-    sends = [(t, to, 0, "with its tokens") for to, t in enumerate(mine) if to != peers.rank]
     count = tokens(x.held[peers.rank])
-    parts = [
-        mine[peers.rank] if source == peers.rank else tensor.new_empty(_shape(tensor, x.axes, len(heads), count))
-        for source, heads in enumerate(x.heads)
-    ]
+    sends, parts = [], []
+    for other, (runs, heads) in enumerate(zip(x.held, x.heads, strict=True)):
+        if other == peers.rank:
+            parts.append(_of_tokens(tensor, runs, x))
+        else:
+            sends.append((_of_tokens(tensor, runs, x), other, 0, "with its tokens"))
+            parts.append(passing(tensor, _shape(tensor, x.axes, len(heads), count)))
     receives = [(part, source, 0, "with its tokens") for source, part in enumerate(parts) if source != peers.rank]
     for message in peers.post(sends, receives):
         peers.wait(message)
+    del sends
+    result = torch.zeros(shape, dtype=wide, device=tensor.device)
     for part, heads in zip(parts, x.heads, strict=True):
         at = torch.tensor(heads, dtype=torch.int64, device=tensor.device)
         if adding:
@@ -160,6 +159,16 @@ def _scatter(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
         else:
             result.index_copy_(head, at, part)
     return result.to(tensor.dtype)
+
+
+def _of_tokens(tensor: torch.Tensor, runs: Runs, x: Exchange) -> torch.Tensor:
+    """A copy of some tokens of all, in the order in which their process has them."""
+    length, at = x.axes[1], 0
+    result = passing(tensor, [tokens(runs) if d == length else n for d, n in enumerate(tensor.shape)])
+    for _, into in common(runs, x.all_tokens):
+        result.narrow(length, at, len(into)).copy_(every(tensor, into, length))
+        at += len(into)
+    return result
 
 
 def _of_heads(tensor: torch.Tensor, heads: tuple[int, ...], dim: int) -> torch.Tensor:

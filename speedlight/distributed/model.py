@@ -242,7 +242,8 @@ def _ring(case: _Case) -> Way:
     """
     n, rank, seen = case.ranks, np.arange(case.ranks)[:, None], case.seen.in_whole(TILE)
     runs, back = _runs_of(seen.owners, n), case.backward * case.sums_bytes
-    computing, sent, clock, relays = np.zeros(n), np.zeros(n), _Clock(case), False
+    computing, sent, clock, passes = np.zeros(n), np.zeros(n), _Clock(case), np.zeros(n, bool)
+    held = _Buffers(case, -(-int(case.keys.max(initial=0)) // 2))
     for step in range(n):
         owner, before = (rank - step) % n, (rank - 1) % n
         at = runs[owner[:, 0]]  # [ranks, runs of an owner]
@@ -252,12 +253,16 @@ def _ring(case: _Case) -> Way:
         computing += work
         covered = (seen.first[of_before] <= first) & (seen.last[of_before] >= last)
         moved, relayed = sizes * (step > 0), covered & (step > 1)
-        relays |= bool((relayed & (moved > 0)).any())
+        passes[before[:, 0]] |= (relayed & (moved > 0)).any(axis=1)
+        held.come(moved)
         sent += clock.step(work, moved * (case.token_bytes + back), np.where(relayed, before, owner))
         sent += moved.sum(axis=1) * back - clock.given(moved * back, owner)
-    # of what comes in a step: what is computed, what comes, what is sent, and what is passed on, as was measured
-    halves = 6 if relays else 3 + (n > 2)
-    memory = _states(case) * (not case.backward) + halves * clock.most / 2
+    memory = _states(case) * (not case.backward) + held.bytes(2 + passes)
+    if case.backward:  # of a step and of a part of it, two that go home and two that come there; dq of a part
+        rows = case.queries * case.problem.head_dim * number_bytes(case.problem.storage)
+        memory = memory + (n > 1) * (
+            6 * held.largest.max() * case.sums_bytes + rows / max(map(np.count_nonzero, runs >= 0))
+        )
     return case.way("ring", clock.free + case.carrying(0) * (back > 0) * (n > 1), computing, sent, memory)
 
 
@@ -276,12 +281,31 @@ def _exact(case: _Case) -> Way | None:
         return None
     seen, n = case.seen.in_whole(SPAN), case.ranks
     sizes, computing, sent, clock = seen.last - seen.first, np.zeros(n), np.zeros(n), _Clock(case)
+    held = _Buffers(case, -(-int(case.keys.sum()) // (2 * n * SPAN)) * SPAN)
     for run, owner in enumerate(seen.owners):
         work = case.computing(seen.pairs[:, run], case.queries, sizes[:, run])
         computing += work
-        moved = sizes[:, run] * (np.arange(n) != owner) * case.token_bytes
-        sent += clock.step(work, moved[:, None], np.full((n, 1), owner))
-    return case.way("exact", clock.free, computing, sent, _states(case) + 1.5 * clock.most)  # in pieces of half a shard
+        moved = sizes[:, run] * (np.arange(n) != owner)
+        held.come(moved[:, None])
+        sent += clock.step(work, moved[:, None] * case.token_bytes, np.full((n, 1), owner))
+    return case.way("exact", clock.free, computing, sent, _states(case) + held.bytes(2))
+
+
+class _Buffers:
+    """Of each rank: the largest piece of keys that comes to it, in tokens, and how many come. A run comes in pieces."""
+
+    def __init__(self, case: _Case, piece: int) -> None:
+        self.case, self.piece = case, max(1, piece)
+        self.largest, self.count = np.zeros(case.ranks), np.zeros(case.ranks)
+
+    def come(self, moved: np.ndarray) -> None:
+        """[ranks, runs]: tokens of a step."""
+        self.largest = np.maximum(self.largest, np.minimum(moved, self.piece).max(axis=1))
+        self.count += -(-moved // self.piece).sum(axis=1)
+
+    def bytes(self, most: Any) -> np.ndarray:
+        """One piece is computed with while the next one comes; who passes some on has a third."""
+        return np.minimum(self.count, most) * self.largest * self.case.token_bytes
 
 
 class _Clock:
@@ -289,7 +313,7 @@ class _Clock:
 
     def __init__(self, case: _Case) -> None:
         self.case = case
-        self.begun, self.free, self.most = np.zeros(case.ranks), np.zeros(case.ranks), np.zeros(case.ranks)
+        self.begun, self.free = np.zeros(case.ranks), np.zeros(case.ranks)
 
     def given(self, moved: np.ndarray, source: np.ndarray) -> np.ndarray:
         """What each rank gives away of this."""
@@ -308,7 +332,6 @@ class _Clock:
         arrived = np.where(taken > 0, ready + self.case.carrying(busiest), 0)
         begun = np.maximum(self.free, arrived)
         self.begun, self.free = np.where(work > 0, begun, self.begun), np.where(work > 0, begun + work, self.free)
-        self.most = np.maximum(self.most, taken)
         return given
 
 
@@ -336,9 +359,25 @@ def _ulysses(case: _Case) -> Way | None:
     whole = [np.full(n, x.sum()) for x in (rows, case.keys)]
     computing = case.computing(np.full(n, case.seen.pairs.sum() / n), whole[0], whole[1] * heads / p.kv_heads)
     seconds = computing + case.carrying(there.max(), n - 1) + case.carrying(home.max(), n - 1)
-    made = whole[0] * p.value_dim * size  # which is cut for its owners, whose parts come meanwhile
-    memory = whole[0] * case.row_bytes + whole[1] * per_token + made * (2 - 1 / n)
+    memory = _of_heads(case, whole[0], whole[1] * per_token)
     return case.way("ulysses", seconds * np.ones(n), computing, there + home, memory)
+
+
+def _of_heads(case: _Case, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Bytes of the heads of all tokens that a rank has, beyond its results. keys: bytes of k and v.
+
+    Most is held while v comes, while it is computed, or while out goes home; results are there from then on alone.
+    """
+    p, size, number = case.problem, STORAGE_BYTES[case.problem.storage], number_bytes(case.problem.storage)
+    q, out, lse = rows * p.head_dim * size, rows * p.value_dim * size, rows * number
+    if case.backward:  # those of the forward pass, d_out, dq, dk and dv, each of a step and of a part as well
+        flows = keys * (case.sums_bytes / max(1, case.token_bytes))
+        return q + keys + 2 * out + lse + 2 * rows * p.head_dim * number + 3 * flows
+    others, results = 1 - 1 / case.ranks, case.queries * (p.value_dim * size + number)
+    coming = q + keys * (1 + others * p.value_dim / max(1, p.head_dim + p.value_dim))
+    going = out * (2 + others) + lse
+    most = np.maximum(np.maximum(coming, q + keys + out + 3 * lse), going)
+    return np.maximum(most - results, 0) * (case.ranks > 1)
 
 
 def _gather(case: _Case) -> Way:

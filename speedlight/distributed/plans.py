@@ -79,7 +79,7 @@ def schedule_of(sharded: Sharded, *, exact: bool) -> Schedule:
         length = sum(map(tokens, sharded.k))
         chunk = max(SPAN, _up(-(-length // (2 * ranks)), SPAN))
         return rounds.ascending(cut((range(length),), chunk), sharded.k, wanted)
-    half = _up(-(-most // 2), SPAN if most > 2 * SPAN else 1)  # two buffers of half a shard, and one that is passed on
+    half = _up(-(-most // 2), SPAN if most > 2 * SPAN else 1)  # Arrivals has two or three of them
     return rounds.ring(tuple([cut(x, max(1, half if ranks > 1 else most)) for x in sharded.k]), wanted)
 
 

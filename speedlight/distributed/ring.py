@@ -72,6 +72,14 @@ class _States:
             self.out.zero_()
             self.lse.fill_(-torch.inf)
 
+    def step(self, tensors: tuple[torch.Tensor, ...], works: tuple[Work, ...], at: int) -> None:
+        """What is computed with the keys and values of a step, which nobody keeps after it."""
+        keys = describe(tensors[0], "k"), describe(tensors[1], "v")
+        for work in works:
+            for n, part in enumerate(work.parts):
+                begins, ends = (self.whole_rows and x for x in (work.begins, work.ends))
+                self.run(self.call_of(part, keys, (at, work.run, n)), keys, work.run, begins, ends)
+
     def run(self, call: Any, keys: tuple[Array, Array], run: int, begins: bool, ends: bool) -> None:
         """One call of a kernel, for a run of the rows."""
         at, dim, size = self.places[run], self.here.dim, self.lse.element_size()
@@ -123,14 +131,9 @@ def forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tu
 
 def _forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     states, plan = _States(here, q, v.shape[-1]), here.plan
-    arrivals = Arrivals(here.peers, here.own(k, v), plan.schedule.transfers)
-    for at, (step, works) in enumerate(zip(plan.steps, plan.works, strict=True)):
-        tensors = arrivals.keys(step)
-        keys = describe(tensors[0], "k"), describe(tensors[1], "v")
-        for work in works:
-            for n, part in enumerate(work.parts):
-                begins, ends = (states.whole_rows and x for x in (work.begins, work.ends))
-                states.run(states.call_of(part, keys, (at, work.run, n)), keys, work.run, begins, ends)
+    arrivals = Arrivals(here.peers, here.own(k, v), plan.schedule)
+    for at in range(len(plan.steps)):
+        states.step(arrivals.keys(plan.steps[at]), plan.works[at], at)
     arrivals.finish()
     keys = describe(k, "k"), describe(v, "v")
     states.finish(plan.unseeing if states.whole_rows else tuple(range(len(here.runs))), keys, states.whole_rows)
@@ -179,7 +182,7 @@ def _backward(here: Here, saved: Saved, tables: tuple[Any, ...]) -> Gradients:
     total = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (saved.q, saved.k, saved.v)]
     of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
     own = here.own(saved.k, saved.v)
-    arrivals = Arrivals(here.peers, own, here.plan.schedule.transfers)
+    arrivals = Arrivals(here.peers, own, here.plan.schedule)
     returns = _Returns(here.peers, here.own(*total[1:]), here.plan.schedule.transfers)
     for step, works in zip(here.plan.steps, here.plan.works, strict=True):
         keys = arrivals.keys(step)

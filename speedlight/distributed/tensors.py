@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +13,8 @@ from ..arrays import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError
 from .groups import Peers, agreed
 from .shardings import Runs, Shard, check_shard, places, positions, tokens
+
+_LARGE = 1 << 20  # bytes of memory that is worth a mapping of its own
 
 
 def shard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguous", dim: int) -> torch.Tensor:
@@ -182,6 +187,22 @@ def _places(run: range, part: range, at: int) -> range:
     """Where a part of a run lies, which begins at `at`."""
     first, step = at + (part.start - run.start) // run.step, part.step // run.step
     return range(first, first + len(part) * step, step)
+
+
+def passing(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Empty memory that the system has back when nobody has it: malloc keeps it, as a hole into which the next tensor,
+    whose address is to be a multiple of 64, does not fit.
+    """
+    size = math.prod(shape) * like.element_size()
+    if size < _LARGE or like.device.type != "cpu" or not hasattr(mmap, "MAP_ANONYMOUS"):
+        return like.new_empty(shape)
+    own = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(own, dtype=like.dtype).view(*shape)
+
+
+def lying(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in one piece: itself, or a copy."""
+    return tensor if tensor.is_contiguous() else passing(tensor, tensor.shape).copy_(tensor)
 
 
 def _long(tensor: torch.Tensor, dim: int, length: int) -> list[int]:
