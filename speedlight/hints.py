@@ -186,6 +186,22 @@ _OF = {
     "PagePool.attend": _ATTEND | _PACKED_ATTEND,
     "merge": _STATES,
 }
+_WINDOWED = dict.fromkeys(("window", "window_size", "sliding_window"), "mask=sl.window(n - 1, 0)")
+# of calls over several processes, where they differ from those of the same name
+_OVER_RANKS = {
+    "attention": {
+        **dict.fromkeys(("dropout", "dropout_p", "seed"), "nothing: there is no dropout over several processes"),
+        **dict.fromkeys(("engine", "precision"), "nothing: it runs on CPUs, and products of float32 are float32's"),
+        **dict.fromkeys(("out",), "nothing: results are new tensors"),
+        **dict.fromkeys(("ranks", "world_size", "process_group"), "group=, a process group, or mesh="),
+    },
+    "KVCache": dict.fromkeys(
+        ("window", "window_size", "sliding_window", "keep_first", "num_sink_tokens", "sink_tokens", "sinks"),
+        "nothing: a mask of attend() may be a window, mask=sl.window(n - 1, 0), or each process has a "
+        "speedlight.KVCache(window=n) of its own",
+    ),
+    "KVCache.attend": _WINDOWED | {"out": "nothing: results are new tensors"},
+}
 _MAKERS = {"KVCache": _CACHE, "PagePool": _POOL}
 _LAYOUTS = {
     **dict.fromkeys(("sbhd", "lbhd", "tbhd"), "q.swapaxes(0, 1) is 'blhd'; so are k and v"),
@@ -261,6 +277,8 @@ def hint_of(function: Any, name: str) -> str | None:
     option.
     """
     called = _name(function)
+    if function.__module__.startswith("speedlight.distributed") and name in (known := _OVER_RANKS.get(called, {})):
+        return known[name]
     own = _MAKERS.get(called)
     if own is not None:
         return own.get(name)
