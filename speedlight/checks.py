@@ -306,7 +306,7 @@ def cache_dtype(dtype: Any) -> DtypeName:
 def _of_dtype(name: str) -> str:
     """A sentence for who gives a dtype by another name, or one that is nearly there."""
     if "e5m2" in name:
-        return " It has two bits of fraction, a number is off by an eighth: 'fp8' and 'int8' are nearer in as many bytes."
+        return " Its two bits of fraction are off by up to an eighth: 'fp8' and 'int8' are nearer in as many bytes."
     ours = _DTYPES_ELSEWHERE.get(name.lower())
     return f" Write {ours}." if ours else ""
 
@@ -375,7 +375,7 @@ def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int)
         if n > free:
             raise CacheFull(
                 f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {capacity} are free. "
-                "truncate() it, or make a cache of larger capacity.",
+                f"{'truncate() it, or make' if lengths[item] else 'Make'} a cache of larger capacity.",
                 n,
                 free,
             )

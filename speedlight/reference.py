@@ -222,7 +222,7 @@ def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
     >>> import numpy as np, speedlight as sl
     >>> codes, scales = sl.reference.quantise(np.float32([[896.0, 100.0, 0.01]]), "fp8")
     >>> codes.tolist(), scales.tolist()
-    ([[448.0, 52.0, 0.005859375]], [[2.0]])
+    ([[448.0, 48.0, 0.005859375]], [[2.0]])
     """
     name = cache_dtype(dtype)
     if name not in arrays.CODES:

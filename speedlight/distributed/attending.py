@@ -152,7 +152,9 @@ class Given(NamedTuple):
         check_layout(options.layout)
         if not (isinstance(self.method, str) and self.method in METHODS):
             way = " Write exact=True: plan() calls it method='exact'." if self.method == "exact" else ""
-            raise ArgumentError(f"method: expected 'ring', 'ulysses', 'gather' or 'auto'; got {shown(self.method)}.{way}")
+            raise ArgumentError(
+                f"method: expected 'ring', 'ulysses', 'gather' or 'auto'; got {shown(self.method)}.{way}"
+            )
         self._check_together(options)
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             if not is_tensor(x):

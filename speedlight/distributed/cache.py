@@ -102,10 +102,8 @@ class KVCache:
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
 
         def made() -> _Checked:
-            if capacity is None:
-                raise ArgumentError("capacity: expected the most tokens of a sequence, on all ranks together; got None.")
+            check_sizes({"capacity": capacity, "piece": piece})
             *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
-            check_sizes({"piece": piece})
             local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
             form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype}
             return _Checked({name: str(x) for name, x in form.items()}, local)
@@ -161,13 +159,7 @@ class KVCache:
     # --- growing
 
     def append(
-        self,
-        layer: int,
-        k: Any,
-        v: Any,
-        *,
-        new_lengths: Ints | None = None,
-        shard: Shard | None = None,
+        self, layer: int, k: Any, v: Any, *, new_lengths: Ints | None = None, shard: Shard | None = None
     ) -> None:
         """Stores tokens without attending.
 

@@ -229,8 +229,8 @@ def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> s
     if asked.shard == "stripe" and asked.method != "ulysses":
         why = "for method='exact'" if asked.method == "exact" else "here, where sequences begin at several positions"
         return (
-            f"shard: expected 'zigzag', 'contiguous' or 'auto' {why}: attention() makes zigzag shards of stripes first, "
-            "and stripes of its results, which the model has no figures for; got 'stripe'."
+            f"shard: expected 'zigzag', 'contiguous' or 'auto' {why}: attention() makes zigzag shards of stripes "
+            "first, and stripes of its results, which the model has no figures for; got 'stripe'."
         )
     return (
         f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks cannot have as many whole heads "
