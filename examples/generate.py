@@ -144,8 +144,8 @@ def generate(model: Model, prompt: str, count: int, chunk: int, seed: int = 0, p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt", default="The attention of a stranger ")
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--prompt", default="The attention of a stranger ", help="the text that goes on")
+    parser.add_argument("--tokens", type=int, default=200, help="letters that are generated")
     parser.add_argument("--chunk", type=int, default=16, help="tokens of the prompt in one call")
     parser.add_argument(
         "--dtype",
@@ -154,7 +154,7 @@ def main() -> None:
         help="of the cache",
     )
     parser.add_argument("--paged", action="store_true", help="keep keys and values in pages")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of what is drawn")
     parser.add_argument("--checkpoint", type=Path, help="weights that examples/train_bytes.py has trained")
     options = parser.parse_args()
     unknown = [] if options.checkpoint else sorted(set(options.prompt) - set(LETTERS))

@@ -184,11 +184,11 @@ def check_files(output: Path, picture: Path) -> None:
 
 def main(
     output: Annotated[Path, typer.Option("-o", "--output", help="The checkpoint.")] = Path("bytes.safetensors"),
-    steps: Annotated[int, typer.Option(min=1)] = 200,
+    steps: Annotated[int, typer.Option(min=1, help="Of the optimizer.")] = 200,
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 16,
     length: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 256,
     learning_rate: Annotated[float, typer.Option(help="The highest.")] = 4e-3,
-    seed: Annotated[int, typer.Option(min=0)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and what is generated.")] = 0,
     sdpa: Annotated[str, typer.Option(help="Whose attention: speedlight or torch.")] = "speedlight",
     threads: Annotated[int | None, typer.Option(min=1, help="Default: all.")] = None,
     reproducible: Annotated[

@@ -250,6 +250,14 @@ def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_
 
 _FLOATS = ("float32", "float16", "bfloat16")  # of tokens that a cache of codes takes
 _FLOAT8: dict[str, str] = dict.fromkeys(("fp8", "fp8_e4m3", "float8_e4m3"), "float8_e4m3fn")  # as people type it
+_DTYPES_ELSEWHERE = {
+    **dict.fromkeys(("fp16", "f16", "half"), "'float16'"),
+    "bf16": "'bfloat16'",
+    **dict.fromkeys(("fp32", "f32", "float", "single"), "'float32'"),
+    **dict.fromkeys(("fp64", "f64", "double"), "'float64'"),
+    **dict.fromkeys(("float8", "e4m3", "fp8_e4m3fn", "f8_e4m3"), "'fp8', which is float8_e4m3fn"),
+    "i8": "'int8'",
+}
 
 
 def check_index(name: str, x: Any, count: int) -> int:
@@ -290,9 +298,17 @@ def cache_dtype(dtype: Any) -> DtypeName:
     )
     name = name.removeprefix("torch.") if isinstance(name, str) else shown(dtype)
     if name not in (*DTYPES, *CODES):
-        wanted = "float32, float64, float16, bfloat16, int8 or float8_e4m3fn"
-        raise ArgumentTypeError(f"dtype: expected {wanted}; got {shown(dtype)}.")
+        wanted = "float32, float64, float16, bfloat16, int8 or float8_e4m3fn ('fp8')"
+        raise ArgumentTypeError(f"dtype: expected {wanted}; got {shown(dtype)}.{_of_dtype(name)}")
     return name
+
+
+def _of_dtype(name: str) -> str:
+    """A sentence for who gives a dtype by another name, or one that is nearly there."""
+    if "e5m2" in name:
+        return " Its two bits of fraction are off by up to an eighth: 'fp8' and 'int8' are nearer in as many bytes."
+    ours = _DTYPES_ELSEWHERE.get(name.lower())
+    return f" Write {ours}." if ours else ""
 
 
 def device_name(device: Any) -> str:
@@ -359,7 +375,7 @@ def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int)
         if n > free:
             raise CacheFull(
                 f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {capacity} are free. "
-                "truncate() it, or make a cache of larger capacity.",
+                f"{'truncate() it, or make' if lengths[item] else 'Make'} a cache of larger capacity.",
                 n,
                 free,
             )

@@ -186,6 +186,21 @@ _OF = {
     "PagePool.attend": _ATTEND | _PACKED_ATTEND,
     "merge": _STATES,
 }
+_WINDOWED = dict.fromkeys(("window", "window_size", "sliding_window"), "mask=sl.window(n - 1, 0)")
+# of calls over several processes, where they differ from those of the same name
+_OVER_RANKS = {
+    "attention": {
+        **dict.fromkeys(("dropout", "dropout_p", "seed"), "nothing: there is no dropout over several processes"),
+        **dict.fromkeys(("engine", "precision"), "nothing: it runs on CPUs, and products of float32 are float32's"),
+        "out": "nothing: results are new tensors",
+        **dict.fromkeys(("ranks", "world_size", "process_group"), "group=, a process group, or mesh="),
+    },
+    "KVCache": dict.fromkeys(
+        ("window", "window_size", "sliding_window", "keep_first", "num_sink_tokens", "sink_tokens", "sinks"),
+        "nothing: a mask of attend() may be sl.window(n - 1, 0), or each process has a speedlight.KVCache(window=n)",
+    ),
+    "KVCache.attend": _WINDOWED | {"out": "nothing: results are new tensors"},
+}
 _MAKERS = {"KVCache": _CACHE, "PagePool": _POOL}
 _LAYOUTS = {
     **dict.fromkeys(("sbhd", "lbhd", "tbhd"), "q.swapaxes(0, 1) is 'blhd'; so are k and v"),
@@ -248,7 +263,8 @@ def unknown(function: Any, name: str) -> Exception:
         more = "".join([f" {text}" for names, text in _ADAPTERS.items() if name in names])
         attention = sys.modules["speedlight"].attention
         whose = "an argument of attention()" if name in parameters(attention)[0] else "another library's"
-        return ArgumentTypeError(f"{name}: expected the arguments of {_name(function)}(); got {whose}. {way}.{more}")
+        called = f"{'speedlight.distributed.' * _over_ranks(function)}{_name(function)}"
+        return ArgumentTypeError(f"{name}: expected the arguments of {called}(); got {whose}. {way}.{more}")
     from difflib import get_close_matches
 
     near = get_close_matches(name, [x for x in parameters(function)[0] if x != "self"], 1)
@@ -261,6 +277,8 @@ def hint_of(function: Any, name: str) -> str | None:
     option.
     """
     called = _name(function)
+    if _over_ranks(function) and name in (known := _OVER_RANKS.get(called, {})):
+        return known[name]
     own = _MAKERS.get(called)
     if own is not None:
         return own.get(name)
@@ -277,6 +295,10 @@ def options_in(hint: str) -> set[str]:
 
 def _name(function: Any) -> str:
     return function.__qualname__.removesuffix(".__init__")
+
+
+def _over_ranks(function: Any) -> bool:
+    return bool(function.__module__.startswith("speedlight.distributed"))
 
 
 def _named_lengths(error: Error) -> None:

@@ -94,6 +94,8 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ),
         ("plan --q-len 5 --isa sse2", "--isa: expected one of avx512bf16"),
         ("plan --q-len 5 --device tpu", "--device: expected "),
+        ("tune --device tpu", "--device: expected cpu, cuda, cuda:0, …; got 'tpu'"),
+        ("bench --ranks 2 --peer torch", "beside it; got --peer."),
         ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
         ("show --q-len -1", "--q-len: expected a size"),
         ("tune --kind x", "--kind: expected one of full, masked, decode; got 'x'."),

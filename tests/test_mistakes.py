@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import speedlight as sl
+import speedlight.distributed
 import speedlight.torch
 from speedlight import api, hints
 from speedlight.flash_attn import v3
@@ -243,8 +244,10 @@ def test_the_page_shows_the_table():
 
 CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.plan, sl.merge, sl.merge_states,
          sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
-         speedlight.torch.attention]  # fmt: skip
-NAMES = {name for table in (hints._OPTIONS, *hints._OF.values(), *hints._MAKERS.values()) for name in table}
+         speedlight.torch.attention, speedlight.distributed.attention, speedlight.distributed.KVCache.__init__,
+         speedlight.distributed.KVCache.attend]  # fmt: skip
+NAMES = {name for table in (hints._OPTIONS, *hints._OF.values(), *hints._MAKERS.values(),
+                              *hints._OVER_RANKS.values()) for name in table}  # fmt: skip
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda x: x.__qualname__)

@@ -127,6 +127,24 @@ def test_bytes_are_those_that_processes_agree_to_send(name, exact):
             assert list(way.bytes_sent) == sent, (way.shard, way.bytes_sent, sent)
 
 
+@pytest.mark.parametrize("length", [300, 2048, 9001])
+def test_spans_of_exact_count_from_the_first_token(length):
+    for ranks, name in itertools.product((2, 5), ("full", "causal", "window")):
+        problem = sl.plan(q_heads=1, q_len=length, head_dim=8, **HIDING[name]).problem
+        for way in spread_of(
+            ranks, q_heads=1, kv_heads=1, q_len=length, head_dim=8, method="exact", **HIDING[name]
+        ).ways:
+            held = positions(length, ranks, way.shard)
+            schedule = schedule_of(Sharded(Stated(problem), held, held), exact=True)
+            assert list(way.bytes_sent) == [schedule.tokens_sent(rank) * 16 * 4 for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("lengths", [(0, 0), (0, 9), (9, 0)])
+def test_no_tokens_take_no_time(lengths):
+    found = sl.plan(q_heads=8, q_len=lengths[0], k_len=lengths[1], head_dim=8, ranks=2).ranks
+    assert found is not None and found.way.slowest == 0 and set(found.way.bytes_sent) == {0}
+
+
 def test_what_nobody_sees_is_not_sent():
     window = ways(spread_of(4, causal=True, window=(1023, None)), "ring")
     assert window["contiguous"].bytes_sent == (BLOCK // 2, BLOCK // 2, BLOCK // 2, 0)
@@ -202,9 +220,11 @@ def test_memory_without_any_other_rank():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"ranks": 0}, "ranks: expected a size from 1"),
+        ({"ranks": 0}, "ranks: expected 1 to 2,048; got 0"),
         ({"ranks": 2.0}, "ranks: expected an int"),
-        ({"ranks": 4096}, "ranks: expected at most 2,048; got 4096"),
+        ({"ranks": 4096}, "ranks: expected 1 to 2,048; got 4096"),
+        ({"ranks": 2, "method": "exact", "shard": "stripe"}, "shard: expected 'zigzag', 'contiguous' or 'auto' for"),
+        ({"ranks": 2, "method": "exact", "backward": True}, "method: expected another than 'exact' with backward"),
         ({"ranks": 2, "link_bandwidth": 0}, "link_bandwidth: expected bytes per second, above 0; got 0.0"),
         ({"ranks": 2, "link_bandwidth": float("nan")}, "link_bandwidth: expected bytes per second, above 0; got nan"),
         ({"ranks": 2, "latency": -1.0}, "latency: expected seconds, from 0; got -1.0"),

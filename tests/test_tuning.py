@@ -25,6 +25,7 @@ from speedlight.cpu import roof, tuned
 from speedlight.machine import current_isa, isa_named
 from speedlight.planning import Roofs
 from speedlight.tools import trials
+from speedlight.tools import tuning as command
 from speedlight.tunings import LIMITS, TUNINGS, shipped
 
 ONE_VECTOR = {"fma": {"worth": (1.0, 0.02, 0.01), "panels": 2}, "decoding": {"tasks": 3}}
@@ -345,6 +346,14 @@ def test_the_command(here, kept, monkeypatch):  # noqa: F811
     assert again().origin == (base.family, again().date, ()) and "the best on 2" in str(again().origin)
     assert json.loads(here("tune", "--reset", "--json").stdout) == {"isa": current_isa().name, "forgotten": True}
     assert "nothing kept" in here("tune", "--reset").stdout and again() is base
+
+
+def test_what_was_not_measured_is_said(here, kept, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(trials, "trials_of", lambda isa: [fake_trial({2: 1.1}, monkeypatch)])
+    monkeypatch.setattr(command, "_SECONDS", 0.0)
+    done = here("tune")
+    assert "0 of 1: try again" in done.stdout and "nothing new: nothing gained" in done.stdout, done.stderr
+    assert not kept.exists() or not list(kept.glob("tun*"))
 
 
 def test_nothing_is_kept_of_what_was_interrupted(here, kept, monkeypatch):  # noqa: F811

@@ -44,7 +44,14 @@ def figures(ranks: tuple[int, ...] = RANKS) -> Iterator[dict[str, Any]]:
                 name = f"ring {way.shard}" if way.method == "ring" and way.shard != "stripe" else way.method
                 if name not in best and not (way.method == "ring" and way.shard == "stripe"):
                     best[name] = {"efficiency": found.alone_seconds / n / way.slowest, "sent": max(way.bytes_sent)}
-            yield {"kind": kind, "mask": hiding, "ranks": n, "link": link.bandwidth, "ways": best}
+            yield {
+                "kind": kind,
+                "mask": hiding,
+                "ranks": n,
+                "link": link.bandwidth,
+                "latency": link.latency,
+                "ways": best,
+            }
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

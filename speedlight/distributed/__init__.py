@@ -1,5 +1,14 @@
 """Attention over a sequence that is sharded over the processes of torch.distributed.
 
+attention: of this process's shard to the whole sequence, with gradients
+shard, unshard: a process's part of a whole tensor, and a whole tensor of all parts
+positions: which tokens each process holds
+KVCache: a cache whose tokens are shared out among the processes
+context_parallel: PyTorch's, on CPUs: scaled_dot_product_attention() runs over the shards of all
+ring_ops: the operations of PyTorch's private ring attention, forward and backward
+local_attention: what DeepSpeed's DistributedAttention (Ulysses) takes
+ring_flash_attn: a module with the calls of ring-flash-attention
+
 >>> from speedlight.distributed import positions
 >>> positions(8, 2, "zigzag")  # which tokens each of two processes holds
 ((range(0, 2), range(6, 8)), (range(2, 6),))

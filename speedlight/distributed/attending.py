@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -13,6 +13,7 @@ from ..checks import check_flag, check_layout
 from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..gradients import Followed, check_one_dtype, followed, settled
+from ..hints import refuses_others, unknown
 from ..layouts import batch_of, check_dimensions
 from ..problem import LAYOUTS, Options, new_options, padded_alike
 from ..resolve import from_arrays
@@ -27,6 +28,7 @@ from .ways import METHODS, Method, Way
 
 
 @leaves_graph
+@refuses_others
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -52,6 +54,7 @@ def attention(
     q_lengths: Ints | None = None,
     k_lengths: Ints | None = None,
     return_lse: bool = False,
+    **theirs: NoReturn,
 ) -> Any:
     """speedlight.attention() over a sequence that is sharded over processes; differentiable. All call it together.
 
@@ -97,6 +100,8 @@ def attention(
     torch.Size([1, 2, 3, 4])
     >>> dist.destroy_process_group()
     """
+    if theirs:
+        raise unknown(attention, next(iter(theirs)))
     given = Given(q, k, v, shard, method, exact, return_lse, peers_of(group, mesh))
     options, error = Options(), None
     try:
@@ -152,7 +157,10 @@ class Given(NamedTuple):
         check_flag("return_lse", self.return_lse)
         check_layout(options.layout)
         if not (isinstance(self.method, str) and self.method in METHODS):
-            raise ArgumentError(f"method: expected 'ring', 'ulysses', 'gather' or 'auto'; got {shown(self.method)}.")
+            way = " Write exact=True: plan() calls it method='exact'." if self.method == "exact" else ""
+            raise ArgumentError(
+                f"method: expected 'ring', 'ulysses', 'gather' or 'auto'; got {shown(self.method)}.{way}"
+            )
         self._check_together(options)
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             if not is_tensor(x):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..checks import cache_sizes, check_flag, check_index, check_sizes, shorter_lengths
 from ..errors import ArgumentError
+from ..hints import explained, refuses_others, unknown
 from ..kv import saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
@@ -83,6 +84,7 @@ class KVCache:
     >>> dist.destroy_process_group()
     """
 
+    @explained
     def __init__(
         self,
         *,
@@ -101,8 +103,8 @@ class KVCache:
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
 
         def made() -> _Checked:
+            check_sizes({"capacity": capacity, "piece": piece})
             *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
-            check_sizes({"piece": piece})
             local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
             form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype}
             return _Checked({name: str(x) for name, x in form.items()}, local)
@@ -158,13 +160,7 @@ class KVCache:
     # --- growing
 
     def append(
-        self,
-        layer: int,
-        k: Any,
-        v: Any,
-        *,
-        new_lengths: Ints | None = None,
-        shard: Shard | None = None,
+        self, layer: int, k: Any, v: Any, *, new_lengths: Ints | None = None, shard: Shard | None = None
     ) -> None:
         """Stores tokens without attending.
 
@@ -203,6 +199,7 @@ class KVCache:
             self._local._take_back(layer, before)
             raise
 
+    @refuses_others
     def attend(
         self,
         layer: int,
@@ -217,6 +214,7 @@ class KVCache:
         score: Scores | None = None,
         sink_logits: Sinks | None = None,
         return_lse: bool = False,
+        **theirs: NoReturn,
     ) -> Any:
         """Appends the tokens' keys and values, then lets their queries attend, each to all tokens up to its own.
 
@@ -237,6 +235,8 @@ class KVCache:
 
         After an exception the cache is as it was. If other ranks went on, the next call says so, on every rank.
         """
+        if theirs:
+            raise unknown(KVCache.attend, next(iter(theirs)))
         given = Options(mask=mask, score=score, sink_logits=sink_logits, scale=scale, causal=k is not None)
 
         def checked() -> _Checked:

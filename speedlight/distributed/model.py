@@ -69,9 +69,9 @@ def asked_ranks(ranks: Any, link_bandwidth: Any, latency: Any, shard: Any, metho
             if x is not None:
                 raise ArgumentError(f"{name}: expected ranks= beside it; got {shown(x)} alone. Give ranks=2, or more.")
         return None
-    count = checks.size("ranks", ranks, 1)
-    if count > MOST_RANKS:
-        raise ArgumentError(f"ranks: expected at most {MOST_RANKS:,}; got {count}.")
+    count = checks.integer("ranks", ranks)
+    if not 1 <= count <= MOST_RANKS:
+        raise ArgumentError(f"ranks: expected 1 to {MOST_RANKS:,}; got {shown(count)}.")
     bandwidth, delay = (
         default if x is None else checks.number(name, x, what)
         for (name, x), default, what in zip(given.items(), ASSUMED, ("bytes per second", "seconds"), strict=True)
@@ -150,6 +150,7 @@ class _Case(NamedTuple):
     link: Link
     pair_flops: int
     backward: bool
+    packed: bool
 
     @property
     def ranks(self) -> int:
@@ -197,12 +198,11 @@ def spread(
     """
     cases = {name: _case(problem, asked, name, rates, pair_flops, packed, backward) for name in SHARDS}
     every = [x for way in (_ring, _ulysses, _gather, _exact) for case in cases.values() if (x := way(case))]
+    apart = packed or len(set(problem.q_starts)) > 1  # attention() makes zigzag shards of such stripes
+    every = [x for x in every if not (apart and asked.ranks > 1 and x.shard == "stripe" and x.method != "ulysses")]
     found = [x for x in every if asked.method in ("auto", x.method) and asked.shard in ("auto", x.shard)]
     if not found:
-        raise UnsupportedError(
-            f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks cannot have as many whole heads "
-            f"each, of {problem.q_heads} of q and {problem.kv_heads} of k and v; got {asked.method!r}."
-        )
+        raise UnsupportedError(_why_none(problem, asked, packed, backward))
     least = min((x.slowest for x in found if x.method != "exact"), default=0.0)
     own = next(iter(cases.values()))
     alone = own.computing(own.seen.pairs.sum(), own.queries.sum(), own.keys.sum())
@@ -214,6 +214,27 @@ def spread(
         ways=tuple(sorted(found, key=lambda x: x.slowest)),
         balance={name: _balance(case.seen.pairs.sum(axis=1)) for name, case in cases.items()},
         alone_seconds=float(alone),
+    )
+
+
+def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> str:
+    """Why no way does what was asked for."""
+    if asked.method == "exact" and backward:
+        return "method: expected another than 'exact' with backward=True, whose sums have no order of one process."
+    if asked.method == "exact" and packed:
+        return (
+            "method: expected 'ulysses', 'gather' or 'auto' for packed sequences, whose spans begin anywhere; got "
+            "'exact'. 'ulysses' and 'gather' have the bits of one process."
+        )
+    if asked.shard == "stripe" and asked.method != "ulysses":
+        why = "for method='exact'" if asked.method == "exact" else "here, where sequences begin at several positions"
+        return (
+            f"shard: expected 'zigzag', 'contiguous' or 'auto' {why}: attention() makes zigzag shards of stripes "
+            "first, and stripes of its results, which the model has no figures for; got 'stripe'."
+        )
+    return (
+        f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks cannot have as many whole heads "
+        f"each, of {problem.q_heads} of q and {problem.kv_heads} of k and v; got {asked.method!r}."
     )
 
 
@@ -232,7 +253,10 @@ def _case(
     items = 1 if packed else problem.batch
     queries, keys = (np.array([tokens(each) for each in x], np.int64) for x in runs)
     rows, seen = queries * items * problem.q_heads, seen_between(problem, runs[0], runs[1], packed=packed)
-    return _Case(problem, shard, seen, rows, keys, items, rates, asked.link, pair_flops, backward)
+    if not seen.owners.size:  # no keys: a run of none
+        none = np.zeros((asked.ranks, 1), np.int64)
+        seen = Seen(none[0], none[0], none, none, none)
+    return _Case(problem, shard, seen, rows, keys, items, rates, asked.link, pair_flops, backward, packed)
 
 
 def _ring(case: _Case) -> Way:
@@ -277,11 +301,12 @@ def _runs_of(owners: np.ndarray, ranks: int) -> np.ndarray:
 
 def _exact(case: _Case) -> Way | None:
     """Every rank computes with all that it sees in ascending order, and has each run from its owner."""
-    if case.shard == "stripe" or case.backward:
+    if case.shard == "stripe" or case.backward or (case.packed and case.ranks > 1):
         return None
-    seen, n = case.seen.in_whole(SPAN), case.ranks
-    sizes, computing, sent, clock = seen.last - seen.first, np.zeros(n), np.zeros(n), _Clock(case)
-    held = _Buffers(case, -(-int(case.keys.sum()) // (2 * n * SPAN)) * SPAN)
+    seen, n = case.seen, case.ranks
+    spans = -(-int(case.keys.sum()) // (2 * n * SPAN))  # of a piece that all ranks go through together
+    sizes, computing, sent, clock = _in_spans(seen, max(1, spans)), np.zeros(n), np.zeros(n), _Clock(case)
+    held = _Buffers(case, spans * SPAN)
     for run, owner in enumerate(seen.owners):
         work = case.computing(seen.pairs[:, run], case.queries, sizes[:, run])
         computing += work
@@ -289,6 +314,27 @@ def _exact(case: _Case) -> Way | None:
         held.come(moved[:, None])
         sent += clock.step(work, moved[:, None] * case.token_bytes, np.full((n, 1), owner))
     return case.way("exact", clock.free, computing, sent, _states(case) + held.bytes(2))
+
+
+def _in_spans(seen: Seen, together: int) -> np.ndarray:
+    """[ranks, runs]: tokens of each run in the spans that a rank needs. Those count from the first token of all, so a
+    rank takes of a run what shares a span with keys that it sees; so many spans together are taken from the first that
+    is needed to the last.
+    """
+    ends = np.cumsum(seen.lengths)
+    begins, ranks = ends - seen.lengths, np.arange(len(seen.pairs))[:, None]
+    pieces = -(-int(ends[-1]) // (SPAN * together))
+    edges = np.zeros((len(ranks), pieces * together + 1), np.int64)
+    some = seen.last > seen.first
+    np.add.at(edges, (ranks, (begins + seen.first) // SPAN), some)
+    np.add.at(edges, (ranks, -(-(begins + seen.last) // SPAN)), -1 * some)
+    needed = (edges.cumsum(axis=1)[:, :-1] > 0).reshape(len(ranks), pieces, together)
+    later = np.maximum.accumulate(needed[..., ::-1], axis=2)[..., ::-1]
+    whole = (np.maximum.accumulate(needed, axis=2) & later).reshape(len(ranks), -1)
+    before = np.pad(whole.cumsum(axis=1) * SPAN, ((0, 0), (1, 0)))  # tokens until each span begins
+    whole = np.pad(whole, ((0, 0), (0, 1)))
+    at = [before[:, x // SPAN] + whole[:, x // SPAN] * (x % SPAN) for x in (begins, ends)]
+    return at[1] - at[0]
 
 
 class _Buffers:

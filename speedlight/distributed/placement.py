@@ -137,7 +137,7 @@ def check_room(layer: int, old: Sequence[Placement], new: Sequence[Placement], c
         if n > free:
             raise CacheFull(
                 f"layer {layer}, sequence {item}: {n} tokens need room, {free} of {capacity} are free. "
-                "truncate() it, or make a cache of larger capacity.",
+                f"{'truncate() it, or make' if before.length else 'Make'} a cache of larger capacity.",
                 n,
                 free,
             )

@@ -119,4 +119,5 @@ def places(runs: Runs) -> list[int]:
 
 def check_shard(shard: object) -> None:
     if not (isinstance(shard, str) and shard in SHARDS):
-        raise ArgumentError(f"shard: expected 'contiguous', 'zigzag' or 'stripe'; got {shown(shard)}.")
+        way = " plan(…, ranks=) says which is fastest: plan.ranks.way.shard." if shard == "auto" else ""
+        raise ArgumentError(f"shard: expected 'contiguous', 'zigzag' or 'stripe'; got {shown(shard)}.{way}")

@@ -162,7 +162,8 @@ class PagePool:
                 if count > len(free):
                     raise CacheFull(
                         f"{wherefore}: {count} pages are needed, {len(free)} of {self.pages} are free. "
-                        "free() or truncate() sequences, or make a pool of more pages.",
+                        f"{'free() or truncate() sequences, or make' if len(free) < self.pages else 'Make'} a pool of "
+                        "more pages.",
                         count,
                         len(free),
                     )

@@ -98,8 +98,11 @@ def bench(
     """
     check_device(device)
     if device != "cpu" or models or ranks:
-        others = dtype or head_dim or q_len or peer or base or backward or isa or (plot and not models)
-        _listed(device, models, ranks, only, turns, output, plot, as_json, others)
+        more = {
+            "--dtype": dtype, "--head-dim": head_dim, "--q-len": q_len, "--peer": peer, "--base": base,
+            "--backward": backward, "--isa": isa, "--plot": plot and not models,
+        }  # fmt: skip
+        _listed(device, models, ranks, only, turns, output, plot, as_json, [name for name, x in more.items() if x])
         return
     if only:
         raise ArgumentError(f"--only: expected --models, --ranks or --device cuda beside it; got {only!r} alone.")
@@ -146,14 +149,17 @@ def _check(turns: int, output: Path | None) -> None:
 
 def _listed(
     device: str, models: bool, ranks: int, only: str, turns: int, output: Path | None, plot: Path | None,
-    as_json: bool, others: Any,
+    as_json: bool, others: list[str],
 ) -> None:  # fmt: skip
     """A list of problems of its own: the GPU's, whole models, or those of several processes."""
     asked = [name for name, x in zip(_KINDS, (device != "cpu", models, ranks), strict=True) if x]
     what, kinds = asked[-1], _KINDS[asked[-1]]
-    if others or len(asked) > 1:
+    if others := [*others, *asked[:-1]]:
         more = "--plot, " if what == "--models" else ""
-        raise ArgumentError(f"{what}: expected no more than --only, --turns, --output, {more}and --json beside it.")
+        raise ArgumentError(
+            f"{what}: expected no more than --only, --turns, --output, {more}and --json beside it; got "
+            f"{', '.join(others)}."
+        )
     if only not in ("", *kinds):
         raise ArgumentError(f"--only: expected one of {', '.join(kinds)}; got {only!r}.")
     _check(turns, output)

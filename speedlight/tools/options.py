@@ -104,6 +104,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def check_device(device: str) -> None:
     """A GPU takes more than the command does."""
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise ArgumentError(f"--device: expected cpu, cuda, cuda:0, …; got {device!r}.")
     if device != "cpu" and not (find_spec("torch") and find_spec("triton")):
         raise ArgumentError(
             f"--device: expected cpu, or PyTorch and Triton for {device!r}: pip install 'speedlight[gpu]'."

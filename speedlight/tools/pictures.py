@@ -334,7 +334,17 @@ _WAYS = {
     "ulysses": "#d55e00",
     "exact": "#cc79a7",
 }
+_MORE = {
+    "gather": " (sharding: the fastest)",
+    "exact": " (sharding: the fastest)",
+    "ulysses": " (as many ranks as heads: a circle)",
+}
 _LINES = ("-", ":", "--")  # of links, the fastest first
+
+
+def _width(name: str) -> float:
+    """The line that is drawn first is the widest: it shows beside one that lies on it."""
+    return 4.5 if name == next(iter(_WAYS)) else 1.6
 
 
 def scaling(rows: list[dict[str, Any]], path: Path) -> None:
@@ -352,8 +362,10 @@ def scaling(rows: list[dict[str, Any]], path: Path) -> None:
                 for link, style in zip(links, _LINES, strict=False):
                     mine = [r for r in rows if (r["kind"], r["mask"], r["link"]) == (kind, mask, link)]
                     points = [(r["ranks"], r["ways"][name]["efficiency"]) for r in mine if name in r["ways"]]
-                    lone = {"marker": "o", "markersize": 5, "mfc": colour if link == links[0] else "white"}
-                    place.plot(*zip(*points, strict=True), style, color=colour, **lone if len(points) == 1 else {})
+                    look: dict[str, Any] = {"linewidth": _width(name)}
+                    if len(points) == 1:
+                        look = {"marker": "o", "markersize": 5, "mfc": colour if link == links[0] else "white"}
+                    place.plot(*zip(*points, strict=True), style, color=colour, **look)
             place.set_title(f"{kind} scaling, {mask}", fontsize=10)
             place.set_xscale("log", base=2)
             place.set_xticks(ticks := sorted({r["ranks"] for r in rows}), [f"{x:,}" for x in ticks], fontsize=8)
@@ -365,11 +377,18 @@ def scaling(rows: list[dict[str, Any]], path: Path) -> None:
     for place in axes[-1]:
         place.set_xlabel("ranks")
     line: Any = plt.Line2D
-    handles = [line([], [], color=colour, linewidth=3, label=name) for name, colour in _WAYS.items()]
-    handles += [
-        line([], [], color="#444444", linestyle=style, label=f"link of {link / 1e9:g} GB/s")
-        for link, style in zip(links, _LINES, strict=False)
+    delays = {r["link"]: r["latency"] for r in rows}
+    handles = [
+        line([], [], color=colour, linewidth=_width(name), label=f"{name}{_MORE.get(name, '')}")
+        for name, colour in _WAYS.items()
     ]
+    handles += [
+        line(
+            [], [], color="#444444", linestyle=style, marker="o", markersize=5,
+            mfc="#444444" if link == links[0] else "white", label=f"{link / 1e9:g} GB/s, {delays[link] * 1e6:g} µs",
+        )
+        for link, style in zip(links, _LINES, strict=False)
+    ]  # fmt: skip
     figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=130)
     plt.close(figure)

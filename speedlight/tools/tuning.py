@@ -85,8 +85,9 @@ def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:
         tried = list(trials.try_all(unit, base, turns or trials.TURNS, _SECONDS, advance))
     outcomes = [outcome for outcome, _ in tried]
     parts = parts_of(tried[-1][1] if tried else base, base)
-    path = keep_tuning(unit, parts)
     missed = [x.name for x in trials.trials_of(unit)[len(outcomes) :]]
+    # "as shipped, the best" is what a file without parts says: it takes every trial
+    path = keep_tuning(unit, parts) if parts or not missed else None
     report = {
         "cpu": machine.cpu_name(), "isa": unit.name, "shipped_for": base.family,
         "seconds": time.perf_counter() - start, "parts": parts, "kept_in": str(path) if path else None,
@@ -102,7 +103,9 @@ def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:
         return
     rows = [("cpu", f"{machine.cpu_name()}, {unit.name}; beside schedules {base.origin}")]
     rows += [(x.trial, _text(x)) for x in outcomes] + [(name, "not measured: no time was left") for name in missed]
-    print_rows([*rows, ("kept", _where(parts, path))])
+    if missed:
+        rows.append(("measured", f"{len(outcomes)} of {len(outcomes) + len(missed)}: try again while little else runs"))
+    print_rows([*rows, ("kept", _where(parts, path, bool(missed)))])
 
 
 def _text(outcome: Any) -> str:
@@ -116,7 +119,9 @@ def _text(outcome: Any) -> str:
     return f"as it ships; the best other, {best}: {x.gain:.3f} times as fast, {x.worst:.3f} at worst: not beyond noise"
 
 
-def _where(parts: dict[str, Any], path: Any) -> str:
+def _where(parts: dict[str, Any], path: Any, missed: bool) -> str:
+    if missed and not parts:
+        return "nothing new: nothing gained, and not everything was measured"
     if path is None:
         return "nothing: no file could be written (SPEEDLIGHT_CACHE=0, or what was warned of)"
     return (
