@@ -384,7 +384,7 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["bench", "--base", "no-such-commit"], "--base: expected a commit"),
         (["bench", "--backward", "--peer", "jax"], "--peer: expected some of torch, or none beside --backward"),
         (["plan", "--q-len", "5", "--latency", "1"], "--latency: expected --ranks beside it; got 1.0 alone."),
-        (["plan", "--q-len", "5", "--ranks", "0"], "--ranks: expected a size from 1"),
+        (["plan", "--q-len", "5", "--ranks", "0"], "--ranks: expected 1 to 2,048"),
         (
             ["plan", "--q-len", "5", "--ranks", "2", "--shard", "zig"],
             "--shard: expected 'auto' or one of 'contiguous',",
