@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -78,36 +79,29 @@ def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
 
 def gathered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Exchange.gathered(), which autograd follows."""
-    return _Gathered.apply(tensor, exchange)
+    return _Moved.apply(tensor, exchange, _gather, _scatter)
 
 
 def scattered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Exchange.returned(), which autograd follows."""
-    return _Scattered.apply(tensor, exchange)
+    return _Moved.apply(tensor, exchange, _scatter, _gather)
 
 
-class _Gathered(torch.autograd.Function):
+_Way = Callable[[torch.Tensor, Exchange], torch.Tensor]
+
+
+class _Moved(torch.autograd.Function):
+    """One way there, the other back."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.exchange = exchange
-        return _gather(tensor.detach(), exchange)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, flow: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _scatter(flow, ctx.exchange), None
-
-
-class _Scattered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.exchange = exchange
-        return _scatter(tensor.detach(), exchange)
+    def forward(ctx: Any, tensor: torch.Tensor, exchange: Exchange, there: _Way, back: _Way) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.exchange, ctx.back = exchange, back
+        return there(tensor.detach(), exchange)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, flow: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather(flow, ctx.exchange), None
+        return ctx.back(flow, ctx.exchange), None, None, None
 
 
 def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:

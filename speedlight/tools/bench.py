@@ -27,7 +27,7 @@ import speedlight as sl
 
 from .. import engine, machine
 from ..cpu.tuned import tuning_of
-from ..errors import ArgumentError, FileError
+from ..errors import ArgumentError
 from ..tunings import FAMILIES
 from .measuring import (
     BACKWARD_PEERS,
@@ -45,7 +45,7 @@ from .measuring import (
 )
 from .options import Backward, Device, Json, Unit, check_device, on_unit
 from .pictures import check_path, model_bars, roofline
-from .reports import console, print_json, progress
+from .reports import console, print_json, progress, write_json
 
 _TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "float16": 1e-2, "bfloat16": 5e-2}  # of a peer's result, against ours
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -126,10 +126,7 @@ def bench(
         about = _about()
     report = about | {"base": base, "backward": backward, "missing": missing, "rows": rows}
     if output is not None:
-        try:
-            output.write_text(json.dumps(report, indent=1) + "\n")
-        except OSError as error:
-            raise FileError(f"--output: {output}: {error.strerror or error}.") from error
+        write_json(output, report)
     if plot is not None:
         roofline(report, plot)
     if as_json:
@@ -199,7 +196,7 @@ def _listed(
         if not as_json:
             print(line(row), flush=True)
         if output is not None:
-            output.write_text(json.dumps(report, indent=1) + "\n")
+            write_json(output, report)
     if plot is not None:
         model_bars(report, plot)
     if as_json:

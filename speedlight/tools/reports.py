@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -16,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.text import Text
 
 from ..distributed.model import Spread
+from ..errors import FileError
 from ..planning import Plan
 
 _VERDICTS = {"passed": "green", "FAILED": "red"}  # of a check
@@ -48,6 +50,14 @@ def print_json(report: Any) -> None:
     """On one line. JSON has no infinities: those, and NaN, are null."""
     finite = json.loads(json.dumps(report), parse_constant=lambda name: None)
     print(json.dumps(finite, ensure_ascii=False))
+
+
+def write_json(output: Path, report: Any) -> None:
+    """Into the file that --output names."""
+    try:
+        output.write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise FileError(f"--output: {output}: {error.strerror or error}.") from error
 
 
 @contextlib.contextmanager
