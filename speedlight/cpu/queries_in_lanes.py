@@ -41,6 +41,7 @@ from .softmax import (
     merge_of,
     rescaled,
 )
+from .upcoming import fetch_next
 from .vector import F32, I32, I64, PTR, Function, Module, Value, Variable, vec
 
 
@@ -64,6 +65,7 @@ def _each(total: list[list[Variable]]) -> Iterator[tuple[int, int, Variable]]:
 
 _SCORE_PARAMS = {
     "scores": PTR, "q_panel": PTR, "keys": PTR, "key_row": I64, "n_keys": I64, "units": I64, "check": PTR, "ahead": PTR,
+    "a": PTR, "follows": I64, "upcoming": PTR,
 }  # fmt: skip
 
 
@@ -71,7 +73,7 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     """scores[n_keys, panel] = keys @ q_panel, one chain of multiply-adds over the units per element.
 
     Meanwhile brings in what the expression will read: `ahead` has the panel's addresses, once for each number of
-    `lines`.
+    `lines`; and what the next task will, where one `follows`.
 
     check holds every lane's largest score, the sum (finite only if all scores are), and the smallest; where a score
     function follows, that says so of what it makes of them. Row groups past the end repeat the last key: what they
@@ -93,6 +95,7 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
                     total[m][v].set(multiply_add(k, s, key, query[v], total[m][v].get()))
 
         _fetch_rows(k, s, lines, j)
+        fetch_next(k)
         k.unrolled(0, p["units"], step)
         for v in range(s.vectors):
             scores = _stored_scores(k, s, j, v, [total[m][v].get() for m in range(s.rows)])
@@ -414,26 +417,31 @@ def store_panel(module: Module, s: Shape, log: Any) -> Any:
         m, running_sum = k.load(s.vector, p["state"], at), k.load(s.vector, p["state"], at + s.row_bytes)
         empty = is_empty(m, running_sum)
         by = running_sum * k.splat(p["divisor"], s.lanes) if s.dropout else running_sum
-        with k.range(0, p["width"]) as c:
-            x = k.load(s.vector, acc, c * s.row_bytes + at)
-            k.store(divided(k, s, x, by, empty), acc, c * s.row_bytes + at)
-        _store_rows(k, s, v, acc)
+
+        def output(c: Value, i: int = 0, at: Value = at, by: Value = by, empty: Value = empty) -> Value:
+            return divided(k, s, k.load(s.vector, acc, (c + i) * s.row_bytes + at), by, empty)
+
+        _store_rows(k, s, v, acc, output)
     with k.when(k.load(I64, p["lse_table"]).differs(0)), k.range(0, p["count"]) as lane:
         m, running_sum = (k.load(s.number, p["state"], i * s.row_bytes + lane * s.number_bytes) for i in (0, 1))
         k.store(log_sum_exp(k, s, log, m, running_sum), k.load(PTR, p["lse_table"], lane * 8))
     return k.finish()
 
 
-def _store_rows(k: Function, s: Shape, v: Value, acc: Value) -> None:
-    """One vector of queries' outputs, [width, lanes] of `acc`: transposed where all lanes are rows of unit stride."""
+def _store_rows(k: Function, s: Shape, v: Value, acc: Value, output: Callable[..., Value]) -> None:
+    """One vector of queries' outputs, [width, lanes]: transposed where all lanes are rows of unit stride, else by way of
+    `acc`.
+    """
     p, at, first = k.p, v * s.vector_bytes, v * s.lanes
     unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)
     end = k.select(unit, p["width"] // s.lanes * s.lanes, k.i64(0))
     with k.range(0, end, s.lanes) as c:
-        rows = k.transpose([k.load(s.vector, acc, (c + i) * s.row_bytes + at) for i in range(s.lanes)])
+        rows = k.transpose([output(c, i) for i in range(s.lanes)])
         for lane, x in enumerate(rows):
             x = conversions.narrowed(k, s.storage, x)
             k.store(x, k.load(PTR, p["table"], (first + lane) * 8), c * s.storage_bytes)
+    with k.range(end, p["width"]) as c:
+        k.store(output(c), acc, c * s.row_bytes + at)
     with k.range(first, k.min(p["count"], first + s.lanes)) as lane:
         row = k.load(PTR, p["table"], lane * 8)
         with k.range(end, p["width"]) as c:
