@@ -9,7 +9,7 @@ Arguments, scratch and the memory of a panel are described in layout.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..problem import SPAN, TILE
 from .dropping import drop_tile
@@ -19,19 +19,16 @@ from .lower import aim, expression_tile, squares
 from .places import locate
 from .products import full_keys, load_scales, step_bytes, units_of
 from .queries_in_lanes import (
-    clear_state,
-    merge_states,
     predicated_tile,
     score_tile,
     softmax_tile,
-    store_panel,
     value_tile,
 )
 from .region import Box, Work, entry, region
 from .shape import Shape
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries, stage_keys, stage_rows, stage_values
-from .states import load_state, store_state
+from .states import clear_state, load_state, merge_states, store_panel, store_state
 from .upcoming import aim_at_next
 from .vector import I1, I64, PTR, Function, Module, Value
 from .visibility import extent, visibility
@@ -238,11 +235,11 @@ class _Task(Work):
             high = k.min(panel.high - start, count)
             with k.when(high > 0):
                 if self.visibility is None:
-                    self.panel_tile(panel, tile, k.i64(0), high, high)
+                    self.panel_tile(panel, tile, k.i64(0), high, k.i64(0), high)
                 else:
-                    first, end, clear = self.extent_of(self.box(i, i + 1), start, high)
+                    first, end, clear, full = self.parts_of(self.box(i, i + 1), start, high)
                     with k.when(first < end):
-                        self.panel_tile(panel, tile, first, end, clear)
+                        self.panel_tile(panel, tile, first, end, clear, full)
 
     def staged(self, start: Value, count: Value) -> _Tile:
         """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
@@ -296,13 +293,16 @@ class _Task(Work):
         """Where those lie: of keys, and of values."""
         return [self.k.at(self.part("scales"), n * (TILE * 4)) for n in (0, 1)]
 
-    def panel_tile(self, panel: _Panel, tile: _Tile, first: Value, end: Value, clear: Value) -> None:
-        """Keys [first, end) of a tile for one panel. The mask hides nothing below `clear`; `causal` still may."""
+    def panel_tile(self, panel: _Panel, tile: _Tile, first: Value, end: Value, clear: Value, full: Value) -> None:
+        """Keys [first, end) of a tile for one panel. The mask hides nothing of [clear, full); `causal` still may."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        full = k.max(k.min(panel.low - tile.start, clear), first)
-        self.count(full - first, end - first)
-        full = full_keys(k, s, full, end, tile.length)
-        start, full, high, clear = tile.start + first, full - first, end - first, clear - first
+        shown = k.min(panel.low - tile.start, full)
+        masked = clear - first
+        clear, shown = (k.select(shown > clear, x, first) for x in (clear, shown))
+        self.count(k.select(clear.equals(first), shown - first, k.i64(0)), end - first)
+        shown = full_keys(k, s, shown, end, tile.length)
+        start, high = tile.start + first, end - first
+        clear, shown, full = clear - first, shown - first, full - first
         keys = k.at(tile.keys, first * tile.k_row)
         values = k.at(tile.values, units_of(s, first) * tile.v_row)
         missing = [k.select(end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
@@ -316,18 +316,39 @@ class _Task(Work):
         k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.upcoming, *scales[:1])
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
-            where = (position, start, high, self.item.index, clear, self.fetch)
-            with k.when(k.const(1, I1) if s.program.score is not None else clear < high):
+            where = (position, start, high, self.item.index, masked, full, self.fetch)
+            hides = k.const(1, I1) if s.program.score is not None else (masked > 0) | (full < high)
+            with k.when(hides):
                 k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *where)
-        arguments = (check, state, limits, start, full, high, self.scale(), *missing)
-        full = units_of(s, k.call(parts.softmax, self.scratch, *arguments, *scales[1:]))
+        arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
+        shown = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        steps = units_of(s, high)
+        self.add_values(state, tile, values, (clear, shown, high))
+
+    def add_values(self, state: Value, tile: _Tile, values: Value, keys: tuple[Value, Value, Value]) -> None:
+        """Values by weights, summed to a panel's state. keys: those that all see, from and to; how many."""
+        k, s, parts, a = self.k, self.s, self.parts, self.a
+        clear, full, steps = (units_of(s, x) for x in keys)
         accumulator = k.at(state, 2 * s.row_bytes)
-        arguments = (self.scratch, values, tile.v_row, full, steps, a.value_dim, check, self.part("partial"))
-        with k.when(full > 0):
-            k.call(parts.value, accumulator, *arguments)
-        with k.when(full < steps):
-            k.call(parts.predicated, accumulator, *arguments)
+
+        def add(function: Any, first: Value, end: Value) -> None:
+            with k.when(first < end):
+                ends = (first, end, steps)
+                arguments = (
+                    self.scratch,
+                    values,
+                    tile.v_row,
+                    *ends,
+                    a.value_dim,
+                    self.part("check"),
+                    self.part("partial"),
+                )
+                k.call(function, accumulator, *arguments)
+
+        if s.hides:
+            clear = k.select(full > 0, clear, k.i64(0))
+            add(parts.predicated, k.i64(0), clear)
+        add(parts.value, clear, full)
+        add(parts.predicated, full, steps)

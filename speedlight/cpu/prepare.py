@@ -31,7 +31,6 @@ from .softmax import LOG4_E
 from .tuned import tuning_of
 from .workers import run_alone, run_tickets
 
-
 _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
 
 
@@ -308,7 +307,9 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
         ("k", problem.head_dim, keys, dense),
         ("v", problem.value_dim, keys, dense),
     )
-    lines = {f"{x}_lines": -(-dim * size // 64) * (known and words[f"{x}_column"] == size) for x, dim, size, known in sizes}
+    lines = {
+        f"{x}_lines": -(-dim * size // 64) * (known and words[f"{x}_column"] == size) for x, dim, size, known in sizes
+    }
     groups = TILE // rows  # of keys in a tile
     return lines | {
         "upcoming": how.threads,

@@ -123,6 +123,13 @@ class Work:
 
     def extent_of(self, box: Box, start: Value, count: Value) -> tuple[Value, Value, Value]:
         """Which of the keys [start, start + count) a box may see at all, from and to, and up to where all are."""
+        first, end, clear, full = self.parts_of(box, start, count)
+        return first, end, self.k.select(clear.equals(first), full, first)
+
+    def parts_of(self, box: Box, start: Value, count: Value) -> tuple[Value, Value, Value, Value]:
+        """Which of the keys [start, start + count) a box may see at all, from and to, and of them the first that all of
+        it sees, from and to.
+        """
         k, index = self.k, self.item.index
         seen = self.seen_of(box, start, start + count)
         packed = k.variable(k.select(seen.equals(0), k.i64(0), count << 8 | count << 16))
@@ -130,7 +137,7 @@ class Work:
             first = start + self.a.k_start
             packed.set(k.call(self.extent, k.p["a"], index, *box.heads, *box.positions, first, count))
         word = packed.get()
-        return word & 255, (word >> 8) & 255, word >> 16
+        return word & 255, (word >> 8) & 255, word >> 24, (word >> 16) & 255
 
     def row_of_ticket(self, table: Value, count: Value, size: int, first: int, number: Value) -> Value:
         """The last row of a table, of `size` bytes each, whose first ticket is not above this one, by bisection."""
