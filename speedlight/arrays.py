@@ -399,12 +399,27 @@ def _from_cuda(x: Any, name: str) -> Array:
 
 
 def address_of(x: np.ndarray) -> int:
-    """x.ctypes.data, four times as fast where the array can be written."""
-    buffer: Any = x
-    try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    except (TypeError, ValueError):  # read-only, strided, empty, or of a type that has no buffer
-        return x.ctypes.data
+    """x.ctypes.data, ten times as fast: a call has four."""
+    return _word_at(id(x) + _HEAD).value if _known else x.ctypes.data
+
+
+_word_at = ctypes.c_size_t.from_address
+_HEAD = object.__basicsize__  # of an array object, what every object has; then comes its address (PyArrayObject)
+
+
+def _is_known() -> bool:
+    """Whether array objects are as that says: of memory of their own and of others', written or not, with entries or
+    none.
+    """
+    if sys.implementation.name != "cpython":
+        return False
+    own = np.arange(6.0).reshape(2, 3)
+    fixed = np.frombuffer(b"12345678", np.int8)
+    cases = (own, own[1:, ::-2], own[1, 1, ...], own.view(np.int16).T, fixed, fixed[3:], np.zeros((0, 2)))
+    return all([_word_at(id(x) + _HEAD).value == x.ctypes.data for x in cases])
+
+
+_known = _is_known()
 
 
 def pages(size: int, *, large: bool = False) -> mmap.mmap:

@@ -113,7 +113,7 @@ class Repeatable:
     reach: of q, k, v and out the first byte and one past the last, relative to the address.
     """
 
-    __slots__ = ("layout", "reach", "run", "staged", "value_dim")
+    __slots__ = ("ends", "layout", "reach", "run", "staged", "value_dim")
 
     def __init__(self, run: Callable[..., None], value_dim: int, layout: str, given: list[arrays.Array]) -> None:
         self.run, self.value_dim, self.layout = run, value_dim, layout
@@ -122,6 +122,7 @@ class Repeatable:
         self.reach = [
             (low - x.address, high - x.address) for x in (*given[:-1], out.final or out) for low, high in (x.extent(),)
         ]
+        self.ends = [high for _, high in self.reach]
 
     def again(self, tensors: tuple[Any, ...], return_lse: bool, seed: Any, items: int = 0, threads: int = 0) -> Any:
         """The same call for arrays at other addresses, with another seed; None if an array lacks memory, or `out` is
@@ -145,7 +146,7 @@ class Repeatable:
         return (new, lse) if return_lse else new
 
     def _addresses(self, tensors: tuple[Any, ...]) -> list[int] | None:
-        addresses = addresses_of(tensors, [high for _, high in self.reach])
+        addresses = addresses_of(tensors, self.ends)
         if addresses is not None and len(tensors) == 4:
             out = tensors[3]
             if type(out) is np.ndarray and not out.flags.writeable:

@@ -225,7 +225,7 @@ def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.
     start = rows.problem.k_start + t * TILE
     low, last, shared = rows.first(p), rows.last(p), rows.shared(p, p)
     high = np.minimum(TILE, rows.limit(last) - t * TILE)
-    first, end, clear = np.zeros_like(p), high, high.copy()
+    first, end, clear, full = np.zeros_like(p), high, np.zeros_like(p), high.copy()
     cut = np.flatnonzero(kind == 1)
     if cut.size:
         parts = np.arange(0, TILE, PART, dtype=p.dtype)
@@ -236,17 +236,19 @@ def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.
         visible = seen.any(axis=1)
         from_ = np.where(visible, seen.argmax(axis=1), 0)
         to = np.where(visible, count - seen[:, ::-1].argmax(axis=1), 0)
-        broken = (kinds < 2) & (np.arange(count) >= from_[:, None])
+        whole = kinds == 2
+        begin = np.where(whole.any(axis=1), whole.argmax(axis=1), count)
+        broken = ~whole & (np.arange(count) >= begin[:, None])
         stop = np.where(broken.any(axis=1), broken.argmax(axis=1), count)
         first[cut], end[cut] = from_ * PART, np.minimum(to * PART, high[cut])
-        clear[cut] = np.minimum(stop * PART, end[cut])
-    full = np.maximum(np.minimum(shared - t * TILE, clear), first)
+        clear[cut], full[cut] = np.minimum(begin * PART, end[cut]), np.minimum(stop * PART, end[cut])
+    full = np.maximum(np.minimum(shared - t * TILE, full), clear)  # keys [clear, full) are visible to all rows
     keys = end - first
-    mixed = full < end
+    mixed = full - clear < keys
     total.full += int(((keys > 0) & ~mixed).sum())
     total.mixed += int(mixed.sum())
     total.keys += int(keys.sum())
-    total.mixed_keys += int((end - full).sum())
+    total.mixed_keys += int((keys - (full - clear)).sum())
     total.full_pairs += int(((rows.end(p) - rows.begin(p)) * keys)[~mixed].sum())
     return mixed
 

@@ -92,6 +92,20 @@ MUTATIONS = (
         f"{MASKS} -k sign_of_its_zero",
     ),
     Mutation(
+        "what a row does not see at a window's lower edge is part of its maximum",
+        "cpu/queries_in_lanes.py",
+        'k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"]))',
+        'k.when((finite ^ 1) | (p["full"] < p["n_keys"]))',
+        f"{MASKS} -k keys_before",
+    ),
+    Mutation(
+        "values at a window's lower edge are multiplied, seen or not",
+        "cpu/forward.py",
+        "add(parts.predicated, k.i64(0), clear)",
+        "add(parts.value, k.i64(0), clear)",
+        f"{MASKS} -k keys_before",
+    ),
+    Mutation(
         "values of hidden keys are multiplied",
         "cpu/products.py",
         "return k.select(seen, k.fma(value, weight, total), total)",

@@ -10,6 +10,14 @@ from tolerance import assert_accurate
 
 import speedlight as sl
 import speedlight.torch
+from speedlight.arrays import describe
+from speedlight.cpu.operands import Dense, Rows
+from speedlight.cpu.prepare import upcoming_of, words_of
+from speedlight.cpu.schedule import schedule
+from speedlight.cpu.tuned import tuning_of
+from speedlight.machine import current_isa, level2_bytes
+from speedlight.problem import Options
+from speedlight.resolve import from_arrays
 
 SINKS = np.array([0.5, -3.0, 20.0, -np.inf])
 LENGTHS = {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}
@@ -277,3 +285,27 @@ def test_alignments_by_other_libraries_names(rng):
             for layout in ("bhld", "bhsd"):
                 paged = sl.attention_paged(q, pages, pages, [[0], [1]], [9, 9], causal=name, layout=layout)
                 assert paged.tobytes() == sl.attention(q, k, k, causal=True).tobytes()
+
+
+def test_a_batch_beyond_the_caches_has_the_bits_of_its_items(rng):
+    """A task fetches the next one's arrays then, of another item; of arrays that the caches keep it does not."""
+    items = -(-7 * level2_bytes() // (4 * 4 * 4 * 80 * 16))
+    q, k, v = qkv(rng, "float32", items, 4, 2, 80, 80, 16, 16)
+    words = [_words(x[: n or None] for x in (q, k, v)) for n in (0, 1)]
+    assert words[0]["upcoming"] == 2 and words[0]["q_lines"] == words[0]["v_lines"] == 1 and not words[1]
+    for n in (1, 2):
+        sl.set_threads(n)
+        for options in ({}, {"causal": True}, {"q_lengths": [80, 40] * (items // 2) + [80] * (items % 2)}):
+            out = sl.attention(q, k, v, q_start=0, **options)
+            for b in (0, 1, items - 1):
+                of_item = {x: y[b : b + 1] if x == "q_lengths" else y for x, y in options.items()}
+                alone = sl.attention(q[b : b + 1], k[b : b + 1], v[b : b + 1], q_start=0, **of_item)
+                assert alone.tobytes() == out[b : b + 1].tobytes()
+
+
+def _words(arrays):
+    q, k, v = (describe(x, name) for x, name in zip(arrays, "qkv", strict=True))
+    problem, _, _ = from_arrays(q, k, v, Options())
+    rows, keys, isa = Rows("bhld", q, q.strides), Dense("bhld", k, v), current_isa()
+    how = schedule(problem, isa, 2, keys.strides("float32"), tuning_of(isa))
+    return upcoming_of(problem, how, words_of(problem, how, rows, keys))

@@ -185,6 +185,18 @@ def test_what_follows_the_last_key_of_some_queries_is_not_touched(isa, rng, opti
         assert want[:, :, rows].tobytes() == sl.attention(q, k, v, q_start=1, **options)[:, :, rows].tobytes()
 
 
+def test_keys_before_those_that_all_see(isa, rng):
+    """A window's lower edge: of a key that some rows of a panel do not see, its score matters to the others alone."""
+    q, k, v = qkv(rng, "float32", 1, 2, 2, 200, 200, 16, 16)
+    k[:, :, ::13] *= 40
+    for mask in (sl.window(50, None), sl.window(70, 25), sl.window(50, None) & (lambda b, h, i, j: j % 64 != 40)):
+        assert_accurate(q, k, v, mask=mask)
+        assert_accurate(q, k, v, mask=mask, score=sl.softcap(50.0))
+    v[:, :, 39] = NAN
+    out = sl.attention(q, k, v, mask=sl.window(50, None))[0, :, :, 0]
+    assert np.isnan(out).any(axis=0).tolist() == [True] * 90 + [False] * 110
+
+
 def test_a_key_hidden_from_some_lanes_only(isa, rng):
     """NaN in a value that a neighbouring lane sees reaches that lane alone."""
     q, k, v = qkv(rng, "float32", 1, 1, 1, 40, 40, 8, 8)

@@ -56,7 +56,7 @@ class _Task(PairWork):
     def _find_item(self) -> GradientItem:
         """Which gang, kv head, step and range the ticket is for."""
         k, a = self.k, self.a
-        at = self.row_of_ticket(k.pointer(a.gangs), a.gang_count, GANG.bytes, GANG.offset("first"))
+        at = self.row_of_ticket(k.pointer(a.gangs), a.gang_count, GANG.bytes, GANG.offset("first"), k.p["number"])
         gang = {name: k.load(I64, at, GANG.offset(name)) for name in GANG.names}
         local, width = k.p["number"] - gang["first"], gang["columns"] * gang["ranges"]
         diagonal, rest = local // width, local % width

@@ -9,29 +9,27 @@ Arguments, scratch and the memory of a panel are described in layout.py.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..problem import SPAN, TILE
 from .dropping import drop_tile
-from .layout import BLOCK, ENDS, LANES, PLACES
+from .layout import BLOCK, ENDS, LANES, PLACES, Item
 from .lookups import lines
 from .lower import aim, expression_tile, squares
 from .places import locate
 from .products import full_keys, load_scales, step_bytes, units_of
 from .queries_in_lanes import (
-    clear_state,
-    merge_states,
     predicated_tile,
     score_tile,
     softmax_tile,
-    store_panel,
     value_tile,
 )
 from .region import Box, Work, entry, region
 from .shape import Shape
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_queries, stage_keys, stage_rows, stage_values
-from .states import load_state, store_state
+from .states import clear_state, load_state, merge_states, store_panel, store_state
+from .upcoming import aim_at_next
 from .vector import I1, I64, PTR, Function, Module, Value
 from .visibility import extent, visibility
 
@@ -114,21 +112,28 @@ class _Task(Work):
         self.parts = parts
         self.fetch = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))  # rows of tables
         k, a, item = self.k, self.a, self.item
-        local = k.p["number"] - item.first
-        head, block = local // item.blocks, local % item.blocks
-        block = k.select(a.causal.differs(0), item.blocks - 1 - block, block)  # heaviest first
-        self.first = block * (a.panels * self.s.panel)
+        head, self.first = self.block_of(k.p["number"], item)
         self.total = item.q_len * a.group
         self.rows = k.min(self.total - self.first, a.panels * self.s.panel)
         self.panels = (self.rows + (self.s.panel - 1)) // self.s.panel
         self.head, self.heads = head, (head * a.group, (head + 1) * a.group - 1)
         self.keys, self.values = self.keys_of("k", head), self.keys_of("v", head)
+        self.last = self.limit((self.first + self.rows - 1) // a.group)  # how many keys the last row sees
+        self.in_total = k.const(1, I1) if self.s.partial else (self.last > SPAN) | self.last.equals(0)
+        self.follows, self.upcoming = aim_at_next(self)
+
+    def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
+        """A ticket's kv head and its first row of queries."""
+        k, a = self.k, self.a
+        local = number - item.first
+        head, block = local // item.blocks, local % item.blocks
+        block = k.select(a.causal.differs(0), item.blocks - 1 - block, block)  # heaviest first
+        return head, block * (a.panels * self.s.panel)
 
     def run(self) -> None:
-        k, a = self.k, self.a
+        k, a, last = self.k, self.a, self.last
         with k.range(0, self.panels) as i:
             self.pack(_Panel(self, i))
-        last = _Panel(self, self.panels - 1).high  # how many keys the last row sees
         with self.stretches(k.i64(0), last, lambda: self.box(k.i64(0), self.panels)) as (span_start, span_end):
             with k.range(0, self.panels) as i, k.when(_Panel(self, i).high > span_start):
                 clear_state(k, self.s, _Panel(self, i).part("span"), a.width + 2)
@@ -144,24 +149,31 @@ class _Task(Work):
             with k.when(several), k.range(0, self.panels) as i, k.when(_Panel(self, i).high > span_start):
                 panel = _Panel(self, i)
                 k.call(self.parts.merge, panel.part("total"), panel.part("span"), a.value_dim)
-        self.finish(k.const(1, I1) if self.s.partial else (last > SPAN) | last.equals(0))
+        self.finish()
 
     def pack(self, panel: _Panel) -> None:
         """Finds a panel's rows and transposes its queries."""
         k, s, a = self.k, self.s, self.a
+        first = k.min(self.first + panel.i * s.panel, self.total - 1)
+        row, at, of_group = (k.variable(x) for x in (first, first // a.group, first % a.group))
         with k.range(0, s.panel) as lane:
-            r = k.min(self.first + panel.i * s.panel + lane, self.total - 1)
-            position, q_head = r // a.group, self.head * a.group + r % a.group
+            position, q_head = at.get(), self.head * a.group + of_group.get()
             words = {name: self.row_of(name, q_head, position) for name in ("q", "out", "lse")}
             words["lse"] = k.select(a.lse.differs(0), words["lse"], a.lse)
             words |= {"limit": self.limit(position), "head": q_head}
             words["position"] = position + self.item.start + a.k_start
             for name, word in words.items():
                 k.store(word, panel.lanes(name), lane * 8)
+            with k.when(row.get() + 1 < self.total):  # lanes past the end repeat the last row
+                next_head = of_group.get() + 1
+                row.set(row.get() + 1)
+                at.set(position + k.zext(next_head.equals(a.group), I64))
+                of_group.set(k.select(next_head.equals(a.group), k.i64(0), next_head))
         limits = panel.lanes("limit")
         k.store(k.load(I64, limits), panel.at, ENDS.offset("low"))
         k.store(k.load(I64, limits, (s.panel - 1) * 8), panel.at, ENDS.offset("high"))
-        clear_state(k, s, panel.part("total"), a.width + 2)
+        with k.when(self.in_total | (panel.high <= 0)):
+            clear_state(k, s, panel.part("total"), a.width + 2)
         if self.parts.resume is not None:
             with k.when(a.begins.equals(0)):
                 k.call(self.parts.resume, k.p["a"], panel.part("total"), panel.lanes("out"), panel.lanes("lse"))
@@ -170,10 +182,10 @@ class _Task(Work):
         units = units_of(s, a.head_dim)
         k.call(self.parts.pack, panel.lanes("q"), panel.part("queries"), a.head_dim, units, a.q_column, a.flip)
 
-    def finish(self, in_total: Value) -> None:
-        """A sink joins last; then the rows are written. `in_total`: else the only span's state is all."""
+    def finish(self) -> None:
+        """A sink joins last; then the rows are written."""
         k, s, a = self.k, self.s, self.a
-        state_at = k.select(in_total, a.at_total, a.at_span)
+        state_at = k.select(self.in_total, a.at_total, a.at_span)  # the only span's state is all
         with k.range(0, self.panels) as i:
             panel = _Panel(self, i)
             state = k.at(panel.at, k.select(panel.high > 0, state_at, a.at_total))
@@ -223,11 +235,11 @@ class _Task(Work):
             high = k.min(panel.high - start, count)
             with k.when(high > 0):
                 if self.visibility is None:
-                    self.panel_tile(panel, tile, k.i64(0), high, high)
+                    self.panel_tile(panel, tile, k.i64(0), high, k.i64(0), high)
                 else:
-                    first, end, clear = self.extent_of(self.box(i, i + 1), start, high)
+                    first, end, clear, full = self.parts_of(self.box(i, i + 1), start, high)
                     with k.when(first < end):
-                        self.panel_tile(panel, tile, first, end, clear)
+                        self.panel_tile(panel, tile, first, end, clear, full)
 
     def staged(self, start: Value, count: Value) -> _Tile:
         """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
@@ -281,13 +293,16 @@ class _Task(Work):
         """Where those lie: of keys, and of values."""
         return [self.k.at(self.part("scales"), n * (TILE * 4)) for n in (0, 1)]
 
-    def panel_tile(self, panel: _Panel, tile: _Tile, first: Value, end: Value, clear: Value) -> None:
-        """Keys [first, end) of a tile for one panel. The mask hides nothing below `clear`; `causal` still may."""
+    def panel_tile(self, panel: _Panel, tile: _Tile, first: Value, end: Value, clear: Value, full: Value) -> None:
+        """Keys [first, end) of a tile for one panel. The mask hides nothing of [clear, full); `causal` still may."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        full = k.max(k.min(panel.low - tile.start, clear), first)
-        self.count(full - first, end - first)
-        full = full_keys(k, s, full, end, tile.length)
-        start, full, high, clear = tile.start + first, full - first, end - first, clear - first
+        shown = k.min(panel.low - tile.start, full)
+        masked = clear - first
+        clear, shown = (k.select(shown > clear, x, first) for x in (clear, shown))
+        self.count(k.select(clear.equals(first), shown - first, k.i64(0)), end - first)
+        shown = full_keys(k, s, shown, end, tile.length)
+        start, high = tile.start + first, end - first
+        clear, shown, full = clear - first, shown - first, full - first
         keys = k.at(tile.keys, first * tile.k_row)
         values = k.at(tile.values, units_of(s, first) * tile.v_row)
         missing = [k.select(end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
@@ -296,22 +311,44 @@ class _Task(Work):
         position = start + a.k_start
         if parts.aim is not None:
             k.call(parts.aim, k.p["a"], self.fetch, panel.lanes("position"), position, self.item.index)
+        follows = k.zext(self.follows & (tile.start + TILE >= self.last), I64)
         arguments = (panel.part("queries"), keys, tile.k_row, high, units_of(s, a.head_dim), check, self.fetch)
-        k.call(parts.score, self.scratch, *arguments, *scales[:1])
+        k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.upcoming, *scales[:1])
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
-            where = (position, start, high, self.item.index, clear, self.fetch)
-            with k.when(k.const(1, I1) if s.program.score is not None else clear < high):
+            where = (position, start, high, self.item.index, masked, full, self.fetch)
+            hides = k.const(1, I1) if s.program.score is not None else (masked > 0) | (full < high)
+            with k.when(hides):
                 k.call(parts.expression, k.p["a"], self.scratch, check, lanes, limits, *where)
-        arguments = (check, state, limits, start, full, high, self.scale(), *missing)
-        full = units_of(s, k.call(parts.softmax, self.scratch, *arguments, *scales[1:]))
+        arguments = (check, state, limits, start, clear, shown, high, self.scale(), *missing)
+        shown = k.call(parts.softmax, self.scratch, *arguments, *scales[1:])
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        steps = units_of(s, high)
+        self.add_values(state, tile, values, (clear, shown, high))
+
+    def add_values(self, state: Value, tile: _Tile, values: Value, keys: tuple[Value, Value, Value]) -> None:
+        """Values by weights, summed to a panel's state. keys: those that all see, from and to; how many."""
+        k, s, parts, a = self.k, self.s, self.parts, self.a
+        clear, full, steps = (units_of(s, x) for x in keys)
         accumulator = k.at(state, 2 * s.row_bytes)
-        arguments = (self.scratch, values, tile.v_row, full, steps, a.value_dim, check, self.part("partial"))
-        with k.when(full > 0):
-            k.call(parts.value, accumulator, *arguments)
-        with k.when(full < steps):
-            k.call(parts.predicated, accumulator, *arguments)
+
+        def add(function: Any, first: Value, end: Value) -> None:
+            with k.when(first < end):
+                ends = (first, end, steps)
+                arguments = (
+                    self.scratch,
+                    values,
+                    tile.v_row,
+                    *ends,
+                    a.value_dim,
+                    self.part("check"),
+                    self.part("partial"),
+                )
+                k.call(function, accumulator, *arguments)
+
+        if s.hides:
+            clear = k.select(full > 0, clear, k.i64(0))
+            add(parts.predicated, k.i64(0), clear)
+        add(parts.value, clear, full)
+        add(parts.predicated, full, steps)

@@ -199,6 +199,9 @@ DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
     "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values, each with those to fetch
 }
 
+# what of the next task is fetched next: addresses of a row of q, of out, of keys and of values; how many are left
+UPCOMING = Record("q", "out", "k", "v", "positions", "keys")
+
 
 class BackwardSizes(NamedTuple):
     """What the parts of the backward kernel's scratch depend on."""
@@ -305,6 +308,9 @@ def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[
 FORWARD = Record(
     *_COMMON, "panels", "width", "stage_k", "stage_v", "panel_bytes",
     *(f"at_{name}" for name in (*FORWARD_SCRATCH, *PANEL)),
+    # of the task that a thread will probably run next: tickets on, 0 if nothing is fetched for it; cache lines of a row
+    # of q, out, k and v; positions, and keys, that are fetched with each group of keys
+    "upcoming", "q_lines", "out_lines", "k_lines", "v_lines", "next_positions", "next_keys",
     # of a partial problem: accumulators, laid as out is; [rows, 2] of running_max and running_sum, laid as lse is; and
     # whether rows begin here, with nothing, and end here, in out and lse
     "accumulators", "sums", "begins", "ends",

@@ -287,22 +287,23 @@ def aim(module: Any, s: Shape, program: Program) -> Any:
 
 
 def expression_tile(module: Any, s: Shape, program: Program) -> Any:
-    """scores[n_keys, panel] = score(scale · S), and -inf (which means hidden) where the mask says so, from key `clear`
-    on.
+    """scores[n_keys, panel] = score(scale · S), and -inf (which means hidden) where the mask says so, but of the keys
+    [clear, full).
 
     `lanes` holds the position and then the head of every lane; `limits` as in softmax_tile. With a score, `check` is as
-    from score_tile. An index out of range at a visible key is noted in `wrong`: per lookup and dimension, a flag and
-    one such index.
+    from score_tile, of the keys that the mask shows. An index out of range at a visible key is noted in `wrong`: per
+    lookup and dimension, a flag and one such index.
     """
     k = module.function("expression_tile",
                         {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
                                             "start": I64, "n_keys": I64, "batch": I64, "clear": I64,
-                                            "ahead": PTR}, special=True)  # fmt: skip
+                                            "full": I64, "ahead": PTR}, special=True)  # fmt: skip
     p = k.p
     scale = scale_of(k, s)
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
     hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
-    begin = k.i64(0) if program.score is not None else p["clear"]  # without a score nothing happens to visible keys
+    # without a score nothing happens to visible keys
+    begin = k.i64(0) if program.score is not None else k.select(p["clear"] > 0, k.i64(0), p["full"])
     with k.range(0, s.vectors) as v:
         at, lane = v * (s.lanes * s.number_bytes), v * (s.lanes * 8)
         lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
@@ -328,7 +329,8 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
                 now["s"] = x * scale
                 x = lowering.vector(lowering.value(program.score, now, values))
             if program.mask is not None:
-                visible = lowering.vector(lowering.value(program.mask, now, values)) | k.splat(j < p["clear"], s.lanes)
+                whole = k.splat((j >= p["clear"]) & (j < p["full"]), s.lanes)
+                visible = lowering.vector(lowering.value(program.mask, now, values)) | whole
                 x = k.select(visible, x, hidden)
 
             def looked_at() -> Value:
@@ -337,8 +339,13 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
 
             _note_wrong(lowering, wrong, looked_at, risky, streams, m)
             k.store(x, row, at)
-            for variable, combine in ((top, k.max), (total, lambda a, b: a + b), (least, k.min)):
-                variable.set(combine(x, variable.get()))
+            if program.score is not None:
+                top.set(k.max(x, top.get()))
+                shown = (
+                    [x, x] if visible is None else [k.select(visible, x, y) for y in (k.const(0.0, s.vector), -hidden)]
+                )
+                total.set(shown[0] + total.get())
+                least.set(k.min(shown[1], least.get()))
 
         lowering.each_key(streams, env, p["first"], (begin, p["n_keys"]), key)
         if program.score is not None:

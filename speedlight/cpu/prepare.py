@@ -16,20 +16,22 @@ from ..arrays import STORAGE_BYTES, pages
 from ..errors import ArgumentError
 from ..expressions.program import Program
 from ..expressions.tree import Node, out_of_range
-from ..machine import PRODUCTS, Isa, current_isa, number_bytes
+from ..machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ..modes import standard
 from ..philox import drop_below
 from ..planning import Plan, Roofs, Run, plan_of
-from ..problem import LAYOUTS, Problem
+from ..problem import LAYOUTS, TILE, Problem
 from ..work import all_pairs
 from .compile import kernel_of, lock, symbol_of
-from .layout import CALL, ITEM, SCRATCH, STATE, Item, Record, arguments_of
+from .layout import CALL, ENDLESS, ITEM, SCRATCH, STATE, Item, Record, arguments_of
 from .operands import Dense, Paged, Rows, Strides, steps
 from .schedule import Schedule, product_of, schedule
 from .shape import Shape
 from .softmax import LOG4_E
 from .tuned import tuning_of
 from .workers import run_alone, run_tickets
+
+_KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
 
 
 @standard
@@ -93,11 +95,13 @@ class Call:
             words |= {"sinks": self.sinks.ctypes.data}
         self.shape = _shape(problem, how, self.program, cached=cached)
         self.loaded = weakref.ref(kernel_of(self.shape))
-        record = arguments_of(how.kind)
-        self.words_type, self.template = ctypes.c_int64 * len(record.names), template_of(record, words)
         self.seconds = _guessed_seconds(problem, how)
         wants = how.tuning.threading
         self.threads = how.threads if self.seconds > wants.inline_seconds else 1
+        if "upcoming" in words:
+            words["upcoming"] = self.threads
+        record = arguments_of(how.kind)
+        self.words_type, self.template = ctypes.c_int64 * len(record.names), template_of(record, words)
         self.region_seconds, self.inline_bytes = wants.region_seconds, wants.inline_bytes
         self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
         self.items_at = items.ctypes.data
@@ -280,7 +284,38 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
         "divisor": bits_of(problem.dropout_divisor, number),
     }
     words |= steps("q", rows.q.strides, rows.layout) | steps("out", rows.out_strides, rows.layout)
-    return words | keys.words() | dict(how.words)
+    words |= keys.words() | dict(how.words)
+    return words | (upcoming_of(problem, how, words) if how.kind == "forward" else {})
+
+
+def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[str, int]:
+    """What is fetched for the next task while one computes (cpu/upcoming.py): of keys a tile at most.
+
+    Nothing of arrays that stay in the caches: there a wrong guess takes lines away from another thread.
+    """
+    both = problem.head_dim + problem.value_dim
+    rows = sum(problem.q_lengths) * problem.q_heads * STORAGE_BYTES[problem.storage]
+    keys = sum(problem.k_lengths) * problem.kv_heads * STORAGE_BYTES[problem.key_storage]
+    if (rows + keys) * both < _KEPT * level2_bytes():
+        return {}
+    rows = how.tuning.register_tiles(how.isa).keys[how.vectors - 1]
+    own, keys = STORAGE_BYTES[problem.storage], STORAGE_BYTES[problem.key_storage]
+    dense = words["page_size"] == ENDLESS
+    sizes = (
+        ("q", problem.head_dim, own, True),
+        ("out", problem.value_dim, own, True),
+        ("k", problem.head_dim, keys, dense),
+        ("v", problem.value_dim, keys, dense),
+    )
+    lines = {
+        f"{x}_lines": -(-dim * size // 64) * (known and words[f"{x}_column"] == size) for x, dim, size, known in sizes
+    }
+    groups = TILE // rows  # of keys in a tile
+    return lines | {
+        "upcoming": how.threads,
+        "next_positions": -(-how.panel // (groups * problem.group)),
+        "next_keys": -(-TILE // (groups * how.panels)),
+    }
 
 
 def _padded_rows(problem: Problem) -> int:

@@ -1,4 +1,4 @@
-"""Micro-kernels in which a lane is a query: score, softmax, value, merge, store. They know panels, nothing of heads,
+"""Micro-kernels in which a lane is a query: score, softmax, value. They know panels, nothing of heads,
 masks or threads.
 
 A *panel* is `vectors` x `lanes` queries. Everything a panel needs lies lane-contiguous:
@@ -18,7 +18,6 @@ from typing import Any
 from llvmlite import ir
 
 from ..problem import TILE
-from . import conversions
 from .products import (
     add_weights,
     multiply_add,
@@ -32,15 +31,12 @@ from .softmax import (
     LARGE,
     base_of,
     clamped,
-    divided,
     exp4,
-    is_empty,
     largest,
-    log_sum_exp,
     lowest_exponent,
-    merge_of,
     rescaled,
 )
+from .upcoming import fetch_next
 from .vector import F32, I32, I64, PTR, Function, Module, Value, Variable, vec
 
 
@@ -64,6 +60,7 @@ def _each(total: list[list[Variable]]) -> Iterator[tuple[int, int, Variable]]:
 
 _SCORE_PARAMS = {
     "scores": PTR, "q_panel": PTR, "keys": PTR, "key_row": I64, "n_keys": I64, "units": I64, "check": PTR, "ahead": PTR,
+    "a": PTR, "follows": I64, "upcoming": PTR,
 }  # fmt: skip
 
 
@@ -71,7 +68,7 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     """scores[n_keys, panel] = keys @ q_panel, one chain of multiply-adds over the units per element.
 
     Meanwhile brings in what the expression will read: `ahead` has the panel's addresses, once for each number of
-    `lines`.
+    `lines`; and what the next task will, where one `follows`.
 
     check holds every lane's largest score, the sum (finite only if all scores are), and the smallest; where a score
     function follows, that says so of what it makes of them. Row groups past the end repeat the last key: what they
@@ -93,6 +90,7 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
                     total[m][v].set(multiply_add(k, s, key, query[v], total[m][v].get()))
 
         _fetch_rows(k, s, lines, j)
+        fetch_next(k)
         k.unrolled(0, p["units"], step)
         for v in range(s.vectors):
             scores = _stored_scores(k, s, j, v, [total[m][v].get() for m in range(s.rows)])
@@ -157,15 +155,16 @@ def _tree(values: Sequence[Value], combine: Callable[[Value, Value], Value], las
 
 
 def softmax_tile(module: Module, s: Shape) -> Any:
-    """Scores become weights in place; running_max, running_sum and alpha are updated. Returns where predication starts.
+    """Scores become weights in place; running_max, running_sum and alpha are updated. Returns `full`, or 0 if all keys
+    must be predicated.
 
-    Keys below `full` are visible to every lane; lane i sees keys below limits[i] - tile_start. If the scores are
-    finite, the maximum is below LARGE and no weight underflows, keys below `full` take the fast loop; all others
-    take the careful one, which stands anything. There the weight of a hidden key is -0, which no visible key can have.
+    Keys [clear, full) are visible to every lane; lane i sees keys below limits[i] - tile_start. If the scores are
+    finite, the maximum is below LARGE and no weight underflows, those keys take the fast loop; all others take the
+    careful one, which stands anything. There the weight of a hidden key is -0, which no visible key can have.
     """
     params = {
-        "scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "full": I64, "n_keys": I64,
-        "c": s.number,
+        "scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "clear": I64, "full": I64,
+        "n_keys": I64, "c": s.number,
     }  # fmt: skip
     if s.pads:
         params["missing"] = s.number  # what the partner of an odd last key weighs
@@ -180,12 +179,13 @@ def softmax_tile(module: Module, s: Shape) -> Any:
         total, lowest = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 2))
         finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top.get()) < LARGE)
         normal = normal & k.all(k.fma(lowest, c, -top.get()) >= lowest_exponent(s))
-    with k.when((finite ^ 1) | (p["full"] < p["n_keys"])):
+    with k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"])):
+        ends = [k.select(finite, p[x], k.i64(0)) for x in ("clear", "full")]
         for v, top in enumerate(tops):
-            top.set(_careful_max(k, s, c, old[v], limits[v], v, k.select(finite, p["full"], k.i64(0))))
-    start = k.select(finite & normal, p["full"] & -2, k.i64(0))
+            top.set(_careful_max(k, s, c, old[v], limits[v], v, ends))
+    first, end = (k.select(finite & normal, x, k.i64(0)) for x in (p["clear"], p["full"] & -2))
     weights = _Weights(k, s, c, [top.get() for top in tops], limits)
-    weights.all_from(start)
+    weights.all_but(first, end)
     weights.finish(old)
     return k.finish(k.select(finite, p["full"], k.i64(0)))
 
@@ -204,19 +204,22 @@ def sees(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
     return (index < limit) & x.differs(float("-inf"))
 
 
-def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: int, full: Value) -> Value:
-    """max(old, c · largest visible score), rounded down where it is LARGE. Keys below `full` are finite and visible."""
+def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: int, whole: list[Value]) -> Value:
+    """max(old, c · largest visible score), rounded down where it is LARGE. Keys of `whole`, from and to, are finite and
+    visible.
+    """
     lowest = k.const(float("-inf"), s.vector)
     best = k.variable(lowest)
 
     def score(j: Value) -> Value:
         return k.load(s.vector, k.p["scores"], j * s.row_bytes + s.lane_offset(v))
 
-    with k.range(0, full) as j:
+    with k.range(whole[0], whole[1]) as j:
         best.set(k.max(score(j), best.get()))
-    with k.range(full, k.p["n_keys"]) as j:
-        x = score(j)
-        best.set(k.max(k.select(sees(k, s, x, j, limit), x, lowest), best.get()))
+    for ends in ((k.i64(0), whole[0]), (whole[1], k.p["n_keys"])):
+        with k.range(*ends) as j:
+            x = score(j)
+            best.set(k.max(k.select(sees(k, s, x, j, limit), x, lowest), best.get()))
     return largest(k, s, best.get(), c, old)
 
 
@@ -229,13 +232,16 @@ class _Weights:
         self.hidden = k.const(-0.0, s.vector)
         self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
-    def all_from(self, start: Value) -> None:
-        """From key `start` on lanes are predicated, NaN is kept, exponents of LARGE rows are clamped."""
+    def all_but(self, first: Value, end: Value) -> None:
+        """Outside keys [first, end) lanes are predicated, NaN is kept, exponents of LARGE rows are clamped."""
         k, n, together = self.k, self.k.p["n_keys"], self.s.elements
-        with k.range(0, start, 2) as j:
-            self._step(j, 2, careful=False)
         whole = n if together == 1 else n & -together
-        with k.range(start, whole, together) as j:
+        if self.s.hides:
+            with k.range(0, first, together) as j:
+                self._step(j, together, careful=True)
+        with k.range(first, end, 2) as j:
+            self._step(j, 2, careful=False)
+        with k.range(end, whole, together) as j:
             self._step(j, together, careful=True)
         if together > 1:
             with k.when(whole < n):
@@ -298,60 +304,64 @@ class _Weights:
 # --- values
 
 _VALUE_PARAMS = {
-    "acc": PTR, "weights": PTR, "values": PTR, "value_row": I64, "full": I64, "steps": I64, "width": I64, "alpha": PTR,
-    "partial": PTR,
+    "acc": PTR, "weights": PTR, "values": PTR, "value_row": I64, "first": I64, "end": I64, "steps": I64, "width": I64,
+    "alpha": PTR, "partial": PTR,
 }  # fmt: skip
 
 
 def value_tile(module: Module, s: Shape) -> Any:
     """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0.
 
-    A step of j is a unit of keys. Steps below `full` are visible to every lane; if there are more, the sums so far go
-    to `partial` and predicated_tile continues. Columns past the width repeat the last one into rows that nothing reads.
+    A step of j is a unit of keys. Steps [first, end) are visible to every lane; sums so far come from `partial` if
+    there were steps before, and go there if there are more, where predicated_tile continues. Columns past the width
+    repeat the last one into rows that nothing reads.
     """
     k = module.function("value_tile", _VALUE_PARAMS)
     p = k.p
-    last = p["width"] - 1
-    with k.range(0, p["width"], s.rows) as column:
-        offsets = [k.min(column + m, last) * s.number_bytes for m in range(s.rows)]
-        total = accumulators(k, s, s.rows)
 
-        def step(j: Value, offsets: list[Value] = offsets, total: list[list[Variable]] = total) -> None:
+    def group(column: Value, offsets: Sequence[Value | int]) -> None:
+        """Columns from `column` on, at these bytes from it."""
+        values, total = k.at(p["values"], column * s.number_bytes), accumulators(k, s, s.rows)
+        if s.hides:
+            with k.when(p["first"] > 0):
+                _start(k, s, total, p["partial"], column, k.i64(s.row_bytes))
+
+        def step(j: Value) -> None:
             weights = [k.load(s.units, p["weights"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
-            row = k.at(p["values"], j * p["value_row"])
+            row = k.at(values, j * p["value_row"])
             for m in range(s.rows):
                 value = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
                 for v in range(s.vectors):
                     total[m][v].set(multiply_add(k, s, value, weights[v], total[m][v].get()))
 
-        k.unrolled(0, p["full"], step)
-        with k.either(p["full"].equals(p["steps"])) as (whole, rest):
-            with whole:
-                _accumulate(k, s, column, total)
-            with rest:
-                for m, v, total_mv in _each(total):
-                    k.store(total_mv.get(), p["partial"], (column + m) * s.row_bytes + s.lane_offset(v))
+        k.unrolled(p["first"], p["end"], step)
+        _end(k, s, column, total)
+
+    whole, last = p["width"] // s.rows * s.rows, p["width"] - 1
+    with k.range(0, whole, s.rows) as column:
+        group(column, [m * s.number_bytes for m in range(s.rows)])  # constants: a register each there would not be
+    with k.when(whole < p["width"]):
+        group(whole, [(k.min(whole + m, last) - whole) * s.number_bytes for m in range(s.rows)])
     return k.finish()
 
 
 def predicated_tile(module: Module, s: Shape) -> Any:
-    """Continues value_tile from `partial` over the steps [full, steps): a lane whose weight is -0 keeps its sum,
-    whatever the value is (0 · NaN is NaN). Conditions take registers too: of the widest panels half as many rows.
+    """What value_tile does, over steps of which a lane may see none: where its weight is -0 it keeps its sum, whatever
+    the value is (0 · NaN is NaN). Conditions take registers too: of the widest panels half as many rows.
     """
     k = module.function("predicated_tile", _VALUE_PARAMS)
     p = k.p
     roomy = s.isa.registers >= 32 and s.vectors < 3
     last, rows = p["width"] - 1, s.rows if roomy else max(1, s.rows // 2)
-    # without full steps value_tile has not run: softmax_tile left the start of every column beside alpha
-    fresh = p["full"].equals(0)
+    # the first steps: softmax_tile left the start of every column beside alpha
+    fresh = p["first"].equals(0)
     begin = k.select(fresh, k.at(p["alpha"], s.row_bytes), p["partial"])
     begin_row = k.select(fresh, k.i64(0), k.i64(s.row_bytes))
     with k.range(0, p["width"], rows) as column:
         offsets = [k.min(column + m, last) * s.number_bytes for m in range(rows)]
         total = accumulators(k, s, rows)
-        for m, v, total_mv in _each(total):
-            total_mv.set(k.load(s.vector, begin, (column + m) * begin_row + s.lane_offset(v)))
-        with k.range(p["full"], p["steps"]) as j:
+        _start(k, s, total, begin, column, begin_row)
+        with k.range(p["first"], p["end"]) as j:
             weights = [k.load(s.units, p["weights"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
             seen = [visible(k, s, w) for w in weights]
             row = k.at(p["values"], j * p["value_row"])
@@ -359,8 +369,28 @@ def predicated_tile(module: Module, s: Shape) -> Any:
                 value = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
                 for v in range(s.vectors):
                     total[m][v].set(visible_step(k, s, value, weights[v], total[m][v].get(), seen[v]))
-        _accumulate(k, s, column, total)
+        if s.hides:
+            _end(k, s, column, total)
+        else:
+            _accumulate(k, s, column, total)  # nothing follows the end of what `causal` shows
     return k.finish()
+
+
+def _start(k: Function, s: Shape, total: list[list[Variable]], begin: Value, column: Value, row: Value) -> None:
+    """Sums so far, of a column every `row` bytes."""
+    for m, v, total_mv in _each(total):
+        total_mv.set(k.load(s.vector, begin, (column + m) * row + s.lane_offset(v)))
+
+
+def _end(k: Function, s: Shape, column: Value, total: list[list[Variable]]) -> None:
+    """Sums go to the accumulator, or to `partial` if there are more steps."""
+    p = k.p
+    with k.either(p["end"].equals(p["steps"])) as (whole, rest):
+        with whole:
+            _accumulate(k, s, column, total)
+        with rest:
+            for m, v, total_mv in _each(total):
+                k.store(total_mv.get(), p["partial"], (column + m) * s.row_bytes + s.lane_offset(v))
 
 
 def _accumulate(k: Function, s: Shape, column: Value, total: list[list[Variable]]) -> None:
@@ -368,74 +398,3 @@ def _accumulate(k: Function, s: Shape, column: Value, total: list[list[Variable]
         at = k.at(k.p["acc"], (column + m) * s.row_bytes + s.lane_offset(v))
         alpha = k.load(s.vector, k.p["alpha"], s.lane_offset(v))
         k.store(k.fma(k.load(s.vector, at), alpha, total_mv.get()), at)
-
-
-# --- states
-
-
-def clear_state(k: Function, s: Shape, state: Value, rows: Value) -> None:
-    """(-inf, 0, 0): a state of `rows` rows that has seen nothing."""
-    for v in range(s.vectors):
-        k.store(k.const(float("-inf"), s.vector), state, s.lane_offset(v))
-    with k.range(1, rows) as row:
-        for v in range(s.vectors):
-            k.store(k.const(0.0, s.vector), state, row * s.row_bytes + s.lane_offset(v))
-
-
-def merge_states(module: Module, s: Shape) -> Any:
-    """total ⊕ span: the first non-empty one is copied, later ones merged, empty ones skipped, lane by lane."""
-    k = module.function("merge_states", {"total": PTR, "span": PTR, "width": I64})
-    p = k.p
-    merges = []
-    for v in range(s.vectors):
-        at = s.lane_offset(v)
-        first, second = (
-            (k.load(s.vector, x, at), k.load(s.vector, x, s.row_bytes + at)) for x in (p["total"], p["span"])
-        )
-        merges.append(merge := merge_of(k, s, first, second))
-        k.store(merge.top, p["total"], at)
-        k.store(merge.of(first[1], second[1]), p["total"], s.row_bytes + at)
-    with k.range(2, p["width"] + 2) as row:
-        for v, merge in enumerate(merges):
-            at = row * s.row_bytes + s.lane_offset(v)
-            a1, a2 = (k.load(s.vector, x, at) for x in (p["total"], p["span"]))
-            k.store(merge.of(a1, a2), p["total"], at)
-    return k.finish()
-
-
-def store_panel(module: Module, s: Shape, log: Any) -> Any:
-    """Outputs and log-sum-exps of the first `count` lanes, to the rows named by tables of pointers."""
-    params = {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64}
-    k = module.function("store_panel", params | ({"divisor": s.number} if s.dropout else {}))
-    p = k.p
-    acc = k.at(p["state"], 2 * s.row_bytes)
-    with k.range(0, s.vectors) as v:
-        at = v * s.vector_bytes
-        m, running_sum = k.load(s.vector, p["state"], at), k.load(s.vector, p["state"], at + s.row_bytes)
-        empty = is_empty(m, running_sum)
-        by = running_sum * k.splat(p["divisor"], s.lanes) if s.dropout else running_sum
-        with k.range(0, p["width"]) as c:
-            x = k.load(s.vector, acc, c * s.row_bytes + at)
-            k.store(divided(k, s, x, by, empty), acc, c * s.row_bytes + at)
-        _store_rows(k, s, v, acc)
-    with k.when(k.load(I64, p["lse_table"]).differs(0)), k.range(0, p["count"]) as lane:
-        m, running_sum = (k.load(s.number, p["state"], i * s.row_bytes + lane * s.number_bytes) for i in (0, 1))
-        k.store(log_sum_exp(k, s, log, m, running_sum), k.load(PTR, p["lse_table"], lane * 8))
-    return k.finish()
-
-
-def _store_rows(k: Function, s: Shape, v: Value, acc: Value) -> None:
-    """One vector of queries' outputs, [width, lanes] of `acc`: transposed where all lanes are rows of unit stride."""
-    p, at, first = k.p, v * s.vector_bytes, v * s.lanes
-    unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)
-    end = k.select(unit, p["width"] // s.lanes * s.lanes, k.i64(0))
-    with k.range(0, end, s.lanes) as c:
-        rows = k.transpose([k.load(s.vector, acc, (c + i) * s.row_bytes + at) for i in range(s.lanes)])
-        for lane, x in enumerate(rows):
-            x = conversions.narrowed(k, s.storage, x)
-            k.store(x, k.load(PTR, p["table"], (first + lane) * 8), c * s.storage_bytes)
-    with k.range(first, k.min(p["count"], first + s.lanes)) as lane:
-        row = k.load(PTR, p["table"], lane * 8)
-        with k.range(end, p["width"]) as c:
-            x = k.load(s.number, acc, c * s.row_bytes + lane * s.number_bytes)
-            k.store(conversions.narrowed(k, s.storage, x), row, c * p["column"])

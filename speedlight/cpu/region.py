@@ -64,16 +64,19 @@ class Work:
         seen = k.max(k.min(self.item.start + position + 1, self.item.k_len), k.i64(0))
         return k.select(self.a.causal.differs(0), seen, self.item.k_len)
 
-    def row_of(self, name: str, head: Value, position: Value) -> Value:
-        """The address of a row of q, out or lse."""
+    def row_of(self, name: str, head: Value, position: Value, item: Any = None) -> Value:
+        """The address of a row of q, out or lse; of another item than the ticket's, if one is given."""
         a = self.a
-        start = getattr(a, name) + getattr(self.item, f"{name}_at")
+        start = getattr(a, name) + getattr(item or self.item, f"{name}_at")
         return start + head * getattr(a, f"{name}_head") + position * getattr(a, f"{name}_row")
 
     def keys_of(self, name: str, head: Value) -> Value:
-        """The address of a kv head's keys ("k") or values ("v")."""
-        a, at = self.a, getattr(self.item, f"{name}_at")
-        return self.k.at(self.k.pointer(getattr(a, name)), at + head * getattr(a, f"{name}_head"))
+        """A kv head's keys ("k") or values ("v")."""
+        return self.k.pointer(self.keys_at(name, head, self.item))
+
+    def keys_at(self, name: str, head: Value, item: Any) -> Value:
+        """The address of an item's."""
+        return getattr(self.a, name) + getattr(item, f"{name}_at") + head * getattr(self.a, f"{name}_head")
 
     def count(self, full: Value, keys: Value) -> None:
         """In a counting run: a tile of `keys` keys, the first `full` of which all see; for plan() to agree with."""
@@ -120,6 +123,13 @@ class Work:
 
     def extent_of(self, box: Box, start: Value, count: Value) -> tuple[Value, Value, Value]:
         """Which of the keys [start, start + count) a box may see at all, from and to, and up to where all are."""
+        first, end, clear, full = self.parts_of(box, start, count)
+        return first, end, self.k.select(clear.equals(first), full, first)
+
+    def parts_of(self, box: Box, start: Value, count: Value) -> tuple[Value, Value, Value, Value]:
+        """Which of the keys [start, start + count) a box may see at all, from and to, and of them the first that all of
+        it sees, from and to.
+        """
         k, index = self.k, self.item.index
         seen = self.seen_of(box, start, start + count)
         packed = k.variable(k.select(seen.equals(0), k.i64(0), count << 8 | count << 16))
@@ -127,24 +137,27 @@ class Work:
             first = start + self.a.k_start
             packed.set(k.call(self.extent, k.p["a"], index, *box.heads, *box.positions, first, count))
         word = packed.get()
-        return word & 255, (word >> 8) & 255, word >> 16
+        return word & 255, (word >> 8) & 255, word >> 24, (word >> 16) & 255
 
-    def row_of_ticket(self, table: Value, count: Value, size: int, first: int) -> Value:
-        """The last row of a table, of `size` bytes each, whose first ticket is not above ours, by bisection."""
+    def row_of_ticket(self, table: Value, count: Value, size: int, first: int, number: Value) -> Value:
+        """The last row of a table, of `size` bytes each, whose first ticket is not above this one, by bisection."""
         k = self.k
         low, high = k.variable(k.i64(0)), k.variable(count)
         with k.forever() as leave_if:
             leave_if(high.get() - low.get() <= 1)
             middle = (low.get() + high.get()) >> 1
-            before = k.load(I64, table, middle * size + first) <= k.p["number"]
+            before = k.load(I64, table, middle * size + first) <= number
             low.set(k.select(before, middle, low.get()))
             high.set(k.select(before, high.get(), middle))
         return k.at(table, low.get() * size)
 
     def _find_item(self) -> Any:
-        """The last batch item whose first ticket is not above ours."""
+        return self.item_of(self.k.p["number"])
+
+    def item_of(self, number: Value) -> Any:
+        """The last batch item whose first ticket is not above this one."""
         k, a = self.k, self.a
-        at = self.row_of_ticket(k.pointer(a.items), a.item_count, ITEM_BYTES, 8 * ITEM.first)
+        at = self.row_of_ticket(k.pointer(a.items), a.item_count, ITEM_BYTES, 8 * ITEM.first, number)
         return Item._make(k.load(I64, at, 8 * word) for word in ITEM)
 
 

@@ -58,6 +58,11 @@ class Shape:
         """Whether the last of an odd number of keys has zeros beside it: of arrays, by pairs."""
         return self.elements > 1 and not self.cached
 
+    @property
+    def hides(self) -> bool:
+        """Whether keys that a mask or score shows may follow others."""
+        return self.program is not None and self.program.may_hide
+
     # --- memory
 
     @property

@@ -1,16 +1,20 @@
-"""Micro-kernels that bring the states of a panel in and out, where a problem has a part of the keys.
+"""Micro-kernels for the state of a panel: cleared, merged, stored as outputs; brought in and out where a problem has a
+part of the keys.
 
-Of each row its accumulator lies as its output does, in numbers instead of the storage type; its running_max and
+There, of each row its accumulator lies as its output does, in numbers instead of the storage type; its running_max and
 running_sum, side by side, as its log-sum-exp does. All arguments are layout.FORWARD's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from . import conversions
 from .layout import FORWARD
 from .region import Words
 from .shape import Shape
+from .softmax import divided, is_empty, log_sum_exp, merge_of
 from .vector import I64, PTR, Function, Module, Value
 
 
@@ -70,3 +74,76 @@ def store_state(module: Module, s: Shape) -> Any:
                 x = k.load(s.number, accumulator, c * s.row_bytes + lane * s.number_bytes)
                 k.store(x, rows.accumulator(lane), c * s.number_bytes)
     return k.finish()
+
+
+def clear_state(k: Function, s: Shape, state: Value, rows: Value) -> None:
+    """(-inf, 0, 0): a state of `rows` rows that has seen nothing."""
+    for v in range(s.vectors):
+        k.store(k.const(float("-inf"), s.vector), state, s.lane_offset(v))
+    with k.range(1, rows) as row:
+        for v in range(s.vectors):
+            k.store(k.const(0.0, s.vector), state, row * s.row_bytes + s.lane_offset(v))
+
+
+def merge_states(module: Module, s: Shape) -> Any:
+    """total ⊕ span: the first non-empty one is copied, later ones merged, empty ones skipped, lane by lane."""
+    k = module.function("merge_states", {"total": PTR, "span": PTR, "width": I64})
+    p = k.p
+    merges = []
+    for v in range(s.vectors):
+        at = s.lane_offset(v)
+        first, second = (
+            (k.load(s.vector, x, at), k.load(s.vector, x, s.row_bytes + at)) for x in (p["total"], p["span"])
+        )
+        merges.append(merge := merge_of(k, s, first, second))
+        k.store(merge.top, p["total"], at)
+        k.store(merge.of(first[1], second[1]), p["total"], s.row_bytes + at)
+    with k.range(2, p["width"] + 2) as row:
+        for v, merge in enumerate(merges):
+            at = row * s.row_bytes + s.lane_offset(v)
+            a1, a2 = (k.load(s.vector, x, at) for x in (p["total"], p["span"]))
+            k.store(merge.of(a1, a2), p["total"], at)
+    return k.finish()
+
+
+def store_panel(module: Module, s: Shape, log: Any) -> Any:
+    """Outputs and log-sum-exps of the first `count` lanes, to the rows named by tables of pointers."""
+    params = {"state": PTR, "table": PTR, "lse_table": PTR, "count": I64, "width": I64, "column": I64}
+    k = module.function("store_panel", params | ({"divisor": s.number} if s.dropout else {}))
+    p = k.p
+    acc = k.at(p["state"], 2 * s.row_bytes)
+    with k.range(0, s.vectors) as v:
+        at = v * s.vector_bytes
+        m, running_sum = k.load(s.vector, p["state"], at), k.load(s.vector, p["state"], at + s.row_bytes)
+        empty = is_empty(m, running_sum)
+        by = running_sum * k.splat(p["divisor"], s.lanes) if s.dropout else running_sum
+
+        def output(c: Value, i: int = 0, at: Value = at, by: Value = by, empty: Value = empty) -> Value:
+            return divided(k, s, k.load(s.vector, acc, (c + i) * s.row_bytes + at), by, empty)
+
+        _store_rows(k, s, v, acc, output)
+    with k.when(k.load(I64, p["lse_table"]).differs(0)), k.range(0, p["count"]) as lane:
+        m, running_sum = (k.load(s.number, p["state"], i * s.row_bytes + lane * s.number_bytes) for i in (0, 1))
+        k.store(log_sum_exp(k, s, log, m, running_sum), k.load(PTR, p["lse_table"], lane * 8))
+    return k.finish()
+
+
+def _store_rows(k: Function, s: Shape, v: Value, acc: Value, output: Callable[..., Value]) -> None:
+    """One vector of queries' outputs, [width, lanes]: transposed where all lanes are rows of unit stride, else by
+    way of `acc`.
+    """
+    p, at, first = k.p, v * s.vector_bytes, v * s.lanes
+    unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)
+    end = k.select(unit, p["width"] // s.lanes * s.lanes, k.i64(0))
+    with k.range(0, end, s.lanes) as c:
+        rows = k.transpose([output(c, i) for i in range(s.lanes)])
+        for lane, x in enumerate(rows):
+            x = conversions.narrowed(k, s.storage, x)
+            k.store(x, k.load(PTR, p["table"], (first + lane) * 8), c * s.storage_bytes)
+    with k.range(end, p["width"]) as c:
+        k.store(output(c), acc, c * s.row_bytes + at)
+    with k.range(first, k.min(p["count"], first + s.lanes)) as lane:
+        row = k.load(PTR, p["table"], lane * 8)
+        with k.range(end, p["width"]) as c:
+            x = k.load(s.number, acc, c * s.row_bytes + lane * s.number_bytes)
+            k.store(conversions.narrowed(k, s.storage, x), row, c * p["column"])

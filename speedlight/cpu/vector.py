@@ -361,10 +361,10 @@ class Function:
         stored = self.b.store(value.x, self.at(pointer, offset).x, align=t.count * _SIZES[t.element])
         stored.set_metadata("nontemporal", self.module.ir.add_metadata([I32(1)]))
 
-    def prefetch(self, pointer: Value, level: int = 1) -> None:
-        """Towards a cache: the first, second or third; any address will do."""
+    def prefetch(self, pointer: Value, level: int = 1, *, write: bool = False) -> None:
+        """Towards a cache: the first, second or third, to be read or written there; any address will do."""
         f = self.module.declare("llvm.prefetch.p0", VOID, [PTR, I32, I32, I32])
-        self.b.call(f, [pointer.x, I32(0), I32(4 - level), I32(1)])
+        self.b.call(f, [pointer.x, I32(int(write)), I32(4 - level), I32(1)])
 
     def fetch_add(self, pointer: Value, offset: int, amount: Value | int) -> Value:
         """Adds atomically; what was there before."""

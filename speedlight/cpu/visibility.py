@@ -89,10 +89,11 @@ def visibility(module: Any, s: Shape, program: Program) -> Any:
 
 
 def extent(module: Any, visibility: Any) -> Any:
-    """Of the mixed tile [j_low, j_low + count): first and past-the-last key that may be visible, and how far all are.
+    """Of the mixed tile [j_low, j_low + count): first and past-the-last key that may be visible, and between them the
+    first keys of which all are visible, and how far.
 
-    Told by parts of PART keys, relative to j_low, packed as first | end << 8 | full << 16; first = end if all is
-    hidden.
+    Told by parts of PART keys, relative to j_low, packed as first | end << 8 | full << 16 | clear << 24; first = end if
+    all is hidden, clear = full if no part is wholly visible.
     """
     names = ("batch", "h_low", "h_high", "i_low", "i_high", "j_low", "count")
     k = module.function("extent", {"a": PTR} | dict.fromkeys(names, I64), I64, special=True)
@@ -115,9 +116,14 @@ def extent(module: Any, visibility: Any) -> Any:
         start = (end.get() - 1) & -PART
         leave_if(classed(start, end.get()) > 0)
         end.set(start)
-    full = k.variable(first.get())
+    clear = k.variable(first.get())
+    with k.forever() as leave_if:
+        leave_if(clear.get() >= end.get())
+        leave_if(classed(clear.get(), after(clear.get(), end.get())).equals(2))
+        clear.set(after(clear.get(), end.get()))
+    full = k.variable(clear.get())
     with k.forever() as leave_if:
         leave_if(full.get() >= end.get())
         leave_if(classed(full.get(), after(full.get(), end.get())) < 2)
         full.set(after(full.get(), end.get()))
-    return k.finish(first.get() | end.get() << 8 | full.get() << 16)
+    return k.finish(first.get() | end.get() << 8 | full.get() << 16 | clear.get() << 24)
