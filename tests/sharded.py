@@ -29,7 +29,8 @@ from tolerance import assert_within
 import speedlight as sl
 import speedlight.torch
 from speedlight import distributed, reference
-from speedlight.distributed import ring
+from speedlight.distributed import ring, ways
+from speedlight.distributed.groups import Peers
 from speedlight.machine import current_isa
 
 LENGTH_AT = {"bhld": 2, "blhd": 1, "hld": 1, "lhd": 0}
@@ -243,6 +244,8 @@ def short(world: int) -> Iterator[str]:
         yield f"case {n}"
     yield from learned(world)
     yield from second(world)
+    yield from apart(world)
+    yield from interrupted(world)
     yield from refusals(world)
 
 
@@ -340,6 +343,54 @@ def second(world: int) -> Iterator[str]:
     with torch.autocast("cpu", dtype=torch.bfloat16):  # as speedlight.torch.attention() has it
         assert call(x, causal=True, shard="zigzag").dtype == torch.bfloat16
     yield "second"
+
+
+def apart(world: int) -> Iterator[str]:
+    """A message of one exchange is no other's, whatever a process that was interrupted goes on with."""
+    posted, carried = [], Peers.post
+
+    def post(peers: Any, sends: Any, receives: Any) -> Any:
+        exchange = peers.known.calls, peers.known.exchanges
+        posted.extend([(exchange, peers._tag(tag)) for _, _, tag, _ in (*sends, *receives)])
+        return carried(peers, sends, receives)
+
+    x = torch.randn(1, 2 * world, 8 * world, 16, requires_grad=True)
+    Peers.post = post  # type: ignore[method-assign]
+    try:
+        for method in ("ring", "gather", "ulysses"):
+            call(x, method=method, shard="zigzag").sum().backward()
+        cache = distributed.KVCache(**SIZES)
+        for _ in range(2):
+            cache.attend(0, *[x.detach()[:, :1, :1, :4]] * 3)
+    finally:
+        Peers.post = carried  # type: ignore[method-assign]
+    exchanges = {exchange for exchange, _ in posted}
+    assert len(exchanges) > 12 and all([exchange[1] for exchange in exchanges]), exchanges
+    tags = {tag: exchange for exchange, tag in posted}
+    assert all([tags[tag] == exchange for exchange, tag in posted])
+    yield "apart"
+
+
+def interrupted(world: int) -> Iterator[str]:
+    """Between what all agree on and the first message, too: the group's calls have not all ended."""
+    x, attend = torch.randn(1, 4, 8, 16), ways.Way.attended
+    for kind, refused in ((KeyboardInterrupt, True), (sl.UnsupportedError, False)):
+        group = dist.new_group()
+
+        def stops(*_: Any, kind: type[BaseException] = kind) -> Any:
+            raise kind("here")
+
+        ways.Way.attended = stops  # type: ignore[method-assign]
+        with contextlib.suppress(kind):
+            call(x, group=group)
+        ways.Way.attended = attend  # type: ignore[method-assign]
+        try:
+            call(x, group=group)
+        except sl.CommunicationError as error:
+            assert refused and "one failed (KeyboardInterrupt)" in str(error), error
+        else:
+            assert not refused
+    yield "interrupted"
 
 
 def own(n: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from ..arrays import Array, describe, is_tensor
 from ..checks import check_flag, check_layout
 from ..compiling import leaves_graph
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
 from ..gradients import Followed, check_one_dtype, followed, settled
 from ..hints import refuses_others, unknown
 from ..layouts import batch_of, check_dimensions
@@ -131,10 +131,11 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
     except Exception as found:  # of functions that are traced, too
         error = found
     sizes = given.exchanged(form, arrays, known.options.layout, error)
-    with torch.no_grad():  # tables that are followed are read here
-        sharded = given.sharded(known, arrays, sizes)
-    way = Way(given.peers, sharded, given.shard, given.method, given.exact, known, read)
-    return way.attended(given.q, given.k, given.v)
+    with given.peers.underway(Error):
+        with torch.no_grad():  # tables that are followed are read here
+            sharded = given.sharded(known, arrays, sizes)
+        way = Way(given.peers, sharded, given.shard, given.method, given.exact, known, read)
+        return way.attended(given.q, given.k, given.v)
 
 
 class Given(NamedTuple):

@@ -119,8 +119,7 @@ def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
         else:
             parts.append(passing(tensor, _shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(runs))))
     receives = [(part, source, 0, "with its heads") for source, part in enumerate(parts) if source != peers.rank]
-    for message in peers.post(sends, receives):
-        peers.wait(message)
+    peers.carry(sends, receives)
     for part, runs in zip(parts, x.held, strict=True):
         for at, into in common(runs, whole):
             every(result, into, length).copy_(every(part, at, length))
@@ -142,8 +141,7 @@ def _scatter(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
             sends.append((_of_tokens(tensor, runs, x), other, 0, "with its tokens"))
             parts.append(passing(tensor, _shape(tensor, x.axes, len(heads), count)))
     receives = [(part, source, 0, "with its tokens") for source, part in enumerate(parts) if source != peers.rank]
-    for message in peers.post(sends, receives):
-        peers.wait(message)
+    peers.carry(sends, receives)
     del sends
     result = torch.zeros(shape, dtype=wide, device=tensor.device)
     for part, heads in zip(parts, x.heads, strict=True):

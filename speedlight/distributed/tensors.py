@@ -161,8 +161,7 @@ def moved(
             part = torch.empty(_long(tensor, dim, len(into)), dtype=tensor.dtype, device=tensor.device)
             coming.append((into, part))
             receives.append((part, source, 0, "with its shard"))
-    for message in peers.post(sends, receives):
-        peers.wait(message)
+    peers.carry(sends, receives)
     for into, part in coming:
         place = every(result, into, dim)
         place.copy_(place + part if adding else part)
