@@ -243,6 +243,7 @@ def short(world: int) -> Iterator[str]:
             raise AssertionError(f"case {n} of {world}: {x}") from error
         yield f"case {n}"
     yield from learned(world)
+    yield from unlike(world)
     yield from second(world)
     yield from apart(world)
     yield from interrupted(world)
@@ -278,6 +279,26 @@ def learned(world: int) -> Iterator[str]:
         assert want.abs().min() > 1e-3
         assert torch.allclose(want, got, rtol=1e-4, atol=0), (want, got)
     yield "learned"
+
+
+def unlike(world: int) -> Iterator[str]:
+    """The first process uses log-sum-exps, the others outputs: all of them send what flows back from both."""
+    rng = np.random.default_rng(4)
+    arrays = [tensor(rng, "bhld", 1, 2 * world, 61, 16).requires_grad_() for _ in range(3)]
+    for shard, how in (("zigzag", {"method": "ulysses"}), ("stripe", {"exact": True})):
+        mine = distributed.shard(torch.zeros(61), shard=shard, dim=0) + dist.get_rank()
+        ranks = distributed.unshard(mine, shard=shard, dim=0)
+        out, lse = speedlight.torch.attention(*arrays, causal=True, return_lse=True)
+        loss = out[:, :, ranks > 0].square().sum() + lse[:, :, ranks == 0].square().sum()
+        want = torch.autograd.grad(loss, arrays)
+        own = [distributed.shard(x.detach(), shard=shard, dim=2).clone().requires_grad_() for x in arrays]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # stripes are redistributed
+            out, lse = distributed.attention(*own, causal=True, shard=shard, return_lse=True, **how)
+        (lse if dist.get_rank() == 0 else out).square().sum().backward()
+        for x, y in zip(own, want, strict=True):
+            assert torch.allclose(x.grad, distributed.shard(y, shard=shard, dim=2), rtol=1e-4, atol=1e-4), how
+    yield "unlike"
 
 
 def refusals(world: int) -> Iterator[str]:
