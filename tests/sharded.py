@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import itertools
 import os
 import signal
 import sys
@@ -235,6 +236,8 @@ def short(world: int) -> Iterator[str]:
         case(2 * world, 1, 61, window, method="ulysses", shard="zigzag"),
         case(4, 2, 61, causal | {"layout": "lhd", "cu_seqlens_q": [0, 13, 13, 40, 61]}, shard="zigzag"),
         case(4, 2, 61, causal | {"lengths": [61, 23]}, batch=2),
+        case(4, 2, 61, causal | {"k_lengths": [61, 40]}, batch=2, shard="stripe"),  # items begin apart
+        case(4, 2, 61, causal | {"k_start": 100, "sink_logits": [0.5, -1.0, 2.0, 0.0]}),  # no row sees a key
     ]
     for n, x in enumerate(cases):
         try:
@@ -244,6 +247,7 @@ def short(world: int) -> Iterator[str]:
         yield f"case {n}"
     yield from learned(world)
     yield from unlike(world)
+    yield from again(world)
     yield from second(world)
     yield from apart(world)
     yield from interrupted(world)
@@ -285,7 +289,8 @@ def unlike(world: int) -> Iterator[str]:
     """The first process uses log-sum-exps, the others outputs: all of them send what flows back from both."""
     rng = np.random.default_rng(4)
     arrays = [tensor(rng, "bhld", 1, 2 * world, 61, 16).requires_grad_() for _ in range(3)]
-    for shard, how in (("zigzag", {"method": "ulysses"}), ("stripe", {"exact": True})):
+    ways = ("zigzag", {"method": "ulysses"}), ("stripe", {"exact": True}), ("contiguous", {"method": "ring"})
+    for shard, how in ways:
         mine = distributed.shard(torch.zeros(61), shard=shard, dim=0) + dist.get_rank()
         ranks = distributed.unshard(mine, shard=shard, dim=0)
         out, lse = speedlight.torch.attention(*arrays, causal=True, return_lse=True)
@@ -301,6 +306,19 @@ def unlike(world: int) -> Iterator[str]:
     yield "unlike"
 
 
+def again(world: int) -> Iterator[str]:
+    """What was prepared for a call is not taken for one of other strides, or of other bits."""
+    rng = np.random.default_rng(6)
+    arrays = [tensor(rng, "bhld", 1, n, 2300, 16) for n in (4, 2, 2)]
+    own = [distributed.shard(x, shard="zigzag", dim=2) for x in arrays]
+    want = distributed.shard(sl.attention(*arrays, causal=True), shard="zigzag", dim=2)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in own]
+    for x, exact in itertools.product((own, strided), (False, True)):
+        out = distributed.attention(*x, causal=True, shard="zigzag", method="ring", exact=exact)
+        assert torch.equal(bits_of(out), bits_of(want)) if exact else torch.allclose(out, want, rtol=1e-4, atol=1e-5)
+    yield "again"
+
+
 def refusals(world: int) -> Iterator[str]:
     """What differs, or is wrong in one process, is an error in all; the group goes on."""
     rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
@@ -311,6 +329,8 @@ def refusals(world: int) -> Iterator[str]:
         ("dtype", "q: expected the same in every process; got float", lambda: call(x.double() if last else x)),
         ("heads", "q: expected the same in every process; got ", lambda: call(x[:, : 2 if last else 4])),
         ("mask", "mask: expected the same in", lambda: call(x, mask=sl.documents([0] * (9 * world - last)))),
+        ("grad", "q: expected the same in", lambda: call(x.clone().requires_grad_(last), k=x, v=x)),
+        ("lse", "return_lse: expected the same in", lambda: call(x, return_lse=last)),
         ("method", "method: expected the same in", lambda: call(x, method="gather" if last else "ring")),
         ("sinks", "sink_logits: expected the same in", lambda: call(x, sink_logits=own(4))),
         ("slopes", "score: expected the same in", lambda: call(x, score=sl.alibi(own(4)))),
@@ -424,7 +444,7 @@ def raises(*_: Any) -> Any:
 
 
 def call(x: torch.Tensor, **options: Any) -> torch.Tensor:
-    return distributed.attention(x, x, x, **({"method": "ring"} | options))
+    return distributed.attention(**({"q": x, "k": x, "v": x, "method": "ring"} | options))
 
 
 def mesh(world: int) -> Iterator[str]:

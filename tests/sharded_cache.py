@@ -139,6 +139,11 @@ def case_shorter() -> None:
     for cache in (both.one, both.all):
         cache.clear()
     both.attend(3)
+    both.all.clear()
+    k = both.drawn(KV, 4)
+    both.all.append(0, k, k)
+    both.all.append(1, k, k, shard="contiguous")
+    assert both.all.ranks == 1 or "expected tokens that lie alike" in refused(lambda: both.all.truncate([5, 5]))
 
 
 def case_files() -> None:
