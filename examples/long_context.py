@@ -77,7 +77,8 @@ def drawn(layers: int, window: int, dtype: torch.dtype) -> Model:
 def prefill(model: Model, tokens: torch.Tensor, cache: KVCache) -> torch.Tensor:
     """The logits of the prompt's last token, on every rank; each computes its own share of the tokens."""
     held = positions(len(tokens), dist.get_world_size(), SHARD)
-    at = torch.cat([torch.arange(run.start, run.stop) for run in held[dist.get_rank()]])
+    own = [torch.arange(run.start, run.stop) for run in held[dist.get_rank()]]
+    at = torch.cat([torch.arange(0), *own])  # of a short prompt some have nothing
     x = model.embedding[tokens[at]]
     for n, layer in enumerate(model.layers):
         q, k, v = layer.projected(x, at)

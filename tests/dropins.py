@@ -8,6 +8,7 @@ went.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import inspect
 import itertools
@@ -35,7 +36,7 @@ import speedlight.torch
 import speedlight.transformers
 from speedlight import reference
 from speedlight.cpu import compile as kernels
-from speedlight.distributed import positions
+from speedlight.distributed import positions, templated
 from speedlight.flash_attn import flash_attn_func, flash_attn_varlen_func
 
 TIMEOUT = 120  # seconds; nothing here waits for it
@@ -64,10 +65,49 @@ def case_context_parallel() -> None:
     theirs._cp_options.enable_load_balance = True
     assert not [x for x in theirs.custom_ops if "for_cpu" in str(x)]
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    attend = F.scaled_dot_product_attention
     with sd.context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]):
+        said = refused(lambda: sd.context_parallel(mesh, buffers=[q], buffer_seq_dims=[2]).__enter__())
+        assert said.startswith("context_parallel: expected none around this one"), said
+        assert "dropout_p: expected none" in refused(lambda: F.scaled_dot_product_attention(q, q, q, dropout_p=0.1))
         ring = theirs.custom_ops[flash]
         assert "attn_mask: expected none" in refused(lambda: ring(flash, (q, q, q), {"attn_mask": flow}))
         assert "dropout_p: expected none" in refused(lambda: ring(flash, (q, q, q, 0.1, True), {}))
+    assert F.scaled_dot_product_attention is attend
+
+
+def case_context_parallel_refusals() -> None:
+    """What PyTorch takes for granted, and what its ring has not, are told before anything is sent."""
+    mesh, x = init_device_mesh("cpu", (dist.get_world_size(),)), torch.ones(1, 2, 2 * dist.get_world_size(), 4)
+    two = init_device_mesh("cpu", (1, dist.get_world_size()))
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("buffers: expected one tensor at least", {"buffers": None}),
+        (
+            "buffers: expected one tensor at least, and in buffer_seq_dims a dimension of each; got 1 and 2",
+            {"buffer_seq_dims": [2, 2]},
+        ),
+        ("buffer_seq_dims: expected dimensions of tensors of shape", {"buffer_seq_dims": [9]}),
+        ("mesh: expected a DeviceMesh of one dimension", {"mesh": two}),
+        ("mesh: expected a DeviceMesh of one dimension; got None", {"mesh": None}),
+    ]
+    if dist.get_world_size() > 1:
+        wrong.append(("buffers: expected lengths that divide by", {"buffers": [x[:, :, 1:]]}))
+    for text, options in wrong:
+        with contextlib.ExitStack() as stack:
+            given = {"mesh": mesh, "buffers": [x], "buffer_seq_dims": [2]} | options
+            said = refused(lambda given=given: stack.enter_context(sd.context_parallel(**given)))
+            assert said.startswith(text), said
+    before, flash = dict(theirs.custom_ops), torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    theirs.custom_ops[flash] = None
+    said = refused(lambda: sd.context_parallel(mesh, buffers=[x], buffer_seq_dims=[2]).__enter__())
+    assert said.startswith("context_parallel: expected none around this one"), said
+    del theirs.custom_ops[flash]
+    assert theirs.custom_ops == before
+    attend = templated._checking(F.scaled_dot_product_attention)
+    assert attend(x, x, x, enable_gqa=True).shape == x.shape
+    assert "attn_mask: expected none under context_parallel()" in refused(lambda: attend(x, x, x, x))
+    assert "dropout_p: expected none under context_parallel()" in refused(lambda: attend(x, x, x, None, 0.1))
+    assert "value: expected head_dim 4, as query has" in refused(lambda: attend(x, x, x[..., :2]))
 
 
 def case_other_releases() -> None:

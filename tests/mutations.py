@@ -650,6 +650,20 @@ MUTATIONS = (
         f"{SHARDS} -k two_processes",
     ),
     Mutation(
+        "a message may be taken for one of another exchange",
+        "distributed/groups.py",
+        "        return found\n\n    # --- failures\n",
+        "        return tag\n\n    # --- failures\n",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
+        "shards of other strides take the call of those before",
+        "distributed/ways.py",
+        "(x.shape, x.stride(), x.dtype)",
+        "(x.shape, x.dtype)",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
         "queries over a rank's tokens are one position too late",
         "distributed/partial.py",
         "_I + shifts[0]",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import itertools
 import os
 import signal
 import sys
@@ -29,7 +30,8 @@ from tolerance import assert_within
 import speedlight as sl
 import speedlight.torch
 from speedlight import distributed, reference
-from speedlight.distributed import ring
+from speedlight.distributed import ring, ways
+from speedlight.distributed.groups import Peers
 from speedlight.machine import current_isa
 
 LENGTH_AT = {"bhld": 2, "blhd": 1, "hld": 1, "lhd": 0}
@@ -64,10 +66,6 @@ def whole_of(x: torch.Tensor, case: Case, dim: int) -> torch.Tensor:
 def check(case: Case, **more: Any) -> None:
     """One case in every process; rank 0 judges."""
     dim, rng = case.dim, np.random.default_rng(1)
-    try:
-        sl.attention(*case.arrays, **case.options)
-    except sl.Error:
-        return
     own = [distributed.shard(x, shard=case.shard, dim=dim).clone() for x in case.arrays]
     for x in own:
         x.requires_grad_(case.gradients)
@@ -86,6 +84,15 @@ def check(case: Case, **more: Any) -> None:
         gradients = [whole_of(x.grad, case, dim) for x in own]
     if dist.get_rank() == 0:
         judge(case, options, whole, flows, gradients)
+
+
+def taken(case: Case) -> bool:
+    """Whether one process takes it."""
+    try:
+        sl.attention(*case.arrays, **case.options)
+    except sl.Error:
+        return False
+    return True
 
 
 def judge(case: Case, options: dict[str, Any], whole: list[Any], flows: list[Any], gradients: list[Any]) -> None:
@@ -203,7 +210,8 @@ def everything(world: int, seed: int, count: int) -> Iterator[str]:
         rng = np.random.default_rng(n)
         case = random_case(rng, rng.random() < 0.3, world)
         try:
-            check(case)
+            if taken(case):
+                check(case)
         except Exception as error:
             raise AssertionError(f"case {n} of {world}: {case}") from error
         yield f"{n}"
@@ -234,6 +242,10 @@ def short(world: int) -> Iterator[str]:
         case(2 * world, 1, 61, window, method="ulysses", shard="zigzag"),
         case(4, 2, 61, causal | {"layout": "lhd", "cu_seqlens_q": [0, 13, 13, 40, 61]}, shard="zigzag"),
         case(4, 2, 61, causal | {"lengths": [61, 23]}, batch=2),
+        case(
+            4, 2, 61, causal | {"q_lengths": [50, 40], "k_lengths": [61, 40]}, batch=2, shard="stripe"
+        ),  # items begin apart
+        case(4, 2, 61, {"mask": sl.prefix(0), "sink_logits": [0.5, -1.0, 2.0, 0.0]}),  # no row sees a key
     ]
     for n, x in enumerate(cases):
         try:
@@ -242,7 +254,11 @@ def short(world: int) -> Iterator[str]:
             raise AssertionError(f"case {n} of {world}: {x}") from error
         yield f"case {n}"
     yield from learned(world)
+    yield from unlike(world)
+    yield from again(world)
     yield from second(world)
+    yield from apart(world)
+    yield from interrupted(world)
     yield from refusals(world)
 
 
@@ -277,6 +293,40 @@ def learned(world: int) -> Iterator[str]:
     yield "learned"
 
 
+def unlike(world: int) -> Iterator[str]:
+    """The first process uses log-sum-exps, the others outputs: all of them send what flows back from both."""
+    rng = np.random.default_rng(4)
+    arrays = [tensor(rng, "bhld", 1, 2 * world, 61, 16).requires_grad_() for _ in range(3)]
+    ways = ("zigzag", {"method": "ulysses"}), ("stripe", {"exact": True}), ("contiguous", {"method": "ring"})
+    for shard, how in ways:
+        mine = distributed.shard(torch.zeros(61), shard=shard, dim=0) + dist.get_rank()
+        ranks = distributed.unshard(mine, shard=shard, dim=0)
+        out, lse = speedlight.torch.attention(*arrays, causal=True, return_lse=True)
+        loss = out[:, :, ranks > 0].square().sum() + lse[:, :, ranks == 0].square().sum()
+        want = torch.autograd.grad(loss, arrays)
+        own = [distributed.shard(x.detach(), shard=shard, dim=2).clone().requires_grad_() for x in arrays]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # stripes are redistributed
+            out, lse = distributed.attention(*own, causal=True, shard=shard, return_lse=True, **how)
+        (lse if dist.get_rank() == 0 else out).square().sum().backward()
+        for x, y in zip(own, want, strict=True):
+            assert torch.allclose(x.grad, distributed.shard(y, shard=shard, dim=2), rtol=1e-4, atol=1e-4), how
+    yield "unlike"
+
+
+def again(world: int) -> Iterator[str]:
+    """What was prepared for a call is not taken for one of other strides, or of other bits."""
+    rng = np.random.default_rng(6)
+    arrays = [tensor(rng, "bhld", 1, n, 2300, 16) for n in (4, 2, 2)]
+    own = [distributed.shard(x, shard="zigzag", dim=2) for x in arrays]
+    want = distributed.shard(sl.attention(*arrays, causal=True), shard="zigzag", dim=2)
+    strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in own]
+    for x, exact in itertools.product((own, strided), (False, True)):
+        out = distributed.attention(*x, causal=True, shard="zigzag", method="ring", exact=exact)
+        assert torch.equal(bits_of(out), bits_of(want)) if exact else torch.allclose(out, want, rtol=1e-4, atol=1e-5)
+    yield "again"
+
+
 def refusals(world: int) -> Iterator[str]:
     """What differs, or is wrong in one process, is an error in all; the group goes on."""
     rank, x = dist.get_rank(), torch.randn(1, 4, 8, 16)
@@ -287,6 +337,8 @@ def refusals(world: int) -> Iterator[str]:
         ("dtype", "q: expected the same in every process; got float", lambda: call(x.double() if last else x)),
         ("heads", "q: expected the same in every process; got ", lambda: call(x[:, : 2 if last else 4])),
         ("mask", "mask: expected the same in", lambda: call(x, mask=sl.documents([0] * (9 * world - last)))),
+        ("grad", "q: expected the same in", lambda: call(x.clone().requires_grad_(last), k=x, v=x)),
+        ("lse", "return_lse: expected the same in", lambda: call(x, return_lse=last)),
         ("method", "method: expected the same in", lambda: call(x, method="gather" if last else "ring")),
         ("sinks", "sink_logits: expected the same in", lambda: call(x, sink_logits=own(4))),
         ("slopes", "score: expected the same in", lambda: call(x, score=sl.alibi(own(4)))),
@@ -342,6 +394,54 @@ def second(world: int) -> Iterator[str]:
     yield "second"
 
 
+def apart(world: int) -> Iterator[str]:
+    """A message of one exchange is no other's, whatever a process that was interrupted goes on with."""
+    posted, carried = [], Peers.post
+
+    def post(peers: Any, sends: Any, receives: Any) -> Any:
+        exchange = peers.known.calls, peers.known.exchanges
+        posted.extend([(exchange, peers._tag(tag)) for _, _, tag, _ in (*sends, *receives)])
+        return carried(peers, sends, receives)
+
+    x = torch.randn(1, 2 * world, 8 * world, 16, requires_grad=True)
+    Peers.post = post  # type: ignore[method-assign]
+    try:
+        for method in ("ring", "gather", "ulysses"):
+            call(x, method=method, shard="zigzag").sum().backward()
+        cache = distributed.KVCache(**SIZES)
+        for _ in range(2):
+            cache.attend(0, *[x.detach()[:, :1, :1, :4]] * 3)
+    finally:
+        Peers.post = carried  # type: ignore[method-assign]
+    exchanges = {exchange for exchange, _ in posted}
+    assert len(exchanges) > 12 and all([exchange[1] for exchange in exchanges]), exchanges
+    tags = {tag: exchange for exchange, tag in posted}
+    assert all([tags[tag] == exchange for exchange, tag in posted])
+    yield "apart"
+
+
+def interrupted(world: int) -> Iterator[str]:
+    """Between what all agree on and the first message, too: the group's calls have not all ended."""
+    x, attend = torch.randn(1, 4, 8, 16), ways.Way.attended
+    for kind, refused in ((KeyboardInterrupt, True), (sl.UnsupportedError, False)):
+        group = dist.new_group()
+
+        def stops(*_: Any, kind: type[BaseException] = kind) -> Any:
+            raise kind("here")
+
+        ways.Way.attended = stops  # type: ignore[method-assign]
+        with contextlib.suppress(kind):
+            call(x, group=group)
+        ways.Way.attended = attend  # type: ignore[method-assign]
+        try:
+            call(x, group=group)
+        except sl.CommunicationError as error:
+            assert refused and "one failed (KeyboardInterrupt)" in str(error), error
+        else:
+            assert not refused
+    yield "interrupted"
+
+
 def own(n: int) -> torch.Tensor:
     """Other numbers in each process."""
     return torch.full((n,), 0.5 + dist.get_rank(), requires_grad=True)
@@ -352,7 +452,7 @@ def raises(*_: Any) -> Any:
 
 
 def call(x: torch.Tensor, **options: Any) -> torch.Tensor:
-    return distributed.attention(x, x, x, **({"method": "ring"} | options))
+    return distributed.attention(**({"q": x, "k": x, "v": x, "method": "ring"} | options))
 
 
 def mesh(world: int) -> Iterator[str]:

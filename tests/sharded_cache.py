@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -139,6 +140,11 @@ def case_shorter() -> None:
     for cache in (both.one, both.all):
         cache.clear()
     both.attend(3)
+    both.all.clear()
+    k = both.drawn(KV, 8)
+    both.all.append(0, k, k)
+    both.all.append(1, *[k[:, :, :4]] * 2, shard="contiguous")
+    assert both.all.ranks == 1 or "expected tokens that lie alike" in refused(lambda: both.all.truncate([5, 5]))
 
 
 def case_files() -> None:
@@ -164,6 +170,19 @@ def case_files() -> None:
     if last:
         del part._save
     assert own.read_bytes() == before and torch.equal(torch.get_rng_state(), drawn)
+    dist.barrier()
+    agree = both.all._agreed
+
+    def interrupted(call: str, checked: Any) -> Any:
+        if call == "save, renamed":
+            raise KeyboardInterrupt
+        return agree(call, checked)
+
+    both.all._agreed = interrupted  # type: ignore[method-assign]
+    with contextlib.suppress(KeyboardInterrupt):  # once all have written, each takes its name
+        both.all.save(folder / "cache.safetensors")
+    del both.all._agreed
+    assert own.read_bytes() != before
     dist.barrier()
     assert not [x for x in folder.iterdir() if x.name.startswith(".cache")]
     said = refused(lambda: sl.KVCache.load(own), sl.FileError)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -17,7 +18,7 @@ from conftest import FULL
 
 import speedlight as sl
 from speedlight.arrays import describe
-from speedlight.distributed import arriving, tensors
+from speedlight.distributed import arriving, groups, tensors
 from speedlight.distributed.groups import Message
 from speedlight.distributed.parts import needed, parts_of
 from speedlight.distributed.plans import Sharded, plan_of, schedule_of
@@ -224,6 +225,16 @@ def test_keys_on_their_way_are_two_or_three_halves_of_a_shard(ranks, exact, most
             assert [x.shape[2] for x in arrivals.keys(step)] == [len(step.keys)] * 2
         arrivals.finish()
     assert peak == most * k.nbytes  # of two halves, of keys and of values
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
+    """Who keeps it may be the one that is stopped."""
+    monkeypatch.setattr(groups, "_PATIENCE", 0.01)
+    stopped, peers = threading.Event(), object.__new__(groups.Peers)
+    assert peers._answered(stopped.wait, "not asked") == "not asked"
+    stopped.set()
+    monkeypatch.setattr(groups, "_PATIENCE", 60.0)
+    assert peers._answered(lambda: "said", "not asked") == "said"
 
 
 def test_substituted_symbols():

@@ -11,7 +11,7 @@ import torch
 from ..arrays import Array, describe, is_tensor
 from ..checks import check_flag, check_layout
 from ..compiling import leaves_graph
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
 from ..gradients import Followed, check_one_dtype, followed, settled
 from ..hints import refuses_others, unknown
 from ..layouts import batch_of, check_dimensions
@@ -131,10 +131,11 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
     except Exception as found:  # of functions that are traced, too
         error = found
     sizes = given.exchanged(form, arrays, known.options.layout, error)
-    with torch.no_grad():  # tables that are followed are read here
-        sharded = given.sharded(known, arrays, sizes)
-    way = Way(given.peers, sharded, given.shard, given.method, given.exact, known, read)
-    return way.attended(given.q, given.k, given.v)
+    with given.peers.underway(Error):
+        with torch.no_grad():  # tables that are followed are read here
+            sharded = given.sharded(known, arrays, sizes)
+        way = Way(given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse)
+        return way.attended(given.q, given.k, given.v)
 
 
 class Given(NamedTuple):
@@ -199,6 +200,7 @@ class Given(NamedTuple):
     def described(self, arrays: tuple[Array, ...], layout: str) -> dict[str, str]:
         """What must be the same everywhere, beside the options."""
         found = {"call": "attention", "shard": self.shard, "method": self.method, "exact": str(self.exact)}
+        found["return_lse"] = str(self.return_lse)  # what flows back from it is everybody's
         for x, given in zip(arrays, (self.q, self.k, self.v), strict=True):
             shape = ", ".join(["…" if d == LAYOUTS[layout][-2] else str(n) for d, n in enumerate(x.shape)])
             followed = torch.is_grad_enabled() and given.requires_grad

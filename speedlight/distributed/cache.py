@@ -333,11 +333,10 @@ class KVCache:
         where, drawn = self._agreed("save", lambda: _Checked({"tokens": self._words()}, saved.checked_path(path), draw))
         new = Written(where, self.rank, self.ranks, drawn[0])
         content = Content(self._local, self.capacity, self.piece, self._placed)
-        try:
+        with new.discarding():
             self._agreed("save, written", lambda: _Checked({}, new.write(content)))
-            self._agreed("save, renamed", lambda: _Checked({}, new.rename()))
-        finally:
-            new.discard()
+            with new.finishing():
+                self._agreed("save, renamed", lambda: _Checked({}, new.rename()))
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu", group: Any = None) -> KVCache:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,8 @@ from torch.distributed import distributed_c10d
 from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, Error, FileError, shown
 
 _SIZES = 2  # what agreed() compares first holds so many
+_PATIENCE = 3.0  # seconds for the store, whose answer makes a message better
+_TAG_BITS = 15, 8, 8  # of a message in its exchange, of that in its call, of the call: 31 in all
 
 
 class _Known:
@@ -22,6 +25,7 @@ class _Known:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.exchanges = 0  # since the last call began: its own, and those of passes back
         self.failed: str | None = None  # a call that did not end leaves messages behind
 
 
@@ -54,12 +58,8 @@ class Peers:
     def begin(self) -> None:
         """Counts a call, where others find it if this process is missed."""
         known = self.known
-        if known.failed is not None:
-            raise CommunicationError(
-                f"group: expected a group whose calls have all ended; one failed ({known.failed}). End these "
-                "processes, or make a new group (torch.distributed.new_group)."
-            )
-        known.calls += 1
+        self._check()
+        known.calls, known.exchanges = known.calls + 1, 0
         if self.ranks > 1:
             with contextlib.suppress(Exception):  # of use to messages alone
                 self._store().set(f"speedlight/{self.rank}", str(known.calls))
@@ -77,9 +77,7 @@ class Peers:
         """
         found = [mine if rank == self.rank else torch.empty_like(mine) for rank in range(self.ranks)]
         others = [rank for rank in range(self.ranks) if rank != self.rank]
-        sends = [(mine, rank, 0, what) for rank in others]
-        for message in self.post(sends, [(found[rank], rank, 0, what) for rank in others]):
-            self.wait(message)
+        self.carry([(mine, rank, 0, what) for rank in others], [(found[rank], rank, 0, what) for rank in others])
         return found
 
     def told(self, said: Any) -> list[Any]:
@@ -101,7 +99,7 @@ class Peers:
         if not given:
             return []
         with self.underway():
-            ops = [dist.P2POp(how, x[0], group=self.group, tag=x[2], group_peer=x[1]) for how, x in given]
+            ops = [dist.P2POp(how, x[0], group=self.group, tag=self._tag(x[2]), group_peer=x[1]) for how, x in given]
             try:
                 works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
@@ -109,6 +107,12 @@ class Peers:
         if len(works) < len(given):  # one for all of them, where they are grouped
             works = [works[0]] * len(given)
         return [Message(work, x[0], x[1], x[3]) for work, (_, x) in zip(works, given, strict=True)]
+
+    def carry(self, sends: list[tuple[torch.Tensor, int, int, str]], receives: list[Any]) -> None:
+        """Messages that nothing is computed beside, until they have come and gone."""
+        with self.together():
+            for message in self.post(sends, receives):
+                self.wait(message)
 
     def wait(self, message: Message) -> None:
         """Until it has come, or gone."""
@@ -118,13 +122,41 @@ class Peers:
             except RuntimeError as error:
                 raise self.missed(message.what, message.peer, error) from error
 
+    def _tag(self, tag: int) -> int:
+        """A message's, of this exchange alone: of another one, from a process that was interrupted and goes on, gloo
+        would write what is shorter into a buffer, and end the process where it is longer.
+        """
+        found = 0
+        for n, bits in zip((self.known.calls, self.known.exchanges, tag), reversed(_TAG_BITS), strict=True):
+            found = found << bits | n % (1 << bits)
+        return found
+
     # --- failures
 
+    def _check(self) -> None:
+        if self.known.failed is not None:
+            raise CommunicationError(
+                f"group: expected a group whose calls have all ended; one failed ({self.known.failed}). End these "
+                "processes, or make a new group (torch.distributed.new_group)."
+            )
+
     @contextlib.contextmanager
-    def underway(self) -> Any:
-        """After an error, or an interrupt, the group has messages that nobody will take."""
+    def together(self) -> Any:
+        """What all processes exchange together."""
+        self._check()
+        self.known.exchanges += 1
+        with self.underway():
+            yield
+
+    @contextlib.contextmanager
+    def underway(self, *alike: type[Exception]) -> Any:
+        """After an error, or an interrupt, the group has messages that nobody will take; not after those errors that
+        all processes raise alike.
+        """
         try:
             yield
+        except alike:
+            raise
         except BaseException as error:
             said = str(error) if isinstance(error, Error) else type(error).__name__
             self.known.failed = self.known.failed or said
@@ -132,11 +164,12 @@ class Peers:
 
     def missed(self, what: str, peer: int | None, error: Exception) -> CommunicationError:
         """The error that names who did not answer. Who finds out first tells the others, who may miss another one."""
-        ranks = self._absent() if peer is None else [peer]
+        ranks = self._answered(self._absent, []) if peer is None else [peer]
         names = ", ".join([f"rank {self.world_rank(x)}" for x in ranks]) or "a process"
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         said = f"{names} did not answer {what} (call {self.known.calls} of rank {self.world_rank(self.rank)})"
-        first = self._first(f"{self.world_rank(ranks[0]) if ranks else -1} {said}")
+        mine = f"{self.world_rank(ranks[0]) if ranks else -1} {said}"
+        first = self._answered(lambda: self._first(mine), mine)
         rank, _, earlier = first.partition(" ")
         more = "" if earlier == said else f" Before that, {earlier}."
         return CommunicationError(
@@ -144,6 +177,14 @@ class Peers:
             f"stopped, or makes another call.{more} PyTorch says: {reason}",
             int(rank) if int(rank) >= 0 else None,
         )
+
+    def _answered(self, question: Callable[[], Any], otherwise: Any) -> Any:
+        """What the store says, in time: who keeps it may be the one that is stopped, and then it never answers."""
+        found: list[Any] = []
+        asking = threading.Thread(target=lambda: found.append(question()), daemon=True)
+        asking.start()
+        asking.join(_PATIENCE)
+        return found[0] if found else otherwise
 
     def _absent(self) -> list[int]:
         """Who has not begun this call, as far as the store knows."""
@@ -184,7 +225,10 @@ class Alone(NamedTuple):
     def post(self, sends: list[Any], receives: list[Any]) -> list[Message]:
         return []
 
-    def underway(self) -> Any:
+    def together(self) -> Any:
+        return contextlib.nullcontext()
+
+    def underway(self, *alike: type[Exception]) -> Any:
         return contextlib.nullcontext()
 
 
@@ -202,6 +246,12 @@ class Meshed(NamedTuple):
     def rank(self) -> int:
         """Row by row."""
         return self.ring.rank * self.heads.ranks + self.heads.rank
+
+    @contextlib.contextmanager
+    def underway(self, *alike: type[Exception]) -> Any:
+        """In both groups, as theirs."""
+        with self.ring.underway(*alike), self.heads.underway(*alike):
+            yield
 
 
 def peers_of(group: Any, mesh: Any) -> Meshed:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -13,7 +12,7 @@ from ..expressions.substitution import substituted
 from ..problem import LAYOUTS, Problem
 from .groups import Peers
 from .shardings import Runs, tokens, whole_of
-from .tensors import common, every, lying, passing
+from .tensors import Passage, common, every, lying, passed, passing
 
 Heads = tuple[tuple[int, ...], ...]  # of each process
 
@@ -79,29 +78,12 @@ def axes_of(layout: str, *, logarithms: bool = False) -> tuple[int, int]:
 
 def gathered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
     """Exchange.gathered(), which autograd follows."""
-    return _Moved.apply(tensor, exchange, _gather, _scatter)
+    return passed((Passage(exchange.gathered, exchange.returned),), tensor)[0]
 
 
-def scattered(tensor: torch.Tensor, exchange: Exchange) -> torch.Tensor:
-    """Exchange.returned(), which autograd follows."""
-    return _Moved.apply(tensor, exchange, _scatter, _gather)
-
-
-_Way = Callable[[torch.Tensor, Exchange], torch.Tensor]
-
-
-class _Moved(torch.autograd.Function):
-    """One way there, the other back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, exchange: Exchange, there: _Way, back: _Way) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.exchange, ctx.back = exchange, back
-        return there(tensor.detach(), exchange)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, flow: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.back(flow, ctx.exchange), None, None, None
+def scattered(*given: tuple[torch.Tensor, Exchange]) -> tuple[torch.Tensor, ...]:
+    """Exchange.returned() of several tensors, which autograd follows."""
+    return passed(tuple([Passage(x.returned, x.gathered) for _, x in given]), *[tensor for tensor, _ in given])
 
 
 def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
@@ -119,8 +101,7 @@ def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
         else:
             parts.append(passing(tensor, _shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(runs))))
     receives = [(part, source, 0, "with its heads") for source, part in enumerate(parts) if source != peers.rank]
-    for message in peers.post(sends, receives):
-        peers.wait(message)
+    peers.carry(sends, receives)
     for part, runs in zip(parts, x.held, strict=True):
         for at, into in common(runs, whole):
             every(result, into, length).copy_(every(part, at, length))
@@ -142,8 +123,7 @@ def _scatter(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
             sends.append((_of_tokens(tensor, runs, x), other, 0, "with its tokens"))
             parts.append(passing(tensor, _shape(tensor, x.axes, len(heads), count)))
     receives = [(part, source, 0, "with its tokens") for source, part in enumerate(parts) if source != peers.rank]
-    for message in peers.post(sends, receives):
-        peers.wait(message)
+    peers.carry(sends, receives)
     del sends
     result = torch.zeros(shape, dtype=wide, device=tensor.device)
     for part, heads in zip(parts, x.heads, strict=True):

@@ -125,7 +125,7 @@ class _States:
 
 def forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this process's rows."""
-    with here.peers.underway():
+    with here.peers.together():
         return _forward(here, q, k, v)
 
 
@@ -173,7 +173,7 @@ class Saved(NamedTuple):
 
 def backward(here: Here, saved: Saved, tables: tuple[Any, ...]) -> Gradients:
     """Every step's dQ is added here; its dK and dV go to who holds the keys, while the next step is computed."""
-    with here.peers.underway():
+    with here.peers.together():
         return _backward(here, saved, tables)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,10 +54,23 @@ class Written(NamedTuple):
         except OSError as error:
             raise FileError(f"{self._name}: {error.strerror or error}.") from error
 
-    def discard(self) -> None:
-        """What was written aside and not renamed."""
-        with contextlib.suppress(OSError):
-            self._aside.unlink(missing_ok=True)
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Takes its name where an interrupt comes between, too: the others take theirs."""
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                os.replace(self._aside, self._name)
+
+    @contextlib.contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Leaves nothing that was written aside and not renamed."""
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                self._aside.unlink(missing_ok=True)
 
 
 def read(path: Path, rank: int, ranks: int, device: Any) -> tuple[Content, str]:

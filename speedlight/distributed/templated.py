@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..api import attention
 from ..backward import attention_backward
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 
 TESTED = "2.13"  # the release of PyTorch whose private functions these are
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
@@ -135,12 +138,15 @@ def context_parallel(
         buffers, buffer_seq_dims, no_restore_buffers: tensors that are sharded in place, along these dimensions, until
             the context ends, and those that stay sharded; as PyTorch has them.
 
-    q, k and v are (batch, heads, this rank's tokens, head_dim); there is no attn_mask and no dropout. PyTorch shards
-    heads with tails ("zigzag") and then asks for is_causal=True; without, its private `_cp_options.enable_load_balance`
-    has to be False before. The backward pass belongs inside, too.
+    q, k and v are (batch, heads, this rank's tokens, head_dim), as many tokens on every rank; there is no attn_mask and
+    no dropout, and values have the head_dim. PyTorch shards heads with tails ("zigzag") and then asks for
+    is_causal=True; without, its private `_cp_options.enable_load_balance` has to be False before. The backward pass
+    belongs inside, too. There is none inside another one.
 
     Raises:
-        speedlight.UnsupportedError: as ring_ops() does; an attn_mask or dropout.
+        speedlight.UnsupportedError: as ring_ops() does; an attn_mask, dropout, another value_dim; another
+            context_parallel() around this one, which PyTorch's would end.
+        speedlight.ArgumentError: no buffers, or not a dimension of each; lengths that do not divide by the ranks.
 
     >>> import torch, torch.distributed as dist
     >>> from speedlight.distributed import context_parallel
@@ -152,6 +158,7 @@ def context_parallel(
     >>> dist.destroy_process_group()
     """
     module = theirs()
+    _check(module, mesh, buffers, buffer_seq_dims)
     flash = getattr(torch.ops.aten, _FLASH).default
     flash_backward = getattr(torch.ops.aten, f"{_FLASH}_backward").default
     rules, before = module.custom_ops, dict(module.custom_ops)
@@ -160,10 +167,66 @@ def context_parallel(
         with module.context_parallel(
             mesh, buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
         ):
-            yield
+            sharding = F.scaled_dot_product_attention
+            try:
+                F.scaled_dot_product_attention = _checking(sharding)
+                yield
+            finally:
+                F.scaled_dot_product_attention = sharding  # by which PyTorch knows what to restore
     finally:
         rules.clear()
         rules.update(before)
+
+
+def _check(module: Any, mesh: Any, buffers: Any, dims: Any) -> None:
+    """What PyTorch takes for granted: of ranks that have other lengths gloo ends the process."""
+    if getattr(torch.ops.aten, _FLASH).default in module.custom_ops or (
+        F.scaled_dot_product_attention in module._replaced_functions
+    ):
+        raise UnsupportedError(
+            "context_parallel: expected none around this one, which PyTorch would end with it; got one. Leave it first."
+        )
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        raise ArgumentTypeError(f"mesh: expected a DeviceMesh of one dimension; got {shown(mesh)}.")
+    if not buffers or len(buffers) != len(dims or ()):
+        raise ArgumentError(
+            "buffers: expected one tensor at least, and in buffer_seq_dims a dimension of each; got "
+            f"{len(buffers or ())} and {len(dims or ())}."
+        )
+    for n, (x, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not isinstance(x, Tensor) or not isinstance(dim, int) or not -x.ndim <= dim < x.ndim:
+            of = f"of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"as buffers; got {type(x).__name__}"
+            raise ArgumentError(f"buffer_seq_dims: expected dimensions of tensors {of}; got {dim!r} (buffer {n}).")
+        if x.shape[dim] % mesh.size():
+            raise ArgumentError(
+                f"buffers: expected lengths that divide by {mesh.size()} ranks; got {x.shape[dim]} (buffer {n}). "
+                "speedlight.distributed.attention() takes any."
+            )
+
+
+def _checking(inner: Any) -> Any:
+    """scaled_dot_product_attention() over shards, if it is what PyTorch's flash attention on the CPU computes."""
+
+    @functools.wraps(inner)
+    def scaled_dot_product_attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
+        is_causal: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        if attn_mask is not None or dropout_p:
+            raise _refused("dropout_p" if attn_mask is None else "attn_mask")
+        if value.shape[-1] != query.shape[-1]:
+            raise UnsupportedError(
+                f"value: expected head_dim {query.shape[-1]}, as query has, under context_parallel(); got "
+                f"{value.shape[-1]}. speedlight.distributed.attention() takes any."
+            )
+        return inner(query, key, value, is_causal=is_causal, **options)
+
+    return scaled_dot_product_attention
+
+
+def _refused(name: str) -> UnsupportedError:
+    way = " speedlight.distributed.attention() has masks." if name == "attn_mask" else ""
+    return UnsupportedError(f"{name}: expected none under context_parallel(), whose ring has none.{way}")
 
 
 def _ring_of(module: Any) -> Any:
@@ -173,11 +236,7 @@ def _ring_of(module: Any) -> Any:
         given: Any = (*args, *(0.0, False)[len(args) - 3 :])
         query, key, value, dropout, is_causal = given
         if dropout or options.get("attn_mask") is not None:
-            name = "dropout_p" if dropout else "attn_mask"
-            raise UnsupportedError(
-                f"{name}: expected none under context_parallel(), whose ring has none. speedlight.distributed."
-                "attention() has masks."
-            )
+            raise _refused("dropout_p" if dropout else "attn_mask")
         local = [x.to_local() for x in (query, key, value)]
         with torch.no_grad():
             found = module._templated_ring_attention(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,8 @@ def unshard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguo
     lengths = [n for (n,) in agreed(peers, form, (own,), error)]
     held = positions(sum(lengths), peers.ranks, shard)
     check_lengths("tensor", lengths, held, shard)
-    return resharded(tensor, peers, held, ((range(sum(lengths)),),) * peers.ranks, dim)
+    (whole,) = resharded((tensor, dim), peers=peers, held=held, wanted=((range(sum(lengths)),),) * peers.ranks)
+    return whole
 
 
 def check_lengths(name: str, lengths: list[int], held: tuple[Runs, ...], shard: str) -> None:
@@ -105,10 +107,17 @@ def every(tensor: torch.Tensor, run: range, dim: int) -> torch.Tensor:
 
 
 def resharded(
-    tensor: torch.Tensor, peers: Peers, held: tuple[Runs, ...], wanted: tuple[Runs, ...], dim: int
-) -> torch.Tensor:
-    """From one sharding to another; a position may be wanted by several processes, whose gradients add up."""
-    return _Resharded.apply(tensor, peers, held, wanted, dim)
+    *given: tuple[torch.Tensor, int], peers: Peers, held: tuple[Runs, ...], wanted: tuple[Runs, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Tensors along a dimension of each, from one sharding to another; a position may be wanted by several processes,
+    whose gradients add up.
+    """
+
+    def way(dim: int) -> Passage:
+        back = functools.partial(moved, peers=peers, held=wanted, wanted=held, dim=dim, adding=True)
+        return Passage(functools.partial(moved, peers=peers, held=held, wanted=wanted, dim=dim), back)
+
+    return passed(tuple([way(dim) for _, dim in given]), *[x for x, _ in given])
 
 
 class Everywhere(NamedTuple):
@@ -127,17 +136,31 @@ class Everywhere(NamedTuple):
         return moved(flow, self.peers, (self.every,) * self.peers.ranks, self.held, self.dim, adding=True)
 
 
-class _Resharded(torch.autograd.Function):
+class Passage(NamedTuple):
+    """Of a tensor to other processes, and of what flows into it back."""
+
+    there: Callable[[torch.Tensor], torch.Tensor]
+    back: Callable[[torch.Tensor], torch.Tensor]
+
+
+def passed(ways: tuple[Passage, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Autograd follows; what flows into any of them goes back with what flows into the others, or zeros: a process
+    that uses some of them sends what those expect that use others.
+    """
+    return _Passed.apply(ways, *tensors)
+
+
+class _Passed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, *form: Any) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.form = form
-        return moved(tensor.detach(), *form)
+    def forward(ctx: Any, ways: tuple[Passage, ...], *tensors: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.ways = ways
+        return tuple([way.there(x.detach()) for way, x in zip(ways, tensors, strict=True)])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, flow: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        peers, held, wanted, dim = ctx.form
-        return moved(flow, peers, wanted, held, dim, adding=True), None, None, None, None
+    def backward(ctx: Any, *flows: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        each = zip(ctx.ways, flows, ctx.needs_input_grad[1:], strict=True)
+        return None, *[way.back(x) if needed else None for way, x, needed in each]
 
 
 def moved(
@@ -161,8 +184,7 @@ def moved(
             part = torch.empty(_long(tensor, dim, len(into)), dtype=tensor.dtype, device=tensor.device)
             coming.append((into, part))
             receives.append((part, source, 0, "with its shard"))
-    for message in peers.post(sends, receives):
-        peers.wait(message)
+    peers.carry(sends, receives)
     for into, part in coming:
         place = every(result, into, dim)
         place.copy_(place + part if adding else part)

@@ -41,6 +41,7 @@ class Way(NamedTuple):
     exact: bool
     known: Followed
     read: list[tuple[Any, Any]]
+    returns_lse: bool
 
     @property
     def layout(self) -> str:
@@ -132,17 +133,23 @@ class Way(NamedTuple):
         own = whole._replace(problem=problem_of(whole.problem, split, heads.rank))
         joint = Sharded(own, *(tuple([whole_of(x) for x in each]) for each in (rows, keys)))
         out, lse = self._core(ring, joint, gathered(q, of_q), k, v, of_k, (split.q[heads.rank] or (0,))[0])
-        return scattered(out, of_q), scattered(lse, of_q._replace(axes=of_lse))
+        out, lse = scattered((out, of_q), (self._followed(lse), of_q._replace(axes=of_lse)))
+        return out, lse
 
     def _redistributed(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """As zigzag shards, and back."""
         peers, dim, sharded = self.peers.ring, LAYOUTS[self.layout][-2], self.sharded
         new = [positions(sum(map(tokens, x)), peers.ranks, "zigzag") for x in (sharded.q, sharded.k)]
-        q = resharded(q, peers, sharded.q, new[0], dim)
-        k, v = (resharded(x, peers, sharded.k, new[1], dim) for x in (k, v))
+        (q,) = resharded((q, dim), peers=peers, held=sharded.q, wanted=new[0])
+        k, v = (resharded((x, dim), peers=peers, held=sharded.k, wanted=new[1])[0] for x in (k, v))
         out, lse = self._replace(shard="zigzag", sharded=Sharded(sharded.whole, *new)).attended(q, k, v)
-        back = peers, new[0], sharded.q
-        return resharded(out, *back, dim), resharded(lse, *back, lse.ndim - 1)
+        given = (out, dim), (self._followed(lse), lse.ndim - 1)
+        out, lse = resharded(*given, peers=peers, held=new[0], wanted=sharded.q)
+        return out, lse
+
+    def _followed(self, lse: torch.Tensor) -> torch.Tensor:
+        """What no process returns goes nowhere on the way back, either."""
+        return lse if self.returns_lse else lse.detach()
 
 
 def _refused_stripes(way: Way) -> str:
