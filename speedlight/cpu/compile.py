@@ -24,7 +24,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, CompileError, shown
+from ..errors import ArgumentError, CompileError, pass_on, shown
 from ..modes import standard
 
 if TYPE_CHECKING:
@@ -401,6 +401,7 @@ def read_kept(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        pass_on(error, OSError)
         _warn("cannot be read", error)
         return None
 
@@ -433,6 +434,7 @@ def keep(path: Path, data: bytes) -> None:
             f.write(data)
         os.replace(temporary, path)
     except OSError as error:
+        pass_on(error, OSError)
         _warn("cannot be written", error)
     finally:
         try:  # noqa: SIM105 - no Python is called before it, so no signal comes before it
