@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass
 
 from .errors import UnsupportedError, pass_on
+from .llvm import host_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,7 @@ def _features() -> set[str]:
     said = _cpuinfo().get("flags", "").split()
     if said:
         return {name.replace("avx512_", "avx512") for name in said}
-    from llvmlite import binding
-
-    return {name for name, on in binding.get_host_cpu_features().items() if on}
+    return host_features()
 
 
 @functools.cache
