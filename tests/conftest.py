@@ -106,12 +106,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [x for x in items if id(x) in kept]
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Half a million objects, those of the libraries, stay as they are. The garbage collector looks through all that it
-    knows every few kernels, which would take as long as writing one.
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Half a million objects, most of them libraries', stay as they are: the garbage collector leaves them out. It
+    looks through all that it knows every few kernels, which took as long as writing one.
     """
-    gc.collect()
+    gc.disable()
+    yield
     gc.freeze()
+    gc.enable()
 
 
 def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:
