@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, pass_on, shown
 
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
@@ -190,6 +190,7 @@ def listed(x: Any, name: str, what: str) -> list[Any]:
     except ArgumentError:
         raise
     except Exception as error:  # another library's code, or a tensor without values
+        pass_on(error)
         raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__} ({error}).") from error
     if not isinstance(values, list):
         raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__} without dimensions.")
@@ -200,6 +201,7 @@ def _as_numpy(x: Any, name: str) -> np.ndarray:
     try:
         return np.asarray(x)
     except Exception as error:  # another library's code
+        pass_on(error)
         raise ArgumentTypeError(
             f"{name}: expected an array that NumPy can read; {type(x).__name__}.__array_interface__ is not: {error}."
         ) from error
@@ -326,6 +328,7 @@ def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
         kind, number = x.__dlpack_device__()
         return int(kind), int(number)
     except Exception as error:  # another library's code
+        pass_on(error)
         raise ArgumentTypeError(
             f"{name}: expected an array with a DLPack device; {type(x).__name__}.__dlpack_device__ failed: {error}."
         ) from error
@@ -336,6 +339,7 @@ def _dlpack_tensor(x: Any, name: str) -> tuple[Any, _DLTensor]:
     try:
         capsule = x.__dlpack__()
     except Exception as error:  # another library's code
+        pass_on(error)
         raise ArgumentTypeError(
             f"{name}: expected an array that DLPack can pass on; {type(x).__name__}.__dlpack__ failed: {error}."
         ) from error
@@ -391,6 +395,7 @@ def _from_cuda(x: Any, name: str) -> Array:
     try:
         tensor = torch.from_dlpack(x)
     except Exception as error:  # another library's code, or a GPU that PyTorch does not see
+        pass_on(error)
         raise ArgumentTypeError(
             f"{name}: expected an array that PyTorch can take by DLPack; {type(x).__name__}: {error}."
         ) from error

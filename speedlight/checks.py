@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from .arrays import (
     is_tensor,
     listed,
 )
-from .errors import ArgumentError, ArgumentTypeError, CacheFull, shown
+from .errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
 from .hints import of_layout
 from .problem import LAYOUTS, MOST_SEEDS
 from .signatures import DtypeName
@@ -54,6 +54,7 @@ def number(name: str, x: Any, what: str) -> float:
     try:
         return float(x)
     except (OverflowError, ValueError, TypeError) as error:
+        pass_on(error)
         raise ArgumentError(f"{name}: expected {what}, that a float can hold; got {shown(x)} ({error}).") from None
 
 
@@ -207,7 +208,8 @@ def _block_table(x: Any) -> np.ndarray:
     try:
         table = np.array(x.detach().cpu().numpy() if is_tensor(x) else x)
     except Exception as error:  # ragged lists, other libraries' code
-        raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from None
+        pass_on(error)
+        raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from error
     if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
         raise ArgumentTypeError(
             f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__} of {table.dtype}, shape "
@@ -273,10 +275,11 @@ def check_list(name: str, x: Any, of: str) -> list[Any]:
     """Several things, by name; `of`: what they should be."""
     try:
         return list(x)
-    except TypeError:
-        way = " Of one alone write [sequence]." if name == "sequences" else ""
-        raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__}.{way}") from None
     except Exception as error:  # another library's, or a generator's
+        pass_on(error)
+        if not isinstance(x, Iterable):
+            way = " Of one alone write [sequence]." if name == "sequences" else ""
+            raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__}.{way}") from None
         raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__} ({error}).") from error
 
 

@@ -18,6 +18,40 @@ def shown(x: Any) -> str:
         return f"a value of type {type(x).__name__}"
 
 
+# By these, libraries and arguments of every kind say that they cannot do what they were asked for
+_REFUSALS = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    BufferError,
+    RuntimeError,
+)
+
+
+def pass_on(error: Exception, refusals: type[Exception] | tuple[type[Exception], ...] = _REFUSALS) -> None:
+    """Raises once more what says nothing of the argument that another's code was asked about: MemoryError, an exception
+    of a signal handler, whatever its type, and types other than `refusals` (OSError, the caller's own …).
+
+    First in every `except` around code that is not ours; the rest may then be told in our words, `from error`.
+    """
+    if isinstance(error, MemoryError) or not isinstance(error, refusals) or of_a_handler(error):
+        raise error
+
+
+def of_a_handler(error: Exception) -> bool:
+    """Whether a signal handler raised it: Python calls those with the frame that the signal interrupted."""
+    interrupted, trace = None, error.__traceback__
+    while trace is not None:
+        given = trace.tb_frame.f_locals.values() if interrupted is not None else ()
+        if any([x is interrupted or (type(x) is tuple and any([y is interrupted for y in x])) for x in given]):
+            return True
+        interrupted, trace = trace.tb_frame, trace.tb_next
+    return False
+
+
 class Error(Exception):
     """Base class of everything speedlight raises on purpose.
 

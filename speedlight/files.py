@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .arrays import numpy_dtype
-from .errors import FileError
+from .errors import FileError, pass_on
 
 _UNPACKED, _RATIO = (
     64 << 20,
@@ -41,8 +41,10 @@ def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:
         except FileError:
             raise
         except OSError as error:
+            pass_on(error, OSError)
             raise FileError(f"{path}: {error.strerror or error}.") from error
         except Exception as error:  # whatever a damaged file makes a parser say
+            pass_on(error, Exception)
             raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
     return found
 
@@ -110,8 +112,10 @@ def read_metadata(path: Path) -> dict[str, str]:
         with safetensors.safe_open(path, "np") as f:
             return f.metadata() or {}
     except OSError as error:
+        pass_on(error, OSError)
         raise FileError(f"{path}: {error.strerror or error}.") from error
     except Exception as error:
+        pass_on(error, Exception)
         raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
 
 
@@ -132,6 +136,7 @@ def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, s
         if temporary:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+        pass_on(error, OSError)
         raise FileError(f"{path}: {error.strerror or error}.") from error
 
 

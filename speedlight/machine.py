@@ -9,7 +9,8 @@ import struct
 import sys
 from dataclasses import dataclass
 
-from .errors import UnsupportedError
+from .errors import UnsupportedError, pass_on
+from .llvm import host_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +96,7 @@ def _features() -> set[str]:
     said = _cpuinfo().get("flags", "").split()
     if said:
         return {name.replace("avx512_", "avx512") for name in said}
-    from llvmlite import binding
-
-    return {name for name, on in binding.get_host_cpu_features().items() if on}
+    return host_features()
 
 
 @functools.cache
@@ -106,7 +105,8 @@ def _cpuinfo() -> dict[str, str]:
     try:
         with open("/proc/cpuinfo") as f:
             first = f.read().partition("\n\n")[0]
-    except OSError:
+    except OSError as error:
+        pass_on(error, OSError)
         return {}
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
@@ -148,8 +148,8 @@ def available_threads() -> int:
             quota, period = f.read().split()
         if quota != "max":
             count = min(count, max(1, round(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
+    except (OSError, ValueError) as error:
+        pass_on(error, Exception)
     return max(1, count)
 
 
@@ -164,7 +164,8 @@ def level2_bytes() -> int:
                 found = _windows_level2(_windows_processors())
             case _:
                 found = _linux_level2()
-    except (OSError, ValueError, KeyError, AttributeError, struct.error):
+    except (OSError, ValueError, KeyError, AttributeError, struct.error) as error:
+        pass_on(error, Exception)
         found = 0
     return found or 512 << 10
 
@@ -247,7 +248,8 @@ def cpu_name() -> str:
                 found = _windows_name()
             case _:
                 found = _cpuinfo().get("model name", "")
-    except (OSError, AttributeError):
+    except (OSError, AttributeError) as error:
+        pass_on(error, Exception)
         found = ""
     return found.strip() or platform.processor() or platform.machine()
 

@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from .llvm import load, process_triple
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ONE, _HALF, _MORE = 1.0, 2.0**-53, 3 * 2.0**-54  # one, and parts of the step from it to the next number
@@ -74,14 +76,8 @@ def _access() -> tuple[Any, Any, int, Any]:
 
     Hardly ever needed.
     """
-    from llvmlite import binding
-
-    text, usual = (_X86, 0x1F80) if binding.get_process_triple().startswith("x86_64") else (_ARM, 0)
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    machine = binding.Target.from_default_triple().create_target_machine()
-    owner = binding.create_mcjit_compiler(binding.parse_assembly(text), machine)
-    owner.finalize_object()
-    get = ctypes.CFUNCTYPE(ctypes.c_uint32)(owner.get_function_address("get"))
-    put = ctypes.CFUNCTYPE(None, ctypes.c_uint32)(owner.get_function_address("put"))
-    return get, put, usual, owner
+    text, usual = (_X86, 0x1F80) if process_triple().startswith("x86_64") else (_ARM, 0)
+    code = load((), ("get", "put"), text)
+    get = ctypes.CFUNCTYPE(ctypes.c_uint32)(code["get"])
+    put = ctypes.CFUNCTYPE(None, ctypes.c_uint32)(code["put"])
+    return get, put, usual, code

@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import DTYPES, check_plain_tensor, describe, is_masked, is_tensor
 from .checks import MOST, check_flag, check_layout, integer, number, size
-from .errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
+from .errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, pass_on, shown
 from .layouts import batch_of, check_dimensions
 from .problem import LAYOUTS, our_layout
 
@@ -230,7 +230,8 @@ def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:
     try:
         at = np.asarray(given) if lib is np else lib.as_tensor(given, device=x.device)
     except Exception as error:  # lists of different lengths, another library's code
-        raise ArgumentTypeError(f"positions: expected ints; got {type(given).__name__} ({error}).") from None
+        pass_on(error)
+        raise ArgumentTypeError(f"positions: expected ints; got {type(given).__name__} ({error}).") from error
     kind = str(at.dtype).removeprefix("torch.")
     if not kind.startswith(("int", "uint")):
         if 0 in at.shape:  # an empty list is of floats

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import gc
 import getpass
 import os
 import tempfile
@@ -28,9 +30,14 @@ os.environ.setdefault("SPEEDLIGHT_TUNING", "0")  # of whoever runs them: schedul
 from engines import CPU, Engine, one_vector, tuned
 from problems import DIMS, DTYPES, LENGTHS
 
+from speedlight.cpu import compile as compiling
 from speedlight.machine import Isa, host_isas
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
+
+# Many tests' kernels have a part in common, which takes LLVM longer than the rest: what became of it is kept, of more
+# of them than in use.
+compiling._compiled = functools.lru_cache(maxsize=None)(compiling._compiled.__wrapped__)
 
 # not every system and Python has these; where one is missing, what is about it is left out
 _ABOUT = {"jax": "test_jax.py", "transformers": "test_transformers*.py", "triton": "test_gpu*.py"}
@@ -97,6 +104,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     kept = {id(x) for name, tests in functions.items() for x in short(name, tests)}
     config.hook.pytest_deselected(items=[x for x in items if id(x) not in kept])
     items[:] = [x for x in items if id(x) in kept]
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Half a million objects, most of them libraries', stay as they are: the garbage collector leaves them out. It
+    looks through all that it knows every few kernels, which took as long as writing one.
+    """
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:

@@ -9,7 +9,6 @@ went.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import inspect
 import itertools
 import os
@@ -28,6 +27,7 @@ import torch.distributed.tensor.experimental._context_parallel._attention as the
 import torch.nn.functional as F
 from sharded_cache import BATCH, DIM, FULL, HEADS, KV, refused
 from torch.distributed.device_mesh import init_device_mesh
+from turns import make_in_turn
 
 import speedlight as sl
 import speedlight.distributed as sd
@@ -35,7 +35,6 @@ import speedlight.flash_attn
 import speedlight.torch
 import speedlight.transformers
 from speedlight import reference
-from speedlight.cpu import compile as kernels
 from speedlight.distributed import positions, templated
 from speedlight.flash_attn import flash_attn_func, flash_attn_varlen_func
 
@@ -415,14 +414,7 @@ CASES = {name: x for of in (vars(sharded_cache), globals()) for name, x in of.it
 def run(rank: int, ranks: int, where: str, names: list[str]) -> int:
     """One rank: every case, up to one that fails."""
     torch.set_num_threads(1)
-    make = kernels._make
-
-    def make_in_turn(shape: Any) -> Any:
-        with open(f"{where}/turn", "w") as turn:  # of ranks that need one kernel, one compiles it
-            fcntl.flock(turn, fcntl.LOCK_EX)
-            return make(shape)
-
-    kernels._make = make_in_turn
+    make_in_turn(where)
     dist.init_process_group(
         "gloo", init_method=f"file://{where}/meeting", rank=rank, world_size=ranks, timeout=timedelta(seconds=TIMEOUT)
     )

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from tolerance import assert_within
+from turns import make_in_turn
 
 import speedlight as sl
 import speedlight.torch
@@ -535,6 +536,7 @@ RUNS: dict[str, Callable[..., Iterator[str]]] = {
 
 def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:
     torch.set_num_threads(1)
+    make_in_turn(folder)
     timeout = datetime.timedelta(seconds=TIMEOUT)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timeout

@@ -14,9 +14,10 @@ import speedlight as sl
 from speedlight import api, philox
 from speedlight.cpu import philox as on_vectors
 from speedlight.cpu import prepare, schedule
-from speedlight.cpu.compile import compile_ir, load
+from speedlight.cpu.compile import compile_ir
 from speedlight.cpu.shape import Shape
 from speedlight.cpu.vector import I64, PTR, Module, vec
+from speedlight.llvm import load
 from speedlight.machine import host_isas
 
 # --- the random numbers
@@ -52,16 +53,16 @@ def emitted(isa, storage):
             k.store(word, p["out"], at)
             k.store(k.zext(keep, s.ivector if not s.wide else word.type), p["keep"], at)
     k.finish()
-    engine = load(compile_ir(s, str(module)))
+    code = load([compile_ir(s, str(module))], ["words"])
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 5)
-    return engine, call(engine.get_function_address("words")), lanes
+    return code, call(code["words"]), lanes
 
 
 @pytest.mark.units
 @pytest.mark.parametrize("isa", host_isas(), ids=lambda x: x.name)
 @pytest.mark.parametrize("storage", ["f32", "f64"])
 def test_words_on_vectors(isa, storage):
-    _engine, run, lanes = emitted(isa, storage)
+    _code, run, lanes = emitted(isa, storage)
     i = np.array([(-1) ** n * (n * 99_999_999 + n) for n in range(lanes)], np.int64)
     h, quads = np.arange(lanes, dtype=np.int64) // 3, (1 << 30) - 17 + np.arange(32)
     for seed in (0, 1, 0xFEDCBA9876543210, 2**64 - 1):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .. import arrays
-from ..errors import ReservationError, shown
+from ..errors import ReservationError, pass_on, shown
 from ..machine import Isa
 from ..modes import standard
 from ..tokens import Moves, TokenShape
@@ -164,6 +164,7 @@ def reserved(shape: tuple[int, ...]) -> np.ndarray:
     try:
         memory = arrays.pages(count, large=True)
     except (OSError, OverflowError, ValueError) as error:
+        pass_on(error, Exception)
         raise ReservationError(
             f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or "
             "dtype."

@@ -24,7 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, CompileError, shown
+from ..errors import ArgumentError, CompileError, pass_on, shown
+from ..llvm import load, process_triple, undisturbed
 from ..modes import standard
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ _loaded: dict[Any, Kernel] = {}
 _turns = itertools.count()  # a clock of uses
 _warned = False
 
-# No fork while a kernel is being compiled: LLVM's lock would stay locked in the child.
+# No fork while a kernel is being made: the child's lock would stay locked.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
 
@@ -57,25 +58,18 @@ class Kernel:
     no thread is inside any more.
     """
 
-    __slots__ = ("__weakref__", "address", "entry", "from_cache", "joined", "last", "owner", "symbol")
+    __slots__ = ("__weakref__", "address", "code", "entry", "from_cache", "joined", "last", "symbol")
 
     def __init__(self, symbol: str, objects: tuple[bytes, ...], from_cache: bool) -> None:
-        self.symbol, self.from_cache, self.owner, self.last = symbol, from_cache, load(*objects), 0
-        self.address = find(self.owner, symbol)
+        self.symbol, self.from_cache, self.last = symbol, from_cache, 0
+        self.code = load(objects, (symbol, f"{symbol}_joined"))
+        self.address = self.code[symbol]
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-        self.entry, self.joined = call(self.address), call(find(self.owner, f"{symbol}_joined"))
+        self.entry, self.joined = call(self.address), call(self.code[f"{symbol}_joined"])
 
     def used(self) -> None:
         """Marks it as recently used."""
         self.last = next(_turns)
-
-
-def find(owner: Any, name: str) -> int:
-    """The address of a function that an execution engine owns."""
-    address = owner.get_function_address(name)
-    if not address:
-        raise CompileError(f"kernel {name} is not in its own object file. Please report this.")
-    return address
 
 
 def symbol_of(shape: AnyShape) -> str:
@@ -145,22 +139,22 @@ def _module(shape: AnyShape) -> Any:
     return module(of_kind, symbol)
 
 
+@standard  # and so the thread that is made
 def compile_ir(shape: AnyShape, text: str, triple: str | None = None, *, assembly: bool = False) -> Any:
     """Object code (or assembly) of `text` for the shape's target."""
-    try:
-        return _compiled(shape.isa, text, triple or shape.isa.triple, assembly)
-    except RuntimeError as error:
-        raise CompileError(f"kernel {symbol_of(shape)} could not be compiled: {error}. Please report this.") from error
+
+    def call() -> Any:
+        try:
+            return _compiled(shape.isa, text, triple or shape.isa.triple, assembly)
+        except RuntimeError as error:
+            said = f"kernel {symbol_of(shape)} could not be compiled: {error}. Please report this."
+            raise CompileError(said) from error
+
+    return undisturbed(call)
 
 
 @functools.lru_cache(maxsize=16)  # what many kernels share comes again and again
-@standard
 def _compiled(isa: Isa, text: str, triple: str, assembly: bool) -> Any:
-    with lock:
-        return _compile(isa, text, triple, assembly)
-
-
-def _compile(isa: Isa, text: str, triple: str, assembly: bool) -> Any:
     from llvmlite import binding
 
     if isa.arch == "x86_64":
@@ -225,25 +219,7 @@ def _in_parts(isa: Isa) -> bool:
 
 def _host_triple(shape: AnyShape) -> str | None:
     """The object format must be the host's; on Linux it is the level's own."""
-    if sys.platform == "linux":
-        return None
-    from llvmlite import binding
-
-    return binding.get_process_triple()
-
-
-def load(*objects: bytes) -> Any:
-    """The execution engine that owns the machine code: it is unloaded with it."""
-    from llvmlite import binding
-
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    machine = binding.Target.from_default_triple().create_target_machine()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
-    for code in objects:
-        engine.add_object_file(binding.ObjectFileRef.from_data(code))
-    engine.finalize_object()
-    return engine
+    return None if sys.platform == "linux" else process_triple()
 
 
 @functools.cache
@@ -401,6 +377,7 @@ def read_kept(path: Path) -> bytes | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        pass_on(error, OSError)
         _warn("cannot be read", error)
         return None
 
@@ -433,6 +410,7 @@ def keep(path: Path, data: bytes) -> None:
             f.write(data)
         os.replace(temporary, path)
     except OSError as error:
+        pass_on(error, OSError)
         _warn("cannot be written", error)
     finally:
         try:  # noqa: SIM105 - no Python is called before it, so no signal comes before it

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import STORAGE_BYTES, pages
-from ..errors import ArgumentError
+from ..errors import ArgumentError, pass_on
 from ..expressions.program import Program
 from ..expressions.tree import Node, out_of_range
 from ..machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
@@ -251,7 +251,8 @@ def _map_scratch(size: int) -> Any:
     try:
         return (ctypes.c_char * size).from_buffer(pages(size))
     except OSError as error:
-        raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from None
+        pass_on(error, OSError)
+        raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from error
 
 
 def give_scratch(scratch: Any) -> None:

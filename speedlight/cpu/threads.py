@@ -7,8 +7,9 @@ import functools
 import sys
 from typing import Any
 
+from ..llvm import load
 from ..machine import host_arch, isa_named
-from .compile import find, load, lock, objects_of, symbol_of
+from .compile import lock, objects_of, symbol_of
 from .serving import BLOCK, LIBC, ServingShape
 
 
@@ -59,9 +60,9 @@ class Threads:
 def _code() -> tuple[Any, Any]:
     """The functions `region` and `clock` of serving.py. Never unloaded: threads sleep in it."""
     shape = ServingShape(isa_named({"x86_64": "avx2", "aarch64": "neon"}[host_arch()]))
-    with lock:
-        engine = load(*objects_of(shape)[0])
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
     symbol, pointer, word = symbol_of(shape), ctypes.c_void_p, ctypes.c_int64
-    region = ctypes.CFUNCTYPE(word, pointer, pointer, pointer, word, pointer, word)(find(engine, symbol))
-    return region, ctypes.CFUNCTYPE(word, pointer, word)(find(engine, f"{symbol}_clock"))
+    with lock:
+        code = load(objects_of(shape)[0], (symbol, f"{symbol}_clock"))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(code))
+    region = ctypes.CFUNCTYPE(word, pointer, pointer, pointer, word, pointer, word)(code[symbol])
+    return region, ctypes.CFUNCTYPE(word, pointer, word)(code[f"{symbol}_clock"])

@@ -23,7 +23,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, ArgumentTypeError, shown
+from ..errors import ArgumentError, ArgumentTypeError, pass_on, shown
 from ..machine import available_threads, setting
 from .compile import Kernel
 from .layout import LEFT, LIMIT, TICKET, WORKER
@@ -88,7 +88,8 @@ def _openmp(_torch_loaded: bool) -> int | None:
     try:
         with open("/proc/self/maps") as f:
             paths = {line.split(None, 5)[5].strip() for line in f if "omp" in line and ".so" in line}
-    except OSError:
+    except OSError as error:
+        pass_on(error, OSError)
         return None
     for path in sorted(paths, key=lambda p: "libgomp" not in p):  # torch's first: LLVM's exports the same entry
         name = os.path.basename(path)

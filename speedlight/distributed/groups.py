@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, Error, FileError, shown
+from ..errors import ArgumentError, ArgumentTypeError, CommunicationError, Error, FileError, pass_on, shown
 
 _SIZES = 2  # what agreed() compares first holds so many
 _PATIENCE = 3.0  # seconds for the store, whose answer makes a message better
@@ -87,6 +87,7 @@ class Peers:
             try:
                 dist.all_gather_object(found, said, group=self.group)
             except RuntimeError as error:
+                pass_on(error)
                 raise self.missed("to say how their calls differ", None, error) from error
         return found
 
@@ -103,6 +104,7 @@ class Peers:
             try:
                 works = dist.batch_isend_irecv(ops)
             except RuntimeError as error:
+                pass_on(error)
                 raise self.missed(given[0][1][3], given[0][1][1], error) from error
         if len(works) < len(given):  # one for all of them, where they are grouped
             works = [works[0]] * len(given)
@@ -120,6 +122,7 @@ class Peers:
             try:
                 message.work.wait()
             except RuntimeError as error:
+                pass_on(error)
                 raise self.missed(message.what, message.peer, error) from error
 
     def _tag(self, tag: int) -> int:

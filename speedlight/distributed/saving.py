@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import FileError
+from ..errors import FileError, pass_on
 from ..files import read_metadata
 from ..kv import saved
 from ..kv.cache import KVCache
@@ -52,6 +52,7 @@ class Written(NamedTuple):
         try:
             os.replace(self._aside, self._name)
         except OSError as error:
+            pass_on(error, OSError)
             raise FileError(f"{self._name}: {error.strerror or error}.") from error
 
     @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ExpressionError
+from ..errors import ExpressionError, pass_on
 from .derivative import flows
 from .symbols import Symbol, node_of
 from .tree import FLOW, Node, evaluate
@@ -90,6 +90,7 @@ def _of_tensors(function: Any, args: Any, points: dict[int, Any], floats: list[i
     except NotImplementedError:
         return function.apply(*[points[n].detach() if n in points else x for n, x in enumerate(args)]).numpy(), {}
     except Exception as error:
+        pass_on(error)
         raise ExpressionError(
             f"{function.__name__}: expected an autograd function of numbers that runs in float64 on the CPU; "
             f"got {type(error).__name__}: {error}. Use PyTorch's operations."

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import is_tensor
-from ..errors import ExpressionError, shown
+from ..errors import ExpressionError, pass_on, shown
 from . import foreign
 from .operations import INT_MAX, INT_MIN, KINDS, OPERATIONS
 from .tree import Node, convert, kind_of
@@ -407,7 +407,8 @@ def _kind_named(dtype: Any) -> str | None:
     name = shown(dtype)
     try:
         return None if dtype is None else kind_of(np.dtype(name[6:] if name.startswith("torch.") else dtype))
-    except Exception:  # NumPy's, or of whatever was passed
+    except Exception as error:  # NumPy's, or of whatever was passed
+        pass_on(error)
         return "float" if name == "torch.bfloat16" else None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
 from ..compiling import check_outside
-from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, pass_on, shown
 from . import foreign
 from .operations import INT_MAX
 from .symbols import LOOKUP, Symbol, by_name, node_of
@@ -289,6 +289,7 @@ def _entries(x: Any, name: str) -> np.ndarray:
             return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
         return np.asarray(x)
     except Exception as error:  # lists of different lengths, quantised tensors, another library's code
+        pass_on(error)
         raise ArgumentTypeError(f"{name}: expected an array that NumPy can read; got {shown(x)} ({error}).") from error
 
 

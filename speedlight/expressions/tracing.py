@@ -257,7 +257,9 @@ def _called(function: Callable[..., Any], symbols: list[Symbol]) -> Any:
         place = _place(error) or _origin(function).rpartition(" in ")[2]
         if place and not found.place:
             found.place, found.args = place, (f"{found} In {place}",)
-        raise found from (None if found is error else error)
+        if found is error:
+            raise
+        raise found from error
     finally:
         LOOKUP.set(before)
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .. import arrays
-from ..errors import ArgumentError, UnsupportedError, shown
+from ..errors import ArgumentError, UnsupportedError, pass_on, shown
 from ..machine import interpreting
 from ..tokens import TokenShape
 from .append import store
@@ -22,6 +22,7 @@ def device_of(device: Any) -> torch.device:
     try:
         named = torch.device(device)
     except Exception as error:  # PyTorch's, of several kinds
+        pass_on(error)
         raise ArgumentError(
             f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)} ({type(error).__name__})."
         ) from None

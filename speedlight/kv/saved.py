@@ -13,7 +13,7 @@ import numpy as np
 
 from .. import arrays
 from ..checks import MOST
-from ..errors import ArgumentTypeError, FileError, UnsupportedError
+from ..errors import ArgumentTypeError, FileError, UnsupportedError, of_a_handler
 from ..files import read_arrays, read_metadata, write_arrays
 from ..windows import Ring, ring_of
 
@@ -38,6 +38,8 @@ class Saved:
         except UnsupportedError:  # of the device
             raise
         except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
+            if of_a_handler(error):
+                raise
             raise FileError(f"{where}: a cache of {self.sizes} cannot be reserved ({error}).") from None
 
     def fill(self, storage: Any) -> None:
