@@ -168,6 +168,9 @@ def test_a_damaged_file_is_not_believed(kept):
     for damaged in (b"", whole[:20], whole[:-1], whole + b" ", bytes(flipped), whole.replace(b"0.02", b"0.03")):
         path.write_bytes(damaged)
         assert not believed()
+    os.truncate(path, 1 << 40)  # which takes no room on the disk, and more memory than there is
+    assert not believed() and tuned.forget_tuning(current_isa()) and not path.exists()
+    path.touch(0o600)
     path.write_bytes(whole)
     assert believed()
 
@@ -217,6 +220,23 @@ def test_planted_numbers_are_not_believed(kept):
     assert believed()
     with pytest.raises(ValueError, match=r"fma\.panels: 17"):
         tuned.keep_tuning(current_isa(), {"fma": {"panels": 17}})
+
+
+def test_what_cannot_be_forgotten_is_an_error(kept, monkeypatch):
+    """Of a directory that cannot be written to; not where another process was first."""
+    path = tuned.keep_tuning(current_isa(), ONE_VECTOR)
+    assert path is not None
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(sl.FileError, match="tuning_.*: Permission denied. Delete it, or set SPEEDLIGHT_TUNING=0"):
+            tuned.forget_tuning(current_isa())
+    assert believed()
+    monkeypatch.setattr(tuned, "read_kept", lambda path: (compiling.read_kept(path), path.unlink())[0])
+    assert tuned.forget_tuning(current_isa())
 
 
 def test_nothing_is_kept_where_nothing_can_be(kept, monkeypatch):

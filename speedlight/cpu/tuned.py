@@ -16,7 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, FileError, shown
 from ..machine import Isa, cpu_identity, host_arch, setting
 from ..tunings import LIMITS, Tuning, shipped
 from .compile import cache_directory, digest_of, keep, read_kept
@@ -146,7 +146,10 @@ def forget_tuning(isa: Isa) -> bool:
     path = tuning_path(isa)
     if path is None or read_kept(path) is None:
         return False
-    path.unlink()
+    try:
+        path.unlink(missing_ok=True)  # another process may have been first
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}. Delete it, or set SPEEDLIGHT_TUNING=0.") from error
     _known.clear()
     return True
 
