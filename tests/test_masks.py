@@ -185,6 +185,15 @@ def test_what_follows_the_last_key_of_some_queries_is_not_touched(isa, rng, opti
         assert want[:, :, rows].tobytes() == sl.attention(q, k, v, q_start=1, **options)[:, :, rows].tobytes()
 
 
+def test_what_follows_the_last_key_of_a_whole_panel_is_not_touched(isa, rng):
+    """A panel of heads at one position sees an odd number of keys, all of its lanes the same; the next sees more."""
+    q, k, v = qkv(rng, "bfloat16", 1, 96, 1, 9, 9, 64, 64)
+    want = sl.attention(q, k, v, causal=True)
+    for hidden in range(8, 0, -1):
+        k[:, :, hidden:], v[:, :, hidden:] = NAN, NAN
+        assert want[:, :, :hidden].tobytes() == sl.attention(q, k, v, causal=True)[:, :, :hidden].tobytes()
+
+
 def test_a_key_hidden_from_some_lanes_only(isa, rng):
     """NaN in a value that a neighbouring lane sees reaches that lane alone."""
     q, k, v = qkv(rng, "float32", 1, 1, 1, 40, 40, 8, 8)
