@@ -194,6 +194,16 @@ def test_what_follows_the_last_key_of_a_whole_panel_is_not_touched(isa, rng):
         assert want[:, :, :hidden].tobytes() == sl.attention(q, k, v, causal=True)[:, :, :hidden].tobytes()
 
 
+@pytest.mark.parametrize("rows", [40, 2])
+def test_an_odd_last_key_has_nothing_beside_it(isa, rng, rows):
+    """Not its own value once more, 0 times which would be NaN where it is infinite."""
+    q, k, v = qkv(rng, "bfloat16", 1, 1, 1, rows, 129, 64, 64)
+    v[:, :, -1] = np.inf
+    for causal in (False, True):
+        out = sl.attention(q, k, v, causal=causal)
+        assert np.isposinf(out[:, :, -1]).all() and np.isposinf(out).all(-1).all() == (not causal)
+
+
 def test_a_key_hidden_from_some_lanes_only(isa, rng):
     """NaN in a value that a neighbouring lane sees reaches that lane alone."""
     q, k, v = qkv(rng, "float32", 1, 1, 1, 40, 40, 8, 8)

@@ -304,6 +304,21 @@ def test_a_step_may_be_run_at_any_position_of_its_span(rng, window):
             assert out.tobytes() == want[0, :, at].tobytes(), at
 
 
+def test_the_first_token_of_another_span_is_another_step(rng):
+    """By the usual steps before it, whose positions are those at which integers fit 32 bits."""
+    mask = sl.expression(lambda b, h, i, j: (i - 1000) * 93_000_000 * (j % 2) >= 0)
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 1025, 1025, D, D)
+    want = sl.attention(q[:, :, 1000:], k, v, causal=True, mask=mask)[:, :, 20:]
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=D, capacity=2048)
+    cache.append(0, k[:, :, :1020], v[:, :, :1020])
+    for n in range(5):
+        at = slice(1020 + n, 1021 + n)
+        assert (
+            cache.attend(0, q[:, :, at], k[:, :, at], v[:, :, at], mask=mask).tobytes()
+            == want[:, :, n : n + 1].tobytes()
+        ), n
+
+
 def test_reading_begins_before_the_first_position(rng):
     """More queries than keys: the first rows have negative positions, at which integers may be beyond 32 bits."""
     mask = sl.expression(lambda b, h, i, j: (100 - i) * 21_000_000 * (j % 2 + 1) > 0)
