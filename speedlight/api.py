@@ -12,6 +12,7 @@ from .compiling import leaves_graph
 from .cpu.operands import Dense, Rows, Strides, stride_of
 from .distributed.model import asked_ranks
 from .errors import ArgumentError, UnsupportedError
+from .forks import importing
 from .gradients import Followed, check_one_dtype, followed
 from .hints import warn_if_swapped
 from .machine import current_isa
@@ -205,7 +206,8 @@ def _by_autograd(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out:
             "out: expected None where autograd follows the call (a tensor requires grad or has a tangent); got an "
             "array. Leave it out, or call under torch.no_grad()."
         )
-    from .torch.attending import attended
+    with importing:
+        from .torch.attending import attended
 
     return attended(q, k, v, known, return_lse)
 

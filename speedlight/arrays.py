@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, pass_on, shown
+from .forks import importing
 
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
 DTYPES = {"float32": ("f32", 4), "float64": ("f64", 8), "float16": ("f16", 2), "bfloat16": ("bf16", 2)}
@@ -71,7 +72,8 @@ _EMPTY = ctypes.c_char()
 def numpy_dtype(name: str) -> np.dtype:
     """The NumPy dtype of a name; bfloat16 and float8_e4m3fn are ml_dtypes'."""
     if name in ("bfloat16", "float8_e4m3fn"):
-        import ml_dtypes
+        with importing:
+            import ml_dtypes
 
         return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .arrays import Array
 from .cpu.operands import Strides
 from .errors import ArgumentError, UnsupportedError, shown
+from .forks import importing
 from .machine import interpreting
 from .problem import Problem
 
@@ -35,7 +36,8 @@ def of(device: str) -> Any:
     """The engine of a device, as chosen() gives it: `prepare` makes a call, `plan` says what it would do."""
     match device:
         case "cpu":
-            from .cpu import prepare
+            with importing:
+                from .cpu import prepare
 
             return prepare
         case _:
@@ -44,7 +46,8 @@ def of(device: str) -> Any:
 
 def gradients() -> Any:
     """What computes them: `prepare` makes a backward call, `plan` says what it would do."""
-    from .cpu import gradients
+    with importing:
+        from .cpu import gradients
 
     return gradients
 
@@ -52,7 +55,8 @@ def gradients() -> Any:
 def gpu() -> Any:
     """What computes on a GPU."""
     try:
-        from .gpu import prepare
+        with importing:
+            from .gpu import prepare
     except ImportError as error:
         raise UnsupportedError(
             f"q: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install 'speedlight[gpu]', "
@@ -69,7 +73,8 @@ def gpu_used() -> bool:
 def resident() -> Any:
     """Caches in a GPU's memory."""
     gpu()
-    from .gpu import storage as resident
+    with importing:
+        from .gpu import storage as resident
 
     return resident
 
@@ -89,14 +94,16 @@ def plan(
                     "Use .cpu(), or device='cpu'."
                 )
             gpu_device = resident().device_of(device)
-            from .gpu import counting
+            with importing:
+                from .gpu import counting
 
             return counting.plan(problem, gpu_device, precision, exact=exact)
 
 
 @functools.lru_cache(maxsize=1)
 def _get_threads() -> Any:
-    from .cpu.workers import get_threads
+    with importing:
+        from .cpu.workers import get_threads
 
     return get_threads
 

@@ -1,11 +1,12 @@
 """After a fork the child has none of the parent's other threads: what those were writing to is as it was before, and
-free.
+free; what they were importing is whole.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from typing import Protocol
 
@@ -14,6 +15,8 @@ class Renewed(Protocol):
     def after_fork(self) -> None: ...
 
 
+# Held where a call imports a module: in a child that was forked meanwhile it would stay half made, and locked.
+importing = threading.RLock()
 _alive: dict[int, weakref.ref[Renewed]] = {}  # without callbacks: an interrupt in one of those would be lost
 _numbers = itertools.count(1)
 
@@ -37,3 +40,4 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(before=importing.acquire, after_in_parent=importing.release, after_in_child=importing.release)

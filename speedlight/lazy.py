@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from .forks import importing
+
 _NONE: Mapping[str, str] = {}
 
 
@@ -23,12 +25,14 @@ def importer(
             today = renamed[name]
             warnings.warn(f"{package}.{name} is now {package}.{today}.", DeprecationWarning, stacklevel=2)
             return find(today)
-        if name in modules:
-            return importlib.import_module(f".{name}", package)
-        home = homes.get(name)
+        home = name if name in modules else homes.get(name)
         if home is None:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        scope[name] = value = getattr(importlib.import_module(f".{home}", package), name)
+        with importing:
+            module = importlib.import_module(f".{home}", package)
+        if name in modules:
+            return module
+        scope[name] = value = getattr(module, name)
         return value
 
     return find

@@ -13,6 +13,7 @@ from .arrays import STORAGE_BYTES, Array
 from .checks import check_flag
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError
+from .forks import importing
 from .machine import current_isa
 from .results import empty_like, like_input
 from .rotations import check_array, check_out, converted
@@ -207,10 +208,11 @@ _KINDS = {
 
 def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     """Fills `out` and `lse`, which are contiguous."""
-    from .cpu import merging as kernels
-    from .cpu.compile import kernel_of
-    from .cpu.tuned import tuning_of
-    from .cpu.workers import get_threads, run_tickets
+    with importing:
+        from .cpu import merging as kernels
+        from .cpu.compile import kernel_of
+        from .cpu.tuned import tuning_of
+        from .cpu.workers import get_threads, run_tickets
 
     rows, width, states = math.prod(lse.shape), out.shape[-1], len(outs)
     if not rows:

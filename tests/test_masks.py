@@ -9,7 +9,7 @@ from conftest import FULL, differing_units
 from expressions import LENGTH, masks, scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import DTYPES, PATTERNS, qkv
+from problems import DTYPES, PATTERNS, numpy_dtype, qkv
 from tolerance import assert_accurate
 
 import speedlight as sl
@@ -197,6 +197,25 @@ def test_keys_before_those_that_all_see(isa, rng):
     assert np.isnan(out).any(axis=0).tolist() == [True] * 90 + [False] * 110
 
 
+def test_what_follows_the_last_key_of_a_whole_panel_is_not_touched(isa, rng):
+    """A panel of heads at one position sees an odd number of keys, all of its lanes the same; the next sees more."""
+    q, k, v = qkv(rng, "bfloat16", 1, 96, 1, 40, 40, 64, 64)  # blocks of several panels
+    want = sl.attention(q, k, v, causal=True)
+    for hidden in range(39, 0, -2):
+        k[:, :, hidden:], v[:, :, hidden:] = NAN, NAN
+        assert want[:, :, :hidden].tobytes() == sl.attention(q, k, v, causal=True)[:, :, :hidden].tobytes()
+
+
+@pytest.mark.parametrize("rows", [40, 2])
+def test_an_odd_last_key_has_nothing_beside_it(isa, rng, rows):
+    """Not its own value once more, 0 times which would be NaN where it is infinite."""
+    q, k, v = qkv(rng, "bfloat16", 1, 1, 1, rows, 129, 64, 64)
+    v[:, :, -1] = np.inf
+    for causal in (False, True):
+        out = sl.attention(q, k, v, causal=causal)
+        assert np.isposinf(out[:, :, -1]).all() and np.isposinf(out).all(-1).all() == (not causal)
+
+
 def test_a_key_hidden_from_some_lanes_only(isa, rng):
     """NaN in a value that a neighbouring lane sees reaches that lane alone."""
     q, k, v = qkv(rng, "float32", 1, 1, 1, 40, 40, 8, 8)
@@ -205,18 +224,19 @@ def test_a_key_hidden_from_some_lanes_only(isa, rng):
     assert (np.isnan(out[0, 0, :, 2]) == (np.arange(40) % 2 == 1)).all() and np.isfinite(out[..., [0, 1, 3]]).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("dtype", "k_len"), [("float32", 384), ("float64", 384), ("bfloat16", 384), ("bfloat16", 257)])
 @pytest.mark.parametrize(
     "options", [{"causal": True, "q_start": 255}, {"mask": lambda b, h, i, j: (j < 256) | (i > 255), "q_start": 255}]
 )
 @pytest.mark.parametrize("rows", [40, 2])
-def test_a_tile_that_a_row_does_not_see_leaves_the_sign_of_its_zero(isa, dtype, options, rows):
-    """Row 0 underflows to -0 in the second tile; the third is its neighbours' alone.
+def test_a_tile_that_a_row_does_not_see_leaves_the_sign_of_its_zero(isa, dtype, k_len, options, rows):
+    """Row 0 underflows to -0 in the second tile; the third is its neighbours' alone, and may end with half a pair.
 
     Two rows take the decode kernel.
     """
-    q, k, v = np.ones((1, 1, rows, 16), dtype), np.zeros((1, 1, 384, 16), dtype), np.zeros((1, 1, 384, 16), dtype)
-    v[0, 0, 0], k[0, 0, 128] = -np.finfo(dtype).smallest_subnormal, 1
+    q, k, v = (np.zeros((1, 1, n, 16), numpy_dtype(dtype)) for n in (rows, k_len, k_len))
+    least = {"float32": 2.0**-149, "float64": 2.0**-1074, "bfloat16": 2.0**-126}[dtype]
+    q[...], v[0, 0, 0], k[0, 0, 128] = 1, -least, 16
     alone = sl.attention(q[:, :, :1], k, v, **options)
     assert np.signbit(alone).all() and alone.tobytes() == sl.attention(q, k, v, **options)[:, :, :1].tobytes()
 

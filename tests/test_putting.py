@@ -15,7 +15,7 @@ from speedlight.cpu import putting
 from speedlight.machine import current_isa
 
 SIZES = ((33, 80), (16, 17), (5, 1))  # of keys and values: odd, of a vector, below one
-COUNTS = (1, 14, 1, 16, 3, 45, 32, 1, 700)  # of new tokens: blocks are whole, begun, ended; several threads
+COUNTS = (1, 14, 1, 16, 3, 14, 45, 32, 1, 700)  # of new tokens: blocks are whole, begun, ended; several threads
 
 
 def lying(x, way):
@@ -121,8 +121,22 @@ def test_stores_past_the_caches_are_like_others(rng, monkeypatch, dtype):
         pool.append(0, [sequence], *(x[0].swapaxes(0, 1) for x in new), new_lengths=[n])
     assert cache.keys(0).tobytes() == k.tobytes() and cache.values(0).tobytes() == v.tobytes()
     assert sequence.keys(0).tobytes() == k.tobytes() and sequence.values(0).tobytes() == v.tobytes()
-    ways = {entry.value.shape.streams for entry in cache._storage.puts._held.values()}
-    assert ways == {current_isa().arch == "x86_64"}
+    assert ways_of(cache) == {current_isa().arch == "x86_64"}
+
+
+def ways_of(cache):
+    """Whether tokens went past the caches."""
+    return {entry.value.shape.streams for entry in cache._storage.puts._held.values()}
+
+
+@pytest.mark.parametrize(("d", "dv"), [(64, 65), (65, 64)])
+def test_rows_that_end_within_a_line_go_through_the_caches(rng, monkeypatch, d, dv):
+    monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
+    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=40)
+    k, v = (rng.standard_normal((1, 1, 40, n), dtype=np.float32) for n in (d, dv))
+    cache.append(0, k, v)
+    assert cache.keys(0).tobytes() == k.tobytes() and cache.values(0).tobytes() == v.tobytes()
+    assert ways_of(cache) == {False}
 
 
 def test_a_ring_keeps_the_last_tokens_of_long_chunks(rng):

@@ -304,6 +304,21 @@ def test_a_step_may_be_run_at_any_position_of_its_span(rng, window):
             assert out.tobytes() == want[0, :, at].tobytes(), at
 
 
+def test_the_first_token_of_another_span_is_another_step(rng):
+    """By the usual steps before it, whose positions are those at which integers fit 32 bits."""
+    mask = sl.expression(lambda b, h, i, j: i * 2_098_000 * (j % 2) >= j)
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 1025, 1025, D, D)
+    want = sl.attention(q[:, :, 1000:], k, v, causal=True, mask=mask)[:, :, 20:]
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=D, capacity=2048)
+    cache.append(0, k[:, :, :1020], v[:, :, :1020])
+    for n in range(5):
+        at = slice(1020 + n, 1021 + n)
+        assert (
+            cache.attend(0, q[:, :, at], k[:, :, at], v[:, :, at], mask=mask).tobytes()
+            == want[:, :, n : n + 1].tobytes()
+        ), n
+
+
 def test_reading_begins_before_the_first_position(rng):
     """More queries than keys: the first rows have negative positions, at which integers may be beyond 32 bits."""
     mask = sl.expression(lambda b, h, i, j: (100 - i) * 21_000_000 * (j % 2 + 1) > 0)
@@ -352,3 +367,40 @@ def test_expressions_with_zeros_of_other_signs_are_others():
     plus, minus = (sl.expression(lambda s, b, h, i, j, z=z: s / z) for z in (0.0, -0.0))
     assert plus != minus and plus == sl.expression(lambda s, b, h, i, j: s / 0.0)
     assert sl.expression(lambda b, h, i, j: j < 1) != sl.expression(lambda b, h, i, j: j < True + 0.0)
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_usual_step_reads_no_tensor_whose_storage_was_cut(rng, offset):
+    """By one element, after a step of the same form; at an offset, too."""
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=D, capacity=64)
+    pool = sl.PagePool(layers=1, kv_heads=2, head_dim=D, pages=4, page_size=16)
+    sequence = pool.sequence()
+    given = [torch.from_numpy(x) for x in qkv(rng, "float32", 1, 4, 2, 1, 1, D, D)]
+    steps = (
+        (given, lambda *x: cache.attend(0, *x), lambda: cache.length(0)),
+        ([x[:, :, 0] for x in given], lambda *x: pool.attend(0, [sequence], *x), sequence.length),
+    )
+    for usual, step, length in steps:
+        usual = [torch.cat([x.new_zeros(offset), x.flatten()])[offset:].view(x.shape) for x in usual]
+        for _ in range(2):
+            step(*usual)
+        for n, x in enumerate(usual):
+            cut = torch.cat([x.new_zeros(offset), x.flatten()])
+            short = cut[offset:].view(x.shape)
+            cut.untyped_storage().resize_((offset + x.numel() - 1) * x.itemsize)
+            with pytest.raises(sl.ArgumentError, match="storage is missing or too short"):
+                step(*usual[:n], short, *usual[n + 1 :])
+        assert length() == 2 and step(*usual).isfinite().all()
+
+
+def test_a_usual_step_over_a_sequence_that_is_empty_now(rng):
+    """Of a pool, in a batch that was not: it sees nothing."""
+    pool = sl.PagePool(layers=1, pages=40, page_size=16, kv_heads=2, head_dim=D)
+    a, b = pool.sequence(), pool.sequence()
+    q, k, v = (x[0].swapaxes(0, 1) for x in qkv(rng, "float32", 1, 4, 2, 2, 40, D, D))
+    pool.append(0, [a, b], k, v, new_lengths=[20, 20])
+    want = [pool.attend(0, [a, b], q, return_lse=True) for _ in range(2)][1]
+    b.truncate(0)
+    out, lse = pool.attend(0, [a, b], q, return_lse=True)
+    assert (out[0] == want[0][0]).all() and (lse[:, 0] == want[1][:, 0]).all()
+    assert out[1].tobytes() == bytes(out[1].nbytes) and (lse[:, 1] == -np.inf).all()

@@ -105,8 +105,8 @@ def test_what_is_kept_is_followed(kept, monkeypatch):
     for parts, vectors in ((ONE_VECTOR, 1), (THREE, 3)):
         path = tuned.keep_tuning(isa, parts)
         assert path is not None and path == tuned.tuning_path(isa) and path.stat().st_mode & 0o777 == 0o600
-        found = again()
-        assert found is tuned.tuning_of(isa) and tuned.parts_of(found, before) == parts
+        found = tuned.tuning_of(isa)  # in this process, too
+        assert found is not before and found is tuned.tuning_of(isa) and tuned.parts_of(found, before) == parts
         assert found.origin.parts == tuple(parts) and found.origin.tuned and panel() == vectors * isa.lanes("f32")
         assert "tuned on 2" in str(sl.plan(q_heads=2, q_len=64, head_dim=32).origin)
     assert kept.stat().st_mode & 0o777 == 0o700
@@ -119,7 +119,8 @@ def test_what_is_kept_is_followed(kept, monkeypatch):
     with pytest.raises(sl.ArgumentError, match=r"^SPEEDLIGHT_TUNING: expected 0 .* got 'yes'\.$"):
         again()
     monkeypatch.delenv("SPEEDLIGHT_TUNING")
-    assert tuned.forget_tuning(isa) and not tuned.forget_tuning(isa) and again() is before
+    again()
+    assert tuned.forget_tuning(isa) and tuned.tuning_of(isa) is before and not tuned.forget_tuning(isa)
     assert [x.name for x in kept.iterdir()] == ["mine.txt"]
 
 
@@ -168,6 +169,9 @@ def test_a_damaged_file_is_not_believed(kept):
     for damaged in (b"", whole[:20], whole[:-1], whole + b" ", bytes(flipped), whole.replace(b"0.02", b"0.03")):
         path.write_bytes(damaged)
         assert not believed()
+    os.truncate(path, 1 << 40)  # which takes no room on the disk, and more memory than there is
+    assert not believed() and tuned.forget_tuning(current_isa()) and not path.exists()
+    path.touch(0o600)
     path.write_bytes(whole)
     assert believed()
 
@@ -217,6 +221,23 @@ def test_planted_numbers_are_not_believed(kept):
     assert believed()
     with pytest.raises(ValueError, match=r"fma\.panels: 17"):
         tuned.keep_tuning(current_isa(), {"fma": {"panels": 17}})
+
+
+def test_what_cannot_be_forgotten_is_an_error(kept, monkeypatch):
+    """Of a directory that cannot be written to; not where another process was first."""
+    path = tuned.keep_tuning(current_isa(), ONE_VECTOR)
+    assert path is not None
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refused)
+        with pytest.raises(sl.FileError, match="tuning_.*: Permission denied. Delete it, or set SPEEDLIGHT_TUNING=0"):
+            tuned.forget_tuning(current_isa())
+    assert believed()
+    monkeypatch.setattr(tuned, "read_kept", lambda path: (compiling.read_kept(path), path.unlink())[0])
+    assert tuned.forget_tuning(current_isa())
 
 
 def test_nothing_is_kept_where_nothing_can_be(kept, monkeypatch):

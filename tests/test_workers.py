@@ -147,13 +147,14 @@ def test_forks_while_computing(with_torch):
         ("import torch\n" if with_torch else "")
         + BIG
         + (
-            "import os, threading\nsl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\nstop = False\n"
+            "import os, threading\nfrom speedlight.cpu import workers\n"
+            "sl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\nstop = False\n"
             "def busy():\n    while not stop: sl.attention(q, q, q)\n"
             "t = threading.Thread(target=busy); t.start()\nok = 0\n"
             f"for i in range({50 if FULL else 5}):\n"
             "    pid = os.fork()\n"
             "    if pid == 0:\n"
-            "        good = sl.attention(q, q, q).tobytes() == want\n"
+            "        good = workers._region == [None] and sl.attention(q, q, q).tobytes() == want\n"
             "        inner = os.fork()\n"
             "        if inner == 0: os._exit(0 if sl.attention(q, q, q).tobytes() == want else 1)\n"
             "        os._exit(0 if good and os.waitpid(inner, 0)[1] == 0 else 1)\n"
@@ -520,3 +521,31 @@ def test_forks_while_masks_are_traced():
         "stop.append(1); thread.join(); print(hung)"
     )
     assert run(code).strip() == "0"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_fork_waits_for_what_is_being_imported():
+    """In a child a module that another thread was importing would stay half made, and whoever wants it would wait."""
+    code = (
+        "import os, signal, sys, threading, time\nfrom importlib import import_module as module\n"
+        "import numpy as np, speedlight as sl\n"
+        "steps = {\n"
+        "    'speedlight.api': lambda: sl.attention,\n"
+        "    'speedlight.cpu.prepare': lambda: sl.attention(*[np.ones((1, 4, 600, 64), np.float32)] * 3),\n"
+        "    'speedlight.cpu.storage': lambda: sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=8),\n"
+        "    'speedlight.cpu.threads': lambda: module('speedlight.cpu.workers')._new_threads(),\n"
+        "    'ml_dtypes': lambda: module('speedlight.arrays').numpy_dtype('bfloat16'),\n"
+        "}\n"
+        "wanted, found = None, threading.Event()\n"
+        "class Slow:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == wanted: found.set(); time.sleep(0.1)\n"
+        "sys.meta_path.insert(0, Slow()); sl.set_threads(1)\n"
+        "for wanted, step in steps.items():\n"
+        "    thread = threading.Thread(target=step); thread.start()\n"
+        "    assert found.wait(60), wanted\n"
+        "    pid = os.fork()\n"
+        "    if not pid: signal.alarm(20); step(); os._exit(0)\n"
+        "    thread.join(); found.clear(); print(os.waitpid(pid, 0)[1])\n"
+    )
+    assert run(code).split() == ["0"] * 5

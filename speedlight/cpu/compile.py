@@ -354,12 +354,12 @@ def _check_directory(directory: Path) -> None:
         raise PermissionError(f"{directory} belongs to, or can be written by, somebody else")
 
 
-def _content(path: Path, size: int = -1) -> bytes:
+def _content(path: Path, size: int = 1 << 26) -> bytes:  # far more than a kernel has
     """Bytes of a regular file that only this user can write. Others are not even opened: a pipe would block."""
     _check_file(path, os.lstat(path))
     with open(path, "rb") as f:
-        _check_file(path, os.fstat(f.fileno()))
-        return f.read(size)
+        _check_file(path, info := os.fstat(f.fileno()))
+        return f.read(min(size, info.st_size))
 
 
 def _check_file(path: Path, info: os.stat_result) -> None:

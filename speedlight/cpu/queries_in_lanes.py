@@ -257,11 +257,15 @@ class _Weights:
     def _store(self, j: Value, v: int, weights: list[Value]) -> None:
         """The weights of the unit of keys that begins with key j; the last one's may be incomplete.
 
-        A missing partner weighs +0 beside the zeros past an array's end, and is hidden where there may be anything.
+        A missing partner weighs +0 beside the zeros past an array's end. It is hidden where there may be anything, and
+        where its key is: +0 would change the sign of a sum that is -0.
         """
         k, s, total = self.k, self.s, self.total[v]
         missing = s.elements - len(weights)
-        partner = k.splat(k.p["missing"], s.lanes) if missing and s.pads else self.hidden
+        partner = self.hidden
+        if missing and s.pads:
+            sign = weights[0].bits(s.ivector) & self.hidden.bits(s.ivector)
+            partner = (k.splat(k.p["missing"], s.lanes).bits(s.ivector) | sign).bits(s.vector)
         unit = packed(k, s, weights + [partner] * missing)
         stored = rescaled(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes)) if s.quantised else unit
         k.store(stored, k.p["scores"], unit_of(s, j) * s.row_bytes + s.lane_offset(v))

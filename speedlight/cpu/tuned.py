@@ -16,7 +16,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, FileError, shown
+from ..forks import importing
 from ..machine import Isa, cpu_identity, host_arch, setting
 from ..tunings import LIMITS, Tuning, shipped
 from .compile import cache_directory, digest_of, keep, read_kept
@@ -90,7 +91,8 @@ def kept_tuning(isa: Isa) -> Tuning | None:
     if data[:_HEADER] != _MAGIC + _sum(path, body):
         _warn(path, "is damaged")
         return None
-    import json  # which a first call has no other need of
+    with importing:
+        import json  # which a first call has no other need of
 
     try:
         row = json.loads(body)
@@ -124,7 +126,8 @@ def _within(value: Any, now: Any, limits: tuple[float, float], name: str) -> Any
 
 def keep_tuning(isa: Isa, parts: Parts) -> Path | None:
     """Keeps what was measured; where, or None if nothing is kept here. Processes that start then follow it."""
-    import json
+    with importing:
+        import json
 
     path = tuning_path(isa)
     if path is None:
@@ -146,7 +149,10 @@ def forget_tuning(isa: Isa) -> bool:
     path = tuning_path(isa)
     if path is None or read_kept(path) is None:
         return False
-    path.unlink()
+    try:
+        path.unlink(missing_ok=True)  # another process may have been first
+    except OSError as error:
+        raise FileError(f"{path}: {error.strerror or error}. Delete it, or set SPEEDLIGHT_TUNING=0.") from error
     _known.clear()
     return True
 

@@ -24,6 +24,7 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, ArgumentTypeError, pass_on, shown
+from ..forks import importing
 from ..machine import available_threads, setting
 from .compile import Kernel
 from .layout import LEFT, LIMIT, TICKET, WORKER
@@ -164,7 +165,8 @@ def _new_threads() -> Threads | None:
     """Imported here: LLVM writes their code. None where there are none of this kind."""
     global _ours
     if sys.platform == "linux":
-        from .threads import Threads, available
+        with importing:
+            from .threads import Threads, available
 
         if available():
             _ours = Threads()

@@ -7,6 +7,7 @@ from typing import Any
 from .. import engine
 from ..checks import device_name
 from ..errors import ArgumentError, shown
+from ..forks import importing
 
 
 def storage_of(device: Any) -> Any:
@@ -14,7 +15,8 @@ def storage_of(device: Any) -> Any:
     name = device_name(device)
     match name.partition(":")[0]:
         case "cpu" if name == "cpu":
-            from ..cpu import storage
+            with importing:
+                from ..cpu import storage
 
             return storage
         case "cuda":
