@@ -28,7 +28,11 @@ _INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF  # bits of a float32
 def append_module(s: AppendShape, symbol: str) -> Module:
     module = Module(symbol)
     keys, values = (_block(module, s, name) for name in ("keys", "values"))
-    entry(module, s.isa, region(module, _task(module, keys, values)), symbol)
+    task = _task(module, keys, values)
+    entry(module, s.isa, region(module, task), symbol)
+    k = module.function(f"{symbol}_ticket", {"a": PTR, "number": I64}, public=True)  # for tasks of other kernels
+    k.call(task, k.p["a"], k.p["a"], k.p["number"])
+    k.finish()
     return module
 
 

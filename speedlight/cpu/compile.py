@@ -54,14 +54,14 @@ class Kernel:
     """Machine code and its symbol; unloaded with this object. The GIL is released while it runs.
 
     `entry(address of arguments)` does one thread's share of a region. `joined(address)` does the same, and returns when
-    no thread is inside any more.
+    no thread is inside any more. `ticket`: the address of what does one ticket, where somebody asked for it.
     """
 
-    __slots__ = ("__weakref__", "address", "entry", "from_cache", "joined", "last", "owner", "symbol")
+    __slots__ = ("__weakref__", "address", "entry", "from_cache", "joined", "last", "owner", "symbol", "ticket")
 
     def __init__(self, symbol: str, objects: tuple[bytes, ...], from_cache: bool) -> None:
         self.symbol, self.from_cache, self.owner, self.last = symbol, from_cache, load(*objects), 0
-        self.address = find(self.owner, symbol)
+        self.address, self.ticket = find(self.owner, symbol), 0
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         self.entry, self.joined = call(self.address), call(find(self.owner, f"{symbol}_joined"))
 

@@ -1,7 +1,7 @@
 """The decode kernel: few query rows of some kv heads against many keys. It knows spans, tiles and heads, not lanes.
 
-    task: for every span, for every tile: scores of all rows, weights, sums; the span's state is merged, or left for the
-          last of a head's tasks
+    task: new tokens are stored, if it is to do that; for every span, for every tile: scores of all rows, weights, sums;
+          the span's state is merged, or left for the last of a head's tasks
 
 Arguments and scratch are described in layout.py, what a lane is in keys_in_lanes.py.
 """
@@ -30,7 +30,7 @@ from .layout import BLOCK, PLACES, ROW
 from .lower import expression_row
 from .places import locate
 from .products import unit_of, units_of
-from .region import Box, Work, entry, region
+from .region import Box, Work, call_at, entry, region
 from .shape import Shape
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_row
@@ -121,6 +121,9 @@ class _Task(Work):
 
     def run(self) -> None:
         k, a, blocks = self.k, self.a, self.item.blocks
+        if self.s.cached:
+            with k.when(a.put.differs(0)):
+                call_at(k, a.put, k.pointer(a.new), k.p["number"])
         self.pack()
         self.clear(self.total)
         last = k.select(self.rows > 0, self.row_limit(self.rows - 1), k.i64(0))

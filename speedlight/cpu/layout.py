@@ -310,7 +310,11 @@ FORWARD = Record(
     "accumulators", "sums", "begins", "ends",
 )  # fmt: skip
 STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for each call, as CALL
-DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH))
+# put, new: a function that stores a task's new tokens before they are read, or 0, and the address of its arguments
+DECODE = Record(
+    *_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH), "put", "new"
+)
+NEW = slice(DECODE.word("put"), DECODE.word("new") + 1)  # new for each call, as CALL
 
 BACKWARD = Record(
     *_COMMON, "drop_factor", "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from ..arrays import DTYPES, STORAGE_BYTES
 from ..machine import Isa
 from ..tokens import TokenShape
 from .blocks import Pairs, Store
-from .compile import kernel_of
+from .compile import Kernel, find, kernel_of
 from .layout import APPEND, BLOCK, ENDLESS, RUN
 from .prepare import template_of
 from .shape import AppendShape, Source
@@ -73,11 +73,14 @@ class Put:
         "template",
         "threads",
         "tickets",
+        "within",
         "words_type",
     )
 
-    def __init__(self, blocks: Blocks, k: New, v: New, counts: list[int], threads: int) -> None:
-        """counts: new tokens of each sequence."""
+    def __init__(self, blocks: Blocks, k: New, v: New, counts: list[int], threads: int, heads: int = 0) -> None:
+        """counts: new tokens of each sequence. heads: kv heads of a task of the decode kernel, where its tasks store
+        them; else they have a region of their own.
+        """
         tokens, stored = blocks.shape, blocks.shape.dtype
         stored = DTYPES[stored][0] if stored in DTYPES else stored
         storages = [DTYPES[x.dtype][0] for x in (k, v)]
@@ -89,14 +92,15 @@ class Put:
             stored != "int8" and blocks.isa.arch == "x86_64" and not (tokens.head_dim % 64 or tokens.value_dim % 64)
         )
         self.shape = AppendShape(blocks.isa, stored, blocks.pairs, keys, values, streams)
-        self.loaded = weakref.ref(kernel_of(self.shape))
+        self.within = heads > 0
+        self._load()
         self.seconds = 2 * sum(counts) * tokens.kv_heads * row / _BYTES
         wants = tuning_of(blocks.isa).threading
         self.inline, self.region_seconds = self.seconds < wants.inline_seconds, wants.region_seconds
         self.threads = 1 if self.inline else threads
         most = (max(counts, default=0) + 2 * BLOCK - 2) // BLOCK  # blocks of a run, wherever it begins
-        heads, each = tokens.kv_heads, max(most, 1)
-        if self.threads > 1:
+        heads, each = heads or tokens.kv_heads, max(most, 1)
+        if self.threads > 1 and not self.within:
             heads = 1 if k.head > k.row else heads  # what lies side by side is read together
             each = max(1, _TICKET_BYTES // (BLOCK * heads * row))
         groups = -(-tokens.kv_heads // heads)
@@ -123,24 +127,36 @@ class Put:
         """Bytes that it keeps alive."""
         return len(self.template)
 
-    def run(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> None:
-        """Stores what lies at the first two addresses, of keys and values, into the blocks at the other two.
+    def _load(self) -> Kernel:
+        kernel = kernel_of(self.shape)
+        if self.within:
+            kernel.ticket = find(kernel.owner, f"{kernel.symbol}_ticket")
+        self.loaded = weakref.ref(kernel)
+        return kernel
+
+    def words(
+        self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None
+    ) -> tuple[Kernel, Any]:
+        """The kernel and its arguments, to be held while it runs. What lies at the first two addresses, of keys and
+        values, goes into the blocks at the other two.
 
         slots: of each sequence the first new token's. lists: addresses of the numbers of each one's blocks, if they do
         not lie side by side.
         """
-        if not self.tickets:
-            return
         words = self.words_type.from_buffer_copy(self.template)
         words[_CALL] = addresses
         words[_SLOTS] = slots
         if lists is not None:
             words[_LISTS] = lists
-        kernel = self.loaded()
-        if kernel is None:
-            kernel = kernel_of(self.shape)
-            self.loaded = weakref.ref(kernel)
+        kernel = self.loaded() or self._load()
         kernel.used()
+        return kernel, words
+
+    def run(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> None:
+        """Stores them, as words() has it."""
+        if not self.tickets:
+            return
+        kernel, words = self.words(addresses, slots, lists)
         if self.inline:
             run_alone(kernel, words, self.tickets)
         else:

@@ -38,14 +38,16 @@ class Step:
     def size(self) -> int:
         return self.prepared.size
 
-    def run(self, layer: int, q: Any, q_at: int, lengths: list[int], return_lse: bool, seed: int) -> Any:
-        """What attend() returns."""
+    def run(
+        self, layer: int, q: Any, q_at: int, lengths: list[int], return_lse: bool, seed: int, new: Any = None
+    ) -> Any:
+        """What attend() returns. new: as of Call.run()."""
         items = self.prepared.items_for(lengths)
         out, out_at = fresh(q, self.shape)
         lse, lse_at = fresh(q, self.shape[:-1], logarithms=True) if return_lse else (None, 0)
         k_at, v_at = self.addresses[layer]
         threads = 1 if sum(lengths) < self.inline else 0
-        self.prepared.run(q_at, k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed)
+        self.prepared.run(q_at, k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed, None, new)
         return out if lse is None else (out, lse)
 
 
@@ -66,9 +68,15 @@ class Checked(NamedTuple):
         self, layer: int, q: Any, at: list[int], before: list[int], after: list[int], return_lse: bool, seed: int
     ) -> Any:
         """Stores the new tokens, then attends. at: addresses of the arrays."""
-        if self.put is not None:
-            self.put.run((at[1], at[2], *self.step.addresses[layer]), before)
-        return self.step.run(layer, q, at[0], after, return_lse, seed)
+        put, new, held = self.put, None, None
+        if put is not None:
+            addresses = at[1], at[2], *self.step.addresses[layer]
+            if put.within:
+                held = put.words(addresses, before)
+                new = held[0].ticket, ctypes.addressof(held[1])
+            else:
+                put.run(addresses, before)
+        return self.step.run(layer, q, at[0], after, return_lse, seed, new)
 
 
 class CheckedPut(NamedTuple):
@@ -143,11 +151,17 @@ class PoolStep:
     def run(self, layer: int, q: Any, at: list[int], batch: Batch, return_lse: bool, seed: int) -> Any:
         """What attend() returns: stores the new tokens, if any, then attends. at: addresses of the arrays."""
         lists, (k_at, v_at) = [x.address for x in batch.tables], self.addresses[layer]
-        if self.put is not None:
-            self.put.run((at[1], at[2], k_at, v_at), batch.before, lists)
+        put, new, held = self.put, None, None
+        if put is not None:
+            addresses = at[1], at[2], k_at, v_at
+            if put.within:
+                held = put.words(addresses, batch.before, lists)
+                new = held[0].ticket, ctypes.addressof(held[1])
+            else:
+                put.run(addresses, batch.before, lists)
         items = self.prepared.items_for(batch.after, lists)
         out, out_at = fresh(q, self.shape)
         lse, lse_at = fresh(q, self.lse_shape, logarithms=True) if return_lse else (None, 0)
         threads = 1 if sum(batch.after) < self.inline else 0
-        self.prepared.run(at[0], k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed)
+        self.prepared.run(at[0], k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed, None, new)
         return out if lse is None else (out, lse)
