@@ -143,34 +143,59 @@ def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j
 
     A block past the end repeats the last one. Meanwhile the block `far` ahead of each is fetched.
     """
-    p, n, unit_bytes = k.p, s.lanes, BLOCK * s.stored_bytes
-    queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
-    last = (p["count"] - 1) // BLOCK
+    last = (k.p["count"] - 1) // BLOCK
     numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
-    blocks = [_block(k, s, x) for x in numbers]
     aheads = [] if far is None else [_block(k, s, x + far) for x in numbers]
-    vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
-    totals = [[k.variable(k.const(0.0, s.vector)) for _ in vectors] for _ in rows]
+    _score_groups(k, s, aheads, [(rows, [_block(k, s, x) for x in numbers])], j)
+
+
+def _score_groups(
+    k: Function, s: Shape, aheads: list[Value], groups: list[tuple[list[Value], list[Value]]], j: Value
+) -> None:
+    """Of each group all its rows against all its blocks, whose first key is key j; all chains in step."""
+    p, n, unit_bytes = k.p, s.lanes, BLOCK * s.stored_bytes
+    sums = []  # of each group its vectors of keys; of each row its query, and its sums
+    for rows, blocks in groups:
+        vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
+        queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
+        sums.append((vectors, [(x, [k.variable(k.const(0.0, s.vector)) for _ in vectors]) for x in queries]))
     for ahead in aheads if s.quantised else ():
         k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
     def unit(t: Value) -> None:
-        keys = [load_keys(k, s, block, t, lane) for block, lane in vectors]
-        for ahead in aheads:
-            for line in range(0, unit_bytes, 64):
-                k.prefetch(k.at(ahead, t * unit_bytes + line), s.fetching.level)
-        for row, sums in zip(queries, totals, strict=True):
-            query = k.splat(k.load(s.unit, row, t * s.number_bytes), n)
-            for total, x in zip(sums, keys, strict=True):
-                total.set(multiply_add(k, s, query, x, total.get()))
+        for vectors, rows in sums:
+            keys = [load_keys(k, s, block, t, lane) for block, lane in vectors]
+            for ahead in aheads:
+                for line in range(0, unit_bytes, 64):
+                    k.prefetch(k.at(ahead, t * unit_bytes + line), s.fetching.level)
+            for row, totals in rows:
+                query = k.splat(k.load(s.unit, row, t * s.number_bytes), n)
+                for total, x in zip(totals, keys, strict=True):
+                    total.set(multiply_add(k, s, query, x, total.get()))
 
     k.unrolled(0, p["units"], unit)
-    for r, sums in zip(rows, totals, strict=True):
-        for i, (total, (block, lane)) in enumerate(zip(sums, vectors, strict=True)):
-            x = total.get()
-            if s.quantised:
-                x = x * load_scales(k, s, block, lane * 4 - s.header)
-            k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
+    for (numbers, _), (vectors, rows) in zip(groups, sums, strict=True):
+        for r, (_, totals) in zip(numbers, rows, strict=True):
+            for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):
+                x = total.get()
+                if s.quantised:
+                    x = x * load_scales(k, s, block, lane * 4 - s.header)
+                k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
+
+
+FEW_ROWS = 4  # below it a head alone has too few chains to keep a core busy
+
+
+def score_heads(module: Module, s: Shape) -> Any:
+    """The same for a few rows of each of several heads, whose blocks are `head` bytes apart: chains of several heads in
+    step. `rows`: of all heads; `group`: of one.
+    """
+    k = module.function("score_heads", _SCORE_PARAMS | {"head": I64, "group": I64})
+    p, most = k.p, max(1, min(FEW_ROWS, 8 * s.lanes // BLOCK))
+    with k.range(0, p["rows"], most) as first, k.range(0, p["count"], BLOCK) as j:
+        rows, block = [k.min(first + i, p["rows"] - 1) for i in range(most)], _block(k, s, j // BLOCK)
+        _score_groups(k, s, [], [([r], [k.at(block, r // p["group"] * p["head"])]) for r in rows], j)
+    return k.finish()
 
 
 def _block(k: Function, s: Shape, number: Value) -> Value:
@@ -310,6 +335,22 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
     and once was measured to be too little.
     """
     k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
+    if together < 8:
+        _value_slots(k, s, rows, together)
+        return k.finish()
+    with k.either(k.p["slots"] <= together // 2) as (
+        short,
+        long,
+    ):  # sums of a row that has no more are not all the same
+        with short:
+            _value_slots(k, s, rows, together // 2)
+        with long:
+            _value_slots(k, s, rows, together)
+    return k.finish()
+
+
+def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
+    """The same in a function."""
     p = k.p
     with k.range(0, p["slots"], together) as slot:
         slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
@@ -333,7 +374,6 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
         for r in range(rows):
             for total, x in zip(totals[r], sums[r], strict=True):
                 k.store(total.get(), p["sums"], x)
-    return k.finish()
 
 
 _Step = Callable[[Value, list[Value]], None]

@@ -190,7 +190,7 @@ class DecodeSizes(NamedTuple):
 # what a tile leaves of each row: the factor of what came before, the sum of weights, keys seen
 ROW = Record("alpha", "sum", "limit")
 DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
-    "scores": lambda z: z.rows * TILE * z.number,  # [rows, TILE], then weights in their place
+    "scores": lambda z: z.heads * z.rows * TILE * z.number,  # [heads, rows, TILE], then weights in their place
     "queries": lambda z: z.heads * z.rows * z.units * z.number,  # [heads, rows, units]
     "sums": lambda z: z.rows * z.slots * z.vector,  # [rows, slots] of a tile's values
     "span": lambda z: z.states,

@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from operator import sub
 from typing import Any
 
 import numpy as np
@@ -126,7 +127,7 @@ class Call:
         """
         items = self.items_type.from_buffer_copy(self.items_bytes)
         items[_K_LENS] = k_lengths
-        items[_STARTS] = [n - rows for n, rows in zip(k_lengths, self.problem.q_lengths, strict=True)]
+        items[_STARTS] = list(map(sub, k_lengths, self.problem.q_lengths))
         if lists is not None:
             items[_LISTS] = lists
         return items

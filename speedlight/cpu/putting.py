@@ -134,9 +134,7 @@ class Put:
         self.loaded = weakref.ref(kernel)
         return kernel
 
-    def words(
-        self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None
-    ) -> tuple[Kernel, Any]:
+    def words(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> tuple[Kernel, Any]:
         """The kernel and its arguments, to be held while it runs. What lies at the first two addresses, of keys and
         values, goes into the blocks at the other two.
 

@@ -136,7 +136,9 @@ class _Emit:
                     with k.when(seats.differs(0)):
                         taken.set(_exchange_if(k, block, "state", state, state - _SEAT))
                     with k.when(taken.get().differs(0)):
-                        call_at(k, k.load(I64, block, BLOCK.offset("kernel")), k.load(PTR, block, BLOCK.offset("words")))
+                        call_at(
+                            k, k.load(I64, block, BLOCK.offset("kernel")), k.load(PTR, block, BLOCK.offset("words"))
+                        )
                         k.fetch_add(block, BLOCK.offset("left"), 1)
                     with k.when(seats.equals(0) | taken.get().differs(0)):
                         seen.set(generation)
