@@ -123,6 +123,8 @@ APPEND = Record(
     "kv_heads", "head_dim", "value_dim",
     "run_tickets", "head_groups", "heads", "blocks",  # tickets of a run; groups of heads; of a ticket heads, and blocks
     "fixed", "ring",  # blocks before those that are a ring, and those
+    # of raw pages: tokens of a block, blocks of a page; distances in a page
+    "size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column",
 )  # fmt: skip
 RUN = Record("count", "slot", "k_at", "v_at", "to_k_at", "to_v_at", "list")  # list: of its blocks' numbers, or 0
 
