@@ -103,7 +103,7 @@ class Put:
         row = tokens.head_dim * sizes[0] + tokens.value_dim * sizes[1]
         lines = not (tokens.head_dim % 64 or tokens.value_dim % 64) if blocks.raw is None else blocks.raw.lines
         streams = sum(counts) * tokens.kv_heads * row >= _STREAM_BYTES and lines
-        streams &= stored != "int8" and blocks.isa.arch == "x86_64"
+        streams &= blocks.isa.arch == "x86_64"
         self.shape = AppendShape(blocks.isa, stored, blocks.pairs, keys, values, streams, blocks.raw is not None)
         self.within = heads > 0
         self._load()
