@@ -14,16 +14,12 @@ from collections.abc import Iterator
 from ..problem import SPAN, TILE
 from .dropping import drop_row
 from .keys_in_lanes import (
-    FEW_ROWS,
     STEPS_TOGETHER,
     add_up,
     careful_values,
     clear_row,
     merge_row,
     rescale,
-    score,
-    score_heads,
-    score_row,
     store_row,
     value_tiles,
     weigh,
@@ -33,6 +29,7 @@ from .lower import expression_row
 from .places import locate
 from .products import unit_of, units_of
 from .region import Box, Work, call_at, entry, region
+from .scores import FEW_ROWS, score, score_heads, score_row
 from .shape import Shape
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_row
