@@ -194,8 +194,9 @@ def block_table_of(x: Any) -> np.ndarray:
 
 def _block_table(x: Any) -> np.ndarray:
     """(batch, most pages) of ints, of any kind and byte order; perhaps the caller's memory."""
-    seen = x if type(x) is np.ndarray else plain_ints(x)
-    if seen is not None and seen.ndim == 2 and seen.dtype.kind in "iu":
+    seen: Any = plain_ints(x)
+    seen = x if seen is None else seen
+    if type(seen) is np.ndarray and seen.ndim == 2 and seen.dtype.kind in "iu":
         return seen
     if is_tensor(x):
         check_plain_tensor(x, "block_table")

@@ -146,8 +146,8 @@ def test_a_step_stores_its_own_tokens(rng, monkeypatch):
         monkeypatch.setattr(putting, name, lambda *x, run=getattr(putting, name): (regions.append(x), run(*x)))
     sl.set_threads(2)
     for length, alone in ((40, 0), (9000, 1)):
-        cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=9100)
-        k, v, q = (rng.standard_normal((1, 1, length + 3, 64)).astype(np.float32) for _ in range(3))
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, capacity=9100)
+        k, v, q = (rng.standard_normal((1, 2, length + 3, 64)).astype(np.float32) for _ in range(3))
         cache.append(0, k[:, :, :length], v[:, :, :length])
         for at in range(length, length + 3):
             regions.clear()
@@ -155,6 +155,22 @@ def test_a_step_stores_its_own_tokens(rng, monkeypatch):
             exact = sl.attention(q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1])
             assert got.tobytes() == exact.tobytes()
             assert len(regions) == (1 if at == length else alone)  # the first step is no repeated one
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_heads_in_step_say_what_each_says_alone(rng, dtype):
+    """Of short sequences, in one task, by one row or a few; longer ones go head by head."""
+    sl.set_threads(1)
+    for heads, group, n in ((8, 1, 1), (3, 3, 17), (5, 2, 128), (6, 1, 129), (2, 4, 40)):
+        q, k, v = (rng.standard_normal((1, x, n, 64)).astype(np.float32) for x in (heads * group, heads, heads))
+        caches = [sl.KVCache(layers=1, kv_heads=x, head_dim=64, capacity=n, dtype=dtype) for x in (heads, 1)]
+        caches[0].append(0, k, v)
+        got = caches[0].attend(0, q[:, :, -1:])
+        for head in range(heads):
+            caches[1].clear()
+            caches[1].append(0, *(x[:, head : head + 1] for x in (k, v)))
+            mine = slice(head * group, (head + 1) * group)
+            assert got[:, mine].tobytes() == caches[1].attend(0, q[:, mine, -1:]).tobytes()
 
 
 def test_a_ring_keeps_the_last_tokens_of_long_chunks(rng):

@@ -73,20 +73,19 @@ def _places(
     size = max(n for n in range(1, _MOST_TOKENS + 1) if page_size % n == 0)
     size = size if size * size >= page_size or size == _MOST_TOKENS else page_size  # a prime is taken as it is
     _, *axes = (0, *LAYOUTS[layout]) if layout == "lhd" else LAYOUTS[layout]
-    new = [[x.strides[axis] for axis in axes] for x in arrays[:2]]
-    pages = [(x.strides[2], x.strides[1], x.strides[3]) for x in (keys, values)]  # head, row, column, as in `new`
+    new = [(x.strides[axes[0]], x.strides[axes[1]], x.strides[axes[2]]) for x in arrays[:2]]  # head, row, column
+    pages = [(x.strides[2], x.strides[1], x.strides[3]) for x in (keys, values)]
     rows = [n * element for n in (dim, value_dim)]
-    if all([steps[::2] == [n, element] for steps, n in zip(map(list, (*new, *pages)), rows * 2, strict=True)]):
+    if all([steps[::2] == (n, element) for steps, n in zip((*new, *pages), rows * 2, strict=True)]):
         dim, value_dim, heads = dim * heads, value_dim * heads, 1  # a token's heads are one row
     lines &= not any([n % 64 for n in (*rows, *keys.strides[:3], *values.strides[:3])])
-    (k_head, *k_steps), (v_head, *v_steps) = pages
-    inside = InPage(size, page_size // size, *k_steps, *v_steps, lines)
+    (k_head, k_row, k_column), (v_head, v_row, v_column) = pages
+    inside = InPage(size, page_size // size, k_row, k_column, v_row, v_column, lines)
     shape = TokenShape(1, heads, dim, value_dim, _BY_BYTES[element])
     blocks = Blocks(shape, isa, False, k_head, keys.strides[0], v_head, values.strides[0], raw=inside)
-    first, nowhere = [*itertools.accumulate(counts, initial=0)][:-1], [0] * len(counts)
+    first, nth, nowhere = [*itertools.accumulate(counts, initial=0)][:-1], range(len(counts)), [0] * len(counts)
     k, v = (
-        New(shape.dtype, *steps, [n * steps[1] for n in first] if layout == "lhd" else
-            [i * x.strides[0] for i in range(len(counts))], nowhere)
-        for x, steps in zip(arrays, new, strict=False)
-    )  # fmt: skip
+        New(shape.dtype, head, row, column, [n * row for n in first] if layout == "lhd" else items, nowhere)
+        for (head, row, column), items in zip(new, ([i * x.strides[0] for i in nth] for x in arrays[:2]), strict=True)
+    )
     return blocks, k, v

@@ -57,8 +57,9 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, shape: TokenShape, isa: Isa, keys: Store, values: Store, *ring: int) -> Blocks:
         """Of stores whose memory is (…, head, block, bytes)."""
-        steps = [x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2)]
-        return cls(shape, isa, isinstance(keys, Pairs), *steps, *ring)
+        k_head, k_block, v_head, v_block = (x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2))
+        fixed, around = ring or (ENDLESS, ENDLESS)
+        return cls(shape, isa, isinstance(keys, Pairs), k_head, k_block, v_head, v_block, fixed, around)
 
 
 class New(NamedTuple):
