@@ -189,7 +189,7 @@ def attention(
     prepared = engines.of("cpu").prepare(problem, rows, keys, threads, isa)
     prepared.run(a.address, b.address, c.address, results.out.address, results.lse_address)
     if key is not None:
-        repeatable = calls.Repeatable(prepared.run, problem.value_dim, options.layout, [a, b, c, results.out])
+        repeatable = calls.Repeatable(prepared.run, options.layout, [a, b, c, results.out])
         _prepared.put(key, repeatable, prepared.size)
     return results.returned()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,15 +15,6 @@ from .errors import ArgumentError, ArgumentTypeError, CacheFull
 from .problem import LAYOUTS, our_layout
 from .results import overlap, overlaps_itself, tell_written
 from .signatures import AnyArray, BlockTable, Engine, Ints, Layout
-
-
-class Places(NamedTuple):
-    """Of every new token its sequence, which of that one's new tokens it is, and the page and the slot that it gets."""
-
-    item: np.ndarray
-    nth: np.ndarray
-    page: np.ndarray
-    slot: np.ndarray
 
 
 @leaves_graph
@@ -94,12 +85,12 @@ def append_paged(
     _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
     counts = _counts(new_lengths, ours, len(table), new_k)
     before, after = _lengths(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
-    places, now = _places(table, before, counts, pages_k), _as_given(k_lengths, after)
+    _check_places(table, before, counts, pages_k)
+    now, pages, new = _as_given(k_lengths, after), (pages_k, pages_v), (new_k, new_v)
     if on_gpu:
-        where = (table, np.array(before, np.int64))
-        engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), ours, *where, counts)
+        engines.gpu().append_paged(pages, new, ours, table, np.array(before, np.int64), counts)
     else:
-        _store(places, (pages_k, pages_v), (new_k, new_v), ours)
+        engines.raw_pages().append_paged(pages, new, ours, table, list(before), counts)
         for x in (pages_k, pages_v):
             tell_written(x)
     return now
@@ -176,46 +167,39 @@ def _lengths(k_lengths: Any, counts: list[int], capacity: int, batch: int) -> tu
     return before, [a + b for a, b in zip(before, counts, strict=True)]
 
 
-def _places(table: np.ndarray, before: tuple[int, ...], counts: list[int], pages: Array) -> Places:
-    """Where new tokens go: pages that exist, and a place of its own for each."""
+def _check_places(table: np.ndarray, before: tuple[int, ...], counts: list[int], pages: Array) -> None:
+    """That new tokens go to pages that exist, and each to a place of its own."""
     count, page_size = pages.shape[:2]
-    each = np.array(counts, np.int64)
-    item = np.repeat(np.arange(len(counts)), each)
-    nth = np.arange(len(item)) - np.repeat(np.cumsum(each) - each, each)
-    at = np.repeat(np.array(before, np.int64), each) + nth
-    page, slot = table[item, at // page_size], at % page_size
+    start, each = np.array(before, np.int64), np.array(counts, np.int64)
+    first = start // page_size
+    item, at = _numbered(first, np.where(each > 0, -(-(start + each) // page_size) - first, 0))
+    page = table[item, at]
     wrong = (page < 0) | (page >= count)
     if wrong.any():
         n = int(np.argmax(wrong))
         raise ArgumentError(
             f"block_table: expected pages from 0 to {count - 1} where new tokens go; got {page[n]} at [{item[n]}, "
-            f"{at[n] // page_size}]."
+            f"{at[n]}]."
         )
-    order = np.argsort(page * page_size + slot, kind="stable")
-    same = np.flatnonzero(np.diff((page * page_size + slot)[order]) == 0)
+    if len(set(page.tolist())) == len(page):
+        return
+    item, at = _numbered(start, each)  # a page comes twice: whether any of its places does
+    page = table[item, at // page_size]
+    place = page.astype(np.int64) * page_size + at % page_size
+    order = np.argsort(place, kind="stable")
+    same = np.flatnonzero(np.diff(place[order]) == 0)
     if len(same):
         a, b = order[same[0]], order[same[0] + 1]
         raise ArgumentError(
             f"block_table: expected a page for one sequence alone where new tokens go; got page {page[a]} where "
             f"sequences {item[a]} and {item[b]} grow. Copy a page that is shared before one of them writes to it."
         )
-    return Places(item, nth, page, slot)
 
 
-# --- on the CPU
-
-
-def _store(at: Places, pages: tuple[Array, Array], new: tuple[Array, Array], layout: str) -> None:
-    tokens = []
-    for x in new:
-        source = x.numpy()
-        if layout != "lhd":
-            source = source[at.item, :, at.nth] if layout == "bhld" else source[at.item, at.nth]  # copies
-        elif any([overlap(x, to) for to in pages]):
-            source = source.copy()
-        tokens.append(source)
-    for to, x in zip(pages, tokens, strict=True):
-        to.numpy()[at.page, at.slot] = x
+def _numbered(first: np.ndarray, each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of so many things of every sequence, numbered from its first: whose each is, and its number."""
+    item = np.repeat(np.arange(len(each)), each)
+    return item, np.arange(len(item)) + np.repeat(first - (np.cumsum(each) - each), each)
 
 
 def _as_given(k_lengths: Any, after: list[int]) -> Any:

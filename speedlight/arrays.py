@@ -156,25 +156,39 @@ def _check_not_traced(x: Any, name: str) -> None:
         )
 
 
-def are_plain_ints(x: Any) -> bool:
-    """Whether it is a contiguous tensor of ints, in memory of the CPU, as check_plain_tensor() would find it. If not,
-    that one says why.
+def plain_ints(x: Any) -> np.ndarray | None:
+    """Of a contiguous tensor of ints, in memory of the CPU, as check_plain_tensor() would find it, an array over the
+    same memory; None of anything else: that one says why.
     """
     torch = sys.modules.get("torch")
-    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.dtype not in (torch.int64, torch.int32):
+    if torch is None or type(x) is not torch.Tensor:
+        return None
+    try:
+        seen = x.numpy()  # refuses what is elsewhere, sparse, nested, or not yet negated
+        end = x.storage_offset() * seen.itemsize + seen.nbytes
+        enough = x.untyped_storage().nbytes() >= end
+    except (RuntimeError, TypeError):  # a wrapper of torch.func, too
+        return None
+    return seen if enough and seen.dtype.kind == "i" and seen.flags.c_contiguous else None
+
+
+def _is_plain_list(x: Any) -> bool:
+    """Whether it is a contiguous tensor of ints, of one dimension, all of which is in memory of the CPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.ndim != 1:
         return False
-    if x.layout is not torch.strided or x.is_nested or not x.is_contiguous():
+    if x.dtype is not torch.int64 and x.dtype is not torch.int32:
         return False
     try:
-        enough = x.untyped_storage().nbytes() >= (x.storage_offset() + x.numel()) * x.itemsize
-        return enough and x.data_ptr() != 0
-    except RuntimeError:  # a wrapper of torch.func
+        end = (x.storage_offset() + x.numel()) * x.itemsize
+        return x.is_contiguous() and x.untyped_storage().nbytes() >= end
+    except RuntimeError:  # sparse, or a wrapper of torch.func
         return False
 
 
 def listed(x: Any, name: str, what: str) -> list[Any]:
     """What a short list of numbers, an array or a tensor of them holds now."""
-    if (type(x) is np.ndarray or are_plain_ints(x)) and x.ndim == 1 and x.nbytes <= 8 * _MOST_LISTED:
+    if (type(x) is np.ndarray or _is_plain_list(x)) and x.ndim == 1 and x.nbytes <= 8 * _MOST_LISTED:
         return x.tolist()
     if is_tensor(x):
         check_plain_tensor(x, name)

@@ -113,11 +113,12 @@ class Repeatable:
     reach: of q, k, v and out the first byte and one past the last, relative to the address.
     """
 
-    __slots__ = ("ends", "layout", "reach", "run", "staged", "value_dim")
+    __slots__ = ("alike", "ends", "layout", "reach", "run", "shape", "staged")
 
-    def __init__(self, run: Callable[..., None], value_dim: int, layout: str, given: list[arrays.Array]) -> None:
-        self.run, self.value_dim, self.layout = run, value_dim, layout
+    def __init__(self, run: Callable[..., None], layout: str, given: list[arrays.Array]) -> None:
+        self.run, self.layout = run, layout
         out = given[-1]
+        self.shape, self.alike = out.shape, (out.shape, out.strides) == (given[0].shape, given[0].strides)
         self.staged = out.final is not None
         self.reach = [
             (low - x.address, high - x.address) for x in (*given[:-1], out.final or out) for low, high in (x.extent(),)
@@ -133,7 +134,7 @@ class Repeatable:
             return None
         q, out = tensors[0], tensors[3] if len(tensors) == 4 else None
         if out is None or self.staged:
-            new, at = fresh(q, (*q.shape[:-1], self.value_dim))
+            new, at = fresh(q, self.shape, alike=self.alike)
         else:
             new, at = out, addresses[3]
         lse, lse_at = None, 0

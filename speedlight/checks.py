@@ -14,13 +14,13 @@ from .arrays import (
     CODES,
     DTYPES,
     Array,
-    are_plain_ints,
     check_plain_tensor,
     code_cache,
     conversion,
     is_masked,
     is_tensor,
     listed,
+    plain_ints,
 )
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
 from .hints import of_layout
@@ -195,7 +195,8 @@ def block_table_of(x: Any) -> np.ndarray:
 
 def _block_table(x: Any) -> np.ndarray:
     """(batch, most pages) of ints, of any kind and byte order; perhaps the caller's memory."""
-    seen = x.numpy() if are_plain_ints(x) else x
+    seen: Any = plain_ints(x)
+    seen = x if seen is None else seen
     if type(seen) is np.ndarray and seen.ndim == 2 and seen.dtype.kind in "iu":
         return seen
     if is_tensor(x):

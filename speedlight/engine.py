@@ -65,6 +65,13 @@ def gpu() -> Any:
     return prepare
 
 
+def raw_pages() -> Any:
+    """What stores tokens in the caller's pages on the CPU."""
+    from .cpu import paging
+
+    return paging
+
+
 def gpu_used() -> bool:
     """Whether anything was launched on one."""
     return "speedlight.gpu.launch" in sys.modules

@@ -216,7 +216,7 @@ def _remember(
     prepared = _prepared(problem, q, k, v, lists, options.layout, offsets, results.out.strides)
     row = k.shape[2] * (k.shape[3] + v.shape[3]) * DTYPES[k.dtype][1]
     inline = prepared.inline_bytes // (row * max(1, max(problem.q_lengths) // 8))
-    repeatable = Repeatable(prepared.run, problem.value_dim, options.layout, [q, k, v, results.out])
+    repeatable = Repeatable(prepared.run, options.layout, [q, k, v, results.out])
     _steps.put(at, _Step(prepared, repeatable, inline), prepared.size)
     _forms.put(key, form, 1)
 

@@ -443,6 +443,27 @@ MUTATIONS = (
         f"{CACHES} -k 'over_a_ring or from_a_ring'",
     ),
     Mutation(
+        "heads in step all read the first one's keys",
+        "cpu/scores.py",
+        'r // p["group"] * p["head"]',
+        'r // p["rows"] * p["head"]',
+        "tests/test_putting.py -k in_step",
+    ),
+    Mutation(
+        "every task of a step stores the first one's tokens",
+        "cpu/decode.py",
+        'k.pointer(a.new), k.p["number"])',
+        'k.pointer(a.new), k.p["number"] * 0)',
+        "tests/test_putting.py -k stores_its_own",
+    ),
+    Mutation(
+        "raw pages begin at their first block",
+        "cpu/append.py",
+        "block % of_page * size",
+        "block % of_page * 0",
+        "tests/test_appending.py -k 'long_prompts'",
+    ),
+    Mutation(
         "codes are rounded down",
         "cpu/append.py",
         'k.unary("rint", x',

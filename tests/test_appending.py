@@ -12,6 +12,7 @@ from problems import numpy_dtype
 from wrong import WRONG
 
 import speedlight as sl
+from speedlight.cpu import putting
 
 LAYOUTS = {"bhld": (0, 2, 1, 3), "blhd": (0, 1, 2, 3)}
 
@@ -95,6 +96,30 @@ def test_new_tokens_may_lie_in_the_pages(rng):
     want, new = lies_in_keys.copy(), rng.standard_normal((6, 2, 16)).astype(np.float32)
     sl.append_paged(k, v, [[0, 1, 2]], [4], new, lies_in_keys, layout="lhd")
     assert v.reshape(12, 2, -1)[4:10].tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("page_size", [1, 64, 127, 130])
+def test_long_prompts_by_several_threads(rng, monkeypatch, page_size):
+    """Pages of any size, on cache lines or not, with elements side by side or apart; heads that adjoin, or not."""
+    monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
+    sl.set_threads(2)
+    n, before = 1100, 5
+    count = -(-(n + before) // page_size) + 2
+    table = rng.permutation(count)[None]
+    for shift, apart, layout in ((0, 1, "bhld"), (1, 1, "blhd"), (0, 2, "bhld"), (0, 1, "lhd")):
+        size = count * page_size * 2 * 32 * apart
+        room = np.zeros((2, size + 16), np.float32)
+        at = -room.ctypes.data % 64 // 4 + shift
+        k_pages, v_pages = (x[at % 16 :][:size].reshape(count, page_size, 2, 32 * apart)[..., ::apart] for x in room)
+        k, v = rng.standard_normal((2, 1, n, 2, 32), np.float32)
+        given = [x[0] if layout == "lhd" else x.transpose(LAYOUTS[layout]).copy() for x in (k, v)]
+        sl.append_paged(k_pages, v_pages, table, [before], *given, layout=layout, new_lengths=[n])
+        for x, pages in ((k, k_pages), (v, v_pages)):
+            rows = pages[table[0]].reshape(-1, 2, 32)
+            assert rows[before : before + n].tobytes() == x[0].tobytes()
+            assert not rows[:before].any() and not rows[before + n :].any()
+        if apart == 2:
+            assert room.any() and not room[:, at % 16 :][:, 1:size:2].any()
 
 
 def test_autograd_hears_of_it(rng):

@@ -139,6 +139,54 @@ def test_rows_that_end_within_a_line_go_through_the_caches(rng, monkeypatch, d, 
     assert ways_of(cache) == {False}
 
 
+@pytest.mark.parametrize("codes", CODES)
+def test_codes_past_the_caches_are_like_others(rng, monkeypatch, codes):
+    k, v = (rng.standard_normal((1, 2, sum(COUNTS), d)).astype(np.float32) for d in (64, 128))
+    found = []
+    for least in (0, 1 << 40):
+        monkeypatch.setattr(putting, "_STREAM_BYTES", least)
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, value_dim=128, capacity=900, dtype=codes)
+        cache.append(0, k, v)
+        found.append([x.tobytes() for both in cache._storage.parts(0, [sum(COUNTS)]) for x in both])
+        ways = {entry.value.shape.streams for entry in cache._storage.puts._held.values()}
+        assert ways == {least == 0 and current_isa().arch == "x86_64"}
+    assert found[0] == found[1]
+
+
+def test_a_step_stores_its_own_tokens(rng, monkeypatch):
+    """The tasks that read a head store what is new of it; where several share its spans, a region of its own does."""
+    regions = []
+    for name in ("run_alone", "run_tickets"):
+        monkeypatch.setattr(putting, name, lambda *x, run=getattr(putting, name): (regions.append(x), run(*x)))
+    sl.set_threads(2)
+    for length, alone in ((40, 0), (9000, 1)):
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, capacity=9100)
+        k, v, q = (rng.standard_normal((1, 2, length + 3, 64)).astype(np.float32) for _ in range(3))
+        cache.append(0, k[:, :, :length], v[:, :, :length])
+        for at in range(length, length + 3):
+            regions.clear()
+            got = cache.attend(0, *(x[:, :, at : at + 1] for x in (q, k, v)))
+            exact = sl.attention(q[:, :, at : at + 1], k[:, :, : at + 1], v[:, :, : at + 1])
+            assert got.tobytes() == exact.tobytes()
+            assert len(regions) == (1 if at == length else alone)  # the first step is no repeated one
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_heads_in_step_say_what_each_says_alone(rng, dtype):
+    """Of short sequences, in one task, by one row or a few; longer ones go head by head."""
+    sl.set_threads(1)
+    for heads, group, n in ((8, 1, 1), (3, 3, 17), (5, 2, 128), (6, 1, 129), (2, 4, 40)):
+        q, k, v = (rng.standard_normal((1, x, n, 64)).astype(np.float32) for x in (heads * group, heads, heads))
+        caches = [sl.KVCache(layers=1, kv_heads=x, head_dim=64, capacity=n, dtype=dtype) for x in (heads, 1)]
+        caches[0].append(0, k, v)
+        got = caches[0].attend(0, q[:, :, -1:])
+        for head in range(heads):
+            caches[1].clear()
+            caches[1].append(0, *(x[:, head : head + 1] for x in (k, v)))
+            mine = slice(head * group, (head + 1) * group)
+            assert got[:, mine].tobytes() == caches[1].attend(0, q[:, mine, -1:]).tobytes()
+
+
 def test_a_ring_keeps_the_last_tokens_of_long_chunks(rng):
     """Longer ones than go round once; by several threads."""
     sl.set_threads(2)

@@ -89,7 +89,7 @@ def test_many_regions_one_after_another(ours):
     from speedlight.machine import current_isa
 
     read = roof._kernels(current_isa(), "f32")[1]
-    memory = (ctypes.c_char * (4 * roof._PIECE))()
+    memory = (ctypes.c_int64 * (4 * roof._PIECE // 8))()  # of four tickets
     words = (ctypes.c_int64 * (len(roof.ARGUMENTS.names) + 128))()
     words[LIMIT], words[roof.ARGUMENTS.word("memory")] = 4, ctypes.addressof(memory)
     for n in range(2000):

@@ -1,4 +1,5 @@
-"""The kernel that stores new tokens in a cache's or a pool's blocks: moved as they are, or as codes with scales.
+"""The kernel that stores new tokens in a cache's or a pool's blocks: moved as they are, or as codes with scales; or in
+the rows of somebody else's pages.
 
 A ticket is some heads of some blocks of a run of tokens. A whole block is written in vectors, of keys transposed in
 registers; where only some of its tokens are new, token by token.
@@ -28,11 +29,15 @@ _INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF  # bits of a float32
 def append_module(s: AppendShape, symbol: str) -> Module:
     module = Module(symbol)
     keys, values = (_block(module, s, name) for name in ("keys", "values"))
-    entry(module, s.isa, region(module, _task(module, keys, values)), symbol)
+    task = _task(module, s, keys, values)
+    entry(module, s.isa, region(module, task), symbol)
+    k = module.function(f"{symbol}_ticket", {"a": PTR, "number": I64}, public=True)  # for tasks of other kernels
+    k.call(task, k.p["a"], k.p["a"], k.p["number"])
+    k.finish()
     return module
 
 
-def _task(module: Module, keys: Any, values: Any) -> Any:
+def _task(module: Module, s: AppendShape, keys: Any, values: Any) -> Any:
     """One ticket."""
     k = module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
     a = Words(k, APPEND, k.p["a"])
@@ -40,36 +45,45 @@ def _task(module: Module, keys: Any, values: Any) -> Any:
     run = Words(k, RUN, k.at(k.p["a"], which // each * RUN.bytes + APPEND.bytes))  # runs follow the arguments
     groups, slot, end, numbers = a.head_groups, run.slot, run.slot + run.count, run.list
     first_head = which % each % groups * a.heads
-    first = (slot >> 4) + which % each // groups * a.blocks
-    last = k.min(first + a.blocks, (end + (BLOCK - 1)) >> 4)
+    size = a.size if s.raw else k.i64(BLOCK)
+    first = slot // size + which % each // groups * a.blocks
+    last = k.min(first + a.blocks, (end + (size - 1)) // size)
     parts = [
         (f, dim, *(getattr(a, f"{name}_{x}") for x in ("row", "column", "head")), getattr(a, f"to_{name}_head"),
          getattr(a, f"to_{name}_block"), getattr(a, name) + getattr(run, f"{name}_at"),
-         getattr(a, f"to_{name}") + getattr(run, f"to_{name}_at"))
+         getattr(a, f"to_{name}") + getattr(run, f"to_{name}_at"),
+         [getattr(a, f"to_{name}_{x}") for x in ("row", "column")] if s.raw else [])
         for f, dim, name in ((keys, a.head_dim, "k"), (values, a.value_dim, "v"))
     ]  # fmt: skip
-    fixed, ring = a.fixed, a.ring
+    fixed, ring, of_page = a.fixed, a.ring, a.page_blocks
     with k.range(first, last) as block:
-        low, high = k.max(slot - (block << 4), k.i64(0)), k.min(end - (block << 4), k.i64(BLOCK))
-        token, place = (block << 4) + low - slot, k.variable(block)
-        with k.when(block >= fixed):
-            place.set(fixed + (block - fixed) % ring)
-        with k.when(numbers.differs(0)):
-            place.set(k.load(I64, k.pointer(numbers), block << 3))
-        number = place.get()
+        low, high = k.max(slot - block * size, k.i64(0)), k.min(end - block * size, size)
+        token, place = block * size + low - slot, k.variable(block)
+        if s.raw:
+            place.set(k.load(I64, k.pointer(numbers), block // of_page * 8))
+        else:
+            with k.when(block >= fixed):
+                place.set(fixed + (block - fixed) % ring)
+            with k.when(numbers.differs(0)):
+                place.set(k.load(I64, k.pointer(numbers), block << 3))
+        number, inside = place.get(), block % of_page * size if s.raw else k.i64(0)
         with k.range(first_head, k.min(first_head + a.heads, a.kv_heads)) as head:
-            for f, dim, row, column, from_head, to_head, to_block, source, target in parts:
+            for f, dim, row, column, from_head, to_head, to_block, source, target, steps in parts:
                 at = source + head * from_head + token * row
                 to = target + head * to_head + number * to_block
-                k.call(f, k.pointer(at), k.pointer(to), low, high, row, column, dim)
+                if s.raw:
+                    to = to + inside * steps[0]
+                k.call(f, k.pointer(at), k.pointer(to), low, high, row, column, dim, *steps)
     return k.finish()
 
 
 def _block(module: Module, s: AppendShape, name: str) -> Any:
     """New tokens become those from `low` to `high` of a block."""
     params = {"source": PTR, "block": PTR} | dict.fromkeys(("low", "high", "row", "column", "dim"), I64)
-    k = module.function(name, params)
+    k = module.function(name, params | (dict.fromkeys(("to_row", "to_column"), I64) if s.raw else {}))
     match s.stored, name:
+        case _ if s.raw:
+            return _InPages(k, s, name).tokens()
         case "int8", _:
             block: Any = _Codes(k, s, name)
         case "float8_e4m3fn", _:
@@ -83,7 +97,7 @@ def _block(module: Module, s: AppendShape, name: str) -> Any:
     low, high, row = k.p["low"], k.p["high"], k.p["row"]
     with k.either((high - low).equals(BLOCK)) as (all_new, some_new):
         with all_new:
-            block.streams = s.streams
+            block.streams = block.in_lines
             block.whole()
             block.streams = False
         with some_new, k.range(low, high) as lane:
@@ -98,7 +112,7 @@ class _Elements:
         self.k, self.source = k, s.keys if name == "keys" else s.values
         self.size = STORAGE_BYTES[self.source.storage]
         self.dim, self.block, self.vector_bytes = k.p["dim"], k.p["block"], s.isa.vector_bytes
-        self.streams = False
+        self.streams, self.in_lines = False, s.streams
 
     def at(self, row: Value, index: Value | int) -> Value:
         """The address of an element."""
@@ -161,6 +175,31 @@ class _Rows(_Elements):
             lambda index: self.store(self.elements(row, index, self.lanes), to + index * self.size),
             lambda index: k.store(k.load(_RAW[self.size], self.at(row, index)), self.block, to + index * self.size),
         )
+
+
+class _InPages(_Elements):
+    """Rows of elements in somebody's page: `to_row` bytes apart, of elements `to_column` bytes apart."""
+
+    def tokens(self) -> Any:
+        """All new ones, one after another."""
+        k, p, lanes, self.streams = self.k, self.k.p, self.vector_bytes // self.size, self.in_lines
+        with k.range(p["low"], p["high"]) as lane:
+            row, to = k.at(p["source"], (lane - p["low"]) * p["row"]), lane * p["to_row"]
+
+            def one(index: Value, row: Value = row, to: Value = to) -> None:
+                k.store(k.load(_RAW[self.size], self.at(row, index)), self.block, to + index * p["to_column"])
+
+            with k.either(p["to_column"].equals(self.size)) as (side_by_side, apart):
+                with side_by_side:
+                    self.stretches(
+                        self.dim,
+                        lanes,
+                        lambda i, row=row, to=to: self.store(self.elements(row, i, lanes), to + i * self.size),
+                        one,
+                    )
+                with apart, k.range(0, self.dim) as index:
+                    one(index)
+        return k.finish()
 
 
 class _Pairs(_Elements):

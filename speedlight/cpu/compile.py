@@ -55,15 +55,18 @@ class Kernel:
     """Machine code and its symbol; unloaded with this object. The GIL is released while it runs.
 
     `entry(address of arguments)` does one thread's share of a region. `joined(address)` does the same, and returns when
-    no thread is inside any more.
+    no thread is inside any more. `ticket`: the address of what does one ticket, where the kernel says it.
     """
 
-    __slots__ = ("__weakref__", "address", "code", "entry", "from_cache", "joined", "last", "symbol")
+    __slots__ = ("__weakref__", "address", "code", "entry", "from_cache", "joined", "last", "symbol", "ticket")
 
-    def __init__(self, symbol: str, objects: tuple[bytes, ...], from_cache: bool) -> None:
+    def __init__(
+        self, symbol: str, objects: tuple[bytes, ...], from_cache: bool, *, does_tickets: bool = False
+    ) -> None:
         self.symbol, self.from_cache, self.last = symbol, from_cache, 0
-        self.code = load(objects, (symbol, f"{symbol}_joined"))
-        self.address = self.code[symbol]
+        names = symbol, f"{symbol}_joined", *[f"{symbol}_ticket"] * does_tickets
+        self.code = load(objects, names)
+        self.address, self.ticket = self.code[symbol], self.code[names[-1]] if does_tickets else 0
         call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
         self.entry, self.joined = call(self.address), call(self.code[f"{symbol}_joined"])
 
@@ -193,7 +196,7 @@ def _optimise(module: Any, builder: Any) -> None:
 
 
 def _make(shape: AnyShape) -> Kernel:
-    return Kernel(symbol_of(shape), *objects_of(shape))
+    return Kernel(symbol_of(shape), *objects_of(shape), does_tickets=shape.kind == "append")
 
 
 def objects_of(shape: AnyShape) -> tuple[tuple[bytes, ...], bool]:

@@ -1,7 +1,7 @@
 """The decode kernel: few query rows of some kv heads against many keys. It knows spans, tiles and heads, not lanes.
 
-    task: for every span, for every tile: scores of all rows, weights, sums; the span's state is merged, or left for the
-          last of a head's tasks
+    task: new tokens are stored, if it is to do that; for every span, for every tile: scores of all rows, weights, sums;
+          the span's state is merged, or left for the last of a head's tasks
 
 Arguments and scratch are described in layout.py, what a lane is in keys_in_lanes.py.
 """
@@ -20,8 +20,6 @@ from .keys_in_lanes import (
     clear_row,
     merge_row,
     rescale,
-    score,
-    score_row,
     store_row,
     value_tiles,
     weigh,
@@ -30,7 +28,8 @@ from .layout import BLOCK, PLACES, ROW
 from .lower import expression_row
 from .places import locate
 from .products import unit_of, units_of
-from .region import Box, Work, entry, region
+from .region import Box, Work, call_at, entry, region
+from .scores import FEW_ROWS, score, score_heads, score_row
 from .shape import Shape
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_row
@@ -50,6 +49,7 @@ class _Parts:
         self.rescale = rescale(m, s) if s.quantised else None
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
+        self.score_heads = score_heads(m, s) if s.cached and self.visibility is None else None
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.values = value_tiles(m, s)
         self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)
@@ -87,6 +87,9 @@ class _Task(Work):
         self.alpha, self.sums, self.limits = (
             k.at(self.part("numbers"), a.rows * ROW.offset(name)) for name in ("alpha", "sum", "limit")
         )
+        # heads in step where all they see is one tile; longer sequences are read best head by head
+        few = (self.rows < FEW_ROWS) & (a.heads > 1) & (item.k_len <= TILE)
+        self.together = few if parts.score_heads is not None else None
         self.take(k.i64(0))
         self.positions = self.position(k.i64(0)), self.position(self.rows - 1)
 
@@ -97,7 +100,10 @@ class _Task(Work):
         self.keys, self.values = self.keys_of("k", self.head), self.keys_of("v", self.head)
         self.heads = self.head * self.group, (self.head + 1) * self.group - 1
         self.head_queries = k.at(self.queries, h * self.rows * self.units * self.s.number_bytes)
-        self.head_span, self.head_total = k.at(self.span, self.state_at), k.at(self.total, self.state_at)
+        self.scores = self.scratch
+        if self.together is not None:
+            self.scores = k.at(self.scratch, k.select(self.together, h * self.rows, k.i64(0)) * score_row(self.s))
+        self.head_span = k.at(self.span, self.state_at)
 
     @contextlib.contextmanager
     def each_head(self) -> Iterator[None]:
@@ -121,23 +127,32 @@ class _Task(Work):
 
     def run(self) -> None:
         k, a, blocks = self.k, self.a, self.item.blocks
+        if self.s.cached:
+            with k.when(a.put.differs(0)):
+                call_at(k, a.put, k.pointer(a.new), k.p["number"])
         self.pack()
-        self.clear(self.total)
         last = k.select(self.rows > 0, self.row_limit(self.rows - 1), k.i64(0))
         spans = (last + (SPAN - 1)) // SPAN
         first, end = (spans * x // blocks for x in (self.share, self.share + 1))
         alone = blocks.equals(1)
+        single = alone & (spans <= 1)  # nothing is merged: what its span leaves is the end
+        self.state, self.spare = k.select(single, self.span, self.total), k.select(single, self.total, self.span)
+        self.clear(self.state)
         states = self.all_rows * self.state_row  # bytes of what a span leaves
         shared = k.pointer(a.partials + k.p["number"] // blocks * a.partial_bytes)
         if self.visibility is not None:  # spans that are passed by have seen nothing
             with k.when(alone ^ 1), k.range(first, end) as span:
                 self.clear(k.at(shared, span * states))
         with self.stretches(first * SPAN, k.min(end * SPAN, last), self.every_box) as (start, stop):
-            self.clear(self.span)
-            with k.range(start, stop, TILE) as tile, self.each_head():
-                self.trimmed_tile(tile, k.min(last - tile, k.i64(TILE)))
+            with k.when(single ^ 1):
+                self.clear(self.span)
+            with k.range(start, stop, TILE) as tile:
+                count = k.min(last - tile, k.i64(TILE))
+                self.score_together(tile, count)
+                with self.each_head():
+                    self.trimmed_tile(tile, count)
             with k.either(alone) as (merge, leave):
-                with merge:
+                with merge, k.when(single ^ 1):
                     self.merge(self.span)
                 with leave, k.range(0, states, 8) as byte:
                     k.store(k.load(I64, self.span, byte), k.at(shared, start // SPAN * states), byte)
@@ -176,17 +191,28 @@ class _Task(Work):
     def finish(self, r: Value) -> None:
         """A sink joins last; then the row is written."""
         k, s, a = self.k, self.s, self.a
-        state = k.at(self.head_total, r * self.state_row)
+        state = k.at(self.state, self.state_at + r * self.state_row)
         with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
-            clear_row(k, s, self.span, self.slots)
+            clear_row(k, s, self.spare, self.slots)
             head = self.head * self.group + r % self.group
-            k.store(k.load(s.number, k.pointer(a.sinks), head * s.number_bytes), self.span)
-            k.store(k.const(SINK_SUM, s.number), self.span, s.number_bytes)
-            k.call(self.parts.merge, state, self.span, self.slots)
+            k.store(k.load(s.number, k.pointer(a.sinks), head * s.number_bytes), self.spare)
+            k.store(k.const(SINK_SUM, s.number), self.spare, s.number_bytes)
+            k.call(self.parts.merge, state, self.spare, self.slots)
         out, lse = self.query("out", r), self.query("lse", r)
         k.call(self.parts.store, state, out, lse, self.value_dim, self.slots, a.out_column, a.lse, *self.divisor())
 
     # --- one tile
+
+    def score_together(self, start: Value, count: Value) -> None:
+        """The scores of all heads of the task at once, where that is worth it."""
+        k, a = self.k, self.a
+        if self.together is None:
+            return
+        with k.when(self.together):
+            self.take(k.i64(0))
+            self.locate(self.k_places, "k", start, count)
+            arguments = (self.queries, self.k_places, a.k_row, count, self.units, self.all_rows, a.head_dim)
+            k.call(self.parts.score_heads, self.scratch, *arguments, a.k_head, self.rows)
 
     def trimmed_tile(self, start: Value, count: Value) -> None:
         """What a mask shows of a tile to the rows of a head."""
@@ -201,12 +227,13 @@ class _Task(Work):
     def tile(self, start: Value, count: Value, clear: Value) -> None:
         """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        self.locate(self.k_places, "k", start, count)
+        with contextlib.nullcontext() if self.together is None else k.when(self.together ^ 1):
+            self.locate(self.k_places, "k", start, count)
+            arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
+            k.call(parts.score, self.scratch, *arguments)
         regular = self.locate(self.v_places, "v", start, count)
-        arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
-        k.call(parts.score, self.scratch, *arguments)
         joint = self.weigh(start, count, clear)
-        k.call(parts.add_up, self.scratch, self.sums, self.rows, units_of(s, count))
+        k.call(parts.add_up, self.scores, self.sums, self.rows, units_of(s, count))
         self.drop(start, count)
         if parts.rescale is not None:
             with k.range(0, self.rows) as r:
@@ -238,12 +265,14 @@ class _Task(Work):
         pages, locate = k.pointer(self.item.pages), self.parts.locate
         regular = k.call(locate, k.p["a"], places, pages, base, page_bytes, row, start, start + count)
         past = k.at(places, (count + (piece - 1)) // piece * 8)
-        k.call(locate, k.p["a"], past, pages, next_base, page_bytes, row, next_start, next_end)
+        fetched = count.equals(TILE) | (self.rows > 1)
+        with k.when(fetched) if self.s.cached and not self.s.fetching.alone else contextlib.nullcontext():
+            k.call(locate, k.p["a"], past, pages, next_base, page_bytes, row, next_start, next_end)
         return k.select(a.heads.equals(1), regular, k.i64(0))  # else what comes next is elsewhere
 
     def weights(self, r: Value) -> Value:
         """A row's scores, and then weights."""
-        return self.k.at(self.scratch, r * score_row(self.s))
+        return self.k.at(self.scores, r * score_row(self.s))
 
     def weigh(self, start: Value, count: Value, clear: Value) -> Value:
         """Makes weights of every row's scores; returns how many keys all rows see."""

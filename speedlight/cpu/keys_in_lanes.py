@@ -20,17 +20,14 @@ from .layout import BLOCK
 from .products import (
     add_weights,
     cached_row,
-    load_keys,
     load_scales,
-    load_unit,
-    load_units,
     load_values,
     multiply_add,
     packed_vectors,
     step_bytes,
     visible_bits,
-    whole_units,
 )
+from .scores import block_at, blocks_ahead, score_row
 from .shape import Shape
 from .softmax import base_of, clamped, divided, exp4, is_empty, largest, log_sum_exp, merge_of, rescaled
 from .vector import I1, I64, PTR, Function, Module, Value, Variable, vec
@@ -38,151 +35,11 @@ from .vector import I1, I64, PTR, Function, Module, Value, Variable, vec
 STEPS_TOGETHER = 32  # steps of keys whose values are used for all rows while the first-level cache has them
 
 
-def score_row(s: Shape) -> int:
-    """Bytes of a row of scores."""
-    return TILE * s.number_bytes
-
-
 def clear_row(k: Function, s: Shape, state: Value, slots: Value) -> None:
     """(-inf, 0, 0): a state that has seen nothing."""
     with k.range(0, slots + 1) as slot:
         k.store(k.const(0.0, s.vector), state, slot * s.vector_bytes)
     k.store(k.const(float("-inf"), s.number), state)
-
-
-# --- scores
-
-_SCORE_PARAMS = {
-    "scores": PTR, "queries": PTR, "places": PTR, "key_row": I64, "count": I64, "units": I64, "rows": I64,
-    "head_dim": I64,
-}  # fmt: skip
-
-
-def score(module: Module, s: Shape) -> Any:
-    """scores[row, key] = queries[row] · keys[key], one chain of multiply-adds over the units per element."""
-    return score_lanes(module, s) if s.cached else score_rows(module, s)
-
-
-def score_rows(module: Module, s: Shape) -> Any:
-    """Over rows of keys: a vector of keys at a time is transposed in registers.
-
-    Keys past the end repeat the last one; what they score is never used.
-    """
-    k = module.function("score_rows", _SCORE_PARAMS)
-    p, n = k.p, s.lanes
-    rows, column = k.buffer(I64, n), k.buffer(s.unit, n)
-    whole = whole_units(s, p["head_dim"])
-    # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
-    width = n * s.stored_bytes
-    dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
-    lane_step, unit_step = k.select(dense, k.i64(width), p["key_row"]), k.select(dense, k.i64(width), k.i64(width // n))
-    zero = k.const(0.0, s.vector)
-
-    def each_row(j: Value, t: Value, columns: list[Value]) -> None:
-        with k.range(0, p["rows"]) as r:
-            at = k.at(p["scores"], r * score_row(s) + j * s.number_bytes)
-            query = k.at(p["queries"], (r * p["units"] + t) * s.number_bytes)
-            total = k.load(s.vector, at)
-            for u, keys in enumerate(columns):
-                total = multiply_add(k, s, k.splat(k.load(s.unit, query, u * s.number_bytes), n), keys, total)
-            k.store(total, at)
-
-    with k.range(0, p["count"], n) as j:
-        ahead = k.load(PTR, p["places"], (j + n * s.fetching.groups) * 8) if s.fetching.groups else None
-        for m in range(n):
-            k.store(k.load(I64, p["places"], k.min(j + m, p["count"] - 1) * 8), rows, 8 * m)
-        with k.range(0, p["rows"]) as r:
-            k.store(zero, p["scores"], r * score_row(s) + j * s.number_bytes)
-        with k.range(0, whole, n) as t:
-            keys = []
-            for m in range(n):
-                if ahead is not None:
-                    k.prefetch(k.at(ahead, t * unit_step + lane_step * m), s.fetching.level)
-                keys.append(load_units(k, s, k.load(PTR, rows, 8 * m), t, stored=True))
-            each_row(j, t, k.transpose(keys))
-        with k.range(whole, p["units"]) as t:
-            for m in range(n):
-                x = load_unit(k, s, k.load(PTR, rows, 8 * m), t, k.i64(s.key_bytes), p["head_dim"], stored=True)
-                k.store(x, column, m * s.number_bytes)
-            each_row(j, t, [k.load(s.units, column)])
-    return k.finish()
-
-
-def score_lanes(module: Module, s: Shape) -> Any:
-    """Over a cache's blocks, where the keys of a vector lie side by side: nothing is transposed, all is read in
-    sequence.
-    """
-    k = module.function("score_lanes", _SCORE_PARAMS)
-    p = k.p
-    far = blocks_ahead(k, s, p["key_row"])
-    tiles = _score_tiles(s)
-    most = max(together for _, together in tiles)
-    with k.range(0, p["count"], BLOCK * most) as group:
-        start = k.i64(0)
-        for rows, together in tiles:
-            end = start + (p["rows"] - start) // rows * rows
-            with (
-                k.range(start, end, rows) as r,
-                k.range(group, k.min(group + BLOCK * most, p["count"]), BLOCK * together) as j,
-            ):
-                fetched = far if rows > 1 or s.fetching.alone else None
-                _score_blocks(k, s, fetched, [r + i for i in range(rows)], j, together)
-            start = end
-    return k.finish()
-
-
-def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
-    """Rows and blocks of a cache whose sums are in registers."""
-    if s.lanes < BLOCK:
-        return s.tiles.narrow_scores
-    return s.tiles.int8_scores if s.quantised else s.tiles.scores
-
-
-def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j: Value, together: int) -> None:
-    """Some rows against some blocks from key j on: as many independent chains as there are sums.
-
-    A block past the end repeats the last one. Meanwhile the block `far` ahead of each is fetched.
-    """
-    p, n, unit_bytes = k.p, s.lanes, BLOCK * s.stored_bytes
-    queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
-    last = (p["count"] - 1) // BLOCK
-    numbers = [k.min(j // BLOCK + i, last) for i in range(together)]
-    blocks = [_block(k, s, x) for x in numbers]
-    aheads = [] if far is None else [_block(k, s, x + far) for x in numbers]
-    vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
-    totals = [[k.variable(k.const(0.0, s.vector)) for _ in vectors] for _ in rows]
-    for ahead in aheads if s.quantised else ():
-        k.prefetch(k.at(ahead, -s.header), s.fetching.level)
-
-    def unit(t: Value) -> None:
-        keys = [load_keys(k, s, block, t, lane) for block, lane in vectors]
-        for ahead in aheads:
-            for line in range(0, unit_bytes, 64):
-                k.prefetch(k.at(ahead, t * unit_bytes + line), s.fetching.level)
-        for row, sums in zip(queries, totals, strict=True):
-            query = k.splat(k.load(s.unit, row, t * s.number_bytes), n)
-            for total, x in zip(sums, keys, strict=True):
-                total.set(multiply_add(k, s, query, x, total.get()))
-
-    k.unrolled(0, p["units"], unit)
-    for r, sums in zip(rows, totals, strict=True):
-        for i, (total, (block, lane)) in enumerate(zip(sums, vectors, strict=True)):
-            x = total.get()
-            if s.quantised:
-                x = x * load_scales(k, s, block, lane * 4 - s.header)
-            k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
-
-
-def _block(k: Function, s: Shape, number: Value) -> Value:
-    """The elements of a tile's block."""
-    return k.at(k.load(PTR, k.p["places"], number * 8), s.header)
-
-
-def blocks_ahead(k: Function, s: Shape, row: Value) -> Value | None:
-    """How many blocks on a cache is fetched; None: that is left to the CPU."""
-    if not s.fetching.cache_blocks:
-        return None
-    return k.max(k.min(k.i64(s.fetching.cache_bytes) // (row * BLOCK), k.i64(s.fetching.cache_blocks)), k.i64(1))
 
 
 # --- weights
@@ -310,6 +167,22 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
     and once was measured to be too little.
     """
     k = module.function(f"value_rows_{rows}", _VALUE_PARAMS)
+    if together < 8:
+        _value_slots(k, s, rows, together)
+        return k.finish()
+    with k.either(k.p["slots"] <= together // 2) as (
+        short,
+        long,
+    ):  # sums of a row that has no more are not all the same
+        with short:
+            _value_slots(k, s, rows, together // 2)
+        with long:
+            _value_slots(k, s, rows, together)
+    return k.finish()
+
+
+def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
+    """The same in a function."""
     p = k.p
     with k.range(0, p["slots"], together) as slot:
         slots = [k.min(slot + i, p["slots"] - 1) for i in range(together)]
@@ -333,7 +206,6 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
         for r in range(rows):
             for total, x in zip(totals[r], sums[r], strict=True):
                 k.store(total.get(), p["sums"], x)
-    return k.finish()
 
 
 _Step = Callable[[Value, list[Value]], None]
@@ -344,8 +216,8 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
     p, size, step_row = k.p, _steps_together(s), _step_row(k, s)
     far = blocks_ahead(k, s, p["value_row"]) if lines else None
     with k.range(p["first"], p["end"], size) as j:
-        block = _block(k, s, j // size)
-        ahead = None if far is None else _block(k, s, j // size + far)
+        block = block_at(k, s, j // size)
+        ahead = None if far is None else block_at(k, s, j // size + far)
         if s.quantised and ahead is not None:
             k.prefetch(k.at(ahead, -s.header), s.fetching.level)
         with k.range(0, k.min(p["end"] - j, k.i64(size))) as i:

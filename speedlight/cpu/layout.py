@@ -123,6 +123,8 @@ APPEND = Record(
     "kv_heads", "head_dim", "value_dim",
     "run_tickets", "head_groups", "heads", "blocks",  # tickets of a run; groups of heads; of a ticket heads, and blocks
     "fixed", "ring",  # blocks before those that are a ring, and those
+    # of raw pages: tokens of a block, blocks of a page; distances in a page
+    "size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column",
 )  # fmt: skip
 RUN = Record("count", "slot", "k_at", "v_at", "to_k_at", "to_v_at", "list")  # list: of its blocks' numbers, or 0
 
@@ -190,7 +192,7 @@ class DecodeSizes(NamedTuple):
 # what a tile leaves of each row: the factor of what came before, the sum of weights, keys seen
 ROW = Record("alpha", "sum", "limit")
 DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
-    "scores": lambda z: z.rows * TILE * z.number,  # [rows, TILE], then weights in their place
+    "scores": lambda z: z.heads * z.rows * TILE * z.number,  # [heads, rows, TILE], then weights in their place
     "queries": lambda z: z.heads * z.rows * z.units * z.number,  # [heads, rows, units]
     "sums": lambda z: z.rows * z.slots * z.vector,  # [rows, slots] of a tile's values
     "span": lambda z: z.states,
@@ -316,7 +318,11 @@ FORWARD = Record(
     "accumulators", "sums", "begins", "ends",
 )  # fmt: skip
 STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for each call, as CALL
-DECODE = Record(*_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH))
+# put, new: a function that stores a task's new tokens before they are read, or 0, and the address of its arguments
+DECODE = Record(
+    *_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH), "put", "new"
+)
+NEW = slice(DECODE.word("put"), DECODE.word("new") + 1)  # new for each call, as CALL
 
 BACKWARD = Record(
     *_COMMON, "drop_factor", "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",

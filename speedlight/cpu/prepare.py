@@ -8,6 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from operator import sub
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from ..planning import Plan, Roofs, Run, plan_of
 from ..problem import LAYOUTS, TILE, Problem
 from ..work import all_pairs
 from .compile import kernel_of, lock, symbol_of
-from .layout import CALL, ENDLESS, ITEM, SCRATCH, STATE, Item, Record, arguments_of
+from .layout import CALL, ENDLESS, ITEM, NEW, SCRATCH, STATE, Item, Record, arguments_of
 from .operands import Dense, Paged, Rows, Strides, steps
 from .schedule import Schedule, product_of, schedule
 from .shape import Shape
@@ -118,6 +119,11 @@ class Call:
         own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
         return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
 
+    @property
+    def heads_alone(self) -> int:
+        """kv heads of a task that alone reads their keys and values, so that it may store them first; 0: others do."""
+        return self.how.heads if self.how.kind == "decode" and self.how.parts == 1 else 0
+
     def items_for(self, k_lengths: Sequence[int], lists: list[int] | None = None) -> Any:
         """Its table of items for other lengths of keys, of no more spans, and lists of pages.
 
@@ -125,7 +131,7 @@ class Call:
         """
         items = self.items_type.from_buffer_copy(self.items_bytes)
         items[_K_LENS] = k_lengths
-        items[_STARTS] = [n - rows for n, rows in zip(k_lengths, self.problem.q_lengths, strict=True)]
+        items[_STARTS] = list(map(sub, k_lengths, self.problem.q_lengths))
         if lists is not None:
             items[_LISTS] = lists
         return items
@@ -151,10 +157,12 @@ class Call:
         threads: int = 0,
         seed: int | None = None,
         state: tuple[int, int, int, int] | None = None,
+        new: tuple[int, int] | None = None,
     ) -> None:
         """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
         if given. One thread is given for short calls only: no signal comes between. `state`: the words that a partial
-        problem has beside them (layout.FORWARD).
+        problem has beside them (layout.FORWARD). `new`: the function with which tasks
+        store new tokens first (heads_alone), and its arguments.
         """
         if not self.tickets:
             return
@@ -175,6 +183,8 @@ class Call:
             )  # fmt: skip
             if state is not None:
                 words[STATE] = state
+            if new is not None:
+                words[NEW] = new
             if threads == 1:
                 run_alone(self.kernel, words, self.tickets)
             else:

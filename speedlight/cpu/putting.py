@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from ..arrays import DTYPES, STORAGE_BYTES
 from ..machine import Isa
 from ..tokens import TokenShape
 from .blocks import Pairs, Store
-from .compile import kernel_of
+from .compile import Kernel, kernel_of
 from .layout import APPEND, BLOCK, ENDLESS, RUN
 from .prepare import template_of
 from .shape import AppendShape, Source
@@ -23,8 +23,21 @@ _BYTES = 4e9  # per second of a thread that stores tokens, read and written
 _STREAM_BYTES = 8 << 20  # from so much on it goes past the caches: no line is read to be written over
 _TICKET_BYTES = 1 << 16  # read by a ticket, where there are several threads
 _CALL = slice(APPEND.word("k"), APPEND.word("k") + 4)
+_IN_PAGE = ("size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column")
 _WORDS, _RUN = len(APPEND.names), len(RUN.names)
 _SLOTS, _LISTS = (slice(_WORDS + RUN.word(name), None, _RUN) for name in ("slot", "list"))
+
+
+class InPage(NamedTuple):
+    """How tokens lie in a raw page: tokens of a block, blocks of the page; distances in bytes."""
+
+    size: int
+    blocks: int
+    k_row: int
+    k_column: int
+    v_row: int
+    v_column: int
+    lines: bool  # rows are whole cache lines
 
 
 class Blocks(NamedTuple):
@@ -39,12 +52,14 @@ class Blocks(NamedTuple):
     v_block: int
     fixed: int = ENDLESS  # blocks before those that are a ring, and those
     ring: int = ENDLESS
+    raw: InPage | None = None  # where tokens are rows, in pages: a block is some of a page, and k_block a page's bytes
 
     @classmethod
     def of(cls, shape: TokenShape, isa: Isa, keys: Store, values: Store, *ring: int) -> Blocks:
         """Of stores whose memory is (…, head, block, bytes)."""
-        steps = [x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2)]
-        return cls(shape, isa, isinstance(keys, Pairs), *steps, *ring)
+        k_head, k_block, v_head, v_block = (x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2))
+        fixed, around = ring or (ENDLESS, ENDLESS)
+        return cls(shape, isa, isinstance(keys, Pairs), k_head, k_block, v_head, v_block, fixed, around)
 
 
 class New(NamedTuple):
@@ -73,32 +88,36 @@ class Put:
         "template",
         "threads",
         "tickets",
+        "within",
         "words_type",
     )
 
-    def __init__(self, blocks: Blocks, k: New, v: New, counts: list[int], threads: int) -> None:
-        """counts: new tokens of each sequence."""
+    def __init__(self, blocks: Blocks, k: New, v: New, counts: list[int], threads: int, heads: int = 0) -> None:
+        """counts: new tokens of each sequence. heads: kv heads of a task of the decode kernel, where its tasks store
+        them; else they have a region of their own.
+        """
         tokens, stored = blocks.shape, blocks.shape.dtype
         stored = DTYPES[stored][0] if stored in DTYPES else stored
         storages = [DTYPES[x.dtype][0] for x in (k, v)]
         sizes = [STORAGE_BYTES[x] for x in storages]
         keys, values = (Source(x, side.column != n) for x, n, side in zip(storages, sizes, (k, v), strict=True))
         row = tokens.head_dim * sizes[0] + tokens.value_dim * sizes[1]
-        streams = sum(counts) * tokens.kv_heads * row >= _STREAM_BYTES
-        streams &= (
-            stored != "int8" and blocks.isa.arch == "x86_64" and not (tokens.head_dim % 64 or tokens.value_dim % 64)
-        )
-        self.shape = AppendShape(blocks.isa, stored, blocks.pairs, keys, values, streams)
-        self.loaded = weakref.ref(kernel_of(self.shape))
+        lines = not (tokens.head_dim % 64 or tokens.value_dim % 64) if blocks.raw is None else blocks.raw.lines
+        streams = sum(counts) * tokens.kv_heads * row >= _STREAM_BYTES and lines
+        streams &= blocks.isa.arch == "x86_64"
+        self.shape = AppendShape(blocks.isa, stored, blocks.pairs, keys, values, streams, blocks.raw is not None)
+        self.within = heads > 0
+        self._load()
         self.seconds = 2 * sum(counts) * tokens.kv_heads * row / _BYTES
         wants = tuning_of(blocks.isa).threading
         self.inline, self.region_seconds = self.seconds < wants.inline_seconds, wants.region_seconds
         self.threads = 1 if self.inline else threads
-        most = (max(counts, default=0) + 2 * BLOCK - 2) // BLOCK  # blocks of a run, wherever it begins
-        heads, each = tokens.kv_heads, max(most, 1)
-        if self.threads > 1:
+        size = BLOCK if blocks.raw is None else blocks.raw.size
+        most = (max(counts, default=0) + 2 * size - 2) // size  # blocks of a run, wherever it begins
+        heads, each = heads or tokens.kv_heads, max(most, 1)
+        if self.threads > 1 and not self.within:
             heads = 1 if k.head > k.row else heads  # what lies side by side is read together
-            each = max(1, _TICKET_BYTES // (BLOCK * heads * row))
+            each = max(1, _TICKET_BYTES // (size * heads * row))
         groups = -(-tokens.kv_heads // heads)
         per_run = groups * -(-most // each)
         self.tickets = per_run * len(counts)
@@ -111,6 +130,8 @@ class Put:
             "run_tickets": per_run, "head_groups": groups, "heads": heads, "blocks": each,
             "fixed": blocks.fixed, "ring": blocks.ring,
         }  # fmt: skip
+        if blocks.raw is not None:
+            words |= dict(zip(_IN_PAGE, blocks.raw[:-1], strict=True))
         runs = np.zeros((len(counts), _RUN), np.int64)
         columns = {"count": counts, "k_at": k.items, "v_at": v.items, "to_k_at": k.to, "to_v_at": v.to}
         for name, column in columns.items():
@@ -123,24 +144,32 @@ class Put:
         """Bytes that it keeps alive."""
         return len(self.template)
 
-    def run(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> None:
-        """Stores what lies at the first two addresses, of keys and values, into the blocks at the other two.
+    def _load(self) -> Kernel:
+        kernel = kernel_of(self.shape)
+        self.loaded = weakref.ref(kernel)
+        return kernel
+
+    def words(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> tuple[Kernel, Any]:
+        """The kernel and its arguments, to be held while it runs. What lies at the first two addresses, of keys and
+        values, goes into the blocks at the other two.
 
         slots: of each sequence the first new token's. lists: addresses of the numbers of each one's blocks, if they do
         not lie side by side.
         """
-        if not self.tickets:
-            return
         words = self.words_type.from_buffer_copy(self.template)
         words[_CALL] = addresses
         words[_SLOTS] = slots
         if lists is not None:
             words[_LISTS] = lists
-        kernel = self.loaded()
-        if kernel is None:
-            kernel = kernel_of(self.shape)
-            self.loaded = weakref.ref(kernel)
+        kernel = self.loaded() or self._load()
         kernel.used()
+        return kernel, words
+
+    def run(self, addresses: tuple[int, ...], slots: list[int], lists: list[int] | None = None) -> None:
+        """Stores them, as words() has it."""
+        if not self.tickets:
+            return
+        kernel, words = self.words(addresses, slots, lists)
         if self.inline:
             run_alone(kernel, words, self.tickets)
         else:

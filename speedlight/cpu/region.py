@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from llvmlite import ir
+
 from ..machine import Isa
 from ..problem import SPAN
 from .layout import COUNTS, HEAD, ITEM, ITEM_BYTES, LEFT, TICKET, WORKER, Item, Record, arguments_of
@@ -159,6 +161,12 @@ class Work:
         k, a = self.k, self.a
         at = self.row_of_ticket(k.pointer(a.items), a.item_count, ITEM_BYTES, 8 * ITEM.first, number)
         return Item._make(k.load(I64, at, 8 * word) for word in ITEM)
+
+
+def call_at(k: Function, address: Value, *args: Value) -> None:
+    """A function without result, at an address."""
+    kind = ir.FunctionType(VOID, [a.type for a in args]).as_pointer()
+    k.b.call(k.b.inttoptr(address.x, kind), [a.x for a in args])
 
 
 def region(module: Module, task: Any) -> Any:

@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from ..machine import Isa
 from .layout import Record
+from .region import call_at
 from .vector import I32, I64, PTR, VOID, Function, Module, Value
 
 # Nanoseconds that a thread looks out for the next region after the end of one, and for that end, before it sleeps.
@@ -135,7 +136,9 @@ class _Emit:
                     with k.when(seats.differs(0)):
                         taken.set(_exchange_if(k, block, "state", state, state - _SEAT))
                     with k.when(taken.get().differs(0)):
-                        _call(k, k.load(I64, block, BLOCK.offset("kernel")), k.load(PTR, block, BLOCK.offset("words")))
+                        call_at(
+                            k, k.load(I64, block, BLOCK.offset("kernel")), k.load(PTR, block, BLOCK.offset("words"))
+                        )
                         k.fetch_add(block, BLOCK.offset("left"), 1)
                     with k.when(seats.equals(0) | taken.get().differs(0)):
                         seen.set(generation)
@@ -210,7 +213,7 @@ class _Emit:
         _exchange(k, block, "state", generation | helpers * _SEAT | _OPEN)
         with k.when(_load(k, block, "sleeping") > 0):
             self.futex(k, block, _WAKE, helpers)
-        _call(k, k.p["kernel"], words)
+        call_at(k, k.p["kernel"], words)
         inside = helpers - _seats(_exchange(k, block, "state", generation))
         turns = k.variable(k.i64(0))
         with k.forever() as leave_if:
@@ -229,7 +232,7 @@ class _Emit:
             theirs.set(k.call(awake, clock))
         with k.either(theirs.get().differs(0)) as (yes, no):
             with yes:
-                _call(k, openmp, kernel, words, k.trunc(helpers + 1, I32), k.const(0, I32))
+                call_at(k, openmp, kernel, words, k.trunc(helpers + 1, I32), k.const(0, I32))
             with no:
                 error.set(k.call(start, block, helpers))
                 k.call(ours, block, kernel, words, helpers)
@@ -258,7 +261,7 @@ class _Emit:
         k.store(k.i64(0), words, 8)
         self.allowed(k, k.at(words, 16))
         team = k.trunc(k.p["threads"], I32), k.const(0, I32)
-        _call(k, k.p["openmp"], _address(k, noting), words, *team)
+        call_at(k, k.p["openmp"], _address(k, noting), words, *team)
         k.finish(k.load(I64, words, 8))
 
     def pause(self, k: Function) -> None:
@@ -301,9 +304,3 @@ def _exchange_if(k: Function, block: Value, name: str, old: Value, new: Value) -
 
 def _address(k: Function, f: Any) -> Value:
     return Value(k, ir.FormattedConstant(PTR, f.get_reference()))
-
-
-def _call(k: Function, address: Value, *args: Value) -> None:
-    """A function without result, at an address."""
-    kind = ir.FunctionType(VOID, [a.type for a in args]).as_pointer()
-    k.b.call(k.b.inttoptr(address.x, kind), [a.x for a in args])

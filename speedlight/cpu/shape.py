@@ -195,11 +195,12 @@ class AppendShape:
     keys: Source
     values: Source
     streams: bool = False  # whole blocks, of rows of whole cache lines, go past the caches
+    raw: bool = False  # to rows in pages of any size and strides
     kind: ClassVar[str] = "append"
 
     @property
     def stem(self) -> str:
-        return f"append_{self.stored}_{self.isa.name}"
+        return f"append_{'raw_' * self.raw}{self.stored}_{self.isa.name}"
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array
+from ..arrays import Array, numpy_dtype
 from ..calls import key_of
 from ..problem import Options, spans_of
 from ..results import fresh
@@ -24,28 +24,36 @@ def end_of(x: Any, size: int) -> int:
     return sum([max(0, (n - 1) * step) for n, step in zip(x.shape, x.strides, strict=True)]) + size
 
 
+def alike(q: Array, shape: tuple[int, ...]) -> bool:
+    """Whether a new array of this shape has q's shape and strides."""
+    return shape == q.shape and np.empty(shape, numpy_dtype(q.dtype)).strides == q.strides
+
+
 class Step:
     """A prepared call of a cache, for queries of one form over any lengths of as many spans."""
 
-    __slots__ = ("addresses", "inline", "most", "prepared", "shape")
+    __slots__ = ("addresses", "alike", "inline", "most", "prepared", "shape")
 
     def __init__(self, prepared: Call, addresses: list[tuple[int, int]], q: Array, most: int, inline: int) -> None:
         """addresses: of each layer's keys and values. inline: tokens below which no other thread is woken."""
         self.prepared, self.addresses, self.most, self.inline = prepared, addresses, most, inline
         self.shape = (*q.shape[:-1], prepared.problem.value_dim)
+        self.alike = alike(q, self.shape)
 
     @property
     def size(self) -> int:
         return self.prepared.size
 
-    def run(self, layer: int, q: Any, q_at: int, lengths: list[int], return_lse: bool, seed: int) -> Any:
-        """What attend() returns."""
+    def run(
+        self, layer: int, q: Any, q_at: int, lengths: list[int], return_lse: bool, seed: int, new: Any = None
+    ) -> Any:
+        """What attend() returns. new: as of Call.run()."""
         items = self.prepared.items_for(lengths)
-        out, out_at = fresh(q, self.shape)
+        out, out_at = fresh(q, self.shape, alike=self.alike)
         lse, lse_at = fresh(q, self.shape[:-1], logarithms=True) if return_lse else (None, 0)
         k_at, v_at = self.addresses[layer]
         threads = 1 if sum(lengths) < self.inline else 0
-        self.prepared.run(q_at, k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed)
+        self.prepared.run(q_at, k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed, None, new)
         return out if lse is None else (out, lse)
 
 
@@ -66,9 +74,15 @@ class Checked(NamedTuple):
         self, layer: int, q: Any, at: list[int], before: list[int], after: list[int], return_lse: bool, seed: int
     ) -> Any:
         """Stores the new tokens, then attends. at: addresses of the arrays."""
-        if self.put is not None:
-            self.put.run((at[1], at[2], *self.step.addresses[layer]), before)
-        return self.step.run(layer, q, at[0], after, return_lse, seed)
+        put, new, held = self.put, None, None
+        if put is not None:
+            addresses = at[1], at[2], *self.step.addresses[layer]
+            if put.within:
+                held = put.words(addresses, before)
+                new = held[0].ticket, ctypes.addressof(held[1])
+            else:
+                put.run(addresses, before)
+        return self.step.run(layer, q, at[0], after, return_lse, seed, new)
 
 
 class CheckedPut(NamedTuple):
@@ -125,7 +139,7 @@ class Table:
 class PoolStep:
     """A prepared call of a pool that was checked with all its arrays, over any lengths of as many spans."""
 
-    __slots__ = ("addresses", "counts", "ends", "inline", "lse_shape", "most", "prepared", "put", "shape")
+    __slots__ = ("addresses", "alike", "counts", "ends", "inline", "lse_shape", "most", "prepared", "put", "shape")
 
     def __init__(
         self, prepared: Call, addresses: list[tuple[int, int]], q: Array, put: Put | None, ends: list[int], inline: int
@@ -134,7 +148,7 @@ class PoolStep:
         self.prepared, self.put, self.ends, self.addresses, self.inline = prepared, put, ends, addresses, inline
         self.counts = list(prepared.problem.q_lengths)
         self.shape, self.lse_shape = (*q.shape[:-1], prepared.problem.value_dim), (q.shape[1], q.shape[0])
-        self.most = spans_of(max(prepared.problem.k_lengths))
+        self.most, self.alike = spans_of(max(prepared.problem.k_lengths)), alike(q, self.shape)
 
     def fits(self, lengths: list[int]) -> bool:
         """Whether it was prepared for sequences of these lengths."""
@@ -143,11 +157,17 @@ class PoolStep:
     def run(self, layer: int, q: Any, at: list[int], batch: Batch, return_lse: bool, seed: int) -> Any:
         """What attend() returns: stores the new tokens, if any, then attends. at: addresses of the arrays."""
         lists, (k_at, v_at) = [x.address for x in batch.tables], self.addresses[layer]
-        if self.put is not None:
-            self.put.run((at[1], at[2], k_at, v_at), batch.before, lists)
+        put, new, held = self.put, None, None
+        if put is not None:
+            addresses = at[1], at[2], k_at, v_at
+            if put.within:
+                held = put.words(addresses, batch.before, lists)
+                new = held[0].ticket, ctypes.addressof(held[1])
+            else:
+                put.run(addresses, batch.before, lists)
         items = self.prepared.items_for(batch.after, lists)
-        out, out_at = fresh(q, self.shape)
+        out, out_at = fresh(q, self.shape, alike=self.alike)
         lse, lse_at = fresh(q, self.lse_shape, logarithms=True) if return_lse else (None, 0)
         threads = 1 if sum(batch.after) < self.inline else 0
-        self.prepared.run(at[0], k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed)
+        self.prepared.run(at[0], k_at, v_at, out_at, lse_at, ctypes.addressof(items), threads, seed, None, new)
         return out if lse is None else (out, lse)

@@ -152,8 +152,8 @@ class CacheStorage:
             slots = lengths if not done else [n + done for n in lengths]
             self._put_of(k, v, part).run((k_at, v_at, *self.addresses[layer]), slots)
 
-    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int]) -> Put:
-        key = tuple(counts), k.strides, v.strides, k.dtype, v.dtype, get_threads()  # and on what the cache is
+    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> Put:
+        key = tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads, get_threads()  # and on what the cache is
         put = self.puts.get(key)
         if put is None:
             new = []
@@ -161,7 +161,7 @@ class CacheStorage:
                 item, head, row, column = x.strides
                 items, to = ([i * step for i in range(self.batch)] for step in (item, store.memory.strides[0]))
                 new.append(New(x.dtype.name, head, row, column, items, to))
-            put = Put(self.blocks, new[0], new[1], counts, get_threads())
+            put = Put(self.blocks, new[0], new[1], counts, get_threads(), heads)
             self.puts.put(key, put, put.size)
         return put
 
@@ -265,7 +265,8 @@ class CacheStorage:
         put, new, ends = None, 0, [end_of(q, DTYPES[q.dtype][1])]
         if k is not None:
             new = k.shape[2]
-            put, ends = self._put_of(k, v, [new] * self.batch), [*ends, *[end_of(x, x.itemsize) for x in (k, v)]]
+            put = self._put_of(k, v, [new] * self.batch, step.prepared.heads_alone)
+            ends += [end_of(x, x.itemsize) for x in (k, v)]
         self.checked_steps.put(key, Checked(step, put, new, ends), step.size)
 
     def _prepare(self, problem: Problem, q: Array, out_strides: tuple[int, ...]) -> Call:
@@ -348,8 +349,8 @@ class PoolStorage:
             addresses = (*[arrays.address_of(x) for x in (k, v)], *self.addresses[layer])
             self._put_of(k, v, batch.counts).run(addresses, batch.before, [x.address for x in batch.tables])
 
-    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int]) -> Put:
-        key = tuple(counts), k.strides, v.strides, k.dtype, v.dtype, get_threads()  # and on what the pool is
+    def _put_of(self, k: np.ndarray, v: np.ndarray, counts: list[int], heads: int = 0) -> Put:
+        key = tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads, get_threads()  # and on what the pool is
         put = self.puts.get(key)
         if put is None:
             first, nowhere = list(itertools.accumulate(counts, initial=0))[:-1], [0] * len(counts)
@@ -358,7 +359,7 @@ class PoolStorage:
                 for x in (k, v)
                 for row, head, column in (x.strides,)
             ]
-            put = Put(self.kernel_blocks, new[0], new[1], counts, get_threads())
+            put = Put(self.kernel_blocks, new[0], new[1], counts, get_threads(), heads)
             self.puts.put(key, put, put.size)
         return put
 
@@ -405,7 +406,8 @@ class PoolStorage:
         prepared, any_lengths = self._step(q, part, lists, options, strides)
         put, ends = None, [end_of(q, DTYPES[q.dtype][1])]
         if k is not None:
-            put, ends = self._put_of(k, v, batch.counts), [*ends, *[end_of(x, x.itemsize) for x in (k, v)]]
+            put = self._put_of(k, v, batch.counts, prepared.heads_alone)
+            ends += [end_of(x, x.itemsize) for x in (k, v)]
         if any_lengths:
             step = PoolStep(prepared, self.addresses, q, put, ends, _inline(self, max(batch.counts)))
             self.checked_steps.put(key, step, prepared.size)

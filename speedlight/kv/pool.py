@@ -24,7 +24,7 @@ from ..signatures import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sink
 from ..tokens import Batch, TokenShape
 from .query import PLAIN, Packed, Query, check_asked, packed_tokens, query_of, run_packed
 from .sequence import PagedSequence
-from .sharing import Held, busy, new_held, shared_pages, with_pages
+from .sharing import Held, busy, in_place, shared_pages, with_pages
 from .storage import storage_of
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Sequences = Sequence[PagedSequence]
 
+_HANDLES = {PagedSequence}
 _numbers = itertools.count()  # of sequences, of whichever pool: none is given twice
 
 
@@ -213,6 +214,14 @@ class PagePool:
             raise ArgumentError("sequences: this sequence was freed. Make a new one with pool.sequence().")
         return held
 
+    def _several(self, sequences: list[Any], numbers: list[Any]) -> list[Held]:
+        """_of() each; at once where all are there: no two pools give the same number."""
+        held = self._held
+        found: list[Any] = [held.get(n) for n in numbers]
+        if None in found or {type(x) for x in sequences} != _HANDLES:
+            return [self._of(x) for x in sequences]
+        return found
+
     def _layer(self, layer: Any) -> int:
         return check_index("layer", layer, self.layers)
 
@@ -385,9 +394,9 @@ class PagePool:
 
     def _read(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
         """Queries over what is stored."""
-        held = [self._of(x) for x in sequences]
-        lengths = [x.lengths[layer] for x in held]
-        return run_packed(self._storage, layer, Batch([x.table for x in held], lengths, lengths, packed.asked), packed)
+        held = self._several(sequences, [getattr(x, "_number", None) for x in sequences])
+        tables, lengths = [x[1] for x in held], [x[2][layer] for x in held]  # by number in half the time
+        return run_packed(self._storage, layer, Batch(tables, lengths, lengths, packed.asked), packed)
 
     def _grow(self, layer: int, sequences: list[Any], packed: Packed) -> Any:
         """New tokens, and what queries then see; all of it or nothing."""
@@ -401,29 +410,27 @@ class PagePool:
                 raise busy()
             claims |= mine
             claimed = True
-            before = [self._of(x) for x in sequences]
-            starts = [x.lengths[layer] for x in before]
-            totals = [a + n for a, n in zip(starts, counts, strict=True)]
+            held, dropped, others = self._held, self._dropped, self._others
+            before = self._several(sequences, numbers)
+            starts, totals, longer, roomy = in_place(before, layer, counts, size, others)
             if packed.asked is not counts and packed.query is not None:
                 check_asked(packed.asked, totals)
-            copies = shared_pages(before, starts, totals, size, self._others)
-            if copies:  # as far as is known: those who shared pages may have gone
-                self._count_dropped()
-                copies = shared_pages(before, starts, totals, size, self._others)
-            missing = [-(-n // size) - len(x.pages) for x, n in zip(before, totals, strict=True)]
-            fresh = [n if n > 0 else 0 for n in missing]
-            needed, longer, replaced = sum(fresh) + len(copies), before, []
-            if needed:
-                taken = self._take(f"layer {layer}", needed)
-                longer, replaced = with_pages(self._storage, before, fresh, copies, taken)
-            batch = Batch([x.table for x in longer], starts, totals, counts)
+            left = []
+            if not roomy:
+                copies = shared_pages(before, starts, totals, size, others)
+                if copies:  # as far as is known: those who shared pages may have gone
+                    self._count_dropped()
+                    copies = shared_pages(before, starts, totals, size, others)
+                missing = [-(-n // size) - len(x.pages) for x, n in zip(before, totals, strict=True)]
+                fresh = [n if n > 0 else 0 for n in missing]
+                needed = sum(fresh) + len(copies)
+                if needed:
+                    taken = self._take(f"layer {layer}", needed)
+                    longer, replaced = with_pages(self._storage, longer, fresh, copies, taken)
+                    left = [replaced] if replaced else []
+            batch = Batch([x[1] for x in longer], starts, totals, counts)
             result = run_packed(self._storage, layer, batch, packed)
-            after = {}
-            for number, x, total in zip(numbers, longer, totals, strict=True):
-                lengths = x.lengths[:]
-                lengths[layer] = total
-                after[number] = new_held(Held, (x.pages, x.table, lengths))
-            held, dropped, left = self._held, self._dropped, [replaced] if replaced else []
+            after = dict(zip(numbers, longer, strict=True))
             held |= after  # from here to the return nothing comes between
             dropped += left
             return result

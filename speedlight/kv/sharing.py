@@ -25,6 +25,27 @@ class Held(NamedTuple):
 new_held = tuple.__new__  # new_held(Held, (…)): in half the time of Held(…)
 
 
+def in_place(
+    before: list[Held], layer: int, counts: list[int], page_size: int, others: list[int]
+) -> tuple[list[int], list[int], list[Held], bool]:
+    """Of each sequence its tokens in a layer and how many it will have; what it then holds, if it needs no other pages;
+    and whether that is known of all, as nearly always: what is new goes to one page of its own that is there.
+    """
+    starts, totals, after, roomy = [], [], [], True
+    for held, n in zip(before, counts, strict=True):
+        pages, table, lengths = held
+        start = lengths[layer]
+        total, at = start + n, start // page_size
+        if n and (total > (at + 1) * page_size or at >= len(pages) or others[pages[at]]):
+            roomy = False
+        lengths = lengths[:]
+        lengths[layer] = total
+        starts.append(start)
+        totals.append(total)
+        after.append(new_held(Held, (pages, table, lengths)))
+    return starts, totals, after, roomy
+
+
 def shared_pages(
     before: list[Held], starts: list[int], totals: list[int], page_size: int, others: list[int]
 ) -> list[tuple[int, int]]:
