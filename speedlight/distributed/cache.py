@@ -106,15 +106,22 @@ class KVCache:
             check_sizes({"capacity": capacity, "piece": piece})
             *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
             local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
-            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype}
+            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype, **self._carried(local)}
             return _Checked({name: str(x) for name, x in form.items()}, local)
 
         local, _ = self._agreed("KVCache", made)
+        self._peers.open(torch.device(local.device))
         self._holds(local, int(capacity), int(piece), [[placement.empty(self.ranks)] * batch for _ in range(layers)])
 
     def _joins(self, group: Any) -> None:
         self._peers = Peers(group)
         self.rank, self.ranks = self._peers.rank, self._peers.ranks
+
+    def _carried(self, local: Local) -> dict[str, str]:
+        """Where a rank's tokens lie, if its queries' results can be sent from there."""
+        device = torch.device(local.device)
+        self._peers.check_carries("results", device)
+        return {"device": device.type}
 
     def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
         self._local, self.capacity, self.piece, self._placed = local, capacity, piece, placed
@@ -351,9 +358,11 @@ class KVCache:
 
         def found() -> _Checked:
             content, stamp = read(saved.checked_path(path), cache.rank, cache.ranks, device)
-            return _Checked({"stamp": stamp, "tokens": placement.as_words(content.placed)}, content)
+            form = {"stamp": stamp, "tokens": placement.as_words(content.placed), **cache._carried(content.local)}
+            return _Checked(form, content)
 
         content, _ = cache._agreed("load", found)
+        cache._peers.open(torch.device(content.local.device))
         cache._holds(*content)
         return cache
 
