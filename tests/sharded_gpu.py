@@ -226,9 +226,8 @@ def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:
     backend, apart = "gloo", ON_GPU and torch.cuda.device_count() >= world
     if not ON_GPU:
         attending.on_gpu = lambda x: True
-        schedule.SHORT_ROWS = (
-            8 if world == 2 else schedule.SHORT_ROWS
-        )  # of interpreted rows that are split, few will do
+        if world == 2:  # what is split takes the interpreter long
+            schedule.SHORT_ROWS = 8
     if apart:
         torch.cuda.set_device(rank)
         backend = "nccl" if world == 1 else "cpu:gloo,cuda:nccl"

@@ -95,6 +95,11 @@ class Peers:
                 f"does; got {dist.get_backend_config(self.group)}. torch.distributed.init_process_group({asked!r}) has "
                 "one."
             )
+        if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+            raise ArgumentError(
+                f"{name}: expected a tensor on cuda:{torch.cuda.current_device()}, this process's current GPU, from "
+                f"which the group sends; got one on {device}. Call torch.cuda.set_device({device.index}) before."
+            )
 
     def open(self, device: torch.device) -> None:
         """The first messages between devices are of all processes, as NCCL wants them."""

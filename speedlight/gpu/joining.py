@@ -16,7 +16,7 @@ from .primitives import LOG2E, finite_max, log_sum_exp
 from .schedule import power_above
 from .sequence import Rows, finish_rows, with_sinks
 
-_ELEMENTS = 2048  # of an accumulator that a program has
+_ELEMENTS = 1024  # of an accumulator that a program has
 
 
 class Found(NamedTuple):
