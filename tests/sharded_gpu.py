@@ -227,7 +227,7 @@ def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:
     if not ON_GPU:
         attending.on_gpu = lambda x: True
         if world == 2:  # what is split takes the interpreter long
-            schedule.SHORT_ROWS = 8
+            schedule.SHORT_ROWS = 4
     if apart:
         torch.cuda.set_device(rank)
         backend = "nccl" if world == 1 else "cpu:gloo,cuda:nccl"

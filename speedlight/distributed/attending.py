@@ -88,7 +88,8 @@ def attention(
     Raises:
         speedlight.Error: the argument, what was expected and what came; where calls differ between processes, in all of
         them, before anything is sent. Of tables above 64 KiB, shapes and dtypes are compared, not entries.
-        UnsupportedError: a pass back with create_graph=True; there are first derivatives alone.
+        UnsupportedError: a pass back with create_graph=True; there are first derivatives alone. On a GPU: tensors that
+        require grad, exact=True, and what one GPU does not do.
         CommunicationError: a process ended, or did not answer within the group's timeout; the message names it.
 
     Source: Liu et al., Ring Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
