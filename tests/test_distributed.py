@@ -324,6 +324,28 @@ def test_what_a_group_carries(backends, device, way, monkeypatch):
         assert str(error.value).endswith(f"got what it has. torch.distributed.init_process_group('{way}') has one.")
 
 
+def test_one_work_may_be_that_of_all_messages(monkeypatch):
+    """As NCCL gives it; an error of it names who is at the other end of each."""
+    peers, x = object.__new__(groups.Peers), torch.zeros(2)
+    peers.group, peers.ranks, peers.known, peers.rank = None, 2, groups._Known(), 0
+
+    class Work:
+        def wait(self):
+            raise RuntimeError("watchdog")
+
+    monkeypatch.setattr(groups.dist, "P2POp", lambda how, tensor, **where: (how, tensor, where))
+    monkeypatch.setattr(groups.dist, "batch_isend_irecv", lambda ops: [Work()])
+    monkeypatch.setattr(peers, "world_rank", lambda rank: 7 + rank, raising=False)
+    monkeypatch.setattr(peers, "_first", lambda said: said, raising=False)
+    monkeypatch.setattr(peers, "_timeout", lambda: "1 s", raising=False)
+    found = peers.post([(x, 1, 0, "with keys"), (x[:0], 1, 1, "with nothing")], [(x, 1, 2, "with values")])
+    assert [(message.peer, message.what) for message in found] == [(1, "with keys"), (1, "with values")]
+    assert found[0].work is found[1].work
+    with pytest.raises(sl.CommunicationError, match="rank 8 did not answer with values"):
+        peers.wait(found[1])
+    assert peers.known.failed
+
+
 def test_the_first_messages_between_gpus_are_of_all_processes(monkeypatch):
     """As NCCL wants it; once, and not where ranks have compared their calls there."""
     peers, asked = object.__new__(groups.Peers), []

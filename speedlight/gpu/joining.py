@@ -66,15 +66,14 @@ def join(
         p_score = part_lse + i_item * e_item + i_head * e_head + o_row_in * e_row
         score = tl.load(p_score, mask=m_row, other=float("-inf"))
         seen = score != float("-inf")
-        # what stands where a row has seen nothing means nothing
-        b_part = tl.load(p_part, mask=m_acc & seen[:, None], other=0.0)
+        b_part = tl.load(p_part, mask=m_acc, other=0.0)  # of rows that have seen nothing, anything
         new_max = tl.maximum(running_max, score)
         base = finite_max(new_max)
         alpha = tl.math.exp2((running_max - base) * LOG2E)
         weight = tl.math.exp2((score - base) * LOG2E)
         b_acc = tl.where(seen[:, None], b_acc * alpha[:, None] + b_part * weight[:, None], b_acc)
-        running_sum = tl.where(seen, running_sum * alpha + weight, running_sum)
-        running_max = tl.where(seen, new_max, running_max)
+        running_sum = running_sum * alpha + weight
+        running_max = new_max
     if ENDS:
         if sinks is not None:
             m_query = m_row
