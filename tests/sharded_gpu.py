@@ -24,6 +24,7 @@ import sharded
 import triton  # noqa: F401
 from sharded import Case, random_case, tensor, whole_of
 from tolerance import assert_within
+from torch.distributed.device_mesh import init_device_mesh
 
 import speedlight as sl
 from speedlight import distributed, reference
@@ -187,6 +188,16 @@ def everything(world: int, seed: int, count: int) -> Iterator[str]:
         yield f"{n}"
 
 
+def mesh(world: int) -> Iterator[str]:
+    """Keys along the first dimension, heads along the second."""
+    rng, two = np.random.default_rng(5), init_device_mesh(DEVICE, (2, world // 2))
+    for shard in ("contiguous", "zigzag"):
+        arrays = tuple([tensor(rng, "bhld", 1, n, 21, 16) for n in (4, 2, 2)])
+        options = {"causal": True, "score": sl.alibi(np.float32([0.5, 0.1, 0.2, 0.3])), "sink_logits": [0.1, 0, 1, 2]}
+        check(Case(arrays, options, shard, "auto"), mesh=two)
+        yield shard
+
+
 # --- processes
 
 
@@ -218,7 +229,7 @@ def post_by_host(self: Peers, sends: list[Any], receives: list[Any]) -> list[Mes
     return [x._replace(work=work, tensor=t) for x, work, t in zip(messages, landing, tensors, strict=True)]
 
 
-RUNS: dict[str, Callable[..., Iterator[str]]] = {"short": short, "everything": everything}
+RUNS: dict[str, Callable[..., Iterator[str]]] = {"short": short, "everything": everything, "mesh": mesh}
 
 
 def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:

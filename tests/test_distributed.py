@@ -268,7 +268,7 @@ def pair(batches):
 @pytest.mark.parametrize("mask", ["full", "causal", "both sides", "documents"])
 def test_messages_are_paired_by_their_order(mask, shard):
     """NCCL knows no tags, and runs what a process posts in its order: nothing is mixed up, nobody waits for ever."""
-    for ranks, length in ((3, 1024), (4, 4097)):
+    for ranks, length in ((3, 1024), (4, 4097)) if FULL else ((3, 1024),):
         of = sharded(length, ranks, shard, **MASKS[mask])
         schedule, posted = schedule_of(of, exact=False), []
         for rank in range(ranks):

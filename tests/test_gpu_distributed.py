@@ -31,6 +31,11 @@ def test_shards_on_gpus():
     assert [x for x in ran("short", *worlds) if x.endswith(LAST)] == [f"{world} {LAST}" for world in worlds]
 
 
+@pytest.mark.skipif(not FULL, reason="four processes")
+def test_mesh_of_two_dimensions():
+    assert ran("mesh", 4) == ["4 contiguous", "4 zigzag"]
+
+
 @pytest.mark.skipif(not FULL, reason="long")
 @pytest.mark.parametrize("world", [2, 3])
 def test_random_problems(world):
