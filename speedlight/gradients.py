@@ -63,6 +63,15 @@ def check_attached(tables: Any) -> None:
             )
 
 
+def check_on_cpu(on_gpu: bool) -> None:
+    """Of a call that autograd follows, that its tensors lie where there is a pass back."""
+    if on_gpu:
+        raise UnsupportedError(
+            "q: expected tensors on the CPU, where gradients are computed; got one on a GPU. Use .cpu(), or call under "
+            "torch.no_grad()."
+        )
+
+
 def check_fresh(tables: Any) -> None:
     """Of tensors, that they hold the numbers that these have now."""
     for t in tables:

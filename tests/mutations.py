@@ -57,6 +57,7 @@ class Mutation:
 ATTENTION, FORWARD, MASKS = "tests/test_attention.py", "tests/test_forward.py", "tests/test_masks.py"
 CACHES, POOLS = "tests/test_caches.py", "tests/test_pages.py"
 GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
+GPU_SHARDS = "tests/test_gpu_distributed.py"
 TRANSFORMERS = "tests/test_transformers.py"
 SHARDS = "tests/test_distributed.py"
 DROPINS = "tests/test_distributed_dropins.py"
@@ -635,6 +636,27 @@ MUTATIONS = (
         f"{TRANSFORMERS} -k test_rings",
     ),
     # --- shards
+    Mutation(
+        "GPU: what rows have of earlier parts of the keys is not rescaled",
+        "gpu/joining.py",
+        "b_acc * alpha[:, None] + b_part",
+        "b_acc + b_part",
+        f"{GPU_SHARDS} -k shards_on_gpus",
+    ),
+    Mutation(
+        "GPU: every part of the keys has the sinks",
+        "distributed/joining.py",
+        "sinks=part.problem.sinks if alone else None",
+        "sinks=part.problem.sinks",
+        f"{GPU_SHARDS} -k shards_on_gpus",
+    ),
+    Mutation(
+        "messages between two processes come in another order than they go",
+        "distributed/arriving.py",
+        "messages = self.peers.post([x for sends, _ in gives for x in sends], receives)",
+        "messages = self.peers.post([x for sends, _ in gives for x in sends], receives[::-1])",
+        f"{SHARDS} -k paired",
+    ),
     Mutation(
         "rows begin anew with every part of the keys",
         "cpu/forward.py",

@@ -356,7 +356,7 @@ def refusals(world: int) -> Iterator[str]:
         ),
         (
             "meta",
-            f"{told}q: expected a tensor on the CPU",
+            f"{told}q: expected a tensor on the CPU or a CUDA device; got one on meta",
             lambda: call(x.to("meta") if last else x),
         ),
         (
@@ -547,7 +547,7 @@ def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:
     dist.destroy_process_group()
 
 
-def forked(world: int, name: str, *numbers: int) -> int:
+def forked(world: int, name: str, *numbers: int, run: Callable[..., None] = main) -> int:
     """The exit status of the first process that fails, or 0."""
     with tempfile.TemporaryDirectory() as folder:
         children = []
@@ -558,7 +558,7 @@ def forked(world: int, name: str, *numbers: int) -> int:
                 status = 1
                 with contextlib.suppress(BaseException):
                     try:
-                        main(rank, world, name, folder, *numbers)
+                        run(rank, world, name, folder, *numbers)
                         status = 0
                     except BaseException:
                         traceback.print_exc()

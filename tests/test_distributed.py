@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,6 +236,135 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
     stopped.set()
     monkeypatch.setattr(groups, "_PATIENCE", 60.0)
     assert peers._answered(lambda: "said", "not asked") == "said"
+
+
+class Batches(Recorded):
+    """Keeps what is posted at once: of each message whether it comes, from or to whom, and its shape."""
+
+    def __init__(self, rank):
+        super().__init__(rank)
+        self.posted = []
+
+    def post(self, sends, receives):
+        found = super().post(sends, receives)
+        kinds = ["send"] * len(sends) + ["receive"] * len(receives)
+        self.posted.append([(kind, x.peer, tuple(x.tensor.shape)) for kind, x in zip(kinds, found, strict=True)])
+        return found
+
+
+def pair(batches):
+    """As NCCL does: messages between two by their order alone; a batch of a process begins when that before has ended.
+
+    batches: of each process; they are emptied. What is left waits for ever.
+    """
+    moved = True
+    while moved:
+        moved, heads = False, [each[0] if each else [] for each in batches]
+        for rank, head in enumerate(heads):
+            for message in [x for x in head if x[0] == "send"]:
+                other = next((x for x in heads[message[1]] if x[:2] == ("receive", rank)), None)
+                if other is None:
+                    continue
+                assert other[2] == message[2]
+                head.remove(message)
+                heads[message[1]].remove(other)
+                moved = True
+        for each in batches:
+            while each and not each[0]:
+                del each[0]
+                moved = True
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("mask", ["full", "causal", "both sides", "documents"])
+def test_messages_are_paired_by_their_order(mask, shard):
+    """NCCL knows no tags, and runs what a process posts in its order: nothing is mixed up, nobody waits for ever."""
+    for ranks, length in ((3, 1024), (4, 4097)) if FULL else ((3, 1024),):
+        of = sharded(length, ranks, shard, **MASKS[mask])
+        schedule, posted = schedule_of(of, exact=False), []
+        for rank in range(ranks):
+            k = torch.empty(1, 2, sum(map(len, of.k[rank])), 256)  # large enough to be sent head by head
+            peers = Batches(rank)
+            arrivals = arriving.Arrivals(peers, arriving.Shard((k, k[..., :8]), of.k[rank], 2), schedule)
+            for step in schedule.steps[rank]:
+                arrivals.keys(step)
+            arrivals.finish()
+            posted.append(peers.posted)
+        assert sum(len(x) for each in posted for x in each) >= 4 * len(schedule.transfers)
+        pair(posted)
+        assert not any(posted)
+
+
+class OfBackends:
+    """A group of two processes as far as its backends go."""
+
+    def __init__(self, **backends):
+        self.backends, self._device_types = backends, [torch.device(x) for x in backends]
+
+    def _get_backend(self, device):
+        return SimpleNamespace(name=lambda: self.backends[device.type])
+
+
+@pytest.mark.parametrize(
+    ("backends", "device", "way"),
+    [
+        ({"cpu": "gloo", "cuda": "gloo"}, "cpu", None),
+        ({"cpu": "gloo", "cuda": "nccl"}, "cuda", None),
+        ({"cuda": "nccl"}, "cuda:1", None),
+        ({"cuda": "nccl"}, "cuda:0", "torch.cuda.set_device"),
+        ({"cpu": "gloo", "cuda": "gloo"}, "cuda", "cpu:gloo,cuda:nccl"),
+        ({"cpu": "gloo"}, "cuda", "cpu:gloo,cuda:nccl"),
+        ({"cuda": "nccl"}, "cpu", "gloo"),
+    ],
+)
+def test_what_a_group_carries(backends, device, way, monkeypatch):
+    peers = object.__new__(groups.Peers)
+    peers.group, peers.ranks = OfBackends(**backends), 2
+    monkeypatch.setattr(groups.dist, "get_backend_config", lambda group: "what it has")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    if way is None:
+        peers.check_carries("q", torch.device(device))
+        return
+    with pytest.raises(sl.ArgumentError) as error:
+        peers.check_carries("q", torch.device(device))
+    if device == "cuda:0":
+        assert str(error.value).startswith("q: expected a tensor on cuda:1, ")
+        assert str(error.value).endswith("got one on cuda:0. Call torch.cuda.set_device(0) before.")
+    else:
+        assert str(error.value).startswith(f"group: expected a backend that sends q, on {device}, from one process")
+        assert str(error.value).endswith(f"got what it has. torch.distributed.init_process_group('{way}') has one.")
+
+
+def test_one_work_may_be_that_of_all_messages(monkeypatch):
+    """As NCCL gives it; an error of it names who is at the other end of each."""
+    peers, x = object.__new__(groups.Peers), torch.zeros(2)
+    peers.group, peers.ranks, peers.known, peers.rank = None, 2, groups._Known(), 0
+
+    class Work:
+        def wait(self):
+            raise RuntimeError("watchdog")
+
+    monkeypatch.setattr(groups.dist, "P2POp", lambda how, tensor, **where: (how, tensor, where))
+    monkeypatch.setattr(groups.dist, "batch_isend_irecv", lambda ops: [Work()])
+    monkeypatch.setattr(peers, "world_rank", lambda rank: 7 + rank, raising=False)
+    monkeypatch.setattr(peers, "_first", lambda said: said, raising=False)
+    monkeypatch.setattr(peers, "_timeout", lambda: "1 s", raising=False)
+    found = peers.post([(x, 1, 0, "with keys"), (x[:0], 1, 1, "with nothing")], [(x, 1, 2, "with values")])
+    assert [(message.peer, message.what) for message in found] == [(1, "with keys"), (1, "with values")]
+    assert found[0].work is found[1].work
+    with pytest.raises(sl.CommunicationError, match="rank 8 did not answer with values"):
+        peers.wait(found[1])
+    assert peers.known.failed
+
+
+def test_the_first_messages_between_gpus_are_of_all_processes(monkeypatch):
+    """As NCCL wants it; once, and not where ranks have compared their calls there."""
+    peers, asked = object.__new__(groups.Peers), []
+    peers.ranks, peers.device, peers.known = 2, torch.device("cpu"), groups._Known()
+    monkeypatch.setattr(peers, "gathered", lambda x, what: asked.append(x.device.type), raising=False)
+    for device in ("cpu", "meta", "meta"):
+        peers.open(torch.device(device))
+    assert asked == ["meta"]
 
 
 def test_substituted_symbols():

@@ -8,22 +8,23 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from ..arrays import Array, describe, is_tensor
+from .. import engine as engines
+from ..arrays import Array, describe, is_tensor, on_gpu
 from ..checks import check_flag, check_layout
 from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
-from ..gradients import Followed, check_one_dtype, followed, settled
+from ..gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
 from ..hints import refuses_others, unknown
-from ..layouts import batch_of, check_dimensions
-from ..problem import LAYOUTS, Options, new_options, padded_alike
+from ..layouts import batch_of, check_beside, check_dimensions, check_together
+from ..problem import LAYOUTS, Options, Problem, new_options, padded_alike
 from ..resolve import from_arrays
 from ..signatures import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
 from ..torch.attending import cast
-from .forms import form_of
+from .forms import form_of, tables_in
 from .groups import Meshed, agreed, peers_of
 from .plans import Sharded
 from .shardings import Shard, check_shard, one_after_the_other, positions
-from .tensors import check_lengths
+from .tensors import check_device, check_lengths
 from .ways import METHODS, Method, Way
 
 
@@ -62,9 +63,9 @@ def attention(
     lengths and offsets are those of the whole. They are the same in every process, or all raise.
 
     Args:
-        q, k, v: this process's shards of what speedlight.torch.attention() takes: tensors on the CPU, of the lengths
-            that positions(length, ranks, shard) says for the rank in the group; k of q's batch. torch.autocast() casts
-            them, as it does there.
+        q, k, v: this process's shards of what speedlight.torch.attention() takes, of the lengths that
+            positions(length, ranks, shard) says for the rank in the group; k of q's batch. On a GPU of this process,
+            where the group has NCCL for it; without gradients there. torch.autocast() casts them, as it does there.
         group: a process group of torch.distributed; None is the whole world.
         mesh: a DeviceMesh in place of a group: of one dimension, or of two, (ring, ulysses): keys travel along the
             first, heads are exchanged along the second; a process's rank is then its place in the mesh, row by row.
@@ -74,7 +75,7 @@ def attention(
             "gather" of up to 1 MiB of keys and values, else what sends least.
         exact: out and lse have the bits of speedlight.attention() over the whole sequence, for any number of processes.
             Else they are within its bounds, and the same from run to run. Under "ulysses", and under "gather" of
-            contiguous and zigzag shards, they have those bits anyway.
+            contiguous and zigzag shards, they have those bits anyway. On CPUs.
         return_lse: also return the log-sum-exps of this process's rows.
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
         q_lengths, k_lengths: as for speedlight.attention(). There is no dropout.
@@ -87,7 +88,8 @@ def attention(
     Raises:
         speedlight.Error: the argument, what was expected and what came; where calls differ between processes, in all of
         them, before anything is sent. Of tables above 64 KiB, shapes and dtypes are compared, not entries.
-        UnsupportedError: a pass back with create_graph=True; there are first derivatives alone.
+        UnsupportedError: a pass back with create_graph=True; there are first derivatives alone. On a GPU: tensors that
+        require grad, exact=True, and what one GPU does not do.
         CommunicationError: a process ended, or did not answer within the group's timeout; the message names it.
 
     Source: Liu et al., Ring Attention (2023); Jacobs et al., DeepSpeed Ulysses (2023).
@@ -105,7 +107,7 @@ def attention(
     given = Given(q, k, v, shard, method, exact, return_lse, peers_of(group, mesh))
     options, error = Options(), None
     try:
-        if torch.is_autocast_enabled("cpu"):
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             q, k, v = cast(q, k, v)
             given = given._replace(q=q, k=k, v=v)
         if lengths is not None:
@@ -134,7 +136,11 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
     with given.peers.underway(Error):
         with torch.no_grad():  # tables that are followed are read here
             sharded = given.sharded(known, arrays, sizes)
-        way = Way(given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse)
+        for peers in (given.peers.ring, given.peers.heads):
+            peers.open(given.q.device)
+        way = Way(
+            given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse, on_gpu(given.q)
+        )
         return way.attended(given.q, given.k, given.v)
 
 
@@ -166,11 +172,14 @@ class Given(NamedTuple):
         for name, x in (("q", self.q), ("k", self.k), ("v", self.v)):
             if not is_tensor(x):
                 raise ArgumentTypeError(f"{name}: expected a PyTorch tensor; got {type(x).__name__}.")
-            if x.device.type != "cpu":
-                raise UnsupportedError(f"{name}: expected a tensor on the CPU; got one on {x.device}.")
-        arrays = tuple([describe(x.detach(), name) for x, name in ((self.q, "q"), (self.k, "k"), (self.v, "v"))])
+            check_device(name, x)
+            for peers in (self.peers.ring, self.peers.heads):
+                peers.check_carries(name, x.device)
+        given = (self.q, "q"), (self.k, "k"), (self.v, "v")
+        arrays = tuple([describe(x.detach(), name, gpu=True) for x, name in given])
         q, k, v = arrays
         for x in arrays:
+            check_beside(x, q)
             check_dimensions(x.name, x.shape, options.layout)
         dim = LAYOUTS[options.layout][-2]
         if v.shape[dim] != k.shape[dim]:
@@ -179,8 +188,25 @@ class Given(NamedTuple):
             raise ArgumentError(f"k: expected batch {q.shape[0]}, as q has; got {k.shape[0]} (shape {k.shape}).")
         known = followed(options)
         if torch.is_grad_enabled() and (known or True in [x.requires_grad for x in (self.q, self.k, self.v)]):
+            check_on_cpu(on_gpu(self.q))
             check_one_dtype(q.dtype, k.dtype)
-        return *settled(known), arrays
+        found, read = settled(known)
+        if on_gpu(self.q):
+            self._check_gpu(found.options, q, k, v)
+        return found, read, arrays
+
+    def _check_gpu(self, options: Options, q: Array, k: Array, v: Array) -> None:
+        """What the GPU's engine cannot do is told to all, before anything is sent."""
+        if self.exact:
+            raise UnsupportedError(
+                "exact: expected False for tensors on a GPU; got True. The bits of one process are a promise of CPUs: "
+                "use .cpu() for them."
+            )
+        widened, axes = check_together(k, v, q), LAYOUTS[options.layout]
+        heads = q.shape[axes[-3]], k.shape[axes[-3]]
+        sizes = Problem(q.dtype, *heads, q.shape[-1], v.shape[-1], (), (), (), 0, False, 1.0, widened=widened)
+        engines.gpu().check(sizes, q.device, options.precision)
+        engines.gpu().check_tables(tables_in(options), q.device)
 
     def _check_together(self, options: Options) -> None:
         """What goes with what."""
@@ -204,7 +230,8 @@ class Given(NamedTuple):
         for x, given in zip(arrays, (self.q, self.k, self.v), strict=True):
             shape = ", ".join(["…" if d == LAYOUTS[layout][-2] else str(n) for d, n in enumerate(x.shape)])
             followed = torch.is_grad_enabled() and given.requires_grad
-            found[x.name] = f"{x.dtype} ({shape}){' that requires grad' if followed else ''}"
+            where = " on a GPU" if on_gpu(given) else ""
+            found[x.name] = f"{x.dtype} ({shape}){where}{' that requires grad' if followed else ''}"
         return found
 
     def exchanged(

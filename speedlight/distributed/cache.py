@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,8 +21,8 @@ from ..problem import Options
 from . import placement
 from .forms import entries_of
 from .groups import Peers, agreed
-from .partial import asked_of, merged, partial
-from .placement import Placement
+from .partial import asked_of, carried, merged, partial
+from .placement import Placement, picked
 from .saving import Content, Written, read
 from .shardings import check_shard, positions
 from .tensors import check_lengths
@@ -106,7 +105,7 @@ class KVCache:
             check_sizes({"capacity": capacity, "piece": piece})
             *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
             local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
-            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype}
+            form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype, **carried(self._peers, local)}
             return _Checked({name: str(x) for name, x in form.items()}, local)
 
         local, _ = self._agreed("KVCache", made)
@@ -117,6 +116,7 @@ class KVCache:
         self.rank, self.ranks = self._peers.rank, self._peers.ranks
 
     def _holds(self, local: Local, capacity: int, piece: int, placed: list[list[Placement]]) -> None:
+        self._peers.open(torch.device(local.device))
         self._local, self.capacity, self.piece, self._placed = local, capacity, piece, placed
         self.layers, self.batch, self.kv_heads = local.layers, local.batch, local.kv_heads
         self.head_dim, self.value_dim, self.dtype = local.head_dim, local.value_dim, local.dtype
@@ -350,7 +350,8 @@ class KVCache:
 
         def found() -> _Checked:
             content, stamp = read(saved.checked_path(path), cache.rank, cache.ranks, device)
-            return _Checked({"stamp": stamp, "tokens": placement.as_words(content.placed)}, content)
+            form = {"stamp": stamp, "tokens": placement.as_words(content.placed)}
+            return _Checked({**form, **carried(cache._peers, content.local)}, content)
 
         content, _ = cache._agreed("load", found)
         cache._holds(*content)
@@ -416,25 +417,15 @@ class KVCache:
         if not most:
             return
         if all([rows == new.rows[0] for rows in new.rows]):
-            self._local.append(layer, _picked(new.k, new.rows[0]), _picked(new.v, new.rows[0]))
+            self._local.append(layer, picked(new.k, new.rows[0]), picked(new.v, new.rows[0]))
             return
         both = []
         for x in (new.k, new.v):
             own = x[:, :, :most] + 0  # a copy, as long as any needs
             for item, rows in enumerate(new.rows):
-                own[item, :, : counts[item]] = _picked(x[item : item + 1], rows)[0]
+                own[item, :, : counts[item]] = picked(x[item : item + 1], rows)[0]
             both.append(own)
         self._local.append(layer, *both, new_lengths=counts)
-
-
-def _picked(x: Any, rows: list[range]) -> Any:
-    """These tokens of x: a view, if they are side by side."""
-    match rows:
-        case []:
-            return x[:, :, :0]
-        case [one]:
-            return x[:, :, one.start : one.stop]
-    return x[:, :, np.concatenate([np.arange(one.start, one.stop) for one in rows])]
 
 
 def _of_all(layers: list[_Shorter]) -> _Shorter:

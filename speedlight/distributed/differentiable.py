@@ -11,7 +11,7 @@ from ..errors import UnsupportedError
 from ..expressions.tree import lazily
 from ..gradients import Followed, check_unwritten
 from ..problem import LAYOUTS
-from . import ring
+from . import joining, ring
 from .plans import Plan, Sharded, plan_of
 from .ring import Here, Saved
 
@@ -19,9 +19,11 @@ from .ring import Here, Saved
 class Core:
     """Rows of one process against the keys of all of a ring, as planned; for tensors at any addresses."""
 
-    def __init__(self, sharded: Sharded, rank: int, layout: str, *, exact: bool, first_head: int = 0) -> None:
+    def __init__(
+        self, sharded: Sharded, rank: int, layout: str, *, exact: bool, first_head: int = 0, on_gpu: bool = False
+    ) -> None:
         self.sharded, self.rank, self.layout, self.exact = sharded, rank, layout, exact
-        self.first_head = first_head
+        self.first_head, self.on_gpu = first_head, on_gpu
         self.prepared: dict[Any, Any] = {}
 
     @lazily
@@ -60,7 +62,8 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x.detach() for x in (q, k, v))
         if context.keys is not None:
             k, v = (context.keys.gathered(x) for x in (k, v))
-        out, lse = ring.forward(core.here(context.peers, core.plan), q, k, v)
+        here = core.here(context.peers, core.plan)
+        out, lse = joining.forward(here, q, k, v) if core.on_gpu else ring.forward(here, q, k, v)
         ctx.context = context
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)

@@ -58,15 +58,27 @@ def _said(x: Any) -> str:
     if isinstance(x, Expression):
         numbers = repr([n.value for n in x.numbers])
         return f"{x!r} ({_digest((x.key + numbers).encode())}) {' '.join(map(_entries, x.tables))}".strip()
-    return _entries(x if isinstance(x, Table) else Table(x, "array", copy=False))
+    return _entries(_table(x, "array"))
+
+
+def tables_in(options: Options) -> list[Table]:
+    """What masks and scores look up; dense ones are such, too."""
+    given = [(x, name) for name in ("mask", "score") for x in scores_of(getattr(options, name)) if x is not None]
+    each = [x.tables if isinstance(x, Expression) else (_table(x, name),) for x, name in given]
+    return [table for tables in each for table in tables]
+
+
+def _table(x: Any, name: str) -> Table:
+    return x if isinstance(x, Table) else Table(x, name, copy=False)
 
 
 def _entries(table: Table) -> str:
-    array = table.host()
+    array = table.array
     text = f"{array.dtype} {array.shape}{'' if table.is_left_alone() else ' that requires grad'}"
+    text += "" if table.tensor is None else " on a GPU"
     if array.nbytes > _COMPARED:
         return text
-    return f"{text} {_digest(np.ascontiguousarray(array).tobytes())}"
+    return f"{text} {_digest(np.ascontiguousarray(table.host()).tobytes())}"
 
 
 def _digest(x: bytes) -> str:

@@ -27,6 +27,7 @@ class _Known:
         self.calls = 0
         self.exchanges = 0  # since the last call began: its own, and those of passes back
         self.failed: str | None = None  # a call that did not end leaves messages behind
+        self.opened: set[str] = set()  # kinds of devices between which something went
 
 
 _groups: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary()
@@ -79,6 +80,30 @@ class Peers:
         others = [rank for rank in range(self.ranks) if rank != self.rank]
         self.carry([(mine, rank, 0, what) for rank in others], [(found[rank], rank, 0, what) for rank in others])
         return found
+
+    def check_carries(self, name: str, device: torch.device) -> None:
+        """That the group has a backend that sends tensors of a device."""
+        if self.ranks == 1 or (device.type == "cpu" and device in self.group._device_types):
+            return
+        carries = [x.type for x in self.group._device_types if self.group._get_backend(x).name() != "gloo"]
+        if device.type not in carries:
+            asked, kind = ("cpu:gloo,cuda:nccl", "NCCL") if device.type == "cuda" else ("gloo", "gloo")
+            raise ArgumentError(
+                f"group: expected a backend that sends {name}, on {device}, from one process to another, as {kind} "
+                f"does; got {dist.get_backend_config(self.group)}. torch.distributed.init_process_group({asked!r}) has "
+                "one."
+            )
+        if device.type == "cuda" and device.index not in (None, torch.cuda.current_device()):
+            raise ArgumentError(
+                f"{name}: expected a tensor on cuda:{torch.cuda.current_device()}, this process's current GPU, from "
+                f"which the group sends; got one on {device}. Call torch.cuda.set_device({device.index}) before."
+            )
+
+    def open(self, device: torch.device) -> None:
+        """The first messages between devices are of all processes, as NCCL wants them."""
+        if self.ranks > 1 and device.type not in (self.device.type, *self.known.opened):
+            self.gathered(torch.zeros(1, dtype=torch.int64, device=device), "to begin")
+            self.known.opened.add(device.type)
 
     def told(self, said: Any) -> list[Any]:
         """Something of every process, in the order of ranks."""
@@ -234,6 +259,12 @@ class Alone(NamedTuple):
     def underway(self, *alike: type[Exception]) -> Any:
         return contextlib.nullcontext()
 
+    def check_carries(self, name: str, device: torch.device) -> None:
+        return
+
+    def open(self, device: torch.device) -> None:
+        return
+
 
 class Meshed(NamedTuple):
     """Along which keys travel, and along which heads are exchanged."""
@@ -276,7 +307,7 @@ def group_of(group: Any) -> Any:
     if not dist.is_available() or not dist.is_initialized():
         raise ArgumentError(
             "group: expected torch.distributed to be initialised; it is not. Start the processes by torchrun, and call "
-            "torch.distributed.init_process_group('gloo') in each."
+            "torch.distributed.init_process_group('gloo') in each; 'cpu:gloo,cuda:nccl' on GPUs."
         )
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
@@ -292,7 +323,9 @@ def group_of(group: Any) -> Any:
 def _device_of(group: Any) -> torch.device:
     """Where words lie that a group's processes tell each other, whatever their tensors are."""
     kinds = group._device_types
-    return torch.device("cpu") if not kinds or torch.device("cpu") in kinds else kinds[0]
+    if not kinds or torch.device("cpu") in kinds:
+        return torch.device("cpu")
+    return group.bound_device_id or kinds[0]
 
 
 def agreed(peers: Peers, form: dict[str, str], sizes: Sequence[int], error: Exception | None) -> list[tuple[int, ...]]:

@@ -96,6 +96,13 @@ def _moved(x: Expression | None, asked: Asked, rank: int) -> Expression | None:
     return replaced(x, {"i": node_of(i), "j": node_of(j)})
 
 
+def carried(peers: Peers, local: KVCache) -> dict[str, str]:
+    """Where a rank's tokens lie, if what its queries find there can be sent."""
+    device = torch.device(local.device)
+    peers.check_carries("results", device)
+    return {"device": device.type}
+
+
 def merged(
     peers: Peers, asked: Asked, value_dim: int, state: tuple[Tensor, Tensor] | None, failed: BaseException | None
 ) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -106,6 +106,16 @@ def new_rows(old: Placement, new: Placement, rank: int) -> list[range]:
     n, first = old.length, max(len(old.runs) - 1, 0)
     rows = [range(max(x.at.start - n, 0), x.at.stop - n) for x in new.runs[first:] if x.rank == rank]
     return [x for x in rows if x]
+
+
+def picked(x: Any, rows: list[range]) -> Any:
+    """These tokens of x: a view, if they are side by side."""
+    match rows:
+        case []:
+            return x[:, :, :0]
+        case [one]:
+            return x[:, :, one.start : one.stop]
+    return x[:, :, np.concatenate([np.arange(one.start, one.stop) for one in rows])]
 
 
 def as_words(layers: Sequence[Sequence[Placement]]) -> str:

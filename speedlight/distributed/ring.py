@@ -49,6 +49,11 @@ class Here(NamedTuple):
     def own(self, *tensors: torch.Tensor) -> Shard:
         return Shard(tensors, self.sharded.k[self.peers.rank], self.dim)
 
+    def queries(self, run: int) -> list[int]:
+        """How many rows of a run each item has."""
+        q, lengths = self.runs[run], self.sharded.whole.problem.q_lengths
+        return [len(range(q.start, min(q.stop, n), q.step)) for n in lengths]
+
 
 class _States:
     """Outputs, log-sum-exps and what rows go on from."""
@@ -112,15 +117,9 @@ class _States:
         for run in runs:
             part = finishing(self.here.sharded.whole, self.out.shape[self.here.dim])
             rows = len(self.here.runs[run])
-            lengths = (rows,) if part.q_first else tuple([min(rows, n) for n in self._queries(run)])
+            lengths = (rows,) if part.q_first else tuple([min(rows, n) for n in self.here.queries(run)])
             part = part._replace(problem=replace(part.problem, q_lengths=lengths))
             self.run(self.call_of(part, keys, ("finish", run)), keys, run, begins, True)
-
-    def _queries(self, run: int) -> list[int]:
-        """How many rows of a run each item has."""
-        q = self.here.runs[run]
-        lengths = self.here.sharded.whole.problem.q_lengths
-        return [len(range(q.start, min(q.stop, n), q.step)) for n in lengths]
 
 
 def forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,15 +72,17 @@ def unshard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguo
     try:
         check_shard(shard)
         dim = _dim(tensor, dim)
-        if tensor.device.type != "cpu":
-            raise UnsupportedError(f"tensor: expected a tensor on the CPU; got one on {tensor.device}.")
+        check_device("tensor", tensor)
+        peers.check_carries("tensor", tensor.device)
         others, own = [n for d, n in enumerate(tensor.shape) if d != dim], tensor.shape[dim]
-        form |= {"tensor": f"{tensor.dtype} of {others} beside {dim=}", "shard": shard}
+        where = "" if tensor.device.type == "cpu" else " on a GPU"
+        form |= {"tensor": f"{tensor.dtype} of {others}{where} beside {dim=}", "shard": shard}
     except Exception as found:  # which the others are told
         error = found
     lengths = [n for (n,) in agreed(peers, form, (own,), error)]
     held = positions(sum(lengths), peers.ranks, shard)
     check_lengths("tensor", lengths, held, shard)
+    peers.open(tensor.device)
     (whole,) = resharded((tensor, dim), peers=peers, held=held, wanted=((range(sum(lengths)),),) * peers.ranks)
     return whole
 
@@ -92,6 +94,11 @@ def check_lengths(name: str, lengths: list[int], held: tuple[Runs, ...], shard: 
             f"{name}: expected lengths {expected} on ranks 0 to {len(held) - 1} for shard={shard!r} of "
             f"{sum(lengths)} positions; got {lengths}. speedlight.distributed.shard() cuts a tensor so."
         )
+
+
+def check_device(name: str, tensor: torch.Tensor) -> None:
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {tensor.device}.")
 
 
 def taken(tensor: torch.Tensor, runs: Runs, dim: int) -> torch.Tensor:

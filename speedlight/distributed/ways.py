@@ -42,6 +42,7 @@ class Way(NamedTuple):
     known: Followed
     read: list[tuple[Any, Any]]
     returns_lse: bool
+    on_gpu: bool = False
 
     @property
     def layout(self) -> str:
@@ -99,11 +100,11 @@ class Way(NamedTuple):
         tensors lie, from which it follows how those lie that are made of them, and on the machine.
         """
         exact = self.exact and peers.ranks > 1
-        new = Core(sharded, peers.rank, self.layout, exact=exact, first_head=first_head)
+        new = Core(sharded, peers.rank, self.layout, exact=exact, first_head=first_head, on_gpu=self.on_gpu)
         options = self.known.options.key()
         if options is None:
             return new
-        machine = engines.threads_now(), current_isa().name
+        machine = str(given[0].device) if self.on_gpu else (engines.threads_now(), current_isa().name)
         lies = tuple([(x.shape, x.stride(), x.dtype) for x in given])
         key = options, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks, first_head, lies, machine
         found = _cores.get(key)

@@ -28,6 +28,7 @@ from ..expressions.patterns import documents, softcap
 from ..expressions.tracing import expression
 from ..problem import Options
 from ..resolve import Stored, from_stored
+from .joining import Ending, Found, State, joining
 from .keys import Keys, arrays_of
 from .launch import Launch
 from .prepare import Part
@@ -153,6 +154,7 @@ class Case:
     value_dim: int | None = None
     precision: str = "ieee"
     dropout: float = 0.0
+    part: bool = False  # of the keys: its out is float32
 
     def __str__(self) -> str:
         kind = self.dtype if self.precision == "ieee" else self.precision
@@ -180,6 +182,7 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
         yield f"{base} documents", replace(base, mask=ids, causal=True)
         yield f"{base} softcap", replace(base, score=softcap(30.0), causal=True)
         yield f"{base} dropout", replace(base, dropout=0.1, causal=True)
+        yield f"{base} part of the keys", replace(base, part=True, causal=True)
         yield f"{base} pages", replace(base, paged=True, causal=True)
         for codes in CODES:
             yield f"{base} {codes}", replace(base, codes=codes, paged=True, causal=True)
@@ -208,14 +211,24 @@ def appends() -> Iterator[tuple[str, Launch]]:
         yield f"{dtype} append{' paged' * paged}", rows.put(new, to, words)
 
 
+def joins() -> Iterator[tuple[str, Launch]]:
+    """Adding a part of the keys to a state: what begins it, goes on from it, and ends it."""
+    for dtype, width in (("bfloat16", 128), ("float32", 128), ("bfloat16", 512)):
+        acc, lse = torch.zeros((2, 4, 64, width)), torch.zeros((2, 4, 64))
+        part, state, number = Found(acc, lse), State(acc, torch.zeros((*lse.shape, 2))), getattr(torch, dtype)
+        into, ending = Found(acc.to(number), lse), Ending(lse[0, :, 0].contiguous(), torch.zeros(2, dtype=torch.int64))
+        for name, begins, ends in (("begins", True, False), ("goes on", False, False), ("ends", False, True)):
+            yield f"{dtype} join d{width} {name}", joining("bhld", part, state, into, ending, begins=begins, ends=ends)
+
+
 def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     """The launches of a case. The tensors are small: only their types and strides matter."""
     from .. import arrays
 
     d, q_len, value_dim, number = case.d, case.q_len, case.value_dim or case.d, getattr(torch, case.dtype)
     q, out = (
-        torch.empty_strided((1, 32, q_len, x), (32 * q_len * x, q_len * x, x, 1), dtype=number, device="meta")
-        for x in (d, value_dim)
+        torch.empty_strided((1, 32, q_len, x), (32 * q_len * x, q_len * x, x, 1), dtype=y, device="meta")
+        for x, y in ((d, number), (value_dim, torch.float32 if case.part else number))
     )
     keys = _keys(case, d, value_dim)
     like = arrays.Array("q", 0, tuple(q.shape), (0,) * 4, case.dtype, "torch", True, None)
@@ -253,7 +266,7 @@ def compiled(capability: tuple[int, int], only: list[str], quick: bool = False) 
         if wanted(name, only)
         for each in build(capability, case)
     ]
-    listed += [(name, each, False) for name, each in appends() if wanted(name, only)]
+    listed += [(name, each, False) for name, each in (*appends(), *joins()) if wanted(name, only)]
     for name, each, products in listed:
         repairs = each.arguments.get("NONFINITE") == int(RECOMPUTE)  # hardly ever runs: it may spill
         one = compile_for(each, capability, f"{number} {name} {each.kernel.__name__}{' repair' * repairs}")

@@ -14,6 +14,7 @@ from ..problem import Problem
 from .counting import plan
 from .dropping import words_of
 from .forward import attend
+from .joining import Ending, Found, State, joined
 from .keys import Keys, arrays_of, axes, checked_tables, is_resident, paged_keys, paged_tables
 from .launch import Launch, capturing, named_strides, start, synchronize
 from .merging import merged
@@ -22,11 +23,11 @@ from .schedule import Schedule, capability, check, most_rows, power_above, sched
 from .sequence import ARRAYS, FLAG, PAGES, RECOMPUTE, RING
 from .splits import combine
 from .tiles import Tile
-from .uploads import Classes, Grid, Uploads, classes_of, uploads_of
+from .uploads import Classes, Grid, Uploads, check_tables, classes_of, uploads_of
 
 __all__ = [
-    "Call", "Keys", "append_paged", "arrays_of", "check", "checked_tables", "is_resident", "merged", "paged_keys",
-    "paged_tables", "plan", "prepare", "run", "synchronize",
+    "Call", "Ending", "Found", "Keys", "State", "append_paged", "arrays_of", "check", "check_tables", "checked_tables",
+    "is_resident", "joined", "merged", "paged_keys", "paged_tables", "plan", "prepare", "run", "synchronize",
 ]  # fmt: skip
 
 REPAIR_GRID = 128  # the repair launch scans flags, and usually exits

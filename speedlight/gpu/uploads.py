@@ -7,6 +7,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import linecache
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -57,16 +58,21 @@ def functions_of(program: Program) -> dict[str, Any]:
     return functions
 
 
+def check_tables(tables: Iterable[Any], device: str) -> None:
+    """That kernels on the device can read them."""
+    for table in tables:
+        if table.tensor is not None and str(table.tensor.device) != device:
+            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
+        if table.tensor is None and table.array.flags.writeable and not interpreting():
+            way = "Move it, or use sl.table()."
+            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. {way}")
+
+
 def _table_on(table: Any, device: str) -> torch.Tensor:
     """A table's entries on the device; uploaded once, unless they may change."""
+    check_tables((table,), device)
     if table.tensor is not None:
-        if str(table.tensor.device) != device:
-            raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
         return table.tensor
-    if table.array.flags.writeable and not interpreting():
-        raise ArgumentError(
-            f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. Move it, or use sl.table()."
-        )
     copy = table.copies.get(device)
     if copy is None:
         array = table.array

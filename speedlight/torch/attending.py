@@ -14,7 +14,17 @@ from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
 from ..errors import ArgumentTypeError, UnsupportedError
-from ..gradients import SINKS, Followed, check_fresh, check_one_dtype, check_unwritten, followed, settled, tables_of
+from ..gradients import (
+    SINKS,
+    Followed,
+    check_fresh,
+    check_on_cpu,
+    check_one_dtype,
+    check_unwritten,
+    followed,
+    settled,
+    tables_of,
+)
 from ..hints import explained
 from ..problem import Options, new_options, our_causal, our_layout, padded_alike
 from ..signatures import AttentionOptions, Causal, Int, Ints, Layout, Mask, Precision, Scores, Sinks, Window
@@ -145,11 +155,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
             f"q: expected a PyTorch tensor, as k, v or a table that requires grad is one; got {type(q).__name__}. Use "
             "torch.from_numpy(q), or call under torch.no_grad()."
         )
-    if q.is_cuda:
-        raise UnsupportedError(
-            "q: expected tensors on the CPU, where gradients are computed; got one on a GPU. Use .cpu(), or call under "
-            "torch.no_grad()."
-        )
+    check_on_cpu(q.is_cuda)
     if not _is_plain(q, k, v):
         return _as_operation(q, k, v, known.options, return_lse)
     dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
