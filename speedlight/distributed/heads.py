@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import ArgumentError
-from ..expressions.substitution import substituted
 from ..problem import LAYOUTS, Problem
 from .groups import Peers
+from .parts import of_heads
 from .shardings import Runs, tokens, whole_of
 from .tensors import common, every, lying, passing
 
@@ -39,12 +38,10 @@ def split_of(q_heads: int, kv_heads: int, ranks: int) -> Split:
 
 
 def problem_of(p: Problem, split: Split, rank: int) -> Problem:
-    """What a process computes: its heads are counted from 0, what masks and scores call them stays."""
+    """What a process computes."""
     heads = split.q[rank]
     first = heads[0] if heads else 0
-    mask, score = (None if x is None else substituted(x, {"h": (1, first)}) for x in (p.mask, p.score))
-    sinks = None if p.sinks is None else p.sinks[first : first + len(heads)]
-    return replace(p, q_heads=len(heads), kv_heads=len(split.kv[rank]), mask=mask, score=score, sinks=sinks)
+    return of_heads(p, range(first, first + len(heads)), len(split.kv[rank]))
 
 
 class Exchange(NamedTuple):

@@ -89,6 +89,15 @@ def finishing(whole: Stated, rows: int) -> Part:
     return Part(replace(p, q_lengths=(rows,) * p.batch, k_lengths=(0,) * p.batch))
 
 
+def of_heads(p: Problem, q: range, kv_heads: int) -> Problem:
+    """The same of some heads: they are counted from 0, what masks and scores call them stays."""
+    mask, score = (
+        x if x is None or "h" not in x.root.uses else substituted(x, {"h": (1, q.start)}) for x in (p.mask, p.score)
+    )
+    sinks = None if p.sinks is None else p.sinks[q.start : q.stop]
+    return replace(p, q_heads=len(q), kv_heads=kv_heads, mask=mask, score=score, sinks=sinks)
+
+
 # --- what is seen
 
 

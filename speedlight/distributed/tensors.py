@@ -14,7 +14,7 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from .groups import Peers, agreed
 from .shardings import Runs, Shard, check_shard, places, positions, tokens
 
-_LARGE = 1 << 20  # bytes of memory that is worth a mapping of its own
+_LARGE = 1 << 18  # bytes of memory that is worth a mapping of its own
 
 
 def shard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguous", dim: int) -> torch.Tensor:
