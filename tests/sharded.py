@@ -381,6 +381,33 @@ def mesh(world: int) -> Iterator[str]:
             options = {"causal": True, "score": sl.alibi(np.float32([0.5, 0.1, 0.2, 0.3]))}
             check(Case(arrays, options, shard, "auto", exact, not exact), mesh=two)
             yield f"{shard} {exact}"
+        counts(shard, two)
+        yield f"{shard} bytes"
+
+
+def counts(shard: Any, two: Any) -> None:
+    """What is sent is what plan() says, to the byte."""
+    total, post = [0], dist.batch_isend_irecv
+
+    def counting(ops: list[Any]) -> Any:
+        total[0] += sum(x.tensor.nbytes for x in ops if x.op is dist.isend and x.tensor.is_floating_point())
+        return post(ops)
+
+    length, options = 203, {"causal": True, "window": (90, None)}
+    q, k, v = (distributed.shard(torch.randn(2, n, length, 16), shard=shard, dim=2).requires_grad_() for n in (4, 2, 2))
+    dist.batch_isend_irecv = counting
+    try:
+        out = distributed.attention(q, k, v, mesh=two, shard=shard, **options)
+        forward, total[0] = total[0], 0
+        out.sum().backward()
+    finally:
+        dist.batch_isend_irecv = post
+    sizes: dict[str, Any] = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": length, "head_dim": 16} | options
+    for backward, sent in ((False, forward), (True, total[0])):
+        ranks = sl.plan(**sizes, ranks=dist.get_world_size(), shard=shard, method="mesh", backward=backward).ranks
+        assert ranks is not None
+        (way,) = [x for x in ranks.ways if x.mesh == tuple(two.shape)]
+        assert way.bytes_sent[dist.get_rank()] == sent, (shard, backward, way.bytes_sent, sent)
 
 
 def dying(world: int) -> Iterator[str]:

@@ -7,7 +7,8 @@ computed, so a step takes the longer of the two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,9 +16,14 @@ import numpy as np
 from ..arrays import STORAGE_BYTES
 from ..machine import number_bytes
 from ..problem import SPAN, TILE, Problem
+from ..resolve import Stated
 from .pairs import Seen, seen_between
-from .shardings import Shard, positions, tokens
+from .parts import problem_of, split_of
+from .plans import Sharded, schedule_of
+from .shardings import Runs, Shard, positions, tokens, whole_of
 from .turns import turns_of
+
+_COUNTED = 8  # ranks up to which bytes are those of the schedule itself, which takes the square of their number to make
 
 
 class Link(NamedTuple):
@@ -39,7 +45,7 @@ class Way:
     """One method on one sharding; tuples have an entry for each rank.
 
     seconds: until the rank has its results; compute_seconds: of them computing. bytes_sent: by the rank.
-    memory_bytes: beyond its shards of q, k, v and its results.
+    memory_bytes: beyond its shards of q, k, v and its results. mesh: (ring, ulysses) of method "mesh".
     """
 
     method: str
@@ -48,6 +54,12 @@ class Way:
     compute_seconds: tuple[float, ...]
     bytes_sent: tuple[int, ...]
     memory_bytes: tuple[int, ...]
+    mesh: tuple[int, int] | None = None
+
+    @property
+    def name(self) -> str:
+        """The method; of a mesh its sizes, too."""
+        return self.method if self.mesh is None else f"{self.method} {self.mesh[0]}x{self.mesh[1]}"
 
     @property
     def slowest(self) -> float:
@@ -64,7 +76,7 @@ class Way:
 class Case(NamedTuple):
     """A problem on its ranks, under one sharding."""
 
-    problem: Problem
+    sharded: Sharded
     shard: Shard
     seen: Seen
     queries: np.ndarray  # rows of out of each rank, of all items and heads
@@ -74,7 +86,14 @@ class Case(NamedTuple):
     link: Link
     pair_flops: int
     backward: bool
-    packed: bool
+
+    @property
+    def problem(self) -> Problem:
+        return self.sharded.whole.problem
+
+    @property
+    def packed(self) -> bool:
+        return self.sharded.whole.cu_k is not None
 
     @property
     def ranks(self) -> int:
@@ -126,14 +145,32 @@ def case_of(
     """The problem as these ranks have it."""
     q_len = sum(problem.q_lengths) if packed else problem.rows or max(problem.q_lengths, default=0)
     k_len = sum(problem.k_lengths) if packed else max(problem.k_lengths, default=0)
-    runs = [positions(n, ranks, shard) for n in (q_len, k_len)]
+    cu_q, cu_k = ((0, *accumulate(x)) if packed else None for x in (problem.q_lengths, problem.k_lengths))
+    sharded = Sharded(Stated(problem, cu_q, cu_k), *(positions(n, ranks, shard) for n in (q_len, k_len)))
+    return _of(sharded, shard, rates, link, pair_flops, backward)
+
+
+def _of(sharded: Sharded, shard: Shard, rates: Rates, link: Link, pair_flops: int, backward: bool) -> Case:
+    problem, packed, ranks = sharded.whole.problem, sharded.whole.cu_k is not None, len(sharded.k)
     items = 1 if packed else problem.batch
-    queries, keys = (np.array([tokens(each) for each in x], np.int64) for x in runs)
-    rows, seen = queries * items * problem.q_heads, seen_between(problem, runs[0], runs[1], packed=packed)
+    queries, keys = (np.array([tokens(each) for each in x], np.int64) for x in (sharded.q, sharded.k))
+    rows, seen = queries * items * problem.q_heads, seen_between(problem, sharded.q, sharded.k, packed=packed)
     if not seen.owners.size:  # no keys: a run of none
         none = np.zeros((ranks, 1), np.int64)
         seen = Seen(none[0], none[0], none, none, none)
-    return Case(problem, shard, seen, rows, keys, items, rates, link, pair_flops, backward, packed)
+    return Case(sharded, shard, seen, rows, keys, items, rates, link, pair_flops, backward)
+
+
+def _agreed(case: Case, *, exact: bool) -> tuple[np.ndarray, np.ndarray] | None:
+    """Keys that each rank sends and gets, as the processes agree on it; None of too many ranks."""
+    apart = case.packed or len(set(case.problem.q_starts)) > 1
+    if case.ranks > _COUNTED or (case.shard == "stripe" and apart):
+        return None
+    sent, got = np.zeros((2, case.ranks), np.int64)
+    for x in schedule_of(case.sharded, exact=exact).transfers:
+        sent[x.source] += len(x.keys)
+        got[x.to] += len(x.keys)
+    return sent, got
 
 
 def ring(case: Case) -> Way:
@@ -159,6 +196,9 @@ def ring(case: Case) -> Way:
         home.come(np.roll(moved, -step, axis=0))  # of each owner what another one has of it
         sent += clock.step(work, moved * (case.token_bytes + back), np.where(relayed, before, owner))
         sent += moved.sum(axis=1) * back - clock.given(moved * back, owner)
+    agreed = _agreed(case, exact=False)
+    if agreed is not None:
+        sent = agreed[0] * case.token_bytes + agreed[1] * back
     memory = held.bytes(2 + passes) + (_sums(case, held, home) if case.backward else _states(case))
     return case.way("ring", clock.free + case.carrying(0) * (back > 0) * (n > 1), computing, sent, case.turn * memory)
 
@@ -186,6 +226,8 @@ def exact(case: Case) -> Way | None:
         moved = sizes[:, run] * (np.arange(n) != owner)
         held.come(moved[:, None])
         sent += clock.step(work, moved[:, None] * case.token_bytes, np.full((n, 1), owner))
+    agreed = _agreed(case, exact=True)
+    sent = sent if agreed is None else agreed[0] * case.token_bytes
     return case.way("exact", clock.free, computing, sent, case.turn * (_states(case) + held.bytes(2)))
 
 
@@ -273,40 +315,80 @@ def _sums(case: Case, held: _Buffers, home: _Buffers) -> np.ndarray:
 
 def ulysses(case: Case) -> Way | None:
     """Each rank gets some heads of all tokens; None where heads cannot be dealt out."""
-    n, p, size = case.ranks, case.problem, STORAGE_BYTES[case.problem.storage]
-    if p.q_heads % n or not p.q_heads:
-        return None
-    each, group = p.q_heads // n, p.group
-    heads = each // group if each % group == 0 else 1 if group % each == 0 else each  # of k and v that a rank reads
-    rows = case.queries // n  # of q of each rank for each
+    return _over_heads(case, 1, case.ranks) if _deals(case, case.ranks) else None
+
+
+def meshes(case: Case) -> list[Way]:
+    """Each pair of numbers of ranks, along which keys travel and heads are exchanged."""
+    if case.shard == "stripe":
+        return []
+    columns = [n for n in range(2, case.ranks // 2 + 1) if case.ranks % n == 0 and _deals(case, n)]
+    return [_over_heads(case, case.ranks // n, n) for n in columns]
+
+
+def _deals(case: Case, ranks: int) -> bool:
+    return case.problem.q_heads > 0 and case.problem.q_heads % ranks == 0
+
+
+def _over_heads(case: Case, rows: int, columns: int) -> Way:
+    """Ranks of a row of a mesh exchange heads; then keys travel along its columns, if there are several rows."""
+    p, size, n = case.problem, STORAGE_BYTES[case.problem.storage], case.ranks
+    split = split_of(p.q_heads, p.kv_heads, columns)
+    heads = len(split.kv[0])  # of k and v that a rank reads
+    own = case.queries // columns  # rows of q of each rank for each of its row
     per_token, summed = (heads * x // p.kv_heads for x in (case.token_bytes, case.sums_bytes))
-    there = (n - 1) * (rows * p.head_dim * size + case.keys * per_token)
-    home = (rows.sum() - rows) * (p.value_dim * size + number_bytes(p.storage))
+    there = (columns - 1) * (own * p.head_dim * size + case.keys * per_token)
+    joint, keys = (np.repeat(x.reshape(rows, columns).sum(axis=1), columns) for x in (own, case.keys))
+    home = (joint - own) * (p.value_dim * size + number_bytes(p.storage))
     if case.backward:  # what was sent is there still: only what flows to out goes there, what flows to q, k and v back
-        there = (n - 1) * rows * p.value_dim * size
-        home = (rows.sum() - rows) * p.head_dim * size + (case.keys.sum() - case.keys) * summed
-    whole = [np.full(n, x.sum()) for x in (rows, case.keys)]
-    computing = case.computing(np.full(n, case.seen.pairs.sum() / n), whole[0], whole[1] * heads / p.kv_heads)
-    seconds = computing + case.carrying(there.max(), n - 1) + case.carrying(home.max(), n - 1)
-    memory = _of_heads(case, whole[0], whole[1] * per_token)
-    return case.way("ulysses", seconds * np.ones(n), computing, there + home, memory)
+        there = (columns - 1) * own * p.value_dim * size
+        home = (joint - own) * p.head_dim * size + (keys - case.keys) * summed
+    states = 2 * joint * number_bytes(p.storage)
+    if rows > 1:
+        along = ring(_column(case, rows, columns))
+        seconds, computing, sent, states = (
+            np.repeat(np.array(x), columns)
+            for x in (along.seconds, along.compute_seconds, along.bytes_sent, along.memory_bytes)
+        )
+    else:
+        pairs = np.full(n, case.seen.pairs.sum() / n)
+        seconds = computing = case.computing(pairs, joint, keys * heads / p.kv_heads)
+        sent = 0
+    seconds = seconds + case.carrying(there.max(), columns - 1) + case.carrying(home.max(), columns - 1)
+    memory = _of_heads(case, joint, keys * per_token, states, columns)
+    way = case.way("ulysses" if rows == 1 else "mesh", seconds, computing, sent + there + home, memory)
+    return way if rows == 1 else replace(way, mesh=(rows, columns))
 
 
-def _of_heads(case: Case, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Bytes of the heads of all tokens that a rank has, beyond its results. keys: bytes of k and v.
+def _column(case: Case, rows: int, columns: int) -> Case:
+    """The ring of the ranks that have the same heads, each with all tokens of its row."""
+
+    def joined(held: tuple[Runs, ...]) -> tuple[Runs, ...]:
+        return tuple([whole_of(held[at : at + columns]) for at in range(0, len(held), columns)])
+
+    p, whole = case.problem, case.sharded.whole
+    own = whole._replace(problem=problem_of(p, split_of(p.q_heads, p.kv_heads, columns), 0))
+    sharded = Sharded(own, joined(case.sharded.q), joined(case.sharded.k))
+    return _of(sharded, case.shard, case.rates, case.link, case.pair_flops, case.backward)
+
+
+def _of_heads(case: Case, rows: np.ndarray, keys: np.ndarray, states: np.ndarray, columns: int) -> np.ndarray:
+    """Bytes of the heads of all tokens of its row that a rank has, beyond its results. keys: bytes of k and v; states:
+    of what is held while they are computed.
 
     Most is held while v comes, while it is computed, or while out goes home; results are there from then on alone.
     """
     p, size, number = case.problem, STORAGE_BYTES[case.problem.storage], number_bytes(case.problem.storage)
     q, out, lse = rows * p.head_dim * size, rows * p.value_dim * size, rows * number
-    if case.backward:  # those of the forward pass, d_out, dq, dk and dv; of a turn dq as it is summed
+    if case.backward:  # those of the forward pass, d_out, dq, dk and dv
         flows = keys * (case.sums_bytes / max(1, case.token_bytes))
-        wide = (size < number) * rows * p.head_dim * number * case.turn
-        return 2 * q + keys + 2 * out + lse + flows + wide
-    others, results = 1 - 1 / case.ranks, case.queries * (p.value_dim * size + number)
+        if columns == case.ranks:  # of a turn dq as it is summed
+            states = (size < number) * rows * p.head_dim * number / min(2, max(1, p.kv_heads // columns))
+        return 2 * q + keys + 2 * out + lse + flows + states
+    others, results = 1 - 1 / columns, case.queries * (p.value_dim * size + number)
     coming = q + keys * (1 + others * p.value_dim / max(1, p.head_dim + p.value_dim))
     going = out * (2 + others) + lse
-    most = np.maximum(np.maximum(coming, q + keys + out + 3 * lse), going)
+    most = np.maximum(np.maximum(coming, q + keys + out + lse + states), going)
     return np.maximum(most - results, 0) * (case.ranks > 1)
 
 

@@ -15,7 +15,7 @@ from . import costs
 from .costs import Link, Rates, Way
 from .shardings import SHARDS
 
-METHODS = ("ring", "ulysses", "gather", "exact")
+METHODS = ("ring", "ulysses", "gather", "exact", "mesh")
 ASSUMED = Link(12.5e9, 1e-5)  # 100 Gbit/s and ten microseconds, where nobody says
 _CLOSE = 1.01  # ways that take so much longer than the fastest are as good: the first of them is taken
 
@@ -97,15 +97,15 @@ def spread(
         name: costs.case_of(problem, asked.ranks, asked.link, name, rates, pair_flops, packed, backward)
         for name in SHARDS
     }
-    every = [
-        x
-        for way in (costs.ring, costs.ulysses, costs.gather, costs.exact)
-        for case in cases.values()
-        if (x := way(case))
-    ]
     apart = packed or len(set(problem.q_starts)) > 1  # attention() makes zigzag shards of such stripes
-    every = [x for x in every if not (apart and asked.ranks > 1 and x.shard == "stripe" and x.method != "ulysses")]
-    found = [x for x in every if asked.method in ("auto", x.method) and asked.shard in ("auto", x.shard)]
+    found = [
+        x
+        for method in METHODS
+        for shard, case in cases.items()
+        if asked.method in ("auto", method) and asked.shard in ("auto", shard)
+        if not (apart and asked.ranks > 1 and shard == "stripe" and method != "ulysses")
+        for x in _ways(method, case)
+    ]
     if not found:
         raise UnsupportedError(_why_none(problem, asked, packed, backward))
     least = min((x.slowest for x in found if x.method != "exact"), default=0.0)
@@ -122,6 +122,22 @@ def spread(
     )
 
 
+def _ways(method: str, case: costs.Case) -> list[Way]:
+    """Those of a method that can do it."""
+    match method:
+        case "ring":
+            found = costs.ring(case)
+        case "ulysses":
+            found = costs.ulysses(case)
+        case "mesh":
+            return costs.meshes(case)
+        case "gather":
+            found = costs.gather(case)
+        case _:
+            found = costs.exact(case)
+    return [] if found is None else [found]
+
+
 def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> str:
     """Why no way does what was asked for."""
     if asked.method == "exact" and backward:
@@ -131,11 +147,17 @@ def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> s
             "method: expected 'ulysses', 'gather' or 'auto' for packed sequences, whose spans begin anywhere; got "
             "'exact'. 'ulysses' and 'gather' have the bits of one process."
         )
-    if asked.shard == "stripe" and asked.method != "ulysses":
+    if asked.shard == "stripe" and asked.method not in ("ulysses", "mesh"):
         why = "for method='exact'" if asked.method == "exact" else "here, where sequences begin at several positions"
         return (
             f"shard: expected 'zigzag', 'contiguous' or 'auto' {why}: attention() makes zigzag shards of stripes "
             "first, and stripes of its results, which the model has no figures for; got 'stripe'."
+        )
+    if asked.method == "mesh":
+        sharded = " of contiguous or zigzag shards" if asked.shard == "stripe" else ""
+        return (
+            f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks make no mesh{sharded}: two by two, "
+            f"at least, whose second number divides the {problem.q_heads} heads of q; got 'mesh'."
         )
     return (
         f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks cannot have as many whole heads "
