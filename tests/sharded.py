@@ -247,6 +247,7 @@ def short(world: int) -> Iterator[str]:
             raise AssertionError(f"case {n} of {world}: {x}") from error
         yield f"case {n}"
     yield from learned(world)
+    yield from gradients_of_heads(world)
     yield from second(world)
     yield from refusals(world)
 
@@ -280,6 +281,21 @@ def learned(world: int) -> Iterator[str]:
         assert want.abs().min() > 1e-3
         assert torch.allclose(want, got, rtol=1e-4, atol=0), (want, got)
     yield "learned"
+
+
+def gradients_of_heads(world: int) -> Iterator[str]:
+    """Where each process has whole heads, gradients have the bits of one process."""
+    rng = np.random.default_rng(4)
+    whole = [tensor(rng, "bhld", 1, 2 * world, 61, 16) for _ in range(4)]  # the last flows into out
+    for x in whole[:3]:
+        x.requires_grad_()
+    own = [distributed.shard(x.detach(), dim=2).clone().requires_grad_() for x in whole[:3]]
+    speedlight.torch.attention(*whole[:3], causal=True).backward(whole[3])
+    distributed.attention(*own, causal=True, method="ulysses").backward(distributed.shard(whole[3], dim=2))
+    for x, y in zip(whole, own, strict=False):
+        assert x.grad is not None and y.grad is not None
+        assert torch.equal(bits_of(distributed.shard(x.grad, dim=2)), bits_of(y.grad))
+    yield "gradients of heads"
 
 
 def refusals(world: int) -> Iterator[str]:
