@@ -219,12 +219,12 @@ def backward(here: Here, saved: Saved, tables: tuple[Any, ...], *, wide: bool = 
     """
     number = saved.lse.dtype
     of_keys = number if wide else saved.k.dtype
-    results = [x.new_empty(x.shape, dtype=of_keys) for x in (saved.k, saved.v)]
-    results.insert(0, saved.q.new_empty(saved.q.shape))
+    dq = saved.q.new_empty(saved.q.shape)
+    dk, dv = (x.new_empty(x.shape, dtype=of_keys) for x in (saved.k, saved.v))
     of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
     with here.peers.underway():
         for turn in here.turns(backward=True):
-            own = [turn.rows(results[0]), *map(turn.keys, results[1:])]
+            own = [turn.rows(dq), turn.keys(dk), turn.keys(dv)]
             totals = [(x if x.dtype == number else passing(saved.lse, x.shape)).zero_() for x in own]
             for x, y in zip(of_tables, _backward(turn, saved.of(turn), totals, tables), strict=True):
                 x += y
@@ -233,7 +233,7 @@ def backward(here: Here, saved: Saved, tables: tuple[Any, ...], *, wide: bool = 
             for x, y in zip(own, totals, strict=True):
                 if x is not y:
                     x.copy_(y)
-    return Gradients(*results, tuple(of_tables))
+    return Gradients(dq, dk, dv, tuple(of_tables))
 
 
 def _backward(here: Here, saved: Saved, totals: list[torch.Tensor], tables: tuple[Any, ...]) -> list[torch.Tensor]:
