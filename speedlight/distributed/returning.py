@@ -9,7 +9,7 @@ import torch
 from .arriving import Shard, tag
 from .groups import Message, Peers
 from .rounds import Step, Transfer
-from .tensors import passing
+from .tensors import Memory
 
 
 class Returns:
@@ -19,8 +19,8 @@ class Returns:
     was computed in a round travels during the next one. Nobody waits for later rounds than his own, so all end.
     """
 
-    def __init__(self, peers: Peers, total: Shard, transfers: tuple[Transfer, ...]) -> None:
-        self.peers, self.total = peers, total
+    def __init__(self, peers: Peers, total: Shard, transfers: tuple[Transfer, ...], memory: Memory) -> None:
+        self.peers, self.total, self.memory = peers, total, memory
         self.expected = [x for x in transfers if x.owner == peers.rank]
         self.coming: tuple[Transfer, list[Message], list[torch.Tensor]] | None = None
         self.sent: list[Message] = []
@@ -37,7 +37,7 @@ class Returns:
         if not self.expected or self.expected[0].round >= before:
             return
         x = self.expected.pop(0)
-        buffers = [passing(y, y.shape) for y in self.total.of(x.keys)]
+        buffers = [self.memory.take(y, y.shape) for y in self.total.of(x.keys)]
         receives = [(y, x.to, tag(x.round, 2 + n), _what(x.round, x.keys)) for n, y in enumerate(buffers)]
         self.coming = x, self.peers.post([], receives), buffers
 
@@ -47,7 +47,8 @@ class Returns:
         if owner == self.peers.rank:
             return list(self.total.of(keys))
         dim, tensors = self.total.dim, self.total.tensors
-        return [passing(x, (*x.shape[:dim], len(keys), *x.shape[dim + 1 :])).zero_() for x in tensors]
+        shapes = [(*x.shape[:dim], len(keys), *x.shape[dim + 1 :]) for x in tensors]
+        return [self.memory.take(x, shape).zero_() for x, shape in zip(tensors, shapes, strict=True)]
 
     def give(self, step: Step, flows: list[torch.Tensor]) -> None:
         """Sends what sums() gave to who holds the keys."""
@@ -63,6 +64,7 @@ class Returns:
         """Until the last one that was sent has left."""
         for message in self.sent:
             self.peers.wait(message)
+        self.memory.give([message.tensor for message in self.sent])
         self.sent = []
 
     def finish(self) -> None:
@@ -77,6 +79,7 @@ class Returns:
             self.peers.wait(message)
         for y, z in zip(self.total.of(x.keys), buffers, strict=True):
             y += z
+        self.memory.give(buffers)
         self.coming = None
 
 

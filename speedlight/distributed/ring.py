@@ -25,7 +25,7 @@ from .parts import Part, finishing, of_heads
 from .plans import Plan, Sharded, Work
 from .returning import Returns
 from .shardings import Runs, places, tokens
-from .tensors import passing
+from .tensors import Memory, passing
 from .turns import Turn, turns_of
 
 
@@ -222,25 +222,29 @@ def backward(here: Here, saved: Saved, tables: tuple[Any, ...], *, wide: bool = 
     dq = saved.q.new_empty(saved.q.shape)
     dk, dv = (x.new_empty(x.shape, dtype=of_keys) for x in (saved.k, saved.v))
     of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
+    memory = Memory()
     with here.peers.underway():
         for turn in here.turns(backward=True):
             own = [turn.rows(dq), turn.keys(dk), turn.keys(dv)]
-            totals = [(x if x.dtype == number else passing(saved.lse, x.shape)).zero_() for x in own]
-            for x, y in zip(of_tables, _backward(turn, saved.of(turn), totals, tables), strict=True):
+            totals = [(x if x.dtype == number else memory.take(saved.lse, x.shape)).zero_() for x in own]
+            for x, y in zip(of_tables, _backward(turn, saved.of(turn), totals, tables, memory), strict=True):
                 x += y
             for x in totals[:2]:
                 x *= here.sharded.whole.problem.scale
             for x, y in zip(own, totals, strict=True):
                 if x is not y:
                     x.copy_(y)
+                    memory.give([y])
     return Gradients(dq, dk, dv, tuple(of_tables))
 
 
-def _backward(here: Here, saved: Saved, totals: list[torch.Tensor], tables: tuple[Any, ...]) -> list[torch.Tensor]:
+def _backward(
+    here: Here, saved: Saved, totals: list[torch.Tensor], tables: tuple[Any, ...], memory: Memory
+) -> list[torch.Tensor]:
     """Adds what flows to a turn's q, k and v, before the scale of scores; returns what flows to tables."""
     of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
     arrivals = Arrivals(here.peers, here.own(saved.k, saved.v), here.plan.schedule)
-    returns = Returns(here.peers, here.own(*totals[1:]), here.plan.schedule.transfers)
+    returns = Returns(here.peers, here.own(*totals[1:]), here.plan.schedule.transfers, memory)
     for step, works in zip(here.plan.steps, here.plan.works, strict=True):
         arrivals.begin(step.round)
         returns.settle(step.round - 1)

@@ -206,6 +206,25 @@ def passing(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.frombuffer(own, dtype=like.dtype).view(*shape)
 
 
+class Memory:
+    """Tensors that come and go: the memory of one serves the next of its shape. What fits none is let go of."""
+
+    def __init__(self) -> None:
+        self.free: list[torch.Tensor] = []
+
+    def take(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Of like's dtype, with any numbers."""
+        for at, x in enumerate(self.free):
+            if x.dtype == like.dtype and tuple(x.shape) == tuple(shape):
+                return self.free.pop(at)
+        self.free = []
+        return passing(like, shape)
+
+    def give(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nobody looks at them any more."""
+        self.free += tensors
+
+
 def lying(tensor: torch.Tensor) -> torch.Tensor:
     """The same in one piece: itself, or a copy."""
     return tensor if tensor.is_contiguous() else passing(tensor, tensor.shape).copy_(tensor)

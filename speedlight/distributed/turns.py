@@ -13,7 +13,7 @@ from ..arrays import STORAGE_BYTES
 from ..machine import number_bytes
 from ..problem import Problem
 
-_LEAST = 1 << 20  # bytes of a turn's keys and values: less memory is not worth more messages
+_LEAST = 1 << 21  # bytes of a turn's keys and values: less memory is not worth more messages
 
 
 class Turn(NamedTuple):
