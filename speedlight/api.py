@@ -305,7 +305,8 @@ def plan(
 
     `ranks`: also how long the call takes at least over so many processes, each on a machine like this one, what each of
     them sends, and what it holds beyond its shards: `Plan.ranks`, of speedlight.distributed's ways to do it, or of one
-    `method` ("ring", "ulysses", "gather", "exact") and one `shard` ("contiguous", "zigzag", "stripe").
+    `method` ("ring", "ulysses", "gather", "exact", "mesh") and one `shard` ("contiguous", "zigzag", "stripe").
+    A mesh's numbers of ranks, (ring, ulysses), are in `Plan.ranks.way.mesh`; every pair of them is looked at.
     `link_bandwidth`, in bytes per second, and `latency`, in seconds, are of the link between a rank and the others:
     12.5e9 and 1e-5, where nothing is said; no link is measured.
 

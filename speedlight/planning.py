@@ -166,11 +166,11 @@ def spread_rows(spread: Spread) -> list[tuple[str, str]]:
     mean = sum(way.seconds) / spread.ranks
     best: dict[str, float] = {}
     for x in spread.ways:
-        best.setdefault(f"{x.method} {x.shard}" if x.method != "ulysses" else x.method, x.slowest)
+        best.setdefault(x.name if x.method == "ulysses" else f"{x.name} {x.shard}", x.slowest)
     return [
         (
             "ranks",
-            f"{spread.ranks:,}, {way.method} {way.shard}: {_seconds(way.slowest)} for the slowest, {_seconds(mean)} on "
+            f"{spread.ranks:,}, {way.name} {way.shard}: {_seconds(way.slowest)} for the slowest, {_seconds(mean)} on "
             f"average; {spread.speedup:,.3g} x as fast as one",
         ),
         (

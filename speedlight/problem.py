@@ -205,7 +205,8 @@ class Problem:
     seed: int = 0  # of what says which
     widened: str | None = None  # dtype of keys and values where it is not q's: all is computed in float32
     shared: bool = False  # the keys and values of one item are those of all
-    partial: bool = False  # of some of the keys: rows go on from a state, and may leave one; `rows`: of the state
+    # of some of the keys: rows go on from a state, and may leave one (`rows`: of the state); gradients add to sums
+    partial: bool = False
     first_row: int | None = None  # run for other lengths of keys, too: for rows from this position to the last key
 
     @property

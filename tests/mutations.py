@@ -173,8 +173,8 @@ MUTATIONS = (
     Mutation(
         "dq forgets the ranges of keys before",
         "cpu/backward.py",
-        "with k.either(self.range.equals(0)) as (fresh, more):",
-        "with k.either(self.range >= 0) as (fresh, more):",
+        "with k.either(self.range.equals(0) & ",
+        "with k.either((self.range >= 0) & ",
         f"{BACKWARD} -k any_threads",
     ),
     Mutation(
@@ -673,9 +673,23 @@ MUTATIONS = (
     ),
     Mutation(
         "what flows to keys is that of the last rows alone",
-        "distributed/ring.py",
-        "    for x, y in zip(into, flows, strict=True):\n        x += y\n",
-        "    for x, y in zip(into, flows, strict=True):\n        x.copy_(y)\n",
+        "cpu/backward.py",
+        "self.step.equals(0) & whole",
+        "self.step.equals(0)",
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
+        "masks take the heads of every turn for the first ones",
+        "distributed/parts.py",
+        '{"h": (1, q.start)}',
+        '{"h": (1, 0)}',
+        f"{SHARDS} -k two_processes",
+    ),
+    Mutation(
+        "what others computed last is not added to gradients of keys",
+        "distributed/returning.py",
+        "self.settle(math.inf)",
+        "self.settle(0)",
         f"{SHARDS} -k two_processes",
     ),
     Mutation(

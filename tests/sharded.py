@@ -31,12 +31,13 @@ from turns import make_in_turn
 import speedlight as sl
 import speedlight.torch
 from speedlight import distributed, reference
-from speedlight.distributed import ring, ways
+from speedlight.distributed import ring, turns, ways
 from speedlight.distributed.groups import Peers
 from speedlight.machine import current_isa
 
 LENGTH_AT = {"bhld": 2, "blhd": 1, "hld": 1, "lhd": 0}
 SIZES = {"layers": 1, "kv_heads": 1, "head_dim": 4, "capacity": 8}
+LEAST = turns._LEAST
 TIMEOUT = float(os.environ.get("SHARDED_TIMEOUT", "600"))
 
 
@@ -49,10 +50,11 @@ class Case(NamedTuple):
     method: Any = "ring"
     exact: bool = False
     gradients: bool = True
+    in_turns: bool = False  # heads one after another, which small problems are not worth
 
     def __str__(self) -> str:
         q, k, v = self.arrays
-        how = f"{self.shard} {self.method}{' exact' * self.exact}"
+        how = f"{self.shard} {self.method}{' exact' * self.exact}{' in turns' * self.in_turns}"
         return f"{how} {q.dtype} {tuple(q.shape)} {tuple(k.shape)} {v.shape[-1]} {self.options}"
 
     @property
@@ -67,6 +69,7 @@ def whole_of(x: torch.Tensor, case: Case, dim: int) -> torch.Tensor:
 def check(case: Case, **more: Any) -> None:
     """One case in every process; rank 0 judges."""
     dim, rng = case.dim, np.random.default_rng(1)
+    turns._LEAST = 1 if case.in_turns else LEAST
     own = [distributed.shard(x, shard=case.shard, dim=dim).clone() for x in case.arrays]
     for x in own:
         x.requires_grad_(case.gradients)
@@ -142,7 +145,8 @@ def random_case(rng: np.random.Generator, exact: bool, world: int) -> Case:
     )
     shard = str(rng.choice(["contiguous", "zigzag", "stripe"]))
     options = random_options(rng, layout, (batch, kv * group, long, k_len))
-    return Case((q, k, v), options, shard, method, exact, bool(long < 400 and rng.random() < 0.7))
+    gradients = bool(long < 400 and rng.random() < 0.7)
+    return Case((q, k, v), options, shard, method, exact, gradients, bool(rng.random() < 0.5))
 
 
 def tensor(rng: np.random.Generator, layout: str, batch: int, heads: int, length: int, dim: int) -> torch.Tensor:
@@ -235,9 +239,10 @@ def short(world: int) -> Iterator[str]:
         case(4, 2, 61, causal, shard="stripe"),
         case(4, 2, 2300, causal, shard="zigzag", exact=True, gradients=False),
         case(4, 2, 1500, causal, shard="stripe", exact=True, gradients=False),
-        case(4, 2, 1500, causal, torch.float16, exact=True, gradients=False),
+        case(4, 2, 1500, causal, torch.float16, exact=True, gradients=False, in_turns=True, batch=2),
         case(4, 2, 1500, causal, torch.bfloat16, shard="zigzag", exact=True, gradients=False),
         case(4, 2, 61, causal, torch.bfloat16, shard="zigzag"),
+        case(4, 2, 61, causal | {"layout": "blhd"}, torch.bfloat16, shard="zigzag", in_turns=True, batch=2),
         case(4, 2, 2300, window, exact=True, gradients=False),
         case(4, 2, 61, window, method="gather", shard="zigzag"),
         case(2 * world, 1, 61, window, method="ulysses", shard="zigzag"),
@@ -257,6 +262,7 @@ def short(world: int) -> Iterator[str]:
     yield from learned(world)
     yield from unlike(world)
     yield from again(world)
+    yield from gradients_of_heads(world)
     yield from second(world)
     yield from apart(world)
     yield from interrupted(world)
@@ -264,8 +270,8 @@ def short(world: int) -> Iterator[str]:
 
 
 def learned(world: int) -> Iterator[str]:
-    """What flows to tables and sinks adds up over processes."""
-    rng = np.random.default_rng(3)
+    """What flows to tables and sinks adds up over processes, and over turns of heads."""
+    rng, turns._LEAST = np.random.default_rng(3), 1
     arrays = [tensor(rng, "bhld", 1, 4, 40, 16) for _ in range(3)]
     found = []
     for alone in (True, False):
@@ -326,6 +332,21 @@ def again(world: int) -> Iterator[str]:
         out = distributed.attention(*x, causal=True, shard="zigzag", method="ring", exact=exact)
         assert torch.equal(bits_of(out), bits_of(want)) if exact else torch.allclose(out, want, rtol=1e-4, atol=1e-5)
     yield "again"
+
+
+def gradients_of_heads(world: int) -> Iterator[str]:
+    """Where each process has whole heads, gradients have the bits of one process."""
+    rng = np.random.default_rng(4)
+    whole = [tensor(rng, "bhld", 1, 2 * world, 61, 16) for _ in range(4)]  # the last flows into out
+    for x in whole[:3]:
+        x.requires_grad_()
+    own = [distributed.shard(x.detach(), dim=2).clone().requires_grad_() for x in whole[:3]]
+    speedlight.torch.attention(*whole[:3], causal=True).backward(whole[3])
+    distributed.attention(*own, causal=True, method="ulysses").backward(distributed.shard(whole[3], dim=2))
+    for x, y in zip(whole, own, strict=False):
+        assert x.grad is not None and y.grad is not None
+        assert torch.equal(bits_of(distributed.shard(x.grad, dim=2)), bits_of(y.grad))
+    yield "gradients of heads"
 
 
 def refusals(world: int) -> Iterator[str]:
@@ -477,6 +498,33 @@ def mesh(world: int) -> Iterator[str]:
             options = {"causal": True, "score": sl.alibi(np.float32([0.5, 0.1, 0.2, 0.3]))}
             check(Case(arrays, options, shard, "auto", exact, not exact), mesh=two)
             yield f"{shard} {exact}"
+        counts(shard, two)
+        yield f"{shard} bytes"
+
+
+def counts(shard: Any, two: Any) -> None:
+    """What is sent is what plan() says, to the byte."""
+    total, post = [0], dist.batch_isend_irecv
+
+    def counting(ops: list[Any]) -> Any:
+        total[0] += sum(x.tensor.nbytes for x in ops if x.op is dist.isend and x.tensor.is_floating_point())
+        return post(ops)
+
+    length, options = 203, {"causal": True, "window": (90, None)}
+    q, k, v = (distributed.shard(torch.randn(2, n, length, 16), shard=shard, dim=2).requires_grad_() for n in (4, 2, 2))
+    dist.batch_isend_irecv = counting
+    try:
+        out = distributed.attention(q, k, v, mesh=two, shard=shard, **options)
+        forward, total[0] = total[0], 0
+        out.sum().backward()
+    finally:
+        dist.batch_isend_irecv = post
+    sizes: dict[str, Any] = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": length, "head_dim": 16} | options
+    for backward, sent in ((False, forward), (True, total[0])):
+        ranks = sl.plan(**sizes, ranks=dist.get_world_size(), shard=shard, method="mesh", backward=backward).ranks
+        assert ranks is not None
+        (way,) = [x for x in ranks.ways if x.mesh == tuple(two.shape)]
+        assert way.bytes_sent[dist.get_rank()] == sent, (shard, backward, way.bytes_sent, sent)
 
 
 def dying(world: int) -> Iterator[str]:

@@ -403,7 +403,7 @@ def test_random_problems(world):
 
 @pytest.mark.skipif(not FULL, reason="four processes")
 def test_mesh_of_two_dimensions():
-    assert len(ran(4, "mesh")) == 4
+    assert len(ran(4, "mesh")) == 6
 
 
 @pytest.mark.skipif(not FULL, reason="four processes")

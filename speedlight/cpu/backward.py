@@ -7,6 +7,8 @@ Tasks form a wavefront. (step, range) follows (step, range - 1), whose share of 
 whose share of dK and dV does; `progress` counts the steps that are done in each range. Tickets are numbered along
 diagonals, so whatever is waited for has a smaller one and somebody works on it. No sum is shared between threads.
 
+Of a part of the keys, what comes out is added to what dQ, dK and dV have, before the scale of scores.
+
 Gradients of a table are added here, too, where no two positions or keys read the same entry. Where heads do, `skew` is
 not 0: each follows the head before, so many diagonals later.
 """
@@ -133,7 +135,7 @@ class _Task(PairWork):
                 source = k.pointer(self.row_of(name, self.q_head, row))
                 steps = (apart(columns * s.number_bytes), getattr(a, f"{name}_row"), getattr(a, f"{name}_column"))
                 k.call(parts.stage_across, panel.part(f"{name}_rows"), source, *steps, first, end, length, columns)
-            with k.either(self.range.equals(0)) as (fresh, more):
+            with k.either(self.range.equals(0) & k.const(int(not s.partial), I1)) as (fresh, more):
                 with fresh:
                     k.call(parts.clear, dq, a.head_dim * s.vectors)
                 with more:
@@ -144,7 +146,8 @@ class _Task(PairWork):
         """dQ goes to its sums, or to the caller."""
         k, s, a, parts = self.k, self.s, self.a, self.parts
         row, first, end = self.row + panel.i * s.panel, panel.end("first"), panel.end("end")
-        with k.when(first < end), k.either((self.range + 1).equals(self.item.ranges)) as (last, more):
+        end_of_keys = (self.range + 1).equals(self.item.ranges) & k.const(int(not s.partial), I1)
+        with k.when(first < end), k.either(end_of_keys) as (last, more):
             with last:
                 target = k.pointer(self.row_of("dq", self.q_head, row))
                 k.call(parts.store_rows, panel.part("dq"), target, a.dq_row, first, end, a.head_dim, self.factor())
@@ -157,7 +160,8 @@ class _Task(PairWork):
     def tile(self, start: Value, count: Value, most: Value) -> None:
         """One tile of keys for all panels that see any of it; its share of dK and dV."""
         k, s, a = self.k, self.s, self.a
-        fresh, end = self.step.equals(0), (self.step + 1).equals(self.item.steps)
+        whole = k.const(int(not s.partial), I1)
+        fresh, end = self.step.equals(0) & whole, (self.step + 1).equals(self.item.steps) & whole
         seen = self.sees(start, count, most)
         with k.when(seen | fresh | end):
             for sums in self.sums:

@@ -72,7 +72,9 @@ class Gradients:
         return self.call.size + (0 if self.tables is None else self.tables.size)
 
     def run(self, x: Operands, seed: int | None = None) -> tuple[np.ndarray, ...]:
-        """Fills dq, dk and dv; the further gradients that are asked for. `seed` of the caller's, if given."""
+        """Fills dq, dk and dv, or adds to them; the further gradients that are asked for. `seed` of the caller's, if
+        given.
+        """
         for name in self.untouched:
             getattr(x, name).numpy()[...] = 0
         count = 1 if self.tables is None else self.tables.how.tickets.progress
@@ -235,6 +237,8 @@ def _rows(x: Array, lies: Lies, item: int, head: int, length: int) -> np.ndarray
 
 def _untouched(problem: Problem, lies: Lies) -> list[str]:
     """Which gradients have rows that no task writes: of queries past q_lengths, of keys that no query is beside."""
+    if problem.partial:  # which are added to
+        return []
     length, batch = LAYOUTS[lies.layout][-2], problem.batch if len(lies.layout) == 4 else 1
     rows, keys = (x.shape[length] * batch for x in (lies.arrays.q, lies.arrays.k))
     alone = [a == 0 < b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)]

@@ -34,7 +34,7 @@ class Shape:
     own_tiles: RegisterTiles | None = None  # None: those that ship for the unit
     dropout: bool = False  # weights are dropped
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
-    partial: bool = False  # of some of the keys: rows go on from a state; gradients are of the type of sums
+    partial: bool = False  # of some of the keys: rows go on from a state; what flows adds to sums that are there
 
     @property
     def stem(self) -> str:

@@ -64,20 +64,22 @@ class Arrivals:
         self.held: dict[tuple[int, int], tuple[range, Tensors]] = {}  # what is yet to be relayed
         self.at = 0  # rounds that were begun
 
+    def begin(self, last: float) -> None:
+        """What others want in rounds up to this one is on its way."""
+        self.current = ()
+        while self.at < len(self.rounds) and self.rounds[self.at] <= last:
+            self._begin(self.rounds[self.at])
+
     def keys(self, step: Step) -> Tensors:
         """K and V of a step, once they are here; what comes next is on its way then."""
-        self.current = ()
-        while self.at < len(self.rounds) and self.rounds[self.at] <= step.round:
-            self._begin(self.rounds[self.at])
+        self.begin(step.round)
         found = self._arrived(step) if step.round in self.coming else self._own(step)
         self._look_ahead()
         return found
 
     def finish(self) -> None:
         """What others still want is sent."""
-        self.current = ()
-        while self.at < len(self.rounds):
-            self._begin(self.rounds[self.at])
+        self.begin(math.inf)
         for message in (*self.lent, *[x for sent in self.sent for x in sent.messages]):
             self.peers.wait(message)
         self.lent, self.sent = [], []

@@ -164,7 +164,9 @@ class Given(NamedTuple):
         check_flag("return_lse", self.return_lse)
         check_layout(options.layout)
         if not (isinstance(self.method, str) and self.method in METHODS):
-            way = " Write exact=True: plan() calls it method='exact'." if self.method == "exact" else ""
+            ways = {"exact": "Write exact=True", "mesh": "Give mesh= a DeviceMesh of two dimensions"}
+            way = ways.get(self.method) if isinstance(self.method, str) else None
+            way = "" if way is None else f" {way}: plan() calls it method={self.method!r}."
             raise ArgumentError(
                 f"method: expected 'ring', 'ulysses', 'gather' or 'auto'; got {shown(self.method)}.{way}"
             )

@@ -85,7 +85,8 @@ class _Attention(torch.autograd.Function):
             d_out = torch.zeros((), dtype=out.dtype).expand(out.shape)
         saved = Saved(q, k, v, out, lse, d_out, d_lse)
         wanted = tuple([t for t, need in zip(known.tables, needed[4:], strict=True) if need])
-        found = ring.backward(core.here(context.peers, core.back), saved, wanted)
+        # what flows to keys of others is sent on as it was summed
+        found = ring.backward(core.here(context.peers, core.back), saved, wanted, wide=context.keys is not None)
         flows = dict(zip(wanted, found.tables, strict=True))
         tables = (flows[t].reshape(t.origin.shape).to(t.origin.dtype) if t in flows else None for t in known.tables)
         d_sinks = _sinks(core, saved, sinks) if needed[3] else None
@@ -96,9 +97,9 @@ class _Attention(torch.autograd.Function):
 def _sinks(core: Core, saved: Saved, sinks: torch.Tensor) -> torch.Tensor:
     """A sink is one more key of every row, whose value is zeros: - Σ p · delta of each head, in float64."""
     assert is_tensor(sinks)
-    delta = (saved.d_out.double() * saved.out.double()).sum(-1)
-    head, length = LAYOUTS[core.layout][-3:-1]
-    delta = delta.transpose(head, length) if head > length else delta
+    head = LAYOUTS[core.layout][-3]
+    of_heads = zip(saved.d_out.unbind(head), saved.out.unbind(head), strict=True)  # one at a time: products are large
+    delta = torch.stack([(x.double() * y.double()).sum(-1) for x, y in of_heads], -2)
     delta = delta if saved.d_lse is None else delta - saved.d_lse.double()
     lse = saved.lse.double()
     mine = slice(core.first_head, core.first_head + lse.shape[-2])

@@ -2,48 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
-from ..errors import ArgumentError
-from ..expressions.substitution import substituted
-from ..problem import LAYOUTS, Problem
+from ..problem import LAYOUTS
 from .groups import Peers
+from .parts import Heads
 from .shardings import Runs, tokens, whole_of
 from .tensors import Passage, common, every, lying, passed, passing
-
-Heads = tuple[tuple[int, ...], ...]  # of each process
-
-
-class Split(NamedTuple):
-    """Which heads each process computes."""
-
-    q: Heads
-    kv: Heads  # those that its query heads read: with fewer of them than processes, some are several processes'
-
-
-def split_of(q_heads: int, kv_heads: int, ranks: int) -> Split:
-    if q_heads % ranks:
-        raise ArgumentError(
-            f"method: expected a number of query heads that divides by {ranks} processes for 'ulysses'; got {q_heads}. "
-            "Use method='ring', or a mesh of two dimensions whose second one divides them."
-        )
-    each, group = q_heads // ranks, q_heads // max(1, kv_heads)
-    q = tuple([tuple(range(r * each, (r + 1) * each)) for r in range(ranks)])
-    if each and (each % group == 0 or group % each == 0):
-        return Split(q, tuple([tuple(dict.fromkeys([h // group for h in heads])) for heads in q]))
-    return Split(q, tuple([tuple([h // group for h in heads]) for heads in q]))  # one for each query head
-
-
-def problem_of(p: Problem, split: Split, rank: int) -> Problem:
-    """What a process computes: its heads are counted from 0, what masks and scores call them stays."""
-    heads = split.q[rank]
-    first = heads[0] if heads else 0
-    mask, score = (None if x is None else substituted(x, {"h": (1, first)}) for x in (p.mask, p.score))
-    sinks = None if p.sinks is None else p.sinks[first : first + len(heads)]
-    return replace(p, q_heads=len(heads), kv_heads=len(split.kv[rank]), mask=mask, score=score, sinks=sinks)
 
 
 class Exchange(NamedTuple):

@@ -1,9 +1,4 @@
-"""What attention over several ranks would take: time, bytes sent, load and memory of each way, before anything runs.
-
-A rank computes what is visible to its queries, at the peak and bandwidth that were measured on this machine, and has a
-link of its own to the others, which sends and receives at once. What a step needs travels while the step before it is
-computed, so a step takes the longer of the two.
-"""
+"""What attention over several ranks would take, before anything runs: every way and sharding that can do it."""
 
 from __future__ import annotations
 
@@ -14,34 +9,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import checks
-from ..arrays import STORAGE_BYTES
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..machine import number_bytes
-from ..problem import SPAN, TILE, Problem
-from .pairs import Seen, seen_between
-from .shardings import SHARDS, Shard, positions, tokens
+from ..problem import Problem
+from . import costs
+from .costs import Link, Rates, Way
+from .shardings import SHARDS
 
-METHODS = ("ring", "ulysses", "gather", "exact")
-
-
-class Link(NamedTuple):
-    """Between a rank and the others, both ways at once."""
-
-    bandwidth: float  # bytes per second
-    latency: float  # seconds until the first byte is there
-
-
+METHODS = ("ring", "ulysses", "gather", "exact", "mesh")
 ASSUMED = Link(12.5e9, 1e-5)  # 100 Gbit/s and ten microseconds, where nobody says
-
-
 _CLOSE = 1.01  # ways that take so much longer than the fastest are as good: the first of them is taken
-
-
-class Rates(NamedTuple):
-    """What a rank computes and reads at, with a rank's own machine."""
-
-    flops: float  # per second
-    bytes: float  # per second
 
 
 class Asked(NamedTuple):
@@ -84,33 +60,6 @@ def asked_ranks(ranks: Any, link_bandwidth: Any, latency: Any, shard: Any, metho
 
 
 @dataclass(frozen=True)
-class Way:
-    """One method on one sharding; tuples have an entry for each rank.
-
-    seconds: until the rank has its results; compute_seconds: of them computing. bytes_sent: by the rank.
-    memory_bytes: beyond its shards of q, k, v and its results.
-    """
-
-    method: str
-    shard: Shard
-    seconds: tuple[float, ...]
-    compute_seconds: tuple[float, ...]
-    bytes_sent: tuple[int, ...]
-    memory_bytes: tuple[int, ...]
-
-    @property
-    def slowest(self) -> float:
-        """Seconds until every rank has its results."""
-        return max(self.seconds)
-
-    @property
-    def balance(self) -> float:
-        """The longest computing over the mean: 1 where all have the same to do."""
-        mean = sum(self.compute_seconds) / len(self.compute_seconds)
-        return max(self.compute_seconds) / mean if mean else 1.0
-
-
-@dataclass(frozen=True)
 class Spread:
     """A call over several ranks: the way that was asked for, or the fastest, and the others beside it.
 
@@ -137,58 +86,6 @@ class Spread:
         return self.alone_seconds / self.way.slowest if self.way.slowest else float(self.ranks)
 
 
-class _Case(NamedTuple):
-    """A problem on its ranks, under one sharding."""
-
-    problem: Problem
-    shard: Shard
-    seen: Seen
-    queries: np.ndarray  # rows of out of each rank, of all items and heads
-    keys: np.ndarray  # positions of each rank
-    items: int  # that lie at the same positions
-    rates: Rates
-    link: Link
-    pair_flops: int
-    backward: bool
-    packed: bool
-
-    @property
-    def ranks(self) -> int:
-        return len(self.keys)
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a row of q and of what is made of it; of a pass back, of out and what flows to both, too."""
-        p, size = self.problem, STORAGE_BYTES[self.problem.storage]
-        forward = (p.head_dim + p.value_dim) * size + number_bytes(p.storage)
-        return forward + self.backward * (p.head_dim + p.value_dim) * size
-
-    @property
-    def token_bytes(self) -> int:
-        """Of a position in all heads and items of k and v."""
-        p = self.problem
-        return self.items * p.kv_heads * (p.head_dim + p.value_dim) * STORAGE_BYTES[p.key_storage]
-
-    @property
-    def sums_bytes(self) -> int:
-        """The same of dk and dv, as they are summed."""
-        p = self.problem
-        return self.items * p.kv_heads * (p.head_dim + p.value_dim) * number_bytes(p.storage)
-
-    def computing(self, pairs: Any, rows: Any, tokens: Any) -> Any:
-        """Seconds: the longer of computing and of reading what it needs; of nothing, none."""
-        moved = rows * self.row_bytes + tokens * self.token_bytes
-        return (pairs > 0) * np.maximum(pairs * self.pair_flops / self.rates.flops, moved / self.rates.bytes)
-
-    def carrying(self, sizes: Any, messages: int = 1) -> Any:
-        """Seconds of so many bytes on a link, in so many messages one after another."""
-        return messages * self.link.latency + sizes / self.link.bandwidth
-
-    def way(self, method: str, seconds: np.ndarray, computing: np.ndarray, sent: np.ndarray, memory: np.ndarray) -> Way:
-        numbers = (tuple(x.tolist()) for x in (seconds, computing))
-        return Way(method, self.shard, *numbers, *(tuple(x.astype(np.int64).tolist()) for x in (sent, memory)))
-
-
 def spread(
     problem: Problem, asked: Asked, rates: Rates, pair_flops: int, *, packed: bool = False, backward: bool = False
 ) -> Spread:
@@ -196,11 +93,19 @@ def spread(
 
     Raises UnsupportedError where no way that was asked for can do it.
     """
-    cases = {name: _case(problem, asked, name, rates, pair_flops, packed, backward) for name in SHARDS}
-    every = [x for way in (_ring, _ulysses, _gather, _exact) for case in cases.values() if (x := way(case))]
+    cases = {
+        name: costs.case_of(problem, asked.ranks, asked.link, name, rates, pair_flops, packed, backward)
+        for name in SHARDS
+    }
     apart = packed or len(set(problem.q_starts)) > 1  # attention() makes zigzag shards of such stripes
-    every = [x for x in every if not (apart and asked.ranks > 1 and x.shard == "stripe" and x.method != "ulysses")]
-    found = [x for x in every if asked.method in ("auto", x.method) and asked.shard in ("auto", x.shard)]
+    found = [
+        x
+        for method in METHODS
+        for shard, case in cases.items()
+        if asked.method in ("auto", method) and asked.shard in ("auto", shard)
+        if not (apart and asked.ranks > 1 and shard == "stripe" and method != "ulysses")
+        for x in _ways(method, case)
+    ]
     if not found:
         raise UnsupportedError(_why_none(problem, asked, packed, backward))
     least = min((x.slowest for x in found if x.method != "exact"), default=0.0)
@@ -217,6 +122,22 @@ def spread(
     )
 
 
+def _ways(method: str, case: costs.Case) -> list[Way]:
+    """Those of a method that can do it."""
+    match method:
+        case "ring":
+            found = costs.ring(case)
+        case "ulysses":
+            found = costs.ulysses(case)
+        case "mesh":
+            return costs.meshes(case)
+        case "gather":
+            found = costs.gather(case)
+        case _:
+            found = costs.exact(case)
+    return [] if found is None else [found]
+
+
 def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> str:
     """Why no way does what was asked for."""
     if asked.method == "exact" and backward:
@@ -226,11 +147,17 @@ def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> s
             "method: expected 'ulysses', 'gather' or 'auto' for packed sequences, whose spans begin anywhere; got "
             "'exact'. 'ulysses' and 'gather' have the bits of one process."
         )
-    if asked.shard == "stripe" and asked.method != "ulysses":
+    if asked.shard == "stripe" and asked.method not in ("ulysses", "mesh"):
         why = "for method='exact'" if asked.method == "exact" else "here, where sequences begin at several positions"
         return (
             f"shard: expected 'zigzag', 'contiguous' or 'auto' {why}: attention() makes zigzag shards of stripes "
             "first, and stripes of its results, which the model has no figures for; got 'stripe'."
+        )
+    if asked.method == "mesh":
+        sharded = " of contiguous or zigzag shards" if asked.shard == "stripe" else ""
+        return (
+            f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks make no mesh{sharded}: two by two, "
+            f"at least, whose second number divides the {problem.q_heads} heads of q; got 'mesh'."
         )
     return (
         f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks cannot have as many whole heads "
@@ -241,198 +168,3 @@ def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> s
 def _balance(work: np.ndarray) -> float:
     """The most over the mean."""
     return float(work.max() / work.mean()) if work.any() else 1.0
-
-
-def _case(
-    problem: Problem, asked: Asked, shard: Shard, rates: Rates, pair_flops: int, packed: bool, backward: bool
-) -> _Case:
-    """The problem as these ranks have it."""
-    q_len = sum(problem.q_lengths) if packed else problem.rows or max(problem.q_lengths, default=0)
-    k_len = sum(problem.k_lengths) if packed else max(problem.k_lengths, default=0)
-    runs = [positions(n, asked.ranks, shard) for n in (q_len, k_len)]
-    items = 1 if packed else problem.batch
-    queries, keys = (np.array([tokens(each) for each in x], np.int64) for x in runs)
-    rows, seen = queries * items * problem.q_heads, seen_between(problem, runs[0], runs[1], packed=packed)
-    if not seen.owners.size:  # no keys: a run of none
-        none = np.zeros((asked.ranks, 1), np.int64)
-        seen = Seen(none[0], none[0], none, none, none)
-    return _Case(problem, shard, seen, rows, keys, items, rates, asked.link, pair_flops, backward, packed)
-
-
-def _ring(case: _Case) -> Way:
-    """Keys and values go from rank to rank, as far as they are seen; who lacks some has them from their owner.
-
-    In a pass back what flows to them goes to their owner, in float32, while the next step is computed.
-    """
-    n, rank, seen = case.ranks, np.arange(case.ranks)[:, None], case.seen.in_whole(TILE)
-    runs, back = _runs_of(seen.owners, n), case.backward * case.sums_bytes
-    computing, sent, clock, passes = np.zeros(n), np.zeros(n), _Clock(case), np.zeros(n, bool)
-    held = _Buffers(case, -(-int(case.keys.max(initial=0)) // 2))
-    for step in range(n):
-        owner, before = (rank - step) % n, (rank - 1) % n
-        at = runs[owner[:, 0]]  # [ranks, runs of an owner]
-        first, last, of_before = seen.first[rank, at], seen.last[rank, at], (before, at)
-        sizes, pairs = np.where(at < 0, 0, last - first), np.where(at < 0, 0, seen.pairs[rank, at]).sum(axis=1)
-        work = case.computing(pairs, case.queries, sizes.sum(axis=1))
-        computing += work
-        covered = (seen.first[of_before] <= first) & (seen.last[of_before] >= last)
-        moved, relayed = sizes * (step > 0), covered & (step > 1)
-        passes[before[:, 0]] |= (relayed & (moved > 0)).any(axis=1)
-        held.come(moved)
-        sent += clock.step(work, moved * (case.token_bytes + back), np.where(relayed, before, owner))
-        sent += moved.sum(axis=1) * back - clock.given(moved * back, owner)
-    memory = _states(case) * (not case.backward) + held.bytes(2 + passes)
-    if case.backward:  # of a step and of a part of it, two that go home and two that come there; dq of a part
-        rows = case.queries * case.problem.head_dim * number_bytes(case.problem.storage)
-        memory = memory + (n > 1) * (
-            6 * held.largest.max() * case.sums_bytes + rows / max(map(np.count_nonzero, runs >= 0))
-        )
-    return case.way("ring", clock.free + case.carrying(0) * (back > 0) * (n > 1), computing, sent, memory)
-
-
-def _runs_of(owners: np.ndarray, ranks: int) -> np.ndarray:
-    """[ranks, most]: the runs of each rank, and -1 where it has fewer."""
-    each = [np.flatnonzero(owners == rank) for rank in range(ranks)]
-    found = np.full((ranks, max(map(len, each))), -1)
-    for rank, runs in enumerate(each):
-        found[rank, : len(runs)] = runs
-    return found
-
-
-def _exact(case: _Case) -> Way | None:
-    """Every rank computes with all that it sees in ascending order, and has each run from its owner."""
-    if case.shard == "stripe" or case.backward or (case.packed and case.ranks > 1):
-        return None
-    seen, n = case.seen, case.ranks
-    spans = -(-int(case.keys.sum()) // (2 * n * SPAN))  # of a piece that all ranks go through together
-    sizes, computing, sent, clock = _in_spans(seen, max(1, spans)), np.zeros(n), np.zeros(n), _Clock(case)
-    held = _Buffers(case, spans * SPAN)
-    for run, owner in enumerate(seen.owners):
-        work = case.computing(seen.pairs[:, run], case.queries, sizes[:, run])
-        computing += work
-        moved = sizes[:, run] * (np.arange(n) != owner)
-        held.come(moved[:, None])
-        sent += clock.step(work, moved[:, None] * case.token_bytes, np.full((n, 1), owner))
-    return case.way("exact", clock.free, computing, sent, _states(case) + held.bytes(2))
-
-
-def _in_spans(seen: Seen, together: int) -> np.ndarray:
-    """[ranks, runs]: tokens of each run in the spans that a rank needs. Those count from the first token of all, so a
-    rank takes of a run what shares a span with keys that it sees; so many spans together are taken from the first that
-    is needed to the last.
-    """
-    ends = np.cumsum(seen.lengths)
-    begins, ranks = ends - seen.lengths, np.arange(len(seen.pairs))[:, None]
-    pieces = -(-int(ends[-1]) // (SPAN * together))
-    edges = np.zeros((len(ranks), pieces * together + 1), np.int64)
-    some = seen.last > seen.first
-    np.add.at(edges, (ranks, (begins + seen.first) // SPAN), some)
-    np.add.at(edges, (ranks, -(-(begins + seen.last) // SPAN)), -1 * some)
-    needed = (edges.cumsum(axis=1)[:, :-1] > 0).reshape(len(ranks), pieces, together)
-    later = np.maximum.accumulate(needed[..., ::-1], axis=2)[..., ::-1]
-    whole = (np.maximum.accumulate(needed, axis=2) & later).reshape(len(ranks), -1)
-    before = np.pad(whole.cumsum(axis=1) * SPAN, ((0, 0), (1, 0)))  # tokens until each span begins
-    whole = np.pad(whole, ((0, 0), (0, 1)))
-    at = [before[:, x // SPAN] + whole[:, x // SPAN] * (x % SPAN) for x in (begins, ends)]
-    return at[1] - at[0]
-
-
-class _Buffers:
-    """Of each rank: the largest piece of keys that comes to it, in tokens, and how many come. A run comes in pieces."""
-
-    def __init__(self, case: _Case, piece: int) -> None:
-        self.case, self.piece = case, max(1, piece)
-        self.largest, self.count = np.zeros(case.ranks), np.zeros(case.ranks)
-
-    def come(self, moved: np.ndarray) -> None:
-        """[ranks, runs]: tokens of a step."""
-        self.largest = np.maximum(self.largest, np.minimum(moved, self.piece).max(axis=1))
-        self.count += -(-moved // self.piece).sum(axis=1)
-
-    def bytes(self, most: Any) -> np.ndarray:
-        """One piece is computed with while the next one comes; who passes some on has a third."""
-        return np.minimum(self.count, most) * self.largest * self.case.token_bytes
-
-
-class _Clock:
-    """Of each rank: when it began its last step, and when it is free again."""
-
-    def __init__(self, case: _Case) -> None:
-        self.case = case
-        self.begun, self.free = np.zeros(case.ranks), np.zeros(case.ranks)
-
-    def given(self, moved: np.ndarray, source: np.ndarray) -> np.ndarray:
-        """What each rank gives away of this."""
-        found = np.zeros(len(moved))
-        np.add.at(found, np.broadcast_to(source, moved.shape), moved)
-        return found
-
-    def step(self, work: np.ndarray, moved: np.ndarray, source: np.ndarray) -> np.ndarray:
-        """A step that takes so long, [ranks], once so many bytes came from these ranks, [ranks, parts]: they set out
-        when both ranks have begun the step before. Returns what each rank sent.
-        """
-        given, some = self.given(moved, source), moved > 0
-        taken = moved.sum(axis=1)
-        busiest = np.maximum(taken, np.where(some, given[source], 0).max(axis=1))
-        ready = np.maximum(self.begun, np.where(some, self.begun[source], 0).max(axis=1))
-        arrived = np.where(taken > 0, ready + self.case.carrying(busiest), 0)
-        begun = np.maximum(self.free, arrived)
-        self.begun, self.free = np.where(work > 0, begun, self.begun), np.where(work > 0, begun + work, self.free)
-        return given
-
-
-def _states(case: _Case) -> np.ndarray:
-    """Bytes of what a rank's rows go on from: a maximum and a sum each, and their outputs where those are narrower."""
-    p, number = case.problem, number_bytes(case.problem.storage)
-    wide = p.value_dim * (STORAGE_BYTES[p.storage] < number)
-    return case.queries * (2 + wide) * number * (case.ranks > 1)
-
-
-def _ulysses(case: _Case) -> Way | None:
-    """Each rank gets some heads of all tokens; None where heads cannot be dealt out."""
-    n, p, size = case.ranks, case.problem, STORAGE_BYTES[case.problem.storage]
-    if p.q_heads % n or not p.q_heads:
-        return None
-    each, group = p.q_heads // n, p.group
-    heads = each // group if each % group == 0 else 1 if group % each == 0 else each  # of k and v that a rank reads
-    rows = case.queries // n  # of q of each rank for each
-    per_token, summed = (heads * x // p.kv_heads for x in (case.token_bytes, case.sums_bytes))
-    there = (n - 1) * (rows * p.head_dim * size + case.keys * per_token)
-    home = (rows.sum() - rows) * (p.value_dim * size + number_bytes(p.storage))
-    if case.backward:  # what was sent is there still: only what flows to out goes there, what flows to q, k and v back
-        there = (n - 1) * rows * p.value_dim * size
-        home = (rows.sum() - rows) * p.head_dim * size + (case.keys.sum() - case.keys) * summed
-    whole = [np.full(n, x.sum()) for x in (rows, case.keys)]
-    computing = case.computing(np.full(n, case.seen.pairs.sum() / n), whole[0], whole[1] * heads / p.kv_heads)
-    seconds = computing + case.carrying(there.max(), n - 1) + case.carrying(home.max(), n - 1)
-    memory = _of_heads(case, whole[0], whole[1] * per_token)
-    return case.way("ulysses", seconds * np.ones(n), computing, there + home, memory)
-
-
-def _of_heads(case: _Case, rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Bytes of the heads of all tokens that a rank has, beyond its results. keys: bytes of k and v.
-
-    Most is held while v comes, while it is computed, or while out goes home; results are there from then on alone.
-    """
-    p, size, number = case.problem, STORAGE_BYTES[case.problem.storage], number_bytes(case.problem.storage)
-    q, out, lse = rows * p.head_dim * size, rows * p.value_dim * size, rows * number
-    if case.backward:  # those of the forward pass, d_out, dq, dk and dv, each of a step and of a part as well
-        flows = keys * (case.sums_bytes / max(1, case.token_bytes))
-        return q + keys + 2 * out + lse + 2 * rows * p.head_dim * number + 3 * flows
-    others, results = 1 - 1 / case.ranks, case.queries * (p.value_dim * size + number)
-    coming = q + keys * (1 + others * p.value_dim / max(1, p.head_dim + p.value_dim))
-    going = out * (2 + others) + lse
-    most = np.maximum(np.maximum(coming, q + keys + out + 3 * lse), going)
-    return np.maximum(most - results, 0) * (case.ranks > 1)
-
-
-def _gather(case: _Case) -> Way:
-    """Every rank gets the keys and values of all, then computes; a pass back adds up what flows to them."""
-    n, whole = case.ranks, np.full(case.ranks, case.keys.sum())
-    sent = (n - 1) * case.keys * case.token_bytes
-    if case.backward:  # keys are there still: what flows to those of others
-        sent = (whole - case.keys) * case.sums_bytes
-    computing = case.computing(case.seen.pairs.sum(axis=1), case.queries, whole)
-    seconds = computing + case.carrying(sent.max(), n - 1)
-    memory = whole * (case.token_bytes + case.backward * case.sums_bytes) * (n > 1)
-    return case.way("gather", seconds, computing, sent, memory)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..expressions.program import visibility
 from ..expressions.substitution import substituted
 from ..panels import Many, integers_of
@@ -87,6 +88,48 @@ def finishing(whole: Stated, rows: int) -> Part:
     if whole.cu_q is not None:
         return Part(replace(p, q_lengths=(rows,), k_lengths=(0,), q_starts=(0,), items=(0,)), (0,), (0,))
     return Part(replace(p, q_lengths=(rows,) * p.batch, k_lengths=(0,) * p.batch))
+
+
+# --- heads
+
+Heads = tuple[tuple[int, ...], ...]  # of each process
+
+
+class Split(NamedTuple):
+    """Which heads each process computes."""
+
+    q: Heads
+    kv: Heads  # those that its query heads read: with fewer of them than processes, some are several processes'
+
+
+def split_of(q_heads: int, kv_heads: int, ranks: int) -> Split:
+    """Each process's share of the heads."""
+    if q_heads % ranks:
+        raise ArgumentError(
+            f"method: expected a number of query heads that divides by {ranks} processes for 'ulysses'; got {q_heads}. "
+            "Use method='ring', or a mesh of two dimensions whose second one divides them."
+        )
+    each, group = q_heads // ranks, q_heads // max(1, kv_heads)
+    q = tuple([tuple(range(r * each, (r + 1) * each)) for r in range(ranks)])
+    if each and (each % group == 0 or group % each == 0):
+        return Split(q, tuple([tuple(dict.fromkeys([h // group for h in heads])) for heads in q]))
+    return Split(q, tuple([tuple([h // group for h in heads]) for heads in q]))  # one for each query head
+
+
+def of_heads(p: Problem, q: range, kv_heads: int) -> Problem:
+    """The same of some heads: they are counted from 0, what masks and scores call them stays."""
+    mask, score = (
+        x if x is None or "h" not in x.root.uses else substituted(x, {"h": (1, q.start)}) for x in (p.mask, p.score)
+    )
+    sinks = None if p.sinks is None else p.sinks[q.start : q.stop]
+    return replace(p, q_heads=len(q), kv_heads=kv_heads, mask=mask, score=score, sinks=sinks)
+
+
+def problem_of(p: Problem, split: Split, rank: int) -> Problem:
+    """What a process computes."""
+    heads = split.q[rank]
+    first = heads[0] if heads else 0
+    return of_heads(p, range(first, first + len(heads)), len(split.kv[rank]))
 
 
 # --- what is seen

@@ -6,26 +6,27 @@ is rounded between. The pass back has the out and lse of the whole sequence; wha
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
 from .. import engine as engines
-from ..arrays import DTYPES, Array, describe
+from ..arrays import Array, describe
 from ..cpu.operands import Dense, Operands, Rows
 from ..gradients import Given, asked
 from ..machine import current_isa
-from ..problem import LAYOUTS
+from ..problem import LAYOUTS, Problem
 from ..resolve import Stated
-from .arriving import Arrivals, Shard, tag
-from .groups import Message, Peers
-from .parts import Part, finishing
+from .arriving import Arrivals, Shard
+from .groups import Peers
+from .parts import Part, finishing, of_heads
 from .plans import Plan, Sharded, Work
-from .rounds import Step, Transfer
-from .shardings import Runs, places
-
-_BUFFERS = 2  # gradients that are on their way to their owner
+from .returning import Returns
+from .shardings import Runs, places, tokens
+from .tensors import Memory, passing
+from .turns import Turn, turns_of
 
 
 class Here(NamedTuple):
@@ -36,6 +37,7 @@ class Here(NamedTuple):
     plan: Plan
     layout: str
     prepared: dict[Any, Any]  # calls of kernels, for arrays at any addresses
+    turn: Turn | None = None  # of these heads, of which arrays have no others then
 
     @property
     def dim(self) -> int:
@@ -54,26 +56,46 @@ class Here(NamedTuple):
         q, lengths = self.runs[run], self.sharded.whole.problem.q_lengths
         return [len(range(q.start, min(q.stop, n), q.step)) for n in lengths]
 
+    def turns(self, *, backward: bool) -> list[Here]:
+        """The call, some heads after others."""
+        whole = self.sharded.whole
+        most = max(map(tokens, self.sharded.k)) * (1 if whole.cu_k is not None else whole.problem.batch)
+        found = turns_of(whole.problem, most, self.peers.ranks, backward=backward)
+        return [self] if len(found) == 1 else [self._replace(turn=turn) for turn in found]
+
+    def problem(self, of_all: Problem) -> Problem:
+        """The same of the heads of this turn."""
+        return of_all if self.turn is None else of_heads(of_all, self.turn.q, len(self.turn.kv))
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """Of q, or what is made of it, the heads of this turn."""
+        return x if self.turn is None else _heads(x, LAYOUTS[self.layout][-3], self.turn.q)
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.turn is None else _heads(x, LAYOUTS[self.layout][-3], self.turn.kv)
+
+    def logarithms(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.turn is None else _heads(x, -2, self.turn.q)
+
+
+def _heads(x: torch.Tensor, dim: int, heads: range) -> torch.Tensor:
+    return x.narrow(dim, heads.start, len(heads))
+
 
 class _States:
     """Outputs, log-sum-exps and what rows go on from."""
 
-    def __init__(self, here: Here, q: torch.Tensor, value_dim: int) -> None:
-        self.here = here
-        self.q = describe(q, "q")
-        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.out = q.new_empty((*q.shape[:-1], value_dim))
-        self.lse = q.new_empty([q.shape[a] for a in LAYOUTS[here.layout][:-1]], dtype=wide)
-        self.accumulators = self.out if q.dtype == wide else self.out.new_empty(self.out.shape, dtype=wide)
-        self.sums = self.lse.new_empty((*self.lse.shape, 2))
-        self.written = describe(self.out, "out")
+    def __init__(self, here: Here, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+        self.here, self.out, self.lse = here, out, lse
+        self.q, self.written = describe(q, "q"), describe(out, "out")
+        self.accumulators = out if out.dtype == lse.dtype else passing(lse, out.shape)  # which lie as out does
+        self.sums = lse.new_empty((*lse.shape, 2))
         self.places = places(here.runs)
-        problem = here.sharded.whole.problem
         self.whole_rows = here.sharded.whole.cu_q is None  # a part of the keys has all rows of a run, or none
         if not self.whole_rows:
             self.accumulators.zero_()
             self.sums[..., 0], self.sums[..., 1] = -torch.inf, 0
-        elif problem.rows is not None:  # some of which have no query
+        elif here.sharded.whole.problem.rows is not None:  # some of which have no query
             self.out.zero_()
             self.lse.fill_(-torch.inf)
 
@@ -104,12 +126,12 @@ class _States:
 
     def call_of(self, part: Part, keys: tuple[Array, Array], key: Any) -> Any:
         """The prepared call of a part."""
-        prepared, layout = self.here.prepared, self.here.layout
+        prepared, layout, key = self.here.prepared, self.here.layout, (self.here.turn, key)
         if key not in prepared:
             rows = Rows(layout, self.q, self.written.strides, part.q_first)
             dense = Dense(layout, *keys, part.k_first)
             threads, isa = engines.threads_now(), current_isa()
-            prepared[key] = engines.of("cpu").prepare(part.problem, rows, dense, threads, isa)
+            prepared[key] = engines.of("cpu").prepare(self.here.problem(part.problem), rows, dense, threads, isa)
         return prepared[key]
 
     def finish(self, runs: tuple[int, ...], keys: tuple[Array, Array], begins: bool) -> None:
@@ -124,26 +146,40 @@ class _States:
 
 def forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """out and lse of this process's rows."""
-    with here.peers.together():
-        return _forward(here, q, k, v)
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty([q.shape[a] for a in LAYOUTS[here.layout][:-1]], dtype=wide)
+    with here.peers.underway():
+        for turn in here.turns(backward=False):
+            results = turn.rows(out), turn.logarithms(lse)
+            with here.peers.together():
+                found = _forward(turn, turn.rows(q), turn.keys(k), turn.keys(v), results)
+            for x, y in zip(results, found, strict=True):
+                if x is not y:
+                    x.copy_(y)
+    return out, lse
 
 
-def _forward(here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    states, plan = _States(here, q, v.shape[-1]), here.plan
+def _forward(
+    here: Here, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: tuple[torch.Tensor, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and lse of a turn's heads: the results, or tensors beside them where those do not lie in one piece."""
+    out, lse = (x if x.is_contiguous() else passing(x, x.shape) for x in results)
+    states, plan = _States(here, q, out, lse), here.plan
     arrivals = Arrivals(here.peers, here.own(k, v), plan.schedule)
     for at in range(len(plan.steps)):
         states.step(arrivals.keys(plan.steps[at]), plan.works[at], at)
     arrivals.finish()
     keys = describe(k, "k"), describe(v, "v")
     states.finish(plan.unseeing if states.whole_rows else tuple(range(len(here.runs))), keys, states.whole_rows)
-    return states.out, states.lse
+    return out, lse
 
 
 # --- back
 
 
 class Gradients(NamedTuple):
-    """What flows to this process's q, k and v, in float32 at least, and to tables: its share of that."""
+    """What flows to this process's q, k and v, and to tables: its share of that."""
 
     dq: torch.Tensor
     dk: torch.Tensor
@@ -162,6 +198,12 @@ class Saved(NamedTuple):
     d_out: torch.Tensor
     d_lse: torch.Tensor | None
 
+    def of(self, here: Here) -> Saved:
+        """The heads of a turn."""
+        q, out, d_out = (here.rows(x) for x in (self.q, self.out, self.d_out))
+        d_lse = None if self.d_lse is None else here.logarithms(self.d_lse)
+        return Saved(q, here.keys(self.k), here.keys(self.v), out, here.logarithms(self.lse), d_out, d_lse)
+
     def rows(self, here: Here, run: int) -> list[Any]:
         """q, out, lse, d_out and d_lse of a run."""
         at, count = places(here.runs)[run], len(here.runs[run])
@@ -170,32 +212,58 @@ class Saved(NamedTuple):
         return [q, out, lse, d_out, d_lse]
 
 
-def backward(here: Here, saved: Saved, tables: tuple[Any, ...]) -> Gradients:
-    """Every step's dQ is added here; its dK and dV go to who holds the keys, while the next step is computed."""
-    with here.peers.together():
-        return _backward(here, saved, tables)
+def backward(here: Here, saved: Saved, tables: tuple[Any, ...], *, wide: bool = False) -> Gradients:
+    """Every step's dQ is added here; its dK and dV go to who holds the keys, while the next step is computed.
 
-
-def _backward(here: Here, saved: Saved, tables: tuple[Any, ...]) -> Gradients:
-    wide = torch.float64 if saved.q.dtype == torch.float64 else torch.float32
-    total = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (saved.q, saved.k, saved.v)]
+    wide: dk and dv are to be of the type that sums have.
+    """
+    number = saved.lse.dtype
+    of_keys = number if wide else saved.k.dtype
+    dq = saved.q.new_empty(saved.q.shape)
+    dk, dv = (x.new_empty(x.shape, dtype=of_keys) for x in (saved.k, saved.v))
     of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
-    own = here.own(saved.k, saved.v)
-    arrivals = Arrivals(here.peers, own, here.plan.schedule)
-    returns = _Returns(here.peers, here.own(*total[1:]), here.plan.schedule.transfers)
+    memory = Memory()
+    with here.peers.underway():
+        for turn in here.turns(backward=True):
+            own = [turn.rows(dq), turn.keys(dk), turn.keys(dv)]
+            totals = [(x if x.dtype == number else memory.take(saved.lse, x.shape)).zero_() for x in own]
+            with here.peers.together():
+                more = _backward(turn, saved.of(turn), totals, tables, memory)
+            for x, y in zip(of_tables, more, strict=True):
+                x += y
+            for x in totals[:2]:
+                x *= here.sharded.whole.problem.scale
+            for x, y in zip(own, totals, strict=True):
+                if x is not y:
+                    x.copy_(y)
+                    memory.give([y])
+    return Gradients(dq, dk, dv, tuple(of_tables))
+
+
+def _backward(
+    here: Here, saved: Saved, totals: list[torch.Tensor], tables: tuple[Any, ...], memory: Memory
+) -> list[torch.Tensor]:
+    """Adds what flows to a turn's q, k and v, before the scale of scores; returns what flows to tables."""
+    of_tables = [torch.zeros(t.shape, dtype=torch.float64) for t in tables]
+    arrivals = Arrivals(here.peers, here.own(saved.k, saved.v), here.plan.schedule)
+    returns = Returns(here.peers, here.own(*totals[1:]), here.plan.schedule.transfers, memory)
     for step, works in zip(here.plan.steps, here.plan.works, strict=True):
+        arrivals.begin(step.round)
+        returns.settle(step.round - 1)
         keys = arrivals.keys(step)
-        returns.expect(step.round)
-        flows = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in keys]
+        returns.receive(step.round)
+        flows = returns.sums(step)
         for work in works:
             for part in work.parts:
-                more = _part_back(here, saved, part, work, keys, [total[0], *flows], tables)
+                more = _part_back(here, saved, part, work, keys, [totals[0], *flows], tables)
                 for x, y in zip(of_tables, more, strict=True):
                     x += torch.from_numpy(y)
         returns.give(step, flows)
-    arrivals.finish()
+        del keys, flows
+    arrivals.begin(math.inf)
     returns.finish()
-    return Gradients(total[0], total[1], total[2], tuple(of_tables))
+    arrivals.finish()
+    return of_tables
 
 
 def _part_back(
@@ -204,80 +272,17 @@ def _part_back(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Adds what flows from a part to its rows and its keys; returns what flows to tables."""
     q, out, lse, d_out, d_lse = saved.rows(here, work.run)
-    rows = totals[0].narrow(here.dim, places(here.runs)[work.run], q.shape[here.dim])
-    into = [rows, *totals[1:]]
-    flows = [torch.empty(x.shape, dtype=x.dtype) for x in into]
+    dq = totals[0].narrow(here.dim, places(here.runs)[work.run], q.shape[here.dim])
     names = ("q", "k", "v", "out", "lse", "d_out", "d_lse", "dq", "dk", "dv")
     given = [
         None if x is None else describe(x, name)
-        for x, name in zip((q, *keys, out, lse, d_out, d_lse, *flows), names, strict=True)
+        for x, name in zip((q, *keys, out, lse, d_out, d_lse, dq, *totals[1:]), names, strict=True)
     ]
     a, _, _, o, logs, d_o, d_logs, *_ = given
     assert a is not None and o is not None and logs is not None and d_o is not None
-    narrow = DTYPES[a.dtype][1] < 4
-    problem = replace(part.problem, partial=narrow, rows=None, sinks=None)
+    problem = replace(here.problem(part.problem), rows=None, sinks=None)
     stated = Stated(problem, *(None if x is None else (*x, 0) for x in (part.q_first, part.k_first)))
     request = asked(problem, here.layout, Given(a, o, logs, d_o, d_logs), tables)
     where: Any = Operands(*given)  # pyright: ignore[reportArgumentType]
     call = engines.gradients().prepare(request, here.layout, stated, where, engines.threads_now(), current_isa())
-    found = call.run(where)
-    for x, y in zip(into, flows, strict=True):
-        x += y
-    return found
-
-
-class _Returns:
-    """What flows to keys, on its way to who holds them, who adds it in the order of rounds."""
-
-    def __init__(self, peers: Peers, total: Shard, transfers: tuple[Transfer, ...]) -> None:
-        self.peers, self.total = peers, total
-        self.expected = [x for x in transfers if x.owner == peers.rank]
-        self.coming: list[tuple[Transfer, list[Message], list[torch.Tensor]]] = []
-        self.sent: list[list[Message]] = []
-
-    def expect(self, turn: int) -> None:
-        """What others compute meanwhile may come."""
-        while self.expected and self.expected[0].round <= turn:
-            if len(self.coming) >= _BUFFERS:
-                self._add()
-            self._receive()
-
-    def give(self, step: Step, flows: list[torch.Tensor]) -> None:
-        ((owner, keys),) = step.fragments
-        if owner == self.peers.rank:
-            for x, y in zip(self.total.of(keys), flows, strict=True):
-                x += y
-            return
-        sends = [(x, owner, tag(step.round, 2 + n), _what(step.round, keys)) for n, x in enumerate(flows)]
-        self.sent.append(self.peers.post(sends, []))
-        while len(self.sent) > _BUFFERS:
-            self._settle()
-
-    def finish(self) -> None:
-        while self.coming or self.expected:
-            while self.expected and len(self.coming) < _BUFFERS:
-                self._receive()
-            self._add()
-        while self.sent:
-            self._settle()
-
-    def _receive(self) -> None:
-        x = self.expected.pop(0)
-        buffers = [torch.empty(y.shape, dtype=y.dtype, device=y.device) for y in self.total.of(x.keys)]
-        receives = [(y, x.to, tag(x.round, 2 + n), _what(x.round, x.keys)) for n, y in enumerate(buffers)]
-        self.coming.append((x, self.peers.post([], receives), buffers))
-
-    def _add(self) -> None:
-        x, messages, buffers = self.coming.pop(0)
-        for message in messages:
-            self.peers.wait(message)
-        for y, z in zip(self.total.of(x.keys), buffers, strict=True):
-            y += z
-
-    def _settle(self) -> None:
-        for message in self.sent.pop(0):
-            self.peers.wait(message)
-
-
-def _what(turn: int, keys: range) -> str:
-    return f"with gradients of keys {keys.start} to {keys.stop - 1} in step {turn}"
+    return call.run(where)

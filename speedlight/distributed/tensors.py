@@ -15,7 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from .groups import Peers, agreed
 from .shardings import Runs, Shard, check_shard, places, positions, tokens
 
-_LARGE = 1 << 20  # bytes of memory that is worth a mapping of its own
+_LARGE = 1 << 18  # bytes of memory that is worth a mapping of its own
 
 
 def shard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguous", dim: int) -> torch.Tensor:
@@ -233,6 +233,25 @@ def passing(like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         return like.new_empty(shape)
     own = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(own, dtype=like.dtype).view(*shape)
+
+
+class Memory:
+    """Tensors that come and go: the memory of one serves the next of its shape. What fits none is let go of."""
+
+    def __init__(self) -> None:
+        self.free: list[torch.Tensor] = []
+
+    def take(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """Of like's dtype, with any numbers."""
+        for at, x in enumerate(self.free):
+            if x.dtype == like.dtype and tuple(x.shape) == tuple(shape):
+                return self.free.pop(at)
+        self.free = []
+        return passing(like, shape)
+
+    def give(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nobody looks at them any more."""
+        self.free += tensors
 
 
 def lying(tensor: torch.Tensor) -> torch.Tensor:

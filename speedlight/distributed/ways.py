@@ -19,7 +19,8 @@ from ..machine import current_isa
 from ..problem import LAYOUTS
 from .differentiable import Context, Core, attended
 from .groups import Alone, Meshed
-from .heads import Exchange, axes_of, gathered, problem_of, scattered, split_of
+from .heads import Exchange, axes_of, gathered, scattered
+from .parts import problem_of, split_of
 from .plans import Sharded
 from .shardings import Runs, positions, tokens, whole_of
 from .tensors import Everywhere, resharded
