@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..problem import LAYOUTS
+from .arriving import pieces
 from .groups import Peers
 from .parts import Heads
 from .shardings import Runs, tokens, whole_of
@@ -53,69 +54,105 @@ def scattered(*given: tuple[torch.Tensor, Exchange]) -> tuple[torch.Tensor, ...]
     return passed(tuple([Passage(x.returned, x.gathered) for _, x in given]), *[tensor for tensor, _ in given])
 
 
+class _Messages:
+    """What goes to other processes and comes from them, piece by piece: from where it lies, to where it belongs."""
+
+    def __init__(self, x: Exchange, what: str) -> None:
+        self.x, self.what = x, what
+        self.sends: list[Any] = []
+        self.receives: list[Any] = []
+        self.aside: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def give(self, part: torch.Tensor, to: int) -> None:
+        for y in pieces(part, self.x.axes[1]):
+            self.sends.append((lying(y), to, self._number(self.sends, to), self.what))
+
+    def take(self, place: torch.Tensor, source: int) -> None:
+        for y in pieces(place, self.x.axes[1]):
+            into = y if y.is_contiguous() else passing(y, y.shape)
+            self.receives.append((into, source, self._number(self.receives, source), self.what))
+            self.aside += [] if into is y else [(y, into)]
+
+    @staticmethod
+    def _number(given: list[Any], peer: int) -> int:
+        return given[-1][2] + 1 if given and given[-1][1] == peer else 0
+
+    def carry(self) -> None:
+        self.x.peers.carry(self.sends, self.receives)
+        for place, part in self.aside:
+            place.copy_(part)
+
+
 def _gather(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
-    peers, (head, length), whole = x.peers, x.axes, x.all_tokens
-    result = passing(tensor, _shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(whole)))
-    sends = [
-        (lying(_of_heads(tensor, x.heads[to], head)), to, 0, "with its heads")
-        for to in range(peers.ranks)
-        if to != peers.rank
-    ]
-    parts = []
+    own, (head, length), whole = x.peers.rank, x.axes, x.all_tokens
+    result = passing(tensor, _shape(tensor, x.axes, len(x.heads[own]), tokens(whole)))
+    messages = _Messages(x, "with its heads")
+    for to, heads in enumerate(x.heads):
+        for part in _of_heads(tensor, heads, head) if to != own else ():
+            for at, _ in common(x.held[own], whole):
+                messages.give(every(part, at, length), to)
     for source, runs in enumerate(x.held):
-        if source == peers.rank:
-            parts.append(_of_heads(tensor, x.heads[source], head))
-        else:
-            parts.append(passing(tensor, _shape(tensor, x.axes, len(x.heads[peers.rank]), tokens(runs))))
-    receives = [(part, source, 0, "with its heads") for source, part in enumerate(parts) if source != peers.rank]
-    peers.carry(sends, receives)
-    for part, runs in zip(parts, x.held, strict=True):
-        for at, into in common(runs, whole):
-            every(result, into, length).copy_(every(part, at, length))
+        for part, place in zip(
+            _of_heads(tensor, x.heads[own], head), _in_turn(result, x.heads[own], head), strict=True
+        ):
+            for at, into in common(runs, whole):
+                if source != own:
+                    messages.take(every(place, into, length), source)
+                else:
+                    every(place, into, length).copy_(every(part, at, length))
+    messages.carry()
     return result
 
 
 def _scatter(tensor: torch.Tensor, x: Exchange) -> torch.Tensor:
     """Heads that are several processes' come together as their sum, in float32 at least, by rank."""
-    peers, head = x.peers, x.axes[0]
+    own, (head, length), whole = x.peers.rank, x.axes, x.all_tokens
     adding = sum(map(len, x.heads)) > x.number
-    wide = torch.promote_types(tensor.dtype, torch.float32) if adding else tensor.dtype
-    shape = _shape(tensor, x.axes, x.number, tokens(x.held[peers.rank]))
-    count = tokens(x.held[peers.rank])
-    sends, parts = [], []
-    for other, (runs, heads) in enumerate(zip(x.held, x.heads, strict=True)):
-        if other == peers.rank:
-            parts.append(_of_tokens(tensor, runs, x))
-        else:
-            sends.append((_of_tokens(tensor, runs, x), other, 0, "with its tokens"))
-            parts.append(passing(tensor, _shape(tensor, x.axes, len(heads), count)))
-    receives = [(part, source, 0, "with its tokens") for source, part in enumerate(parts) if source != peers.rank]
-    peers.carry(sends, receives)
-    del sends
-    result = torch.zeros(shape, dtype=wide, device=tensor.device)
+    count = tokens(x.held[own])
+    result = passing(tensor, _shape(tensor, x.axes, x.number, count))
+    messages, parts = _Messages(x, "with its tokens"), []
+    for to, runs in enumerate(x.held):
+        for part in _in_turn(tensor, x.heads[own], head) if to != own else ():
+            for _, into in common(runs, whole):
+                messages.give(every(part, into, length), to)
+    for source, heads in enumerate(x.heads):
+        parts.append(passing(tensor, _shape(tensor, x.axes, len(heads), count)) if adding else result)
+        places = _in_turn(parts[-1], heads, head) if adding else _of_heads(result, heads, head)
+        for n, place in enumerate(places):
+            for at, into in common(x.held[own], whole):
+                if source != own:
+                    messages.take(every(place, at, length), source)
+                else:
+                    every(place, at, length).copy_(every(_in_turn(tensor, heads, head)[n], into, length))
+    messages.carry()
+    return _added(parts, x, result) if adding else result
+
+
+def _added(parts: list[torch.Tensor], x: Exchange, like: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
     for part, heads in zip(parts, x.heads, strict=True):
-        at = torch.tensor(heads, dtype=torch.int64, device=tensor.device)
-        if adding:
-            result.index_add_(head, at, part.to(wide))
-        else:
-            result.index_copy_(head, at, part)
-    return result.to(tensor.dtype)
+        total.index_add_(x.axes[0], torch.tensor(heads, dtype=torch.int64, device=like.device), part.to(total.dtype))
+    return total.to(like.dtype)
 
 
-def _of_tokens(tensor: torch.Tensor, runs: Runs, x: Exchange) -> torch.Tensor:
-    """A copy of some tokens of all, in the order in which their process has them."""
-    length, at = x.axes[1], 0
-    result = passing(tensor, [tokens(runs) if d == length else n for d, n in enumerate(tensor.shape)])
-    for _, into in common(runs, x.all_tokens):
-        result.narrow(length, at, len(into)).copy_(every(tensor, into, length))
-        at += len(into)
-    return result
+def _spans(heads: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Heads that follow each other, as the first and how many."""
+    found: list[tuple[int, int]] = []
+    for h in heads:
+        first, count = found[-1] if found else (h, 0)
+        found = [*found[:-1], (first, count + 1)] if h == first + count else [*found, (h, 1)]
+    return found
 
 
-def _of_heads(tensor: torch.Tensor, heads: tuple[int, ...], dim: int) -> torch.Tensor:
-    if heads == tuple(range(heads[0], heads[0] + len(heads)) if heads else ()):
-        return tensor.narrow(dim, heads[0] if heads else 0, len(heads))
-    return tensor.index_select(dim, torch.tensor(heads, dtype=torch.int64, device=tensor.device))
+def _of_heads(tensor: torch.Tensor, heads: tuple[int, ...], dim: int) -> list[torch.Tensor]:
+    """Views of some of all heads."""
+    return [tensor.narrow(dim, first, count) for first, count in _spans(heads)]
+
+
+def _in_turn(tensor: torch.Tensor, heads: tuple[int, ...], dim: int) -> list[torch.Tensor]:
+    """The same of a tensor that has these alone."""
+    counts = [count for _, count in _spans(heads)]
+    return [tensor.narrow(dim, sum(counts[:n]), count) for n, count in enumerate(counts)]
 
 
 def _shape(tensor: torch.Tensor, axes: tuple[int, int], heads: int, length: int) -> list[int]:
