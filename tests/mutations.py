@@ -93,6 +93,13 @@ MUTATIONS = (
         f"{MASKS} -k sign_of_its_zero",
     ),
     Mutation(
+        "hidden keys decide whether a row's exponents are clamped",
+        "cpu/queries_in_lanes.py",
+        "usual = LARGE + lowest_exponent(s) - 1",
+        "usual = LARGE",
+        f"{FORWARD} -k large_without_hidden_keys",
+    ),
+    Mutation(
         "what a row does not see at a window's lower edge is part of its maximum",
         "cpu/queries_in_lanes.py",
         'k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"]))',

@@ -175,9 +175,10 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     tops = [k.variable(k.max(k.load(s.vector, p["check"], s.lane_offset(v)) * c, x)) for v, x in enumerate(old)]
     limits = [limit_of(k, s, v) for v in range(s.vectors)]
     finite = normal = k.const(1, ir.IntType(1))
+    usual = LARGE + lowest_exponent(s) - 1  # without hidden keys a row's maximum may be lower, and LARGE
     for v, top in enumerate(tops):
         total, lowest = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 2))
-        finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top.get()) < LARGE)
+        finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top.get()) < usual)
         normal = normal & k.all(k.fma(lowest, c, -top.get()) >= lowest_exponent(s))
     with k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"])):
         ends = [k.select(finite, p[x], k.i64(0)) for x in ("clear", "full")]
