@@ -37,13 +37,13 @@ class Layer(NamedTuple):
 
     def projected(self, x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """q, k and v of tokens at these positions: (1, heads, tokens, HEAD_DIM)."""
-        heads = (F.rms_norm(x, (DIM,)) @ self.qkv).view(1, len(x), -1, HEAD_DIM).transpose(1, 2)
+        heads = (F.rms_norm(x, (DIM,)) @ self.qkv).view(1, len(x), HEADS + 2 * KV_HEADS, HEAD_DIM).transpose(1, 2)
         q, k, v = heads.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         return sl.rotary(q, positions=at), sl.rotary(k, positions=at), v.contiguous()
 
     def rest(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """What comes after attention; nothing but the token's own row is in it."""
-        x = x + attended.transpose(1, 2).reshape(len(x), -1) @ self.out
+        x = x + attended.transpose(1, 2).reshape(len(x), HEADS * HEAD_DIM) @ self.out
         return x + F.silu(F.rms_norm(x, (DIM,)) @ self.up) @ self.down
 
 
@@ -127,6 +127,8 @@ def main() -> None:
     given = parser.parse_args()
     if min(given.prompt, given.tokens, given.layers, given.window) < 1:
         parser.error("--prompt, --tokens, --layers, --window: expected numbers from 1")
+    if not dist.is_torchelastic_launched():
+        parser.error("start it by torchrun: torchrun --nproc-per-node 2 examples/long_context.py")
     dist.init_process_group("gloo")
     dtype = getattr(torch, given.dtype)
     model = drawn(given.layers, given.window, dtype)

@@ -354,9 +354,9 @@ def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
     given = ([total] if sequences == 1 else [1] * sequences) if x is None else each_count(x, sequences, name)
     if any([n < 0 for n in given]) or sum(given) != total:
         what = "tokens" if name == "new_lengths" else "queries"
+        got = shown(given) if x is not None else "None, which is one each"
         raise ArgumentError(
-            f"{name}: expected {sequences} ints, one per sequence, that add up to the {total} {what}; got "
-            f"{shown(given)}."
+            f"{name}: expected {sequences} ints, one per sequence, that add up to the {total} {what}; got {got}."
         )
     return given
 

@@ -121,6 +121,8 @@ _PLAN = {
     **dict.fromkeys(("seqlen_q", "qo_len"), "q_len="),
     **dict.fromkeys(("seqlen_k", "kv_len"), "k_len="),
     **dict.fromkeys(("world_size", "cp_size", "num_ranks", "processes"), "ranks="),
+    "mesh": "method='mesh' beside ranks=: every mesh of so many is looked at",
+    "engine": "device='cuda', or nothing: it is where the arrays lie",
 }
 _KEPT = {
     **_SIZES,

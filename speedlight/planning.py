@@ -231,6 +231,10 @@ def over_ranks(plan: Plan, asked: Asked, *, packed: bool) -> Plan:
     """The same with what it takes over several ranks, at the roofs of this machine."""
     if plan.roofs is None:
         raise UnsupportedError(f"ranks: expected an engine whose roofs are measured; got {plan.engine}.")
+    if plan.problem.dropout:
+        raise UnsupportedError(
+            f"dropout: expected 0 beside ranks=; got {plan.problem.dropout:g}. Several processes have no dropout."
+        )
     rates, each = Rates(plan.roofs.flops, plan.roofs.bytes), pair_flops(plan.problem, backward=plan.backward)
     return replace(plan, ranks=spread(plan.problem, asked, rates, each, packed=packed, backward=plan.backward))
 

@@ -243,6 +243,15 @@ def test_a_long_context_is_the_same_over_any_number_of_processes():
     assert len(set(re.findall(r"tokens/s: ([\d ]+)\n", "".join(said)))) == 1
 
 
+def test_a_process_without_tokens_of_the_prompt_goes_through_every_layer():
+    example = loaded("long_context")
+    layer = example.drawn(1, 100, torch.float32).layers[0]
+    x = torch.empty(0, example.DIM)
+    q, k, v = layer.projected(x, torch.arange(0))
+    assert q.shape == (1, example.HEADS, 0, example.HEAD_DIM) and k.shape == v.shape
+    assert layer.rest(x, q).shape == x.shape
+
+
 def run(name, *words):
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), *words]
     here = os.environ | {"PYTHONPATH": str(EXAMPLES.parent)}

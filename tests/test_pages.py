@@ -219,6 +219,10 @@ CALLS = [
         lambda p, s, q, k, v: p.attend(0, [s], q, k, v, new_lengths=[4]),
         "new_lengths: expected 1 ints, one per sequence, that add up to the 3",
     ),
+    (
+        lambda p, s, q, k, v: p.attend(0, [s, p.sequence()], q, k, v),
+        "new_lengths: expected 2 ints, one per sequence, that add up to the 3 tokens; got None, which is one each",
+    ),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, new_lengths=[3.0]), "new_lengths: expected 1 ints"),
     (
         lambda p, s, q, k, v: p.attend(0, [s], q, k.astype(np.float64), v),
@@ -237,7 +241,7 @@ CALLS = [
     ),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k, v, out=np.zeros((1, 4, 17), np.float32)), "out: expected shape"),
     (lambda p, s, q, k, v: s.truncate(6), "length: expected 0 to 5"),
-    (lambda p, s, q, k, v: made(page_size=20), "page_size: expected a multiple of 16; got 20"),
+    (lambda p, s, q, k, v: made(page_size=20), "page_size: expected a multiple of 16; got 20. Use 32."),
     (lambda p, s, q, k, v: made(pages=0), "pages: expected a size from 1"),
 ]
 

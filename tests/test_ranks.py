@@ -276,11 +276,16 @@ def test_memory_without_any_other_rank():
         ({"ranks": 2, "latency": "1ms"}, "latency: expected seconds; got str"),
         ({"ranks": 2, "shard": "striped"}, "shard: expected 'auto' or one of 'contiguous', 'zigzag', 'stripe'"),
         ({"ranks": 2, "method": None}, "method: expected 'auto' or one of 'ring', 'ulysses', 'gather', 'exact', 'm"),
-        ({"ranks": 3, "method": "mesh"}, "method: expected 'ring', 'gather' or 'auto' where 3 ranks make no mesh: two"),
+        ({"ranks": 3, "method": "mesh"}, "method: expected another than 'mesh' for 3 ranks: a mesh is ring x"),
         (
             {"ranks": 4, "method": "mesh", "shard": "stripe"},
-            "method: expected 'ring', 'gather' or 'auto' where 4",
+            "shard: expected 'zigzag', 'contiguous' or 'auto' for method='mesh'; got 'stripe'",
         ),
+        (
+            {"ranks": 2, "dropout": 0.1, "seed": 1},
+            "dropout: expected 0 beside ranks=; got 0.1. Several processes have no dropout",
+        ),
+        ({"ranks": 4, "mesh": (2, 2)}, "mesh: expected the arguments of plan.+Use method='mesh' beside ranks="),
         ({"shard": "zigzag"}, "shard: expected ranks= beside it; got 'zigzag' alone"),
         ({"latency": 1e-5}, "latency: expected ranks= beside it; got 1e-05 alone"),
         ({"ranks": 3, "method": "ulysses"}, "method: expected 'ring', 'gather' or 'auto' where 3 ranks cannot have"),

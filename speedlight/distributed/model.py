@@ -154,10 +154,11 @@ def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> s
             "first, and stripes of its results, which the model has no figures for; got 'stripe'."
         )
     if asked.method == "mesh":
-        sharded = " of contiguous or zigzag shards" if asked.shard == "stripe" else ""
+        if asked.shard == "stripe":
+            return "shard: expected 'zigzag', 'contiguous' or 'auto' for method='mesh'; got 'stripe'."
         return (
-            f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks make no mesh{sharded}: two by two, "
-            f"at least, whose second number divides the {problem.q_heads} heads of q; got 'mesh'."
+            f"method: expected another than 'mesh' for {asked.ranks} ranks: a mesh is ring x ulysses, both 2 at least, "
+            f"and ulysses divides the {problem.q_heads} heads of q. Use 'auto'."
         )
     return (
         f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks cannot have as many whole heads "

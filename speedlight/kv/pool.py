@@ -78,7 +78,9 @@ class PagePool:
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
         check_sizes(sizes)
         if page_size % BLOCK:
-            raise ArgumentError(f"page_size: expected a multiple of {BLOCK}; got {page_size}.")
+            raise ArgumentError(
+                f"page_size: expected a multiple of {BLOCK}; got {page_size}. Use {-(-page_size // BLOCK) * BLOCK}."
+            )
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = map(int, sizes.values())
         self.dtype = cache_dtype(dtype)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)

@@ -158,7 +158,9 @@ def plan(
     score: Score = None,
     dropout: Dropout = 0.0,
     seed: Seed = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Count visible pairs where only counting tells.")] = False,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Count what a mask shows, where only counting tells. Not --method exact.")
+    ] = False,
     backward: Backward = False,
     ranks: Ranks = None,
     link_bandwidth: LinkBandwidth = None,
