@@ -20,9 +20,9 @@ import torch.distributed as dist
 if not torch.cuda.is_available():
     import gpu_interpreter  # noqa: F401  (before Triton)
 
-import sharded
 import triton  # noqa: F401
 from sharded import Case, random_case, tensor, whole_of
+from sharded_faults import TIMEOUT, forked
 from tolerance import assert_within
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -247,7 +247,7 @@ def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:
         Peers.check_carries = lambda *_: None
     dist.init_process_group(
         backend, init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world,
-        timeout=datetime.timedelta(seconds=sharded.TIMEOUT),
+        timeout=datetime.timedelta(seconds=TIMEOUT),
     )  # fmt: skip
     for done in RUNS[name](world, *numbers):
         if rank == 0:
@@ -258,5 +258,5 @@ def main(rank: int, world: int, name: str, folder: str, *numbers: int) -> None:
 if __name__ == "__main__":
     name, *words = sys.argv[1:]
     numbers, worlds = (words[:2], words[2:]) if name == "everything" else ([], words)
-    statuses = [sharded.forked(int(world), name, *map(int, numbers), run=main) for world in worlds]
+    statuses = [forked(main, int(world), name, *map(int, numbers)) for world in worlds]
     sys.exit(next((x for x in statuses if x), 0))

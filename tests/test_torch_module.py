@@ -280,7 +280,7 @@ def test_wrong_calls():
     assert cache.length(0) == 0
 
 
-@pytest.mark.parametrize("name", ["window", "attention_mask", "dropout"])
+@pytest.mark.parametrize("name", [*["window"] * FULL, "attention_mask", "dropout"])  # all of them have the window
 def test_in_a_graph(name):
     """One graph, with the bits of the call without it; dropout draws anew in every call."""
     torch._dynamo.reset()

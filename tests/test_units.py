@@ -90,7 +90,7 @@ def test_what_is_fetched_ahead_changes_no_bit(rng, dtype):
     q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 1, 4, 1, 1, 700, 64, 64)
     results = set()
     for fetching in (
-        tunings.TUNINGS["other"].fetching,
+        *[tunings.TUNINGS["other"].fetching] * FULL,
         Fetching(0, 0, 0, 0, False, 1, False),
         Fetching(1, 3, 4096, 5, True, 2, True),
     ):

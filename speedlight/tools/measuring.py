@@ -95,6 +95,11 @@ def settle(seconds: float = 0.03) -> None:
         pass
 
 
+def name_of(dtype: str, heads: int, n: int, d: int, causal: bool, backward: bool = False) -> str:
+    """A problem in one line."""
+    return f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}{' backward' * backward}"
+
+
 def quantiles(times: list[float]) -> list[float]:
     """Least, quartiles, most."""
     return [float(x) for x in np.quantile(times, (0, 0.25, 0.5, 0.75, 1))]
