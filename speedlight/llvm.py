@@ -39,12 +39,13 @@ def undisturbed(call: Callable[[], _R]) -> _R:
 
     def run() -> None:
         try:
-            with _inside:
-                if turn:
-                    found.append(turn.pop()())
-        except BaseException as error:
-            failed.append(error)
-            _forget_frames(error)
+            with _inside:  # a child that is forked after it finds what came of it
+                try:
+                    if turn:
+                        found.append(turn.pop()())
+                except BaseException as error:
+                    failed.append(error)
+                    _forget_frames(error)
         finally:
             ended.release()
 
