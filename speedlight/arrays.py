@@ -429,25 +429,18 @@ _HEAD = object.__basicsize__  # of an array object, what every object has; then 
 
 
 def _is_known() -> bool:
-    """Whether array objects are as that says: of memory of their own and of others', written or not, with entries or
-    none.
-    """
-    if sys.implementation.name != "cpython":
-        return False
-    own = np.arange(6.0).reshape(2, 3)
-    fixed = np.frombuffer(b"12345678", np.int8)
+    """Whether array objects are as that says: of own memory and of others', written or not, with entries or none."""
+    own, fixed = np.arange(6.0).reshape(2, 3), np.frombuffer(b"12345678", np.int8)
     cases = (own, own[1:, ::-2], own[1, 1, ...], own.view(np.int16).T, fixed, fixed[3:], np.zeros((0, 2)))
-    return all([_word_at(id(x) + _HEAD).value == x.ctypes.data for x in cases])
+    cpython = sys.implementation.name == "cpython"
+    return cpython and all([_word_at(id(x) + _HEAD).value == x.ctypes.data for x in cases])
 
 
 _known = _is_known()
 
 
 def pages(size: int, *, large: bool = False) -> mmap.mmap:
-    """Zeroed pages of our own; only those that are touched take memory. `large`: of MiB, if the system has such.
-
-    Private: after a fork each process has its own.
-    """
+    """Zeroed pages, in each process its own after a fork; only those that are touched take memory. `large`: of MiB."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, max(size, 1))
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
