@@ -82,6 +82,16 @@ def check(case: Case, **more: Any) -> None:
         judge(case, options, whole, flows, gradients)
 
 
+def each(cases: list[Case], world: int, check: Callable[[Case], None]) -> Iterator[str]:
+    """One after another, each named where it is wrong."""
+    for n, x in enumerate(cases):
+        try:
+            check(x)
+        except Exception as error:
+            raise AssertionError(f"case {n} of {world}: {x}") from error
+        yield f"case {n}"
+
+
 def taken(case: Case) -> bool:
     """Whether one process takes it."""
     try:
@@ -245,12 +255,7 @@ def short(world: int) -> Iterator[str]:
         ),  # items begin apart
         case(4, 2, 61, {"mask": sl.prefix(0), "sink_logits": [0.5, -1.0, 2.0, 0.0]}),  # no row sees a key
     ]
-    for n, x in enumerate(cases):
-        try:
-            check(x)
-        except Exception as error:
-            raise AssertionError(f"case {n} of {world}: {x}") from error
-        yield f"case {n}"
+    yield from each(cases, world, check)
     yield from learned(world)
     yield from unlike(world)
     yield from again(world)

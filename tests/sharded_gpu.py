@@ -21,7 +21,7 @@ if not torch.cuda.is_available():
     import gpu_interpreter  # noqa: F401  (before Triton)
 
 import triton  # noqa: F401
-from sharded import Case, random_case, tensor, whole_of
+from sharded import Case, each, random_case, tensor, whole_of
 from sharded_faults import TIMEOUT, forked
 from tolerance import assert_within
 from torch.distributed.device_mesh import init_device_mesh
@@ -84,12 +84,7 @@ def short(world: int) -> Iterator[str]:
         case(2 * world, 1, 37, causal | {"score": slopes}, method="ulysses", shard="zigzag"),
         case(2, 1, 37, causal, method="auto", shard="zigzag"),
     ]
-    for n, x in enumerate(cases):
-        try:
-            check(x)
-        except Exception as error:
-            raise AssertionError(f"case {n} of {world}: {x}") from error
-        yield f"case {n}"
+    yield from each(cases, world, check)
     yield from values(world)
     yield from refusals(world)
     yield from cache(world)

@@ -335,17 +335,8 @@ class _Task(Work):
 
         def add(function: Any, first: Value, end: Value) -> None:
             with k.when(first < end):
-                ends = (first, end, steps)
-                arguments = (
-                    self.scratch,
-                    values,
-                    tile.v_row,
-                    *ends,
-                    a.value_dim,
-                    self.part("check"),
-                    self.part("partial"),
-                )
-                k.call(function, accumulator, *arguments)
+                sums = a.value_dim, self.part("check"), self.part("partial")
+                k.call(function, accumulator, self.scratch, values, tile.v_row, first, end, steps, *sums)
 
         if s.hides:
             clear = k.select(full > 0, clear, k.i64(0))

@@ -304,13 +304,10 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
 
     Nothing of arrays that stay in the caches: there a wrong guess takes lines away from another thread.
     """
-    both = problem.head_dim + problem.value_dim
-    rows = sum(problem.q_lengths) * problem.q_heads * STORAGE_BYTES[problem.storage]
-    keys = sum(problem.k_lengths) * problem.kv_heads * STORAGE_BYTES[problem.key_storage]
-    if (rows + keys) * both < _KEPT * level2_bytes():
-        return {}
-    rows = how.tuning.register_tiles(how.isa).keys[how.vectors - 1]
     own, keys = STORAGE_BYTES[problem.storage], STORAGE_BYTES[problem.key_storage]
+    of_rows, of_keys = sum(problem.q_lengths) * problem.q_heads * own, sum(problem.k_lengths) * problem.kv_heads * keys
+    if (of_rows + of_keys) * (problem.head_dim + problem.value_dim) < _KEPT * level2_bytes():
+        return {}
     dense = words["page_size"] == ENDLESS
     sizes = (
         ("q", problem.head_dim, own, True),
@@ -321,7 +318,7 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
     lines = {
         f"{x}_lines": -(-dim * size // 64) * (known and words[f"{x}_column"] == size) for x, dim, size, known in sizes
     }
-    groups = TILE // rows  # of keys in a tile
+    groups = TILE // how.tuning.register_tiles(how.isa).keys[how.vectors - 1]  # of keys in a tile
     return lines | {
         "upcoming": how.threads,
         "next_positions": -(-how.panel // (groups * problem.group)),
