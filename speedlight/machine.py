@@ -218,12 +218,15 @@ def _windows_processors() -> bytes:
 
 @functools.cache
 def cpu_family() -> str:
-    """ "zen4", "zen5" or "other"."""
+    """ "zen4", "zen5", "intel512" (Ice Lake's servers and later) or "other"."""
     words = _cpuinfo()
-    if words.get("vendor_id") != "AuthenticAMD":
-        return "other"
     avx512 = "avx512f" in words.get("flags", "").split()  # Zen 3 is of family 25, too, without it
-    return {"25": "zen4" if avx512 else "other", "26": "zen5"}.get(words.get("cpu family", ""), "other")
+    families = {
+        ("AuthenticAMD", "25"): "zen4" if avx512 else "other",
+        ("AuthenticAMD", "26"): "zen5",
+        ("GenuineIntel", "6"): "intel512" if avx512 else "other",
+    }
+    return families.get((words.get("vendor_id", ""), words.get("cpu family", "")), "other")
 
 
 def cpu_identity() -> str:

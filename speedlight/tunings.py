@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .machine import Isa, cpu_family, host_arch
 
-FAMILIES = {"zen4": "Zen 4", "zen5": "Zen 5", "other": "another CPU"}
+FAMILIES = {"zen4": "Zen 4", "zen5": "Zen 5", "intel512": "Intel with AVX-512", "other": "another CPU"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +41,9 @@ class Blocking:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """How far ahead of its use the decode kernel fetches memory; 0 leaves that to the CPU.
+    """How far ahead of its use kernels fetch memory; 0 leaves that to the CPU.
 
-    There is room for the addresses of 32 keys, or 24 blocks, past a tile (PLACES in cpu/layout.py).
+    The decode kernel has room for the addresses of 32 keys, or 24 blocks, past a tile (PLACES in cpu/layout.py).
     """
 
     groups: int  # vectors of keys, where keys are rows
@@ -53,6 +53,7 @@ class Fetching:
     twice: bool  # whether a cache's values are asked for while weights are computed, too
     level: int  # cache that it is fetched to: 1 to 3
     alone: bool  # of a single row, too: it leaves memory idle at no time
+    rows: int  # the forward kernel: rows of values; where it does, the next register tile's keys, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +132,13 @@ class Tuning:
 
 # One stream is read fastest, by 4 to 9 % (measured on a Zen 5). int8 takes less time to read than to compute, where a
 # few chains wait for each other: it has more sums, and a vector of values that was widened is used for four rows.
+# An Intel core multiplies and adds twice a cycle, 4 cycles each, and widens and computes exponentials in the same two
+# pipes: eight sums at least, and what was widened is used for every row of a group (bf16 1.15 to 1.2 times as fast).
 #       registers   keys
 #          scores                    of int8                   narrow
 #          values                             of int8
 #          gradients
-REGISTER_TILES = (
+_TILES = (
     RegisterTiles(32, (8, 8, 8),
         ((8, 1), (4, 1), (1, 1)), ((8, 1), (4, 2), (1, 4)), ((4, 1), (1, 1)),
         ((4, 4, 8), (2, 8, 2), (1, 8, 1)), ((4, 4, 4), (2, 8, 2), (1, 8, 1)),
@@ -145,49 +148,63 @@ REGISTER_TILES = (
         ((2, 4, 2), (1, 4, 1)),            ((2, 4, 2), (1, 4, 1)),
         ((4, 3), (4, 2), (4, 1))),
 )  # fmt: skip
+_INTEL_TILES = (
+    RegisterTiles(32, (8, 8, 8),
+        ((8, 2), (4, 2), (1, 4)), ((8, 2), (4, 2), (1, 4)), ((4, 1), (1, 1)),
+        ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)), ((8, 2, 8), (4, 4, 4), (2, 8, 2), (1, 8, 1)),
+        ((8, 2), (8, 1))),
+)  # fmt: skip
+REGISTER_TILES = {"zen4": _TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "other": _TILES}
 
-# Measured over 90 shapes on Zen 4 and Zen 5 (docs/ladder.md). Units of 16 registers have no room for enough sums of
-# one vector: they take the row of other CPUs.
-#                    worth of 1, 2, 3     panels  FLOPs of a task  tasks
+# Measured over 90 shapes on Zen 4 and Zen 5, over 20 on an Intel Xeon (docs/ladder.md). Units of 16 registers have no
+# room for enough sums of one vector: they take the row of other CPUs.
+#                       worth of 1, 2, 3     panels  FLOPs of a task  tasks
 _FMA = {
-    "zen4":  Blocking((1.00, 0.98, 0.95),      8,     800_000_000,     8),
-    "zen5":  Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8),
-    "other": Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8),
+    "zen4":     Blocking((1.00, 0.98, 0.95),      8,     800_000_000,     8),
+    "zen5":     Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8),
+    "intel512": Blocking((0.80, 1.00, 0.98),      8,     800_000_000,     8),
+    "other":    Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8),
 }  # fmt: skip
 _PAIRS = {
-    "zen4":  Blocking((0.72, 1.00, 0.99),      4,   1_600_000_000,     8),
-    "zen5":  Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),
-    "other": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),
+    "zen4":     Blocking((0.72, 1.00, 0.99),      4,   1_600_000_000,     8),
+    "zen5":     Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),
+    "intel512": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),  # not measured: the Xeon had none
+    "other":    Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),
 }  # fmt: skip
 
 # A Zen 5 reads a fifth faster with it. On a Zen 4 what is fetched to the first level takes the place of what is being
-# missed there, 24 lines at once: 16 KiB ahead to the second level reads up to half faster (docs/ladder.md).
-#                groups  keys  cache_bytes  cache_blocks  twice  level  alone
+# missed there, 24 lines at once: 16 KiB ahead to the second level reads up to half faster (docs/ladder.md). An Intel
+# Xeon waits for its third level in long problems, too: with what is fetched 3 to 5 % faster.
+#                   groups  keys  cache_bytes  cache_blocks  twice  level  alone  rows
 _FETCHING = {
-    "zen4":  Fetching(2,   16,       16384,           24,  True,     2, False),
-    "zen5":  Fetching(2,   16,       16384,           24,  True,     1,  True),
-    "other": Fetching(2,   16,       16384,           24,  True,     1,  True),
+    "zen4":     Fetching(2,   16,       16384,           24,  True,     2, False,    0),
+    "zen5":     Fetching(2,   16,       16384,           24,  True,     1,  True,    0),
+    "intel512": Fetching(2,   16,       16384,           24,  True,     2,  True,   32),
+    "other":    Fetching(2,   16,       16384,           24,  True,     1,  True,    0),
 }  # fmt: skip
 
-#                 tasks  rows  spans
+#                    tasks  rows  spans
 _DECODING = {
-    "zen4":  Decoding(4,  128,     1),
-    "zen5":  Decoding(4,  128,     1),
-    "other": Decoding(4,  128,     1),
+    "zen4":     Decoding(4,  128,     1),
+    "zen5":     Decoding(4,  128,     1),
+    "intel512": Decoding(4,  128,     1),
+    "other":    Decoding(4,  128,     1),
 }  # fmt: skip
 
-#               tasks   least  most keys
+#                  tasks   least  most keys
 _RANGES = {
-    "zen4":  Ranges(3,  (1024, 4096)),
-    "zen5":  Ranges(3,  (1024, 4096)),
-    "other": Ranges(3,  (1024, 4096)),
+    "zen4":     Ranges(3,  (1024, 4096)),
+    "zen5":     Ranges(3,  (1024, 4096)),
+    "intel512": Ranges(3,  (1024, 4096)),
+    "other":    Ranges(3,  (1024, 4096)),
 }  # fmt: skip
 
-#                 inline seconds  bytes  region  FLOP/s  backward  bytes/s  scratches apart
+#                    inline seconds  bytes  region  FLOP/s  backward  bytes/s  scratches apart
 _THREADING = {
-    "zen4":  Threading(20e-6, 1 << 19,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
-    "zen5":  Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
-    "other": Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+    "zen4":     Threading(20e-6, 1 << 19,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+    "zen5":     Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+    "intel512": Threading(20e-6, 1 << 19,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
+    "other":    Threading(50e-6, 1 << 20,    0.048,   50e9,      5e9,    20e9, (1 << 20) + 512),
 }  # fmt: skip
 
 # What `speedlight tune` may change of which part, and within what limits; a file that says otherwise is not followed.
@@ -198,14 +215,14 @@ LIMITS: dict[str, dict[str, tuple[float, float]]] = {
     "pairs": _BLOCKS,
     "fetching": {
         "groups": (0, 2), "keys": (0, 16), "cache_bytes": (0, 65536), "cache_blocks": (0, 24), "twice": (0, 1),
-        "level": (1, 3), "alone": (0, 1),
+        "level": (1, 3), "alone": (0, 1), "rows": (0, 64),
     },
     "decoding": {"tasks": (1, 64), "rows": (1, 1024), "spans": (1, 64)},
     "threading": {"inline_seconds": (0.0, 1e-3)},
 }  # fmt: skip
 
 TUNINGS = {
-    x: Tuning(x, REGISTER_TILES, _FMA[x], _PAIRS[x], _FETCHING[x], _DECODING[x], _RANGES[x], _THREADING[x])
+    x: Tuning(x, REGISTER_TILES[x], _FMA[x], _PAIRS[x], _FETCHING[x], _DECODING[x], _RANGES[x], _THREADING[x])
     for x in FAMILIES
 }
 

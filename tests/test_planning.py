@@ -346,3 +346,22 @@ def test_linux_says_what_llvm_says_of_the_cpu():
     theirs = {name for name, on in binding.get_host_cpu_features().items() if on}
     wanted = {name for isa in machine.ISAS for name in isa.needs}
     assert machine._features() & wanted == theirs & wanted
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "flags", "found"),
+    [
+        ("AuthenticAMD", "25", "fma avx512f", "zen4"),
+        ("AuthenticAMD", "25", "fma", "other"),  # Zen 3
+        ("AuthenticAMD", "26", "fma avx512f", "zen5"),
+        ("AuthenticAMD", "23", "fma", "other"),
+        ("GenuineIntel", "6", "fma avx512f", "intel512"),
+        ("GenuineIntel", "6", "fma", "other"),
+        ("HygonGenuine", "24", "fma", "other"),
+    ],
+)
+def test_families_of_cpus(vendor, family, flags, found, monkeypatch):
+    monkeypatch.setattr(machine, "_cpuinfo", lambda: {"vendor_id": vendor, "cpu family": family, "flags": flags})
+    assert machine.cpu_family.__wrapped__() == found
+    monkeypatch.setattr(machine, "_cpuinfo", dict)
+    assert machine.cpu_family.__wrapped__() == "other"

@@ -91,16 +91,22 @@ def test_what_is_fetched_ahead_changes_no_bit(rng, dtype):
     results = set()
     for fetching in (
         *[tunings.TUNINGS["other"].fetching] * FULL,
-        Fetching(0, 0, 0, 0, False, 1, False),
-        Fetching(1, 3, 4096, 5, True, 2, True),
+        Fetching(0, 0, 0, 0, False, 1, False, 0),
+        Fetching(1, 3, 4096, 5, True, 2, True, 7),
     ):
         with tuned(fetching=asdict(fetching)):
             cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=700, dtype=dtype)
             cache.append(0, k, v)
             own = b"" if dtype == "int8" else sl.attention(np.ascontiguousarray(q), k, v).tobytes()
-            results.add(own + cache.attend(0, q).tobytes())
+            prompt = sl.attention(np.repeat(q, 150, axis=2), k, v, causal=True).tobytes()
+            results.add(own + cache.attend(0, q).tobytes() + prompt)
         text = emit(Shape("decode", machine.current_isa(), "f32", cached=True, fetching=fetching))
         assert ("prefetch" in text) == (fetching.cache_blocks > 0)
+        texts = {
+            x: emit(Shape("forward", machine.current_isa(), "f32", 2, fetching=replace(fetching, rows=x)))
+            for x in (0, 7)
+        }
+        assert texts[7].count("prefetch") > texts[0].count("prefetch")
     assert len(results) == 1
 
 

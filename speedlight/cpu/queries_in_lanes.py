@@ -56,6 +56,21 @@ def _each(total: list[list[Variable]]) -> Iterator[tuple[int, int, Variable]]:
             yield m, v, x
 
 
+def fetching_keys(k: Function, s: Shape, j: Value, step: Callable[[Value], None]) -> None:
+    """All steps of a register tile. Meanwhile keys from j on are fetched, a row in each of so many parts of the sum:
+    a line for every two steps, as more at once would fill the places of misses.
+    """
+    ahead, part = k.at(k.p["keys"], j * k.p["key_row"]), k.p["units"] // s.rows & -2
+    with k.range(0, s.rows) as m:
+        row = k.at(ahead, m * k.p["key_row"])
+        with k.range(0, part, 2) as t:
+            k.prefetch(k.at(row, t * (s.rows * s.number_bytes)))
+            step(m * part + t)
+            step(m * part + t + 1)
+    with k.range(part * s.rows, k.p["units"]) as t:
+        step(t)
+
+
 # --- scores
 
 _SCORE_PARAMS = {
@@ -91,7 +106,10 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
 
         _fetch_rows(k, s, lines, j)
         fetch_next(k)
-        k.unrolled(0, p["units"], step)
+        if s.fetching.rows:
+            fetching_keys(k, s, j + s.rows, step)
+        else:
+            k.unrolled(0, p["units"], step)
         for v in range(s.vectors):
             scores = _stored_scores(k, s, j, v, [total[m][v].get() for m in range(s.rows)])
             if checks is not None:
@@ -334,6 +352,8 @@ def value_tile(module: Module, s: Shape) -> Any:
         def step(j: Value) -> None:
             weights = [k.load(s.units, p["weights"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
             row = k.at(values, j * p["value_row"])
+            if s.fetching.rows:
+                k.prefetch(k.at(row, p["value_row"] * s.fetching.rows))
             for m in range(s.rows):
                 value = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
                 for v in range(s.vectors):

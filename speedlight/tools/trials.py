@@ -231,6 +231,7 @@ def trials_of(isa: Isa) -> list[Trial]:
     own, heads = lambda: own_step("float32", 16384), (1, 2, 3, 4, 6, 8)
     return [
         *trials,
+        Trial("fetching in long problems", _rows_ahead, lambda: [prefill("float32", *size) for size in _LONG]),
         Trial("fetching ahead", _fetched, lambda: [*_caches(), own()]),
         Trial("how far ahead", _distances, _caches),
         Trial(
@@ -246,10 +247,12 @@ def _caches() -> list[Case]:
     return [cached_step(dtype, n) for dtype, n in sizes]
 
 
+_SHORT = (8, 128, 64, True), (8, 256, 128, False), (8, 512, 64, True)  # heads, tokens, head dim, causal
+_LONG = (8, 512, 128, False), (8, 1024, 64, False), (8, 1024, 128, True), (4, 2048, 128, True)
+
+
 def _blocks(dtype: str, part: str) -> Iterator[Trial]:
-    sizes = [(8, 128, 64, True), (8, 256, 128, False), (8, 512, 64, True), (8, 512, 128, False), (8, 1024, 64, False)]
-    sizes += [(8, 1024, 128, True), (4, 2048, 128, True)]
-    cases = lambda: [prefill(dtype, *size) for size in sizes]  # noqa: E731
+    cases = lambda: [prefill(dtype, *size) for size in (*_SHORT, *_LONG)]  # noqa: E731
     yield Trial(f"{dtype} blocks", lambda tuning: _worths(tuning, part), cases)
     yield Trial(f"{dtype} tasks", lambda tuning: _tasks(tuning, part), cases)
 
@@ -271,6 +274,11 @@ def _tasks(tuning: Tuning, part: str) -> dict[str, Parts]:
     now = getattr(tuning, part)
     sizes = {f"{x / 1e9:g} GFLOP": {"task_flops": x} for x in (now.task_flops // 4, now.task_flops * 4)}
     return {name: {part: x} for name, x in (sizes | _others("tasks", now.tasks, (4, 8, 16))).items()}
+
+
+def _rows_ahead(tuning: Tuning) -> dict[str, Parts]:
+    now = tuning.fetching.rows
+    return {f"{x} rows" if x else "nothing": {"fetching": {"rows": x}} for x in (0, 16, 32, 64) if x != now}
 
 
 def _fetched(tuning: Tuning) -> dict[str, Parts]:
