@@ -179,7 +179,7 @@ _PAIRS = {
 _FETCHING = {
     "zen4":     Fetching(2,   16,       16384,           24,  True,     2, False,    0),
     "zen5":     Fetching(2,   16,       16384,           24,  True,     1,  True,    0),
-    "intel512": Fetching(2,   16,       16384,           24,  True,     2,  True,   32),
+    "intel512": Fetching(2,   16,       16384,           24, False,     2,  True,   32),
     "other":    Fetching(2,   16,       16384,           24,  True,     1,  True,    0),
 }  # fmt: skip
 

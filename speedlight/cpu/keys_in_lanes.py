@@ -11,6 +11,7 @@ the keys; what is uneven at its end, and tiles with scores of -inf, go key by ke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,19 @@ from .products import (
 )
 from .scores import block_at, blocks_ahead, score_row
 from .shape import Shape
-from .softmax import base_of, clamped, divided, exp4, is_empty, largest, log_sum_exp, merge_of, rescaled
+from .softmax import (
+    LARGE,
+    base_of,
+    clamped,
+    divided,
+    exp4,
+    is_empty,
+    largest,
+    log_sum_exp,
+    lowest_exponent,
+    merge_of,
+    rescaled,
+)
 from .vector import I1, I64, PTR, Function, Module, Value, Variable, vec
 
 STEPS_TOGETHER = 32  # steps of keys whose values are used for all rows while the first-level cache has them
@@ -49,6 +62,7 @@ def weigh(module: Module, s: Shape) -> Any:
     """One row's scores become weights in place, by units; max and alpha are updated. Keys from `limit` on weigh -0.
 
     Returns whether a score below `limit` is -inf: then its weight is -0 as well, and its value must not be touched.
+    A whole tile of finite scores whose weights are normal numbers takes a loop that asks nothing more.
     """
     params = {
         "scores": PTR, "state": PTR, "alpha": PTR, "limit": I64, "count": I64, "c": s.number, "places": PTR,
@@ -56,40 +70,82 @@ def weigh(module: Module, s: Shape) -> Any:
     }  # fmt: skip
     k = module.function("weigh", params, I64)
     p, n = k.p, s.lanes
-    c = k.splat(p["c"], n)
-    lowest, hidden = k.const(float("-inf"), s.vector), k.const(-0.0, s.vector)
-    steps = k.iota(n)
-    best, gone = k.variable(lowest), k.variable(k.const(0, vec(I1, n)))
+    c, old = k.splat(p["c"], n), k.splat(k.load(s.number, p["state"]), n)
+    top, usual = k.variable(old), k.variable(k.const(0, I1))
+    gone = k.variable(k.const(0, vec(I1, n)))
+    with k.when(p["limit"].equals(TILE)):
+        largest_score, total, least = _extent_of_scores(k, s)
+        top.set(k.max(largest_score * c, old))
+        finite = k.all(k.abs(total) < float("inf")) & k.all(k.abs(top.get()) < LARGE)
+        usual.set(finite & k.all(k.fma(least, c, -top.get()) >= lowest_exponent(s)))
+    with k.either(usual.get()) as (fast, careful):
+        with fast:
+            _weigh_keys(k, s, c, top.get(), None)
+        with careful:
+            seen = functools.partial(_seen, k, s, k.iota(n))
+            top.set(largest(k, s, _largest_seen(k, s, seen, gone), c, old))
+            _weigh_keys(k, s, c, top.get(), seen)
+    (alpha,) = exp4(k, s, [old - base_of(k, s, top.get())], any_x=True)
+    for x, where in ((top.get(), p["state"]), (alpha, p["alpha"])):
+        k.store(k.first(x), where)
+    return k.finish(k.zext(k.any(gone.get()), I64))
 
-    def seen(x: Value, j: Value) -> tuple[Value, Value]:
-        inside = (steps + k.splat(j, n)) < k.splat(p["limit"], n)
-        return inside & x.differs(float("-inf")), inside
 
-    with k.range(0, p["count"], n) as j:
-        x = k.load(s.vector, p["scores"], j * s.number_bytes)
+_Seen = Callable[[Value, Value], tuple[Value, Value]]
+
+
+def _seen(k: Function, s: Shape, steps: Value, x: Value, j: Value) -> tuple[Value, Value]:
+    """Of scores from key j on: which are below `limit` and not -inf, and which are below it."""
+    inside = (steps + k.splat(j, s.lanes)) < k.splat(k.p["limit"], s.lanes)
+    return inside & x.differs(float("-inf")), inside
+
+
+def _extent_of_scores(k: Function, s: Shape) -> tuple[Value, Value, Value]:
+    """Of a whole tile: the largest score, in all lanes; by lanes the sum, finite only if all are, and the smallest."""
+    starts = float("-inf"), 0.0, float("inf")
+    combine = k.max, lambda a, b: a + b, k.min
+    found = [k.variable(k.const(x, s.vector)) for x in starts]
+    with k.range(0, TILE, 4 * s.lanes) as j:
+        xs = [k.load(s.vector, k.p["scores"], (j + i * s.lanes) * s.number_bytes) for i in range(4)]
+        for variable, of in zip(found, combine, strict=True):
+            variable.set(of(of(of(xs[0], xs[1]), of(xs[2], xs[3])), variable.get()))
+    best, total, least = (x.get() for x in found)
+    return _largest_lane(k, s, best), total, least
+
+
+def _largest_seen(k: Function, s: Shape, seen: _Seen, gone: Variable) -> Value:
+    """The largest score that is seen, in all lanes; `gone`: whether one that could be is -inf."""
+    lowest = k.const(float("-inf"), s.vector)
+    best = k.variable(lowest)
+    with k.range(0, k.p["count"], s.lanes) as j:
+        x = k.load(s.vector, k.p["scores"], j * s.number_bytes)
         visible, inside = seen(x, j)
         best.set(k.max(k.select(visible, x, lowest), best.get()))
         gone.set(gone.get() | (inside & x.equals(float("-inf"))))
-    name = f"llvm.vector.reduce.fmax.v{n}{'f64' if s.wide else 'f32'}"
-    old = k.splat(k.load(s.number, p["state"]), n)
-    top = largest(k, s, k.splat(k.intrinsic(name, s.number, best.get()), n), c, old)
-    base = base_of(k, s, top)
+    return _largest_lane(k, s, best.get())
+
+
+def _largest_lane(k: Function, s: Shape, x: Value) -> Value:
+    name = f"llvm.vector.reduce.fmax.v{s.lanes}{'f64' if s.wide else 'f32'}"
+    return k.splat(k.intrinsic(name, s.number, x), s.lanes)
+
+
+def _weigh_keys(k: Function, s: Shape, c: Value, top: Value, seen: _Seen | None) -> None:
+    """Two vectors of keys at a time. seen: as of _seen(); None: all are, and their weights are normal numbers."""
+    p, n, hidden = k.p, s.lanes, k.const(-0.0, s.vector)
+    base = top if seen is None else base_of(k, s, top)
     with k.range(0, p["count"], 2 * n) as j:
         if s.cached and s.fetching.twice:
             _fetch_values(k, s, j)
         xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
-        es = clamped(k, s, [k.fma(x, c, -base) for x in xs], [base, base])
-        ws = [
-            k.select(seen(x, j + i * n)[0], w, hidden)
-            for i, (x, w) in enumerate(zip(xs, exp4(k, s, es, any_x=True), strict=True))
-        ]
+        es = [k.fma(x, c, -base) for x in xs]
+        es = es if seen is None else clamped(k, s, es, [base, base])
+        ws = exp4(k, s, es, any_x=seen is not None)
+        if seen is not None:
+            ws = [k.select(seen(x, j + i * n)[0], w, hidden) for i, (x, w) in enumerate(zip(xs, ws, strict=True))]
         for i in range(0, 2, s.elements):
             at = j * (s.number_bytes // s.elements) + i * s.vector_bytes
             k.store(packed_vectors(k, s, ws[i : i + s.elements]), p["scores"], at)
-    (alpha,) = exp4(k, s, [old - base], any_x=True)
-    for x, where in ((top, p["state"]), (alpha, p["alpha"])):
-        k.store(k.first(x), where)
-    return k.finish(k.zext(k.any(gone.get()), I64))
 
 
 def _fetch_values(k: Function, s: Shape, j: Value) -> None:
