@@ -13,7 +13,7 @@ The order of every floating-point operation is fixed: docs/numerics.md, steps 1-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 
@@ -202,9 +202,8 @@ def softmax_tile(module: Module, s: Shape) -> Any:
         ends = [k.select(finite, p[x], k.i64(0)) for x in ("clear", "full")]
         for v, top in enumerate(tops):
             top.set(_careful_max(k, s, c, old[v], limits[v], v, ends))
-    first, end = (k.select(finite & normal, x, k.i64(0)) for x in (p["clear"], p["full"] & -2))
     weights = _Weights(k, s, c, [top.get() for top in tops], limits)
-    weights.all_but(first, end)
+    weights.add(finite & normal)
     weights.finish(old)
     return k.finish(k.select(finite, p["full"], k.i64(0)))
 
@@ -217,10 +216,14 @@ def limit_of(k: Function, s: Shape, v: int) -> Value:
     return x if s.wide else k.trunc(x, s.ivector)
 
 
+def below(k: Function, s: Shape, j: Value, limit: Value) -> Value:
+    """Which lanes see key j of a tile, if its score is not -inf."""
+    return k.splat(j if s.wide else k.trunc(j, I32), s.lanes) < limit
+
+
 def sees(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
     """Visible and not -inf (NaN counts as visible)."""
-    index = k.splat(j if s.wide else k.trunc(j, I32), s.lanes)
-    return (index < limit) & x.differs(float("-inf"))
+    return below(k, s, j, limit) & x.differs(float("-inf"))
 
 
 def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: int, whole: list[Value]) -> Value:
@@ -242,6 +245,10 @@ def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: i
     return largest(k, s, best.get(), c, old)
 
 
+# of keys: all are seen; or by lanes below their limits; and scores may be anything
+_How = Literal["all", "seen", "careful"]
+
+
 class _Weights:
     """Exponentials of one tile, its row sum, alpha, and the new running_max and running_sum; part of softmax_tile."""
 
@@ -251,24 +258,34 @@ class _Weights:
         self.hidden = k.const(-0.0, s.vector)
         self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
-    def all_but(self, first: Value, end: Value) -> None:
-        """Outside keys [first, end) lanes are predicated, NaN is kept, exponents of LARGE rows are clamped."""
-        k, n, together = self.k, self.k.p["n_keys"], self.s.elements
-        whole = n if together == 1 else n & -together
-        if self.s.hides:
-            with k.range(0, first, together) as j:
-                self._step(j, together, careful=True)
-        with k.range(first, end, 2) as j:
-            self._step(j, 2, careful=False)
-        with k.range(end, whole, together) as j:
-            self._step(j, together, careful=True)
-        if together > 1:
-            with k.when(whole < n):
-                self._step(whole, 1, careful=True)
+    def add(self, usual: Value) -> None:
+        """All keys of a tile. Where scores are `usual`, so are those past a lane's limit; their weights are dropped."""
+        k, p, together = self.k, self.k.p, self.s.elements
+        first, end = p["clear"], p["full"] & -2
+        whole = p["n_keys"] & -together
+        with k.either(usual) as (as_usual, any_scores):
+            with as_usual:
+                if self.s.hides:
+                    self._steps(k.i64(0), first, together, "seen")
+                self._steps(first, end, 2, "all")
+                self._steps(end, whole, together, "seen")
+                self._last(whole, "seen")
+            with any_scores:
+                self._steps(k.i64(0), whole, together, "careful")
+                self._last(whole, "careful")
 
-    def _step(self, j: Value, keys: int, careful: bool) -> None:
+    def _last(self, whole: Value, how: _How) -> None:
+        if self.s.elements > 1:
+            with self.k.when(whole < self.k.p["n_keys"]):
+                self._step(whole, 1, how)
+
+    def _steps(self, first: Value, end: Value, keys: int, how: _How) -> None:
+        with self.k.range(first, end, keys) as j:
+            self._step(j, keys, how)
+
+    def _step(self, j: Value, keys: int, how: _How) -> None:
         """Keys j and j + 1; or one alone."""
-        weights = self._weigh(j, keys, careful)
+        weights = self._weigh(j, keys, how)
         for v in range(self.s.vectors):
             for i in range(0, keys, self.s.elements):
                 self._store(j + i, v, [x[v] for x in weights[i : i + self.s.elements]])
@@ -291,20 +308,20 @@ class _Weights:
         unit = packed(k, s, weights + [self.hidden] * missing) if missing else unit
         total.set(add_weights(k, s, unit, total.get()))
 
-    def _weigh(self, j: Value, keys: int, careful: bool) -> list[list[Value]]:
+    def _weigh(self, j: Value, keys: int, how: _How) -> list[list[Value]]:
         """[key][vector] of weights."""
         k, s = self.k, self.s
         each = [(i, v) for i in range(keys) for v in range(s.vectors)]
         xs = [k.load(s.vector, k.p["scores"], (j + i) * s.row_bytes + s.lane_offset(v)) for i, v in each]
         es = [k.fma(x, self.c, -self.base[v]) for x, (_, v) in zip(xs, each, strict=True)]
-        if careful:
+        if how == "careful":
             es = clamped(k, s, es, [self.base[v] for _, v in each])
-        ws = exp4(k, s, es, any_x=careful)
-        if careful:
-            ws = [
-                k.select(sees(k, s, x, j + i, self.limits[v]), w, self.hidden)
-                for w, x, (i, v) in zip(ws, xs, each, strict=True)
-            ]
+        ws = exp4(k, s, es, any_x=how == "careful")
+        if how != "all":
+            shown = [below(k, s, j + i, self.limits[v]) for i, v in each]
+            if how == "careful" or s.hides:  # what a mask hides has such a score
+                shown = [y & x.differs(float("-inf")) for x, y in zip(xs, shown, strict=True)]
+            ws = [k.select(y, w, self.hidden) for y, w in zip(shown, ws, strict=True)]
         return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]
 
     def finish(self, old: list[Value]) -> None:

@@ -8,7 +8,9 @@ The order of every operation is fixed: docs/numerics.md, steps 1-5.
 
 from __future__ import annotations
 
+import functools
 import math
+import struct
 from typing import Any, NamedTuple
 
 from . import functions
@@ -122,6 +124,40 @@ def merge_of(k: Function, s: Shape, first: tuple[Value, Value], second: tuple[Va
 def divided(k: Function, s: Shape, accumulator: Value, by: Value, empty: Value) -> Value:
     """The output of a row: 0 where nothing was seen."""
     return k.select(empty, k.const(0.0, s.vector), accumulator / by)
+
+
+_USUAL = 2.0**-70, 2.0**100  # of accumulators; and of what divides them
+_DIVISORS = 2.0**-10, 2.0**40
+
+
+class Quotients:
+    """Outputs of float32 rows, several to each divisor, without a division each: of 16 cycles, on an Intel core.
+
+    With y = 1/l rounded, q = a·y, r = a − q·l (exact) and q + r·y, which is a/l rounded to nearest for any a and l
+    (Markstein 1990; Brisebarre, Muller and Raina 2004) where no step leaves the normal numbers: `usual` says so.
+    """
+
+    def __init__(self, k: Function, s: Shape, by: Value, empty: Value) -> None:
+        self.k, self.s, self.by, self.empty = k, s, by, empty
+        self.reciprocal = k.const(1.0, s.vector) / by
+        self.near = k.all((by >= _DIVISORS[0]) & (by <= _DIVISORS[1]))
+
+    def usual(self, accumulators: list[Value]) -> Value:
+        """Whether none of these, nor a divisor, is 0, tiny, huge or no number. |x| as an integer has x's order."""
+        k, kind = self.k, self.s.ivector
+        least, most = (struct.unpack("<i", struct.pack("<f", x))[0] << 1 for x in _USUAL)
+        shift = k.const((1 << 31) - least, kind)  # what is too small comes out largest
+        found = functools.reduce(k.max, [(x.bits(kind) << 1) + shift for x in accumulators])
+        return self.near & k.all(found < most - least - (1 << 31))
+
+    def of(self, x: Value) -> Value:
+        """A usual one's."""
+        k = self.k
+        q = x * self.reciprocal
+        return k.fma(k.fma(-q, self.by, x), self.reciprocal, q)
+
+    def careful(self, x: Value) -> Value:
+        return divided(self.k, self.s, x, self.by, self.empty)
 
 
 def natural_log(module: Module) -> Any:

@@ -7,14 +7,13 @@ running_sum, side by side, as its log-sum-exp does. All arguments are layout.FOR
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from . import conversions
 from .layout import FORWARD
 from .region import Words
 from .shape import Shape
-from .softmax import divided, is_empty, log_sum_exp, merge_of
+from .softmax import Quotients, is_empty, log_sum_exp, merge_of
 from .vector import I64, PTR, Function, Module, Value
 
 
@@ -117,18 +116,14 @@ def store_panel(module: Module, s: Shape, log: Any) -> Any:
         m, running_sum = k.load(s.vector, p["state"], at), k.load(s.vector, p["state"], at + s.row_bytes)
         empty = is_empty(m, running_sum)
         by = running_sum * k.splat(p["divisor"], s.lanes) if s.dropout else running_sum
-
-        def output(c: Value, i: int = 0, at: Value = at, by: Value = by, empty: Value = empty) -> Value:
-            return divided(k, s, k.load(s.vector, acc, (c + i) * s.row_bytes + at), by, empty)
-
-        _store_rows(k, s, v, acc, output)
+        _store_rows(k, s, v, acc, Quotients(k, s, by, empty))
     with k.when(k.load(I64, p["lse_table"]).differs(0)), k.range(0, p["count"]) as lane:
         m, running_sum = (k.load(s.number, p["state"], i * s.row_bytes + lane * s.number_bytes) for i in (0, 1))
         k.store(log_sum_exp(k, s, log, m, running_sum), k.load(PTR, p["lse_table"], lane * 8))
     return k.finish()
 
 
-def _store_rows(k: Function, s: Shape, v: Value, acc: Value, output: Callable[..., Value]) -> None:
+def _store_rows(k: Function, s: Shape, v: Value, acc: Value, quotients: Quotients) -> None:
     """One vector of queries' outputs, [width, lanes]: transposed where all lanes are rows of unit stride, else by
     way of `acc`.
     """
@@ -136,14 +131,27 @@ def _store_rows(k: Function, s: Shape, v: Value, acc: Value, output: Callable[..
     unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)
     end = k.select(unit, p["width"] // s.lanes * s.lanes, k.i64(0))
     with k.range(0, end, s.lanes) as c:
-        rows = k.transpose([output(c, i) for i in range(s.lanes)])
-        for lane, x in enumerate(rows):
+        columns = [k.load(s.vector, acc, (c + i) * s.row_bytes + at) for i in range(s.lanes)]
+        for lane, x in enumerate(k.transpose(_outputs(k, s, columns, quotients))):
             x = conversions.narrowed(k, s.storage, x)
             k.store(x, k.load(PTR, p["table"], (first + lane) * 8), c * s.storage_bytes)
     with k.range(end, p["width"]) as c:
-        k.store(output(c), acc, c * s.row_bytes + at)
+        x = k.load(s.vector, acc, c * s.row_bytes + at)
+        k.store(quotients.careful(x), acc, c * s.row_bytes + at)
     with k.range(first, k.min(p["count"], first + s.lanes)) as lane:
         row = k.load(PTR, p["table"], lane * 8)
         with k.range(end, p["width"]) as c:
             x = k.load(s.number, acc, c * s.row_bytes + lane * s.number_bytes)
             k.store(conversions.narrowed(k, s.storage, x), row, c * p["column"])
+
+
+def _outputs(k: Function, s: Shape, columns: list[Value], quotients: Quotients) -> list[Value]:
+    if s.wide:
+        return [quotients.careful(x) for x in columns]
+    found = [k.variable(x) for x in columns]
+    with k.either(quotients.usual(columns)) as ways:
+        for way, of in zip(ways, (quotients.of, quotients.careful), strict=True):
+            with way:
+                for variable, x in zip(found, columns, strict=True):
+                    variable.set(of(x))
+    return [x.get() for x in found]

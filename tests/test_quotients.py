@@ -1,0 +1,96 @@
+"""Outputs are divided exactly, though not by a division each: held against NumPy's, bit for bit."""
+
+from __future__ import annotations
+
+import ctypes
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from speedlight import machine
+from speedlight.cpu.compile import _host_triple, compile_ir
+from speedlight.cpu.shape import Shape
+from speedlight.cpu.softmax import Quotients
+from speedlight.cpu.states import _outputs
+from speedlight.cpu.vector import I64, PTR, Module
+from speedlight.llvm import load
+
+
+@pytest.fixture(scope="module", params=[isa.name for isa in machine.host_isas()])
+def quotients(request):
+    """Of two arrays; and how many of their pairs did without a division."""
+    isa = machine.isa_named(request.param)
+    s = Shape("forward", isa, "f32", 1)
+    module = Module("quotients")
+    k = module.function("quotients", {"a": PTR, "b": PTR, "out": PTR, "usual": PTR, "count": I64}, public=True)
+    with k.range(0, k.p["count"], s.lanes) as i:
+        x, by = (k.load(s.vector, k.p[name], i * 4) for name in ("a", "b"))
+        q = Quotients(k, s, by, by.equals(0.0))
+        (out,) = _outputs(k, s, [x], q)
+        k.store(out, k.p["out"], i * 4)
+        k.store(k.zext(q.usual([x]), I64), k.p["usual"], i // s.lanes * 8)
+    k.finish()
+    code = load((compile_ir(s, str(module), _host_triple(s)),), ("quotients",))
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, ctypes.c_int64)(code["quotients"])
+
+    def run(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, int]:
+        assert len(a) % s.lanes == 0 and a.dtype == b.dtype == np.float32 and code
+        out, usual = np.empty_like(a), np.zeros(len(a) // s.lanes, np.int64)
+        call(a.ctypes.data, b.ctypes.data, out.ctypes.data, usual.ctypes.data, len(a))
+        return out, int(usual.sum()) * s.lanes
+
+    return run
+
+
+def same(a: np.ndarray, b: np.ndarray, found: np.ndarray) -> None:
+    with np.errstate(all="ignore"):
+        want = np.where(b == 0, np.float32(0), a / b)
+    equal = (want.view(np.int32) == found.view(np.int32)) | (np.isnan(want) & np.isnan(found))
+    assert equal.all(), (a[~equal][:3], b[~equal][:3], want[~equal][:3], found[~equal][:3])
+
+
+def test_random_pairs(quotients, rng):
+    n = 1 << 21
+    significands = rng.integers(1 << 23, 1 << 24, (2, n)).astype(np.float64)
+    powers = np.repeat(rng.integers((-100, -36), (104, 20), (n // 16, 2)).T, 16, axis=1)  # a vector's are of a kind
+    a, b = (significands * 2.0**powers).astype(np.float32)
+    a *= rng.choice([-1, 1], n).astype(np.float32)
+    found, usual = quotients(a, b)
+    same(a, b, found)
+    assert 0.4 * n < usual < 0.9 * n
+
+
+def test_quotients_beside_the_middle_of_two_numbers(quotients, rng):
+    """The closest that a quotient comes to where rounding turns: b·m = a·2^24 ± 1 for an odd m of 25 bits."""
+    pairs = []
+    for b in [*rng.integers(1 << 23, 1 << 24, 4000).tolist(), (1 << 24) - 1, (1 << 23) + 1]:
+        if b % 2 == 0:
+            continue
+        for sign in (-1, 1):
+            m = -sign * pow(b, -1, 1 << 24) % (1 << 24)  # b·m = -sign modulo 2^24
+            for middle in (m, m + (1 << 24)):
+                a = (b * middle + sign) >> 24
+                if middle % 2 and 1 << 23 <= a < 1 << 24:
+                    pairs.append((a, b))
+    assert len(pairs) > 500
+    pairs = pairs[: len(pairs) // 16 * 16]
+    a, b = (np.array(x, np.float32) for x in zip(*pairs, strict=True))
+    found, usual = quotients(a, b)
+    same(a, b, found)
+    assert usual == len(a)
+    for x, (top, bottom) in zip(found.tolist(), pairs, strict=True):  # and not only as NumPy divides
+        beside = np.nextafter(np.float32(x), np.array([0, 9], np.float32)).tolist()
+        away, *others = (abs(Fraction(y) - Fraction(top, bottom)) for y in (x, *beside))
+        assert away < min(others)
+
+
+def test_what_is_not_usual(quotients):
+    numbers = [0.0, 1.0, 3.0, 2.0**-149, 2.0**-126, 2.0**-71, 2.0**-70, 2.0**-10, 2.0**40, 2.0**41, 3.4028235e38]
+    numbers += [float("inf"), float("nan"), 1 / 3]
+    every = np.array([*numbers, *[-x for x in numbers]], np.float32)
+    a, b = (np.repeat(x.ravel(), 16) for x in np.meshgrid(every, np.abs(every)))
+    found, usual = quotients(a, b)
+    same(a, b, found)
+    assert 0 < usual < len(a)
+    assert np.signbit(found[(a == 0) & np.signbit(a) & (b == 3)]).all()
