@@ -56,6 +56,7 @@ def chart(data: dict[str, Any], path: Path) -> None:
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import PercentFormatter
 
     panels = (
@@ -84,8 +85,8 @@ def chart(data: dict[str, Any], path: Path) -> None:
         f"speedlight linked to its best peer on each problem\n{data['machine']}, {data['cores']} cores, {data['isa']}",
         fontsize=11,
     )
-    ours = plt.Line2D([], [], color="#0072b2", marker="o", linestyle="", markersize=7, label="speedlight")
-    peer = plt.Line2D(
+    ours = Line2D([], [], color="#0072b2", marker="o", linestyle="", markersize=7, label="speedlight")
+    peer = Line2D(
         [], [], color="#d55e00", marker="o", mfc="white", mew=1.5, linestyle="", markersize=7,
         label="best of PyTorch, ONNX Runtime, OpenVINO; at the right: its time over ours",
     )  # fmt: skip

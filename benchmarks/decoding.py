@@ -15,7 +15,7 @@ from speedlight.arrays import CODES
 from speedlight.tools.measuring import Call, measure, openvino, quantiles, without_grad
 
 # dtype, batch, q_heads, kv_heads, keys, head_dim
-DECODE = [
+DECODE: list[tuple[Any, int, int, int, int, int]] = [
     (t, 1, 32, 8, n, 128) for t in ("float32", "bfloat16", "float16", "int8") for n in (512, 4096, 16384, 32768, 131072)
 ]
 DECODE += [("float8_e4m3fn", 1, 32, 8, n, 128) for n in (4096, 32768, 131072)]

@@ -31,7 +31,7 @@ import speedlight as sl
 from speedlight import machine
 from speedlight.cpu import roof
 from speedlight.cpu.tuned import tuning_of
-from speedlight.tools.measuring import Call, check, measure, peers, quantiles, tensors, without_grad
+from speedlight.tools.measuring import Call, check, flex, measure, peers, quantiles, tensors, without_grad
 from speedlight.tunings import FAMILIES
 
 HERE = Path(__file__).parent
@@ -83,15 +83,15 @@ def prefill(turns: int) -> Any:
             else "f32"
         )
         times, peaks = measure(calls, turns, lambda kind=kind, isa=isa: roof.peak_flops(isa, kind, sl.get_threads()))
-        ours = statistics.median(times["speedlight"])
+        ours, flops = statistics.median(times["speedlight"]), plan.flops or 0
         best = min((x for x in times if x != "speedlight"), key=lambda x: statistics.median(times[x]), default=None)
         yield {
             "name": f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}",
             "dtype": dtype, "heads": heads, "length": n, "head_dim": d, "causal": causal, "kernel": plan.kernel,
-            "flops": plan.flops, "bytes_moved": plan.bytes_read + plan.bytes_written, "read_bandwidth": read,
+            "flops": flops, "bytes_moved": plan.bytes_read + plan.bytes_written, "read_bandwidth": read,
             "seconds": {x: quantiles(t) for x, t in times.items()},
-            "gflops": plan.flops / ours / 1e9, "peak": statistics.median(peaks) / 1e9,
-            "share_of_peak": plan.flops / ours / statistics.median(peaks),
+            "gflops": flops / ours / 1e9, "peak": statistics.median(peaks) / 1e9,
+            "share_of_peak": flops / ours / statistics.median(peaks),
             "best_peer": best, "ratio": statistics.median(times[best]) / ours if best else None,
             "ratios": {x: statistics.median(t) / ours for x, t in times.items() if x != "speedlight"},
         }  # fmt: skip
@@ -112,7 +112,7 @@ def narrower(turns: int) -> Any:
         plan = sl.plan(*arrays)
         peak = lambda: roof.peak_flops(isa, "f32", sl.get_threads())  # noqa: E731
         times, peaks = measure({"speedlight": lambda: sl.attention(*arrays)}, turns, peak)
-        rate, top = plan.flops / statistics.median(times["speedlight"]), statistics.median(peaks)
+        rate, top = (plan.flops or 0) / statistics.median(times["speedlight"]), statistics.median(peaks)
         yield {
             "name": "float32 H8 N2048 d128 full, AVX2 code", "kernel": plan.kernel, "flops": plan.flops, "ratios": {},
             "seconds": {"speedlight": quantiles(times["speedlight"])}, "gflops": rate / 1e9, "peak": top / 1e9,
@@ -140,7 +140,7 @@ def masks(turns: int) -> Any:
         (lambda s, b, h, i, j: s + 2.0 ** (-(h + 1)) * (j - i)),
         (lambda s, b, h, i, j: 30.0 * (s / 30.0).tanh()),
     )
-    for name, n, (options, flex), plain in (
+    for name, n, (options, mods), plain in (
         ("causal", 16384, ({"mask": sl.causal()}, (lambda b, h, i, j: i >= j, None)), {}),
         ("window 256", 16384, window(256), causal),
         ("window 1024", 16384, window(1024), causal),
@@ -178,12 +178,12 @@ def masks(turns: int) -> Any:
             yield {"name": "refused", "why": f"{name}: outside the bound"}
             continue
         start = time.perf_counter()
-        calls |= flex(arrays, *flex)
+        calls |= flex(arrays, *mods)
         built = time.perf_counter() - start
         dense: Any = torch_bias if name == "dense bias" else None
-        if flex[0] is not None:
+        if mods[0] is not None:
             at = torch.arange(n)
-            dense = flex[0](0, 0, at[:, None], at[None, :])
+            dense = mods[0](0, 0, at[:, None], at[None, :])
         if dense is not None:
             calls["torch"] = _dense_torch(arrays, dense)
         for peer in {"flex", "torch"} & set(calls):  # a peer that computes something else is no peer
