@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from ..arrays import CODES, STORAGE_BYTES
 from .conversions import load, to_float8
-from .functions import like
+from .functions import like, quotient
 from .layout import APPEND, BLOCK, RUN
 from .region import Words, entry, region
 from .shape import AppendShape
@@ -22,7 +22,8 @@ from .vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
 
 _RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
 _MOST_CODE = float(CODES["int8"])
-_WHOLE, _NORMAL = 1.5 * 2.0**23, 2.0**-126  # a float32 so large has no fraction; the least with all its bits
+_WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
+_LEAST_SCALE = 2.0**-80  # from here on every step of a quotient that is not coded as 0 is a normal number
 _INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF  # bits of a float32
 
 
@@ -281,6 +282,7 @@ class _Codes(_Elements):
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
         self.is_keys, self.usual = name == "keys", False
+        self.reciprocals = k.buffer(F32, BLOCK)  # of usual scales
 
     def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
         """In float32: so many side by side, or one."""
@@ -307,13 +309,22 @@ class _Codes(_Elements):
         scale = bits.bits(F32) / k.const(self.last, F32)
         k.store(k.select(bits < _INFINITE, scale, k.const(math.nan, F32)), self.block, lane * 4)
 
+    def of_token(self, numbers: Value, lane: Value | int, count: int) -> Value:
+        """A token's of 16 numbers, so many times side by side, or once."""
+        x = self.k.load(F32, numbers, (self.k.i64(0) + lane) * 4)
+        return self.k.splat(x, count) if count else x
+
+    def ratio(self, x: Value, scale: Value, lane: Value | int) -> Value:
+        """x over a usual scale, rounded to nearest where it is not coded as 0."""
+        count = x.type.count if isinstance(x.type, ir.VectorType) else 0
+        return quotient(self.k, x, scale, self.of_token(self.reciprocals, lane, count))
+
     def codes(self, x: Value, lane: Value | int) -> Value:
         """Of a token's numbers, by its scale; 0 where that is 0 or NaN."""
         k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
-        scale = k.load(F32, self.block, (k.i64(0) + lane) * 4)
-        scale = k.splat(scale, count) if count else scale
+        scale = self.of_token(self.block, lane, count)
         if self.usual:  # within 127 and a half: the last bits of a sum that has no others are the code
-            return k.trunc((x / scale + _WHOLE).bits(like(x, I32)), like(x, I8))
+            return k.trunc((self.ratio(x, scale, lane) + _WHOLE).bits(like(x, I32)), like(x, I8))
         live = scale > 0.0
         whole = k.unary("rint", x / k.select(live, scale, k.const(1.0, x.type)))
         whole = k.min(k.max(whole, k.const(-_MOST_CODE, x.type)), k.const(_MOST_CODE, x.type))
@@ -325,8 +336,9 @@ class _Codes(_Elements):
         with k.range(0, BLOCK) as lane:
             self.scaled(k.at(p["source"], lane * p["row"]), lane)
         scales = k.load(vec(F32, BLOCK), self.block)
-        with k.either(k.all(scales >= _NORMAL)) as (usual, others):
+        with k.either(k.all(scales >= _LEAST_SCALE)) as (usual, others):
             with usual:
+                k.store(k.const(1.0, scales.type) / scales, self.reciprocals)
                 self.usual = True
                 self._whole()
                 self.usual = False
@@ -345,10 +357,18 @@ class _Codes(_Elements):
         )
 
     def _transposed(self, rows: list[Value], index: Value) -> None:
-        k = self.k
-        several = [self.codes(self.numbers(row, index, BLOCK), n) for n, row in enumerate(rows)]
-        for i, x in enumerate(k.transpose(several)):
-            self.store(x, (index + i) * BLOCK + 4 * BLOCK)
+        """16 elements of 16 tokens: bytes of four tokens become words, whose vectors are then interleaved, which is
+        fewer steps than to transpose bytes.
+        """
+        k, wide = self.k, vec(I32, BLOCK)
+        codes = [k.zext(self.codes(self.numbers(row, index, BLOCK), n), wide) for n, row in enumerate(rows)]
+        words = [a | b << 8 | c << 16 | d << 24 for a, b, c, d in (codes[n : n + 4] for n in range(0, BLOCK, 4))]
+        every = range(BLOCK * 2)
+        pairs = [k.shuffle(a, b, [x // 2 + x % 2 * BLOCK for x in every]) for a, b in (words[:2], words[2:])]
+        first, second = (x.bits(vec(I64, BLOCK)) for x in pairs)
+        for part in range(4):
+            quarter = [part * 4 + x // 2 + x % 2 * BLOCK for x in range(8)]
+            self.store(k.shuffle(first, second, quarter), index * BLOCK + (part + 1) * 64)
 
     def _one(self, rows: list[Value], index: Value, lane: Value | int = 0) -> None:
         k = self.k
@@ -392,10 +412,10 @@ class _Float8(_Codes):
 
     def codes(self, x: Value, lane: Value | int) -> Value:
         k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
-        scale = k.load(F32, self.block, (k.i64(0) + lane) * 4)
-        scale = k.splat(scale, count) if count else scale
+        scale = self.of_token(self.block, lane, count)
         if self.usual:  # within half a unit of the last code
-            return to_float8(k, x / scale)
+            sign = x.bits(like(x, I32)) & -_MAGNITUDE - 1  # -0 keeps its own
+            return to_float8(k, (self.ratio(x, scale, lane).bits(sign.type) | sign).bits(x.type))
         live, last = scale > 0.0, k.const(self.last, x.type)
         ratio = x / k.select(live, scale, k.const(1.0, x.type))
         code = to_float8(k, k.min(k.max(ratio, -last), last))

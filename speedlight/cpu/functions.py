@@ -27,6 +27,16 @@ def like(x: Value, element: ir.Type) -> ir.Type:
     return vec(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
 
 
+def quotient(k: Function, x: Value, by: Value, reciprocal: Value) -> Value:
+    """x / by to nearest in three steps, where many are divided by one; a division takes 16 cycles on an Intel core.
+
+    With y = 1/by rounded, q = x·y and r = x − q·by, which is exact, q + r·y is x/by rounded to nearest for any x and by
+    (Markstein 1990; Brisebarre, Muller and Raina 2004), as long as no step leaves the normal numbers. Of −0 it is +0.
+    """
+    q = x * reciprocal
+    return k.fma(k.fma(-q, by, x), reciprocal, q)
+
+
 def _integer(x: Value) -> ir.Type:
     return like(x, I64 if element_of(x.type) is F64 else I32)
 

@@ -131,11 +131,7 @@ _DIVISORS = 2.0**-10, 2.0**40
 
 
 class Quotients:
-    """Outputs of float32 rows, several to each divisor, without a division each: of 16 cycles, on an Intel core.
-
-    With y = 1/l rounded, q = a·y, r = a − q·l (exact) and q + r·y, which is a/l rounded to nearest for any a and l
-    (Markstein 1990; Brisebarre, Muller and Raina 2004) where no step leaves the normal numbers: `usual` says so.
-    """
+    """Outputs of float32 rows, without a division for each where functions.quotient() says the same: `usual`."""
 
     def __init__(self, k: Function, s: Shape, by: Value, empty: Value) -> None:
         self.k, self.s, self.by, self.empty = k, s, by, empty
@@ -152,9 +148,7 @@ class Quotients:
 
     def of(self, x: Value) -> Value:
         """A usual one's."""
-        k = self.k
-        q = x * self.reciprocal
-        return k.fma(k.fma(-q, self.by, x), self.reciprocal, q)
+        return functions.quotient(self.k, x, self.by, self.reciprocal)
 
     def careful(self, x: Value) -> Value:
         return divided(self.k, self.s, x, self.by, self.empty)
