@@ -13,12 +13,12 @@ from typing import Any
 from llvmlite import ir
 
 from ..arrays import CODES, STORAGE_BYTES
-from .conversions import load, to_float8
+from .conversions import load, to_float8, widened
 from .functions import like, quotient
 from .layout import APPEND, BLOCK, RUN
 from .region import Words, entry, region
 from .shape import AppendShape
-from .vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, vec
+from .vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
 
 _RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
 _MOST_CODE = float(CODES["int8"])
@@ -282,7 +282,7 @@ class _Codes(_Elements):
     def __init__(self, k: Function, s: AppendShape, name: str) -> None:
         super().__init__(k, s, name)
         self.is_keys, self.usual = name == "keys", False
-        self.reciprocals = k.buffer(F32, BLOCK)  # of usual scales
+        self.magnitudes, self.reciprocals = k.buffer(I32, BLOCK), k.buffer(F32, BLOCK)  # of tokens; of usual scales
 
     def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
         """In float32: so many side by side, or one."""
@@ -291,23 +291,38 @@ class _Codes(_Elements):
             return self.gathered(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
         return load(k, storage, self.at(row, index), 0, count)
 
-    def scaled(self, row: Value, lane: Value) -> None:
-        """Stores a token's scale: its largest magnitude over the last code, NaN where that is none."""
-        k, wide, most = self.k, vec(I32, BLOCK), self.k.variable(self.k.const(0, I32))
-        many = k.variable(k.const(0, wide))
+    def largest(self, row: Value) -> Value:
+        """A token's largest magnitude in float32, by its bits: NaNs are above infinity then."""
+        k, size = self.k, self.size
+        narrow = size == 2  # compared as they lie, twice as many at once
+        t = I16 if narrow else I32
+        mask, lanes = (1 << (8 * size - 1)) - 1 if narrow else _MAGNITUDE, BLOCK * 2 if narrow else BLOCK
 
-        def larger(total: Any, x: Value) -> None:
-            total.set(k.max(x.bits(total.type) & _MAGNITUDE, total.get()))  # NaNs are above infinity, by their bits
+        def larger(total: Variable, x: Value) -> None:
+            total.set(k.max(x.bits(total.type) & mask, total.get()))
 
+        def raw(index: Value, count: int) -> Value:
+            if not narrow:
+                return self.numbers(row, index, count)
+            return self.elements(row, index, count) if count else k.load(I16, self.at(row, index))
+
+        many, most = k.variable(k.const(0, vec(t, lanes))), k.variable(k.const(0, t))
         self.stretches(
-            self.dim,
-            BLOCK,
-            lambda index: larger(many, self.numbers(row, index, BLOCK)),
-            lambda index: larger(most, self.numbers(row, index)),
+            self.dim, lanes, lambda index: larger(many, raw(index, lanes)), lambda index: larger(most, raw(index, 0))
         )
-        bits = k.max(k.intrinsic("llvm.vector.reduce.smax.v16i32", I32, many.get()), most.get())
-        scale = bits.bits(F32) / k.const(self.last, F32)
-        k.store(k.select(bits < _INFINITE, scale, k.const(math.nan, F32)), self.block, lane * 4)
+        found = k.max(
+            k.intrinsic(f"llvm.vector.reduce.smax.v{lanes}i{16 if narrow else 32}", t, many.get()), most.get()
+        )
+        return widened(k, self.source.storage, found).bits(I32) if narrow else found
+
+    def scale_of(self, largest: Value) -> Value:
+        """A token's scale, or those of several in lanes: the largest magnitude over the last code; NaN if it is none."""
+        k, kind = self.k, like(largest, F32)
+        return k.select(largest < _INFINITE, largest.bits(kind) / k.const(self.last, kind), k.const(math.nan, kind))
+
+    def scaled(self, row: Value, lane: Value) -> None:
+        """Stores a token's scale."""
+        self.k.store(self.scale_of(self.largest(row)), self.block, lane * 4)
 
     def of_token(self, numbers: Value, lane: Value | int, count: int) -> Value:
         """A token's of 16 numbers, so many times side by side, or once."""
@@ -334,8 +349,9 @@ class _Codes(_Elements):
     def whole(self) -> None:
         k, p = self.k, self.k.p
         with k.range(0, BLOCK) as lane:
-            self.scaled(k.at(p["source"], lane * p["row"]), lane)
-        scales = k.load(vec(F32, BLOCK), self.block)
+            k.store(self.largest(k.at(p["source"], lane * p["row"])), self.magnitudes, lane * 4)
+        scales = self.scale_of(k.load(vec(I32, BLOCK), self.magnitudes))
+        k.store(scales, self.block)
         with k.either(k.all(scales >= _LEAST_SCALE)) as (usual, others):
             with usual:
                 k.store(k.const(1.0, scales.type) / scales, self.reciprocals)

@@ -14,14 +14,16 @@ def load(k: Function, storage: str, pointer: Value, offset: Value | int = 0, lan
     def read(t: ir.Type) -> Value:
         return k.load(vec(t, lanes) if lanes else t, pointer, offset)
 
-    if storage == "f16":
-        x = read(F16)
-        return k.extend(x, like(x, F32))
-    if storage == "bf16":
-        x = read(I16)
-        wide = k.zext(x, like(x, I32)) << 16
-        return wide.bits(like(x, F32))
+    if storage in ("f16", "bf16"):
+        return widened(k, storage, read(I16))
     return read(F64 if storage == "f64" else F32)
+
+
+def widened(k: Function, storage: str, bits: Value) -> Value:
+    """Numbers of 16 bits, in f32."""
+    if storage == "f16":
+        return k.extend(bits.bits(like(bits, F16)), like(bits, F32))
+    return (k.zext(bits, like(bits, I32)) << 16).bits(like(bits, F32))
 
 
 # what a code is multiplied by, once load_code has widened it
