@@ -316,7 +316,7 @@ class _Codes(_Elements):
         return widened(k, self.source.storage, found).bits(I32) if narrow else found
 
     def scale_of(self, largest: Value) -> Value:
-        """A token's scale, or those of several in lanes: the largest magnitude over the last code; NaN if it is none."""
+        """A token's scale, or several in lanes: the largest magnitude over the last code; NaN where it is none."""
         k, kind = self.k, like(largest, F32)
         return k.select(largest < _INFINITE, largest.bits(kind) / k.const(self.last, kind), k.const(math.nan, kind))
 
