@@ -218,15 +218,17 @@ def _windows_processors() -> bytes:
 
 @functools.cache
 def cpu_family() -> str:
-    """ "zen4", "zen5", "intel512" (Ice Lake's servers and later) or "other"."""
+    """ "zen4", "zen5", "intel512" (of Intel's, all that have AVX-512) or "other"."""
     words = _cpuinfo()
     avx512 = "avx512f" in words.get("flags", "").split()  # Zen 3 is of family 25, too, without it
-    families = {
-        ("AuthenticAMD", "25"): "zen4" if avx512 else "other",
-        ("AuthenticAMD", "26"): "zen5",
-        ("GenuineIntel", "6"): "intel512" if avx512 else "other",
-    }
-    return families.get((words.get("vendor_id", ""), words.get("cpu family", "")), "other")
+    match words.get("vendor_id"), words.get("cpu family"):
+        case "AuthenticAMD", "25" if avx512:
+            return "zen4"
+        case "AuthenticAMD", "26":
+            return "zen5"
+        case "GenuineIntel", _ if avx512:  # family 6 for thirty years; from Diamond Rapids on others
+            return "intel512"
+    return "other"
 
 
 def cpu_identity() -> str:

@@ -356,6 +356,7 @@ def test_linux_says_what_llvm_says_of_the_cpu():
         ("AuthenticAMD", "26", "fma avx512f", "zen5"),
         ("AuthenticAMD", "23", "fma", "other"),
         ("GenuineIntel", "6", "fma avx512f", "intel512"),
+        ("GenuineIntel", "19", "fma avx512f", "intel512"),
         ("GenuineIntel", "6", "fma", "other"),
         ("HygonGenuine", "24", "fma", "other"),
     ],

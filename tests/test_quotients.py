@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import speedlight as sl
 from speedlight import machine
 from speedlight.cpu.compile import _host_triple, compile_ir
 from speedlight.cpu.shape import Shape
@@ -51,9 +52,12 @@ def same(a: np.ndarray, b: np.ndarray, found: np.ndarray) -> None:
 
 
 def test_random_pairs(quotients, rng):
+    """Of any size, most of them where a quotient may be usual."""
     n = 1 << 21
     significands = rng.integers(1 << 23, 1 << 24, (2, n)).astype(np.float64)
-    powers = np.repeat(rng.integers((-100, -36), (104, 20), (n // 16, 2)).T, 16, axis=1)  # a vector's are of a kind
+    powers = rng.integers((-100, -36), (104, 20), (n // 16, 2))
+    powers[::4] = rng.integers(-149, 105, (n // 64, 2))
+    powers = np.repeat(powers.T, 16, axis=1)  # a vector's are of a kind
     a, b = (significands * 2.0**powers).astype(np.float32)
     a *= rng.choice([-1, 1], n).astype(np.float32)
     found, usual = quotients(a, b)
@@ -79,6 +83,17 @@ def test_quotients_beside_the_middle_of_two_numbers(quotients, rng):
     found, usual = quotients(a, b)
     same(a, b, found)
     assert usual == len(a)
+    ends = (-93, 76), (-33, 16)  # where the smallest and the largest are just usual
+    for powers in [(x, y) for x in ends[0] for y in ends[1]]:
+        x, y = (z * np.float32(2.0**power) for z, power in zip((a, b), powers, strict=True))
+        scaled, usual = quotients(x, y)
+        same(x, y, scaled)
+        assert usual == len(a)
+    for powers in ((-94, 0), (77, 0), (0, -34), (0, 17), (0, 103), (80, 103), (-110, 16), (-125, -100)):
+        x, y = (z * np.float32(2.0**power) for z, power in zip((a, b), powers, strict=True))
+        scaled, usual = quotients(x, y)
+        same(x, y, scaled)
+        assert usual == 0
     for x, (top, bottom) in zip(found.tolist(), pairs, strict=True):  # and not only as NumPy divides
         beside = np.nextafter(np.float32(x), np.array([0, 9], np.float32)).tolist()
         away, *others = (abs(Fraction(y) - Fraction(top, bottom)) for y in (x, *beside))
@@ -94,3 +109,32 @@ def test_what_is_not_usual(quotients):
     same(a, b, found)
     assert 0 < usual < len(a)
     assert np.signbit(found[(a == 0) & np.signbit(a) & (b == 3)]).all()
+
+
+def test_vectors_of_which_some_lanes_are_not_usual(quotients, rng):
+    """One lane that is not has the whole vector divided."""
+    for which in (0, 1):
+        pair = np.ones((2, 1 << 14), np.float32) + rng.random((2, 1 << 14), np.float32)
+        lanes = np.arange(0, 1 << 14, 16) + rng.integers(0, 8, 1 << 10)  # one at least of every vector
+        lanes = np.concatenate([lanes, lanes + 8])
+        pair[which, lanes] = rng.choice(np.array([0, 2.0**-130, 3e38, np.inf, np.nan], np.float32), len(lanes))
+        a, b = pair
+        found, usual = quotients(a, b)
+        same(a, b, found)
+        assert usual == 0
+
+
+@pytest.mark.units
+def test_columns_of_values_that_are_not_alike(isa, rng):
+    """Of many rows, whose outputs are divided some columns at once; few have a division each."""
+    q, k = (rng.standard_normal((1, 1, n, 8)).astype(np.float32) for n in (64, 21))
+    sizes = np.array([1, 0, -0.0, 2.0**-149, 2.0**-90, 2.0**110, np.inf, -np.inf, np.nan], np.float32)
+    for first in range(len(sizes)):  # one of which is the first of every vector of columns
+        v = np.repeat(sizes[(np.arange(48) % 16 + first) % len(sizes)][None], 21, axis=0)[None, None]
+        many, few = sl.attention(q, k, v), sl.attention(q[:, :, -16:], k, v)
+        tail = many[:, :, -16:]
+        assert (
+            np.array_equal(tail, few, equal_nan=True) and (np.isnan(few) | (np.signbit(tail) == np.signbit(few))).all()
+        )
+        for ask in (np.isnan, np.isinf):
+            assert (ask(few) == ask(v[:, :, :1])).all()

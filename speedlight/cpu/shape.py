@@ -30,7 +30,7 @@ class Shape:
         False  # keys and values lie as a cache keeps them: keys in lane order, values in pairs if multiplied so
     )
     quantised: str | None = None  # … as codes of this dtype, with a scale per token and head ahead of every block
-    fetching: Fetching = TUNINGS["other"].fetching  # of the decode kernel
+    fetching: Fetching = TUNINGS["other"].fetching  # of the decode and forward kernels
     own_tiles: RegisterTiles | None = None  # None: those that ship for the unit
     dropout: bool = False  # weights are dropped
     widened: str | None = None  # type of keys and values in memory, where it is not storage; f32 is what multiplies
