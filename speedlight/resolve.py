@@ -411,6 +411,16 @@ def _plus(s: Symbol, entry: Any) -> Any:
     return where(entry == -math.inf, -math.inf, s + entry)
 
 
+def check_array(name: str, x: Any) -> None:
+    """That a mask or a score which is no expression is an array."""
+    if not (is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
+        way = f" {'Causality is causal=True' if name == 'mask' else 'A factor of scores is scale='}."
+        way = way if isinstance(x, (bool, int, float)) else of_masks(name, x)
+        raise ArgumentTypeError(
+            f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.{way}"
+        )
+
+
 def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Table:
     """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
     if packed:
@@ -418,12 +428,7 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
             f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their "
             "own."
         )
-    if not (is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
-        way = f" {'Causality is causal=True' if name == 'mask' else 'A factor of scores is scale='}."
-        way = way if isinstance(x, (bool, int, float)) else of_masks(name, x)
-        raise ArgumentTypeError(
-            f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.{way}"
-        )
+    check_array(name, x)
     table = x if isinstance(x, Table) else Table(x, name, copy=False)
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)

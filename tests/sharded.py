@@ -319,7 +319,7 @@ def unlike(world: int) -> Iterator[str]:
 
 
 def again(world: int) -> Iterator[str]:
-    """What was prepared for a call is not taken for one of other strides, or of other bits."""
+    """What was prepared for a call is not taken for one of other strides, of other bits, or of more rows."""
     rng = np.random.default_rng(6)
     arrays = [tensor(rng, "bhld", 1, n, 2300, 16) for n in (4, 2, 2)]
     own = [distributed.shard(x, shard="zigzag", dim=2) for x in arrays]
@@ -328,6 +328,11 @@ def again(world: int) -> Iterator[str]:
     for x, exact in itertools.product((own, strided), (False, True)):
         out = distributed.attention(*x, causal=True, shard="zigzag", method="ring", exact=exact)
         assert torch.equal(bits_of(out), bits_of(want)) if exact else torch.allclose(out, want, rtol=1e-4, atol=1e-5)
+    for q_len in (8 * world, 8 * world - 1):  # of which the first process has 8
+        q, k = arrays[0][:, :, :q_len], arrays[1][:, :, : 8 * world]
+        own = [distributed.shard(x, dim=2).contiguous() for x in (q, k, k)]
+        out = distributed.attention(*own, causal=True, method="gather")
+        assert torch.equal(bits_of(out), bits_of(distributed.shard(sl.attention(q, k, k, causal=True), dim=2))), q_len
     yield "again"
 
 

@@ -92,6 +92,17 @@ def refusals(world: int) -> Iterator[str]:
             lambda: call(x.to("meta") if last else x),
         ),
         (
+            "no array",
+            f"{told}mask: expected a function, a pattern such as sl.causal(), or an array; got object",
+            lambda: call(x, mask=object() if last else None),
+        ),
+        ("list", "mask: expected a function", lambda: call(x, mask=[sl.causal(), sl.prefix(2)])),
+        (
+            "sparse",
+            f"{told}tensor: expected a strided tensor",
+            lambda: distributed.unshard(x.to_sparse() if last else x, dim=2),
+        ),
+        (
             "unshard",
             f"{told}dim: expected",
             lambda: distributed.unshard(x, dim=7 if last else 0),

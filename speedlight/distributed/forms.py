@@ -13,6 +13,7 @@ from ..arrays import is_tensor, listed
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression
 from ..problem import Options, scores_of
+from ..resolve import check_array
 
 _DEFAULTS = Options()._asdict()
 _LISTS = ("sink_logits", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
@@ -24,7 +25,7 @@ def form_of(options: Options, more: dict[str, str]) -> dict[str, str]:
     found = dict(more)
     for name, x in options._asdict().items():
         if x is not None and x is not _DEFAULTS[name]:
-            found[name] = ", ".join(map(_said, scores_of(x))) if name in ("mask", "score") else _value(name, x)
+            found[name] = _value(name, x) if name not in ("mask", "score") else ", ".join(_said(name, x))
     return found
 
 
@@ -53,22 +54,29 @@ def _value(name: str, x: Any) -> str:
     return repr(x)
 
 
-def _said(x: Any) -> str:
-    """Of a mask or a score: a function is an expression by now."""
-    if isinstance(x, Expression):
-        numbers = repr([n.value for n in x.numbers])
-        return f"{x!r} ({_digest((x.key + numbers).encode())}) {' '.join(map(_entries, x.tables))}".strip()
-    return _entries(_table(x, "array"))
+def _said(name: str, x: Any) -> list[str]:
+    """Of a mask, or of each score: a function is an expression by now."""
+    return [_expressed(one) if isinstance(one, Expression) else _entries(_table(one, name)) for one in _each(name, x)]
+
+
+def _expressed(x: Expression) -> str:
+    numbers = repr([n.value for n in x.numbers])
+    return f"{x!r} ({_digest((x.key + numbers).encode())}) {' '.join(map(_entries, x.tables))}".strip()
+
+
+def _each(name: str, x: Any) -> list[Any]:
+    return scores_of(x) if name == "score" else [x]
 
 
 def tables_in(options: Options) -> list[Table]:
     """What masks and scores look up; dense ones are such, too."""
-    given = [(x, name) for name in ("mask", "score") for x in scores_of(getattr(options, name)) if x is not None]
+    given = [(x, name) for name in ("mask", "score") for x in _each(name, getattr(options, name)) if x is not None]
     each = [x.tables if isinstance(x, Expression) else (_table(x, name),) for x, name in given]
     return [table for tables in each for table in tables]
 
 
 def _table(x: Any, name: str) -> Table:
+    check_array(name, x)
     return x if isinstance(x, Table) else Table(x, name, copy=False)
 
 

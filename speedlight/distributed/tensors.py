@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays import is_tensor
+from ..arrays import check_plain_tensor, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from .groups import Peers, agreed
 from .shardings import Runs, Shard, check_shard, places, positions, tokens
@@ -73,6 +73,7 @@ def unshard(tensor: torch.Tensor, *, group: Any = None, shard: Shard = "contiguo
         check_shard(shard)
         dim = _dim(tensor, dim)
         check_device("tensor", tensor)
+        check_plain_tensor(tensor, "tensor", followed=True)
         peers.check_carries("tensor", tensor.device)
         others, own = [n for d, n in enumerate(tensor.shape) if d != dim], tensor.shape[dim]
         where = "" if tensor.device.type == "cpu" else " on a GPU"

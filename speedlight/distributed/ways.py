@@ -97,8 +97,9 @@ class Way(NamedTuple):
         return attended(Context(core, peers, self.known, self.read, keys), q, k, v)
 
     def _made(self, peers: Any, sharded: Sharded, given: tuple[torch.Tensor, ...], first_head: int = 0) -> Core:
-        """Kept from call to call where the options say what they say: it depends on them, on who holds what, on how the
-        tensors lie, from which it follows how those lie that are made of them, and on the machine.
+        """Kept from call to call where the options say what they say: it depends on them, on the whole's lengths, on
+        who holds what, on how the tensors lie, from which it follows how those lie that are made of them, and on the
+        machine.
         """
         exact = self.exact and peers.ranks > 1
         new = Core(sharded, peers.rank, self.layout, exact=exact, first_head=first_head, on_gpu=self.on_gpu)
@@ -107,7 +108,11 @@ class Way(NamedTuple):
             return new
         machine = str(given[0].device) if self.on_gpu else (engines.threads_now(), current_isa().name)
         lies = tuple([(x.shape, x.stride(), x.dtype) for x in given])
-        key = options, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks, first_head, lies, machine
+        p = sharded.whole.problem  # whose rows need not all be somebody's: each may have all keys, and its own rows
+        key = (
+            options, p.q_lengths, p.k_lengths, p.rows, sharded.q, sharded.k, peers.rank, exact, self.peers.heads.ranks,
+            first_head, lies, machine,
+        )  # fmt: skip
         found = _cores.get(key)
         if found is None:
             found = new
