@@ -23,7 +23,7 @@ from .arrays import (
     plain_ints,
 )
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
-from .hints import of_layout
+from .hints import of_layout, of_window
 from .problem import LAYOUTS, MOST_SEEDS
 from .signatures import DtypeName
 
@@ -406,6 +406,8 @@ def cache_sizes(
         capacity = MOST
     sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
+    if way := of_window(window):
+        raise ArgumentTypeError(f"window: expected an int; got {shown(window)}.{way}")
     check_sizes(sizes | {"window": 1 if window is None else window})
     check_sizes({"keep_first": keep_first}, least=0)
     if window is None and keep_first:
