@@ -185,7 +185,9 @@ def check_pages(k: Array, v: Array) -> None:
     if len(k.shape) != 4 or min(k.shape[1:]) < 1:
         raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
     if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
-        raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
+        raise ArgumentError(
+            f"v_pages: expected shape ({', '.join(map(str, k.shape[:3]))}, value_dim), as k_pages has; got {v.shape}."
+        )
 
 
 def block_table_of(x: Any) -> np.ndarray:
@@ -227,15 +229,20 @@ def page_lists(
     """
     table = _block_table(block_table)
     most = table.shape[1] * page_size
-    lengths = item_lengths(
-        "k_lengths", k_lengths, len(table), most, "the tokens that a row of block_table has pages for"
-    )
+    lengths = page_lengths(k_lengths, len(table), most)
     used = -(-max(lengths, default=0) // page_size)
     numbers = np.zeros((len(table), used + slack), np.int64)
     numbers[:, :used] = table[:, :used]
     if np.count_nonzero(numbers.view(np.uint64) >= pages):  # or negative: past a sequence's length they may be
         _check_used(numbers, lengths, pages, page_size)
     return numbers, lengths
+
+
+def page_lengths(k_lengths: Any, batch: int, most: int) -> tuple[int, ...]:
+    """Keys of every sequence. Pages do not say how many of their tokens there are."""
+    if k_lengths is None:
+        raise ArgumentTypeError(f"k_lengths: expected {batch} lengths, one per row of block_table; got None.")
+    return item_lengths("k_lengths", k_lengths, batch, most, "the tokens that a row of block_table has pages for")
 
 
 def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_size: int) -> None:
