@@ -228,8 +228,7 @@ def page_lists(
     are used; and the lengths.
     """
     table = _block_table(block_table)
-    most = table.shape[1] * page_size
-    lengths = page_lengths(k_lengths, len(table), most)
+    lengths = page_lengths(k_lengths, len(table), table.shape[1] * page_size)
     used = -(-max(lengths, default=0) // page_size)
     numbers = np.zeros((len(table), used + slack), np.int64)
     numbers[:, :used] = table[:, :used]
@@ -323,9 +322,10 @@ def _of_dtype(name: str) -> str:
 
 
 def device_name(device: Any) -> str:
-    """Of a cache: as a string, or as PyTorch has it."""
-    if not isinstance(device, str) and type(device).__module__ != "torch":
-        raise ArgumentTypeError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
+    """Of a cache or a plan: as a string, or as PyTorch has it."""
+    kind = ArgumentError if isinstance(device, str) or type(device).__module__ == "torch" else ArgumentTypeError
+    if kind is ArgumentTypeError or (str(device) != "cpu" and str(device).partition(":")[0] != "cuda"):
+        raise kind(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
     return str(device)
 
 
