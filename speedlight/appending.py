@@ -9,7 +9,7 @@ import numpy as np
 
 from . import engine as engines
 from .arrays import Array, conversion, describe, is_tensor
-from .checks import block_table_of, check_layout, check_pages, item_lengths, new_counts, packed_counts
+from .checks import block_table_of, check_layout, check_pages, new_counts, packed_counts, page_lengths
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheFull
 from .problem import LAYOUTS, our_layout
@@ -154,8 +154,7 @@ def _counts(new_lengths: Any, layout: str, batch: int, k: Array) -> list[int]:
 
 def _lengths(k_lengths: Any, counts: list[int], capacity: int, batch: int) -> tuple[tuple[int, ...], list[int]]:
     """Before and after."""
-    what = "the tokens that a row of block_table has pages for"
-    before = item_lengths("k_lengths", k_lengths, batch, capacity, what)
+    before = page_lengths(k_lengths, batch, capacity)
     for item, (n, more) in enumerate(zip(before, counts, strict=True)):
         if n + more > capacity:
             raise CacheFull(

@@ -23,7 +23,7 @@ from .arrays import (
     plain_ints,
 )
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
-from .hints import of_layout
+from .hints import of_layout, of_window
 from .problem import LAYOUTS, MOST_SEEDS
 from .signatures import DtypeName
 
@@ -185,7 +185,9 @@ def check_pages(k: Array, v: Array) -> None:
     if len(k.shape) != 4 or min(k.shape[1:]) < 1:
         raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
     if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
-        raise ArgumentError(f"v_pages: expected shape {(*k.shape[:3], 'value_dim')}, as k_pages has; got {v.shape}.")
+        raise ArgumentError(
+            f"v_pages: expected shape ({', '.join(map(str, k.shape[:3]))}, value_dim), as k_pages has; got {v.shape}."
+        )
 
 
 def block_table_of(x: Any) -> np.ndarray:
@@ -226,16 +228,20 @@ def page_lists(
     are used; and the lengths.
     """
     table = _block_table(block_table)
-    most = table.shape[1] * page_size
-    lengths = item_lengths(
-        "k_lengths", k_lengths, len(table), most, "the tokens that a row of block_table has pages for"
-    )
+    lengths = page_lengths(k_lengths, len(table), table.shape[1] * page_size)
     used = -(-max(lengths, default=0) // page_size)
     numbers = np.zeros((len(table), used + slack), np.int64)
     numbers[:, :used] = table[:, :used]
     if np.count_nonzero(numbers.view(np.uint64) >= pages):  # or negative: past a sequence's length they may be
         _check_used(numbers, lengths, pages, page_size)
     return numbers, lengths
+
+
+def page_lengths(k_lengths: Any, batch: int, most: int) -> tuple[int, ...]:
+    """Keys of every sequence. Pages do not say how many of their tokens there are."""
+    if k_lengths is None:
+        raise ArgumentTypeError(f"k_lengths: expected {batch} lengths, one per row of block_table; got None.")
+    return item_lengths("k_lengths", k_lengths, batch, most, "the tokens that a row of block_table has pages for")
 
 
 def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_size: int) -> None:
@@ -316,9 +322,10 @@ def _of_dtype(name: str) -> str:
 
 
 def device_name(device: Any) -> str:
-    """Of a cache: as a string, or as PyTorch has it."""
-    if not isinstance(device, str) and type(device).__module__ != "torch":
-        raise ArgumentTypeError(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
+    """Of a cache or a plan: as a string, or as PyTorch has it."""
+    kind = ArgumentError if isinstance(device, str) or type(device).__module__ == "torch" else ArgumentTypeError
+    if kind is ArgumentTypeError or (str(device) != "cpu" and str(device).partition(":")[0] != "cuda"):
+        raise kind(f"device: expected 'cpu', 'cuda' or 'cuda:0', …; got {shown(device)}.")
     return str(device)
 
 
@@ -406,6 +413,8 @@ def cache_sizes(
         capacity = MOST
     sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
+    if way := of_window(window):
+        raise ArgumentTypeError(f"window: expected an int; got {shown(window)}.{way}")
     check_sizes(sizes | {"window": 1 if window is None else window})
     check_sizes({"keep_first": keep_first}, least=0)
     if window is None and keep_first:

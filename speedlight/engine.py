@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from .arrays import Array
+from .checks import device_name
 from .cpu.operands import Strides
 from .errors import ArgumentError, UnsupportedError, shown
 from .forks import importing
@@ -52,15 +53,15 @@ def gradients() -> Any:
     return gradients
 
 
-def gpu() -> Any:
-    """What computes on a GPU."""
+def gpu(name: str = "q", way: str = "q.cpu()") -> Any:
+    """What computes on a GPU; `name`: the argument that asks for it, and the `way` without."""
     try:
         with importing:
             from .gpu import prepare
     except ImportError as error:
         raise UnsupportedError(
-            f"q: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install 'speedlight[gpu]', "
-            "or use q.cpu()."
+            f"{name}: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install "
+            f"'speedlight[gpu]', or use {way}."
         ) from None
     return prepare
 
@@ -79,7 +80,7 @@ def gpu_used() -> bool:
 
 def resident() -> Any:
     """Caches in a GPU's memory."""
-    gpu()
+    gpu("device", "device='cpu'")
     with importing:
         from .gpu import storage as resident
 
@@ -90,7 +91,7 @@ def plan(
     problem: Problem, device: Any, strides: Strides, precision: str, *, exact: bool = False, backward: bool = False
 ) -> Plan:
     """What a call, or a backward call, on a device would do: on the CPU over arrays with these strides."""
-    match device:
+    match None if device is None else device_name(device):
         case None | str("cpu"):
             maker = gradients() if backward else of("cpu")
             return maker.plan(problem, strides, threads_now(), exact=exact)

@@ -43,6 +43,13 @@ _SAME_BITS = "nothing: results have the same bits for any threads, and from run 
 _OURS = "nothing: how work is divided is the engine's own"
 _HAS_HEADS = "nothing: heads are a dimension of q, k and v: q.reshape(batch, length, heads, -1) is layout='blhd'"
 _EARLIER = "nothing: keys and values of earlier tokens are a KVCache's: cache.attend(layer, q, k, v)"
+_THREADS = "sl.set_threads(n), for all calls"
+_PLACES = "nothing: block_table= and k_lengths= say where tokens lie"
+_NO_CODES = "nothing: pages of yours hold no codes; those of PagePool(dtype='fp8') do, and find scales themselves"
+_ALL_TOKENS = (
+    "nothing: a pool keeps every token; a mask of attend() may be sl.window(n - 1, 0) | sl.prefix(first), and "
+    "KVCache(window=n) forgets old ones"
+)
 _LEFT = "window=(left, None) beside causal=True; -1, elsewhere no limit, is leaving it out"
 
 # of attention() and whatever has its options
@@ -87,6 +94,7 @@ _OPTIONS = {
     **dict.fromkeys(("is_training", "training"), _TRAINING),
     "deterministic": _SAME_BITS,
     **dict.fromkeys(("num_splits", "kernel_options", "scheduler_metadata", "pack_gqa", "smooth_k"), _OURS),
+    **dict.fromkeys(("threads", "num_threads", "n_threads", "nthreads"), _THREADS),
     **dict.fromkeys(("return_attn_probs", "return_softmax_lse", "return_softmax", "return_aux"), _LSE),
     **dict.fromkeys(("need_weights", "output_attentions", "return_weights"), _WEIGHTS),
     **dict.fromkeys(("block_table", "block_tables", "page_table"), _PAGES),
@@ -130,6 +138,8 @@ _KEPT = {
     **dict.fromkeys(("num_layers", "n_layers", "num_hidden_layers"), "layers="),
 }
 _TOKENS = ("max_seq_len", "max_seqlen", "max_length", "max_len", "max_cache_len", "size", "n")
+_WINDOWS = ("window", "window_size", "sliding_window")
+_FIRST = ("keep_first", "num_sink_tokens", "sink_tokens", "sinks")
 _CACHE = {
     **_BATCH,
     **_KEPT,
@@ -142,12 +152,13 @@ _POOL = {
     **_KEPT,
     **dict.fromkeys(("num_pages", "num_blocks", "max_num_pages"), "pages="),
     "block_size": "page_size=, a multiple of 16",
+    **dict.fromkeys((*_WINDOWS, *_FIRST), _ALL_TOKENS),
     **dict.fromkeys(("batch", *_BATCH, "capacity", *_TOKENS), "nothing: sequences grow while pages are free"),
 }
 _ALWAYS = "nothing: a query sees the tokens up to its own; without k and v it sees all that are stored"
 _ATTEND = {
     **dict.fromkeys(("causal", "is_causal"), _ALWAYS),
-    **dict.fromkeys(("window", "window_size", "sliding_window"), "KVCache(window=n), or mask=sl.window(n - 1, 0)"),
+    **dict.fromkeys(_WINDOWS, "KVCache(window=n), or mask=sl.window(n - 1, 0)"),
     **dict.fromkeys(
         ("lengths", "q_lengths", "k_lengths", "seqlens", "seq_lens", "cu_seqlens", "cu_seqlens_q", "cache_seqlens"),
         "new_lengths=, the new tokens of each sequence: the cache knows those before",
@@ -165,30 +176,64 @@ _ATTEND = {
     "precision": "nothing: products of float32 are float32's",
     "layout": "nothing: caches take (batch, heads, length, dim) of any strides: q.swapaxes(1, 2) of 'blhd'",
 }
-_PACKED_ATTEND = {"layout": "nothing: pools take (total new, heads, dim), one sequence's tokens after the other's"}
-_KEYS = {
+_PACKED_ATTEND = {
+    "layout": "nothing: pools take (total new, heads, dim), one sequence's tokens after the other's",
+    "slot_mapping": "nothing: the pool finds places for new tokens",
+}
+_STORED = {
     **dict.fromkeys(("page_table", "block_tables"), "block_table="),
     **dict.fromkeys(("cache_seqlens", "seq_lens", "seqused_k", "context_lens", "kv_lens", "lengths"), "k_lengths="),
     **dict.fromkeys(("k_cache", "key_cache"), "k_pages="),
     **dict.fromkeys(("v_cache", "value_cache"), "v_pages="),
+    **dict.fromkeys(
+        (
+            *("kv_indices", "kv_indptr", "kv_last_page_len"),
+            *("paged_kv_indices", "paged_kv_indptr", "paged_kv_last_page_len"),
+        ),
+        "block_table=, a row of page numbers for each sequence, and k_lengths=",
+    ),
+    **dict.fromkeys(("slot_mapping", "batch_indices", "positions"), _PLACES),
+    **dict.fromkeys(("k_scale", "v_scale", "k_descale", "v_descale", "kv_cache_dtype", "kv_data_type"), _NO_CODES),
+}
+_KEYS = _STORED | {
+    "k_start": "nothing: the first key of a sequence is at 0",
+    "cu_seqlens_k": "k_lengths=, one for each sequence",
+    "precision": "nothing: products of float32 are float32's",
     "score_mod": "score=, the same function: positions are those in the whole sequence",
     "mask_mod": "mask=, the same function: positions are those in the whole sequence",
     "is_causal": "causal=True, which aligns the last query with the last key",
     "window_size": "window=(left, right), in which None is no limit, flash-attn's -1",
     "sliding_window": "window=(n - 1, None) beside causal=True: n tokens, the query's own among them",
 }
+_APPENDED = _STORED | {
+    **dict.fromkeys(
+        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "append_indptr", "kv_append_indptr", "qo_indptr", "seqlens_new"),
+        "new_lengths=, the new tokens of each sequence; packed ones are layout='lhd'",
+    ),
+    **dict.fromkeys(
+        ("lengths", "seq_lens", "q_lengths"),
+        "k_lengths= for the tokens that sequences have, new_lengths= for those that come",
+    ),
+    **dict.fromkeys(("causal", "is_causal", "q", "query"), "nothing: tokens are stored; attention_paged() attends"),
+}
+_BACKWARD = {
+    **dict.fromkeys(("engine", "precision"), "nothing: gradients are computed on the CPU, as float32 has them"),
+    **dict.fromkeys(("dout", "grad_output", "grad_out"), "d_out=, what flows back to out"),
+}
 _STATES = dict.fromkeys(
     ("out", "lse", "out_a", "lse_a", "v_a", "s_a", "v_b", "s_b", "out_partial", "lse_partial"),
     "merge(out1, lse1, out2, lse2), or merge([out1, …], [lse1, …])",
 )
 _OF = {
+    "attention_backward": _BACKWARD,
     "plan": _PLAN,
     "attention_paged": _KEYS,
+    "append_paged": _APPENDED,
     "KVCache.attend": _ATTEND,
     "PagePool.attend": _ATTEND | _PACKED_ATTEND,
     "merge": _STATES,
 }
-_WINDOWED = dict.fromkeys(("window", "window_size", "sliding_window"), "mask=sl.window(n - 1, 0)")
+_WINDOWED = dict.fromkeys(_WINDOWS, "mask=sl.window(n - 1, 0)")
 # of calls over several processes, where they differ from those of the same name
 _OVER_RANKS = {
     "attention": {
@@ -198,11 +243,15 @@ _OVER_RANKS = {
         **dict.fromkeys(("ranks", "world_size", "process_group"), "group=, a process group, or mesh="),
     },
     "KVCache": dict.fromkeys(
-        ("window", "window_size", "sliding_window", "keep_first", "num_sink_tokens", "sink_tokens", "sinks"),
+        (*_WINDOWS, *_FIRST),
         "nothing: a mask of attend() may be sl.window(n - 1, 0), or each process has a speedlight.KVCache(window=n)",
     ),
     "KVCache.attend": _WINDOWED | {"out": "nothing: results are new tensors"},
 }
+_CAPACITY = (
+    "capacity: expected the most tokens of a sequence, on all processes together; got nothing. A window's cache is "
+    "small: each process may have a speedlight.KVCache(window=n)."
+)
 _MAKERS = {"KVCache": _CACHE, "PagePool": _POOL}
 _LAYOUTS = {
     **dict.fromkeys(("sbhd", "lbhd", "tbhd"), "q.swapaxes(0, 1) is 'blhd'; so are k and v"),
@@ -249,6 +298,9 @@ def explain(error: Exception, function: Any, args: Sequence[Any], options: Colle
             f"{_name(function)}: expected {named} by place, and others by name; got {len(args) - skipped} by place. "
             f"Write {'mask' if 'mask' in known else known[by_place]}=…, and so on."
         ) from None
+    has_sizes = {"layers", "kv_heads", "head_dim"} <= set(options)
+    if _over_ranks(function) and _name(function) == "KVCache" and has_sizes and "capacity" not in options:
+        raise ArgumentTypeError(_CAPACITY) from None
 
 
 def parameters(function: Any) -> tuple[list[str], int]:
@@ -333,6 +385,13 @@ def of_heads(layout: str, sizes: Any) -> str:
     if other is None or not 0 < sizes.k_len <= sizes.q_len < sizes.q_heads or sizes.q_len % sizes.k_len:
         return ""
     return f" If these are lengths, of {sizes.q_len} and {sizes.k_len} heads, give layout={other!r}."
+
+
+def of_window(x: Any) -> str:
+    """A sentence for who gives a cache the pair that attention() takes."""
+    if not isinstance(x, (tuple, list)) or len(x) != 2 or type(x[0]) is not int or x[0] < 0:
+        return " window=n is n tokens, a query's own among them." if isinstance(x, (tuple, list)) else ""
+    return f" window=n is n tokens, a query's own among them: attention()'s ({x[0]}, 0) is window={x[0] + 1}."
 
 
 def of_items(layout: str) -> str:

@@ -153,6 +153,7 @@ def frozen(x):
         ({"k_lengths": [6, 0]}, r"k_lengths: sequence 0 has 6 keys, 3 new ones need room, 2 of 8 are free\. Give"),
         ({"k_lengths": [3, 9]}, "k_lengths: expected lengths from 0 to 8"),
         ({"k_lengths": [3]}, "k_lengths: expected 2 lengths"),
+        ({"k_lengths": None}, "k_lengths: expected 2 lengths, one per row of block_table; got None"),
         ({"block_table": [[0, 6], [2, 1]]}, r"block_table: expected pages from 0 to 5 where new .* got 6 at \[0, 1\]"),
         ({"block_table": [[0, -1], [2, 1]]}, r"got -1 at \[0, 1\]"),
         ({"block_table": [[0, 5], [5, 1]]}, "got page 5 where sequences 0 and 1 grow"),

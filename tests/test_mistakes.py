@@ -83,11 +83,20 @@ MISTAKES = {
         ("sl.attention(query=q, key=k, value=v)", TYPE, "q="),
         ("sl.attention_backward(q, k, v, q, q, q, sm_scale=0.1)", TYPE, "scale="),
         ("sl.attention_paged(q, pages, pages, page_table=[[0]], seq_lens=[5])", TYPE, "block_table="),
+        ("sl.attention(q, k, v, num_threads=2)", TYPE, "sl.set_threads(n)"),
+        (
+            "sl.append_paged(pages, pages, [[0], [1]], [0, 0], k, v, slot_mapping=[0])",
+            TYPE,
+            "block_table= and k_lengths=",
+        ),
+        ("sl.append_paged(k_cache=pages, v_cache=pages, page_table=[[0]])", TYPE, "k_pages="),
+        ("sl.append_paged(pages, pages, [[0]], [0], k, v, append_indptr=[0, 6])", TYPE, "new_lengths="),
         ("sl.plan(seq_len=4096, num_heads=32, head_dim=128)", TYPE, "q_len= (and k_len=)"),
         ("sl.merge(v_a=q, s_a=q)", TYPE, "merge(out1, lse1, out2, lse2)"),
         ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, max_seq_len=64)", TYPE, "capacity="),
         ("sl.KVCache(1, 2, 4, 8, 64)", TYPE, "by name", "layers=…"),
         ("sl.PagePool(num_layers=1, num_blocks=4, block_size=16)", TYPE, "layers="),
+        ("sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=4, head_dim=8, window=4)", TYPE, "KVCache(window=n)"),
         ("cache.attend(0, q, k, v, causal=True)", TYPE, "Leave it out: a query sees the tokens up to its own"),
         (
             "cache.attend(0, q, k, v, layout='blhd')",
@@ -170,6 +179,12 @@ MISTAKES = {
         ("sl.plan()", TYPE, "plan(q, k, v), or plan(q_heads=…, q_len=…, head_dim=…)"),
         ("sl.plan(q, k, v, q_len=6)", VALUE, "either arrays or sizes", "Leave the sizes out"),
         ("sl.KVCache(layers=1, kv_heads=4, head_dim=8)", VALUE, "capacity: expected the most tokens"),
+        ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, window=(3, 0))", TYPE, "(3, 0) is window=4"),
+        (
+            "speedlight.distributed.KVCache(layers=1, kv_heads=4, head_dim=8)",
+            TYPE,
+            "capacity: expected the most tokens",
+        ),
         ("cache.attend(q, k, v)", TYPE, "layer: expected an int"),
         ("cache.attend(0, q[:, :, :1], k, v)", VALUE, "6 tokens, as k has"),
         ("narrow.attend(0, q, k, v)", TYPE, "dtype bfloat16, as the cache has", "k.astype(ml_dtypes.bfloat16)"),
@@ -202,7 +217,8 @@ def _escaped(row):
 
 
 USED = (
-    *("import functools", "import numpy as np", "import torch", "import speedlight as sl", "import speedlight.torch"),
+    *("import functools", "import numpy as np", "import torch", "import speedlight as sl"),
+    *("import speedlight.distributed", "import speedlight.torch"),
     "from speedlight.flash_attn import v3",
 )
 
@@ -242,7 +258,7 @@ def test_the_page_shows_the_table():
 
 # --- hints name arguments that there are
 
-CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.plan, sl.merge, sl.merge_states,
+CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.append_paged, sl.plan, sl.merge, sl.merge_states,
          sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
          speedlight.torch.attention, speedlight.distributed.attention, speedlight.distributed.KVCache.__init__,
          speedlight.distributed.KVCache.attend]  # fmt: skip

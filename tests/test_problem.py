@@ -212,3 +212,19 @@ def test_without_triton(monkeypatch):
         sl.UnsupportedError, match=r"expected Triton, for arrays on a GPU; it cannot be loaded .* pip install"
     ):
         engine.gpu()
+    for call, rest in (
+        (sl.PagePool, {"layers": 1, "kv_heads": 1, "pages": 4, "page_size": 16}),
+        (sl.KVCache, {"layers": 1, "kv_heads": 1, "capacity": 5}),
+        (sl.plan, {"q_heads": 1, "q_len": 5}),
+    ):
+        with pytest.raises(sl.UnsupportedError, match=r"^device: expected Triton, .* or use device='cpu'\.$"):
+            call(**rest, head_dim=8, device="cuda")
+        with pytest.raises(sl.ArgumentError, match=r"^device: expected 'cpu', 'cuda' or .*; got 'gpu'\.$"):
+            call(**rest, head_dim=8, device="gpu")
+
+
+def test_a_plan_takes_devices_as_caches_do():
+    sizes = {"q_heads": 1, "q_len": 5, "head_dim": 8}
+    assert sl.plan(**sizes, device=torch.device("cpu")) == sl.plan(**sizes)
+    with pytest.raises(sl.ArgumentTypeError, match="device: expected 'cpu', 'cuda' or .*; got 3"):
+        sl.plan(**sizes, device=3)
