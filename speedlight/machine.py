@@ -218,7 +218,7 @@ def _windows_processors() -> bytes:
 
 @functools.cache
 def cpu_family() -> str:
-    """ "zen4", "zen5", "intel512" (Ice Lake's servers and later) or "other"."""
+    """ "zen4", "zen5", "intel512" (Intel's with AVX-512, of whatever year) or "other"."""
     words = _cpuinfo()
     avx512 = "avx512f" in words.get("flags", "").split()  # Zen 3 is of family 25, too, without it
     families = {
