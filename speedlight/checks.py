@@ -428,9 +428,8 @@ def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, 
     lost(item, n): a window has forgotten what token n would see.
     """
     batch = len(lengths[0])
-    wanted = (
-        [length] * batch if isinstance(length, (int, np.integer)) else check_list("length", length, "ints, or one int")
-    )
+    whole = length is None or isinstance(length, (str, int, np.integer))  # of these only ints are lengths: seen below
+    wanted: list[Any] = [length] * batch if whole else check_list("length", length, "ints, or one int")
     if len(wanted) != batch:
         raise ArgumentError(f"length: expected one int, or {batch} (one per sequence); got {len(wanted)}.")
     for item, n in enumerate(wanted):

@@ -416,8 +416,10 @@ def check_array(name: str, x: Any) -> None:
     if not (is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
         way = f" {'Causality is causal=True' if name == 'mask' else 'A factor of scores is scale='}."
         way = way if isinstance(x, (bool, int, float)) else of_masks(name, x)
+        way = " Causality is causal=True." if name == "mask" and isinstance(x, str) else way
+        such = "sl.causal()" if name == "mask" else "sl.softcap(30.0)"
         raise ArgumentTypeError(
-            f"{name}: expected a function, a pattern such as sl.causal(), or an array; got {type(x).__name__}.{way}"
+            f"{name}: expected a function, a pattern such as {such}, or an array; got {type(x).__name__}.{way}"
         )
 
 

@@ -999,11 +999,13 @@ def test_memory_that_cannot_be_reserved_is_an_error_of_ours():
 
 def test_truncate_wants_a_length():
     """None is not clear()."""
-    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=9)
-    cache.append(0, *[np.ones((1, 1, 5, 4), np.float32)] * 2)
-    with pytest.raises(sl.ArgumentTypeError, match="^length: expected an int"):
-        cache.truncate(None)  # type: ignore[arg-type]
-    assert cache.length(0) == 5
+    for batch in (1, 2):
+        cache = sl.KVCache(layers=1, batch=batch, kv_heads=1, head_dim=4, capacity=9)
+        cache.append(0, *[np.ones((batch, 1, 5, 4), np.float32)] * 2)
+        for wrong in (None, "3", "33"):
+            with pytest.raises(sl.ArgumentTypeError, match="^length: expected an int; got (NoneType|str)"):
+                cache.truncate(wrong)  # type: ignore[arg-type]
+        assert cache.lengths(0) == (5,) * batch
 
 
 def through_torch(x):

@@ -381,7 +381,7 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["bench", "--mask", "half"], "--mask: expected full, causal or both"),
         (["bench", "--peer", "numpy"], "--peer: expected some of"),
         (["bench", "-o", "/no/such/x.json"], "--output: expected a name"),
-        (["bench", "--base", "no-such-commit"], "--base: expected a commit"),
+        (["bench", "--base", "no-such-commit"], "got 'no-such-commit' (fatal: "),
         (["bench", "--backward", "--peer", "jax"], "--peer: expected some of torch, or none beside --backward"),
         (["plan", "--q-len", "5", "--latency", "1"], "--latency: expected --ranks beside it; got 1.0 alone."),
         (["plan", "--q-len", "5", "--ranks", "0"], "--ranks: expected 1 to 2,048"),

@@ -164,6 +164,8 @@ MISTAKES = {
         ("attention(score=lambda s, b, h, i, j: j <= i)", EXPRESSION, "Give it as mask="),
         ("attention(score=lambda s, b, h, i, j: 'alibi')", EXPRESSION, "a number made of s, b, h, i and j"),
         ("attention(score=square > 0)", TYPE, "Pass it as mask="),
+        ("attention(mask='causal')", TYPE, "Causality is causal=True"),
+        ("attention(score='alibi')", TYPE, "a pattern such as sl.softcap(30.0)"),
         ("attention(score=0.5)", TYPE, "A factor of scores is scale="),
         ("attention(score=sl.alibi(slopes))", VALUE, "an entry for each of q's 4 heads; got 8"),
         ("attention(window=128)", TYPE, "window=(127, None) beside causal=True"),

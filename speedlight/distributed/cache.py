@@ -274,8 +274,7 @@ class KVCache:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
 
         def checked() -> _Checked:
-            wanted = [length] if length is None else length
-            each = shorter_lengths(wanted, [list(self.lengths(n)) for n in range(self.layers)], lambda *_: False)
+            each = shorter_lengths(length, [list(self.lengths(n)) for n in range(self.layers)], lambda *_: False)
             found = []
             for own in self._placed:
                 after = [placement.shortened(x, n) for x, n in zip(own, each, strict=True)]

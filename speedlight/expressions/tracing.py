@@ -157,9 +157,9 @@ def expression(function: MaskFunction | ScoreFunction | Expression, role: str | 
             raise ExpressionError(f"{role}: expected a {role}; got the {function!r}.")
         return function
     if not callable(function):
+        such = "sl.softcap(30.0)" if role == "score" else "sl.causal()"
         raise ArgumentTypeError(
-            f"{role or 'function'}: expected a function, a pattern such as sl.causal(), or an array; got "
-            f"{shown(function)}."
+            f"{role or 'function'}: expected a function, a pattern such as {such}, or an array; got {shown(function)}."
         )
     if isinstance(function, type):
         raise ArgumentTypeError(f"{role or 'function'}: expected a function; got the class {function.__name__}.")

@@ -338,7 +338,7 @@ class KVCache:
 
     def truncate(self, length: int | Sequence[int]) -> None:
         """Forgets the tokens past `length` (one for all sequences, or one for each) in every layer."""
-        shorten(self, lambda: truncated([length] if length is None else length, self._now(), self._ring))
+        shorten(self, lambda: truncated(length, self._now(), self._ring))
 
     def keep(self, indices: Any, *, start: int | Sequence[int]) -> None:
         """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.

@@ -48,7 +48,7 @@ def beside_commit(base: str, shapes: list[tuple[Any, ...]], turns: int, backward
     if found.returncode:
         raise ArgumentError(
             f"--base: expected a commit of the clone in {here}; got {base!r} "
-            f"({found.stderr.strip().splitlines()[-1:]})."
+            f"({(found.stderr.strip().splitlines() or [''])[-1]})."
         )
     with tempfile.TemporaryDirectory() as directory:
         archive = subprocess.run(["git", "archive", found.stdout.strip(), "speedlight"], cwd=here, capture_output=True)
