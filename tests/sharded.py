@@ -18,7 +18,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
-from sharded_faults import SIZES, TIMEOUT, absent, call, dying, endless, forked, interrupted, refusals, second
+from sharded_faults import (
+    SIZES,
+    TIMEOUT,
+    absent,
+    call,
+    dying,
+    endless,
+    forked,
+    interrupted,
+    lookups,
+    refusals,
+    second,
+)
 from tolerance import assert_within
 from turns import make_in_turn
 
@@ -261,6 +273,7 @@ def short(world: int) -> Iterator[str]:
     yield from again(world)
     yield from gradients_of_heads(world)
     yield from second(world)
+    yield from lookups(world)
     yield from apart(world)
     yield from interrupted(world)
     yield from refusals(world)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import tempfile
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import speedlight as sl
 from speedlight import distributed
 from speedlight.distributed import ring, ways
+from speedlight.distributed.groups import Peers
 
 SIZES = {"layers": 1, "kv_heads": 1, "head_dim": 4, "capacity": 8}
 TIMEOUT = float(os.environ.get("SHARDED_TIMEOUT", "600"))
@@ -120,6 +122,27 @@ def refusals(world: int) -> Iterator[str]:
             raise AssertionError(f"{name}: no error on rank {rank}")
         assert call(x).shape == x.shape
         yield name
+
+
+def lookups(world: int) -> Iterator[str]:
+    """An index that a kernel finds out of range in one process is an error in all, at the call's end; the group goes
+    on. Where none can be, nobody asks.
+    """
+    x, row = torch.randn(1, 2 * world, 8, 16), torch.arange(8 * world) % 8
+    row[-1] = 8
+    known, last = Peers(None).known, dist.get_rank() == world - 1
+    for method, text in itertools.product(("ring", "ulysses", "gather"), ("shown: expected index 1 from 0 to 7", "")):
+        before, shown = known.calls, torch.ones(8 if text else 9)
+        try:
+            call(x, mask=lambda b, h, i, j, shown=shown: shown[row[i]] > 0, method=method)
+        except sl.ArgumentError as error:
+            mine = last or method == "ulysses"  # where every process has all rows
+            told = "" if mine else f"group: expected calls that fit; rank {world - 1} raised: "
+            assert text and str(error).startswith(told + text), error
+        else:
+            assert not text, f"{method}: no error"
+        assert known.calls - before == (2 if text else 1)
+    yield "lookups"
 
 
 def second(world: int) -> Iterator[str]:

@@ -138,10 +138,27 @@ def attended(given: Given, options: Options, error: Exception | None) -> tuple[t
             sharded = given.sharded(known, arrays, sizes)
         for peers in (given.peers.ring, given.peers.heads):
             peers.open(given.q.device)
+        wrong: list[ArgumentError] = []
         way = Way(
-            given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse, on_gpu(given.q)
-        )
-        return way.attended(given.q, given.k, given.v)
+            given.peers, sharded, given.shard, given.method, given.exact, known, read, given.return_lse, wrong,
+            on_gpu(given.q),
+        )  # fmt: skip
+        found = way.attended(given.q, given.k, given.v)
+        if wrong or sharded.may_fail:
+            told(given.peers, {"call": "attention, computed"}, (), wrong[0] if wrong else None)
+        return found
+
+
+def told(peers: Meshed, form: dict[str, str], own: tuple[int, ...], error: Exception | None) -> list[tuple[int, ...]]:
+    """What every process says of itself, in the order of ranks. What a row of a mesh raises, all rows hear."""
+    row = [own]
+    if peers.heads.ranks > 1:
+        try:
+            row = agreed(peers.heads, form, own, error)
+        except Exception as found:
+            error = found
+    rows = agreed(peers.ring, form, [n for each in row for n in each], error)
+    return [tuple(each[at : at + len(own)]) for each in rows for at in range(0, len(each), len(own) or 1)]
 
 
 class Given(NamedTuple):
@@ -239,18 +256,9 @@ class Given(NamedTuple):
     def exchanged(
         self, form: dict[str, str], arrays: tuple[Array, ...], layout: str, error: Exception | None
     ) -> list[tuple[int, ...]]:
-        """Lengths of q and k of every process, in the order of ranks. What a row of a mesh raises, all rows hear."""
+        """Lengths of q and k of every process, in the order of ranks."""
         dim = LAYOUTS[layout][-2] if arrays else 0
-        own = tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0)
-        row: list[tuple[int, ...]] = [own]
-        if self.peers.heads.ranks > 1:
-            try:
-                row = agreed(self.peers.heads, form, own, error)
-            except Exception as found:
-                error = found
-        flat = [n for pair in row for n in pair]
-        rows = agreed(self.peers.ring, form, flat, error)
-        return [each[at : at + 2] for each in rows for at in range(0, len(each), 2)]
+        return told(self.peers, form, tuple([x.shape[dim] for x in arrays[:2]]) if arrays else (0, 0), error)
 
     def sharded(self, known: Followed, arrays: tuple[Array, ...], sizes: list[tuple[int, ...]]) -> Sharded:
         """The problem of the whole sequence, and who holds what of it."""

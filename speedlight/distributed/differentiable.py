@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arrays import is_tensor
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..expressions.tree import lazily
 from ..gradients import Followed, check_unwritten
 from ..problem import LAYOUTS
@@ -35,8 +35,8 @@ class Core:
         """A pass back adds by owner, whatever the order of keys was."""
         return plan_of(self.sharded, self.rank, exact=False) if self.exact else self.plan
 
-    def here(self, peers: Any, plan: Plan) -> Here:
-        return Here(peers, self.sharded, plan, self.layout, self.prepared)
+    def here(self, peers: Any, plan: Plan, wrong: list[ArgumentError]) -> Here:
+        return Here(peers, self.sharded, plan, self.layout, self.prepared, wrong)
 
 
 class Context(NamedTuple):
@@ -46,6 +46,7 @@ class Context(NamedTuple):
     peers: Any
     known: Followed
     read: list[tuple[Any, Any]]
+    wrong: list[ArgumentError]
     keys: Any = None  # how keys and values are gathered first, and what flows to them returned, in float32
 
 
@@ -62,7 +63,7 @@ class _Attention(torch.autograd.Function):
         q, k, v = (x.detach() for x in (q, k, v))
         if context.keys is not None:
             k, v = (context.keys.gathered(x) for x in (k, v))
-        here = core.here(context.peers, core.plan)
+        here = core.here(context.peers, core.plan, context.wrong)
         out, lse = joining.forward(here, q, k, v) if core.on_gpu else ring.forward(here, q, k, v)
         ctx.context = context
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
@@ -86,7 +87,8 @@ class _Attention(torch.autograd.Function):
         saved = Saved(q, k, v, out, lse, d_out, d_lse)
         wanted = tuple([t for t, need in zip(known.tables, needed[4:], strict=True) if need])
         # what flows to keys of others is sent on as it was summed
-        found = ring.backward(core.here(context.peers, core.back), saved, wanted, wide=context.keys is not None)
+        here = core.here(context.peers, core.back, context.wrong)
+        found = ring.backward(here, saved, wanted, wide=context.keys is not None)
         flows = dict(zip(wanted, found.tables, strict=True))
         tables = (flows[t].reshape(t.origin.shape).to(t.origin.dtype) if t in flows else None for t in known.tables)
         d_sinks = _sinks(core, saved, sinks) if needed[3] else None

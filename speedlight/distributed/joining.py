@@ -99,7 +99,8 @@ class _Rows:
                 into.lse.fill_(-torch.inf)
             for n in range(len(work.parts)):
                 call = self.here.prepared[at, work.run, n]
-                call.run(self._narrowed(self.q, work.run), keys, into.out, into.lse)
+                with self.here.noting():
+                    call.run(self._narrowed(self.q, work.run), keys, into.out, into.lse)
             if not self._alone(work):
                 self.join(into, work.run, begins=work.begins, ends=work.ends)
 

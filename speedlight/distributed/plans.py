@@ -19,6 +19,13 @@ class Sharded(NamedTuple):
     q: tuple[Runs, ...]
     k: tuple[Runs, ...]
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether a kernel of any process may find an index out of range."""
+        p = self.whole.problem
+        tables = [t for x in (p.mask, p.score) if x is not None for t in x.tables]
+        return bool(tables) and p.program is not None and p.program.may_fail
+
 
 class Work(NamedTuple):
     """A run of rows against the keys of a step."""

@@ -6,6 +6,7 @@ is rounded between. The pass back has the out and lse of the whole sequence; wha
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import torch
 from .. import engine as engines
 from ..arrays import Array, describe
 from ..cpu.operands import Dense, Operands, Rows
+from ..errors import ArgumentError
 from ..gradients import Given, asked
 from ..machine import current_isa
 from ..problem import LAYOUTS, Problem
@@ -37,6 +39,7 @@ class Here(NamedTuple):
     plan: Plan
     layout: str
     prepared: dict[Any, Any]  # calls of kernels, for arrays at any addresses
+    wrong: list[ArgumentError]  # what kernels have found out; the others still wait for keys then
     turn: Turn | None = None  # of these heads, of which arrays have no others then
 
     @property
@@ -55,6 +58,14 @@ class Here(NamedTuple):
         """How many rows of a run each item has."""
         q, lengths = self.runs[run], self.sharded.whole.problem.q_lengths
         return [len(range(q.start, min(q.stop, n), q.step)) for n in lengths]
+
+    @contextlib.contextmanager
+    def noting(self) -> Any:
+        """Around a kernel, which looks up what a mask or a score says: an index out of range is told at the end."""
+        try:
+            yield
+        except ArgumentError as error:
+            self.wrong.append(error)
 
     def turns(self, *, backward: bool) -> list[Here]:
         """The call, some heads after others."""
@@ -110,19 +121,20 @@ class _States:
     def run(self, call: Any, keys: tuple[Array, Array], run: int, begins: bool, ends: bool) -> None:
         """One call of a kernel, for a run of the rows."""
         at, dim, size = self.places[run], self.here.dim, self.lse.element_size()
-        call.run(
-            self.q.address + at * self.q.strides[dim],
-            keys[0].address,
-            keys[1].address,
-            self.written.address + at * self.written.strides[dim],
-            self.lse.data_ptr() + at * size,
-            state=(
-                self.accumulators.data_ptr() + at * self.accumulators.stride(dim) * size,
-                self.sums.data_ptr() + at * 2 * size,
-                int(begins),
-                int(ends),
-            ),
-        )
+        with self.here.noting():
+            call.run(
+                self.q.address + at * self.q.strides[dim],
+                keys[0].address,
+                keys[1].address,
+                self.written.address + at * self.written.strides[dim],
+                self.lse.data_ptr() + at * size,
+                state=(
+                    self.accumulators.data_ptr() + at * self.accumulators.stride(dim) * size,
+                    self.sums.data_ptr() + at * 2 * size,
+                    int(begins),
+                    int(ends),
+                ),
+            )
 
     def call_of(self, part: Part, keys: tuple[Array, Array], key: Any) -> Any:
         """The prepared call of a part."""

@@ -14,6 +14,7 @@ import torch
 from .. import engine as engines
 from ..arrays import STORAGE_BYTES
 from ..calls import Memo
+from ..errors import ArgumentError
 from ..gradients import Followed
 from ..machine import current_isa
 from ..problem import LAYOUTS
@@ -43,6 +44,7 @@ class Way(NamedTuple):
     known: Followed
     read: list[tuple[Any, Any]]
     returns_lse: bool
+    wrong: list[ArgumentError]  # what kernels find out while the others wait
     on_gpu: bool = False
 
     @property
@@ -94,7 +96,7 @@ class Way(NamedTuple):
         first_head: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         core = self._made(peers, sharded, (q, k, v), first_head)
-        return attended(Context(core, peers, self.known, self.read, keys), q, k, v)
+        return attended(Context(core, peers, self.known, self.read, self.wrong, keys), q, k, v)
 
     def _made(self, peers: Any, sharded: Sharded, given: tuple[torch.Tensor, ...], first_head: int = 0) -> Core:
         """Kept from call to call where the options say what they say: it depends on them, on the whole's lengths, on
