@@ -44,7 +44,7 @@ _OURS = "nothing: how work is divided is the engine's own"
 _HAS_HEADS = "nothing: heads are a dimension of q, k and v: q.reshape(batch, length, heads, -1) is layout='blhd'"
 _EARLIER = "nothing: keys and values of earlier tokens are a KVCache's: cache.attend(layer, q, k, v)"
 _THREADS = "sl.set_threads(n), for all calls"
-_PLACES = "nothing: block_table= and k_lengths= say where tokens lie"
+_INDICES = tuple([f"{x}kv_{y}" for x in ("", "paged_") for y in ("indices", "indptr", "last_page_len")])
 _NO_CODES = "nothing: pages of yours hold no codes; those of PagePool(dtype='fp8') do, and find scales themselves"
 _ALL_TOKENS = (
     "nothing: a pool keeps every token; a mask of attend() may be sl.window(n - 1, 0) | sl.prefix(first), and "
@@ -185,14 +185,8 @@ _STORED = {
     **dict.fromkeys(("cache_seqlens", "seq_lens", "seqused_k", "context_lens", "kv_lens", "lengths"), "k_lengths="),
     **dict.fromkeys(("k_cache", "key_cache"), "k_pages="),
     **dict.fromkeys(("v_cache", "value_cache"), "v_pages="),
-    **dict.fromkeys(
-        (
-            *("kv_indices", "kv_indptr", "kv_last_page_len"),
-            *("paged_kv_indices", "paged_kv_indptr", "paged_kv_last_page_len"),
-        ),
-        "block_table=, a row of page numbers for each sequence, and k_lengths=",
-    ),
-    **dict.fromkeys(("slot_mapping", "batch_indices", "positions"), _PLACES),
+    **dict.fromkeys(_INDICES, "block_table=, a row of page numbers for each sequence, and k_lengths="),
+    **dict.fromkeys(("slot_mapping", "batch_indices", "positions"), "nothing: block_table= and k_lengths= say where"),
     **dict.fromkeys(("k_scale", "v_scale", "k_descale", "v_descale", "kv_cache_dtype", "kv_data_type"), _NO_CODES),
 }
 _KEYS = _STORED | {
@@ -389,9 +383,11 @@ def of_heads(layout: str, sizes: Any) -> str:
 
 def of_window(x: Any) -> str:
     """A sentence for who gives a cache the pair that attention() takes."""
-    if not isinstance(x, (tuple, list)) or len(x) != 2 or type(x[0]) is not int or x[0] < 0:
-        return " window=n is n tokens, a query's own among them." if isinstance(x, (tuple, list)) else ""
-    return f" window=n is n tokens, a query's own among them: attention()'s ({x[0]}, 0) is window={x[0] + 1}."
+    if not isinstance(x, (tuple, list)):
+        return ""
+    is_pair = len(x) == 2 and type(x[0]) is int and x[0] >= 0
+    ours = f": attention()'s ({x[0]}, 0) is window={x[0] + 1}" if is_pair else ""
+    return f" window=n is n tokens, a query's own among them{ours}."
 
 
 def of_items(layout: str) -> str:

@@ -16,9 +16,9 @@ from . import checks
 from .arrays import CODES, Array, check_plain_tensor, code_cache, conversion, is_tensor, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.symbols import Symbol, where
-from .expressions.tables import Table
+from .expressions.tables import Table, check_dense
 from .expressions.tracing import Expression, expression, score_chain
-from .hints import of_causal, of_heads, of_items, of_mask, of_masks
+from .hints import of_causal, of_heads, of_items, of_mask
 from .layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
 from .modes import standard
 from .philox import MOST_POSITIONS
@@ -411,18 +411,6 @@ def _plus(s: Symbol, entry: Any) -> Any:
     return where(entry == -math.inf, -math.inf, s + entry)
 
 
-def check_array(name: str, x: Any) -> None:
-    """That a mask or a score which is no expression is an array."""
-    if not (is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape"))):
-        way = f" {'Causality is causal=True' if name == 'mask' else 'A factor of scores is scale='}."
-        way = way if isinstance(x, (bool, int, float)) else of_masks(name, x)
-        way = " Causality is causal=True." if name == "mask" and isinstance(x, str) else way
-        such = "sl.causal()" if name == "mask" else "sl.softcap(30.0)"
-        raise ArgumentTypeError(
-            f"{name}: expected a function, a pattern such as {such}, or an array; got {type(x).__name__}.{way}"
-        )
-
-
 def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int, int] | None) -> Table:
     """An array that broadcasts to (batch, q_heads, q_len, k_len), as PyTorch's attn_mask does; read where it lies."""
     if packed:
@@ -430,7 +418,7 @@ def _dense(name: str, x: Any, problem: Problem, packed: bool, square: tuple[int,
             f"{name}: expected a function or pattern for layout='lhd'; got an array. Sequences have squares of their "
             "own."
         )
-    check_array(name, x)
+    check_dense(name, x)
     table = x if isinstance(x, Table) else Table(x, name, copy=False)
     q_len, k_len = square or (max(problem.q_lengths, default=0), max(problem.k_lengths, default=0))
     whole = (problem.batch, problem.q_heads, q_len, k_len)

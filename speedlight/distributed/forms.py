@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import is_tensor, listed
-from ..expressions.tables import Table
+from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression
 from ..problem import Options, scores_of
-from ..resolve import check_array
 
 _DEFAULTS = Options()._asdict()
 _LISTS = ("sink_logits", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
@@ -76,7 +75,7 @@ def tables_in(options: Options) -> list[Table]:
 
 
 def _table(x: Any, name: str) -> Table:
-    check_array(name, x)
+    check_dense(name, x)
     return x if isinstance(x, Table) else Table(x, name, copy=False)
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
 from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, pass_on, shown
+from ..hints import of_masks
 from . import foreign
 from .operations import INT_MAX
 from .symbols import LOOKUP, Symbol, by_name, node_of
@@ -309,3 +310,17 @@ def table(array: Any, name: str = "table") -> Table:
 
 
 table.__doc__ = Table.__doc__
+
+
+def check_dense(name: str, x: Any) -> None:
+    """That a mask or a score which is no expression is an array."""
+    if is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape")):
+        return
+    such, ours = "sl.softcap(30.0)", "A factor of scores is scale="
+    if name == "mask":
+        such, ours = "sl.causal()", "Causality is causal=True"
+    plain = isinstance(x, (bool, int, float)) or (name == "mask" and isinstance(x, str))
+    way = f" {ours}." if plain else of_masks(name, x)
+    raise ArgumentTypeError(
+        f"{name}: expected a function, a pattern such as {such}, or an array; got {type(x).__name__}.{way}"
+    )
