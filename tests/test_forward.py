@@ -89,6 +89,27 @@ def test_maxima_that_are_large_without_hidden_keys(rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_few_rows_weigh_as_many_do_at_the_ends_of_what_is_usual(isa, rng, dtype):
+    """Whole tiles take a fast loop in the decode kernel, others one that looks at each score; the bits are the same."""
+    number, least = numpy_dtype(dtype), -511 if dtype == "float64" else -63
+    n, ends = 384, (0.0, 1.0, np.nan, np.inf, -np.inf, least, least - 1, least * (1 - 1e-6), least * (1 + 1e-6), -1e5)
+    exponents = -rng.random((40, 1, n, 1)) * 3
+    for item in range(1, 40):  # at one key of each tile, or two; a tile's largest may be below the tile's before
+        places = rng.integers(0, 128, 3) + np.array([0, 128, 256])
+        exponents[item, 0, places, 0] = rng.choice(ends, 3)
+        exponents[item, 0, 128:256] += rng.choice([0, -40, 5])
+    exponents[20:] += rng.choice([0, 2.0**22, 2.0**23 - 2, 2.0**23 + 2, -(2.0**23) + 2, 1e30], (20, 1, 1, 1))
+    k, v = (exponents * np.log(4)).astype(number), rng.standard_normal((40, 1, n, 16)).astype(number)
+    q = np.ones((40, 1, 48, 1), number)
+    for options in ({}, {"causal": True, "q_start": n - 47}, {"k_lengths": [n - x for x in range(40)]}):
+        starts = {"q_start": options["q_start"] + 45} if "q_start" in options else {}
+        many = sl.attention(q, k, v, scale=1.0, return_lse=True, **options)
+        few = sl.attention(q[:, :, 45:], k, v, scale=1.0, return_lse=True, **options | starts)
+        for a, b in zip(many, few, strict=True):
+            assert np.array_equal(a[:, :, 45:], b, equal_nan=True), options
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_subnormals_survive(isa, dtype):
     tiny = np.finfo(dtype).smallest_subnormal
     q = k = np.ones((1, 1, 4, 2), dtype)
