@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checks
-from .arrays import CODES, Array, check_plain_tensor, code_cache, conversion, is_tensor, listed
+from .arrays import CODES, Array, check_plain_tensor, code_cache, conversion, listed
 from .errors import ArgumentError, ArgumentTypeError, shown
 from .expressions.symbols import Symbol, where
 from .expressions.tables import Table, check_dense

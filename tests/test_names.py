@@ -124,4 +124,4 @@ def test_types_are_tested_strictly():
     assert len(files) >= 3
     for path in files:
         assert re.match(r"# pyright: strict,.* reportUnnecessaryTypeIgnoreComment=true\n", path.read_text()), path.name
-    assert 'include = ["speedlight", "tests/typing"]' in (ROOT / "pyproject.toml").read_text()
+    assert 'include = ["speedlight", "benchmarks", "tests/typing"]' in (ROOT / "pyproject.toml").read_text()
