@@ -148,7 +148,7 @@ FIGURES = (
 def figures(reports: list[dict[str, Any]]) -> str:
     """The README's eight problems, on every family that has them."""
     lines = [
-        f"{' and '.join(dict.fromkeys(map(machine_of, reports)))}; 8 heads, d = 128 where nothing else is said.",
+        f"{'; '.join(dict.fromkeys(map(machine_of, reports)))}. 8 heads, d = 128 where nothing else is said.",
         "",
         "| problem | CPU | speedlight | of the roof | best peer takes |",
         "|---|---|---|---|---|",

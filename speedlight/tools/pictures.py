@@ -262,22 +262,26 @@ def roofline(report: dict[str, Any], path: Path) -> None:
 
 
 def _roofs(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """The measured roof of each dtype, named at its end, and axes with round numbers."""
+    """The measured roofs, named at their ends, one for dtypes that have the same; and axes with round numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     places = [r["flops"] / r["bytes_moved"] for r in rows] or [1.0]
-    x, tops = np.geomspace(min(places) / 2, max(places) * 4, 200), []
-    for dtype in dict.fromkeys(r["dtype"] for r in rows):
-        mine = [r for r in rows if r["dtype"] == dtype]
-        peak = float(np.median([r["peak"] for r in mine]))
-        roof = np.minimum(peak, x * mine[0]["read_bandwidth"] / 1e9)
-        axes.plot(x, roof, color=_COLOUR_OF[dtype], linewidth=1.2, zorder=1)
-        tops.append((peak, dtype))
-    for n, (peak, dtype) in enumerate(sorted(tops)):
-        near = n > 0 and peak < 1.08 * sorted(tops)[n - 1][0]  # then its name stands above, the other's below its line
-        below = n + 1 < len(tops) and sorted(tops)[n + 1][0] < 1.08 * peak and not near
-        style = {"color": _COLOUR_OF[dtype], "ha": "right", "va": "top" if below else "bottom", "fontsize": 8}
-        axes.annotate(f"{dtype}: {peak:,.0f}", (x[-1], peak), **style)
+    x = np.geomspace(min(places) / 2, max(places) * 4, 200)
+    peaks = {d: float(np.median([r["peak"] for r in rows if r["dtype"] == d])) for d in {r["dtype"] for r in rows}}
+    tops: list[tuple[float, list[str]]] = []
+    for dtype in sorted(peaks, key=lambda d: peaks[d]):
+        if tops and peaks[dtype] < 1.04 * tops[-1][0]:  # as far as turns differ
+            tops[-1][1].append(dtype)
+        else:
+            tops.append((peaks[dtype], [dtype]))
+    for n, (peak, dtypes) in enumerate(tops):
+        read = next(r["read_bandwidth"] for r in rows if r["dtype"] in dtypes)
+        colour = _COLOUR_OF[dtypes[0]] if len(dtypes) == 1 else "#444444"
+        axes.plot(x, np.minimum(peak, x * read / 1e9), color=colour, linewidth=1.2, zorder=1)
+        near = n > 0 and peak < 1.08 * tops[n - 1][0]  # then its name stands above, the other's below its line
+        below = n + 1 < len(tops) and tops[n + 1][0] < 1.08 * peak and not near
+        style = {"color": colour, "ha": "right", "va": "top" if below else "bottom", "fontsize": 8}
+        axes.annotate(f"{', '.join(sorted(dtypes))}: {peak:,.0f}", (x[-1], peak), **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
