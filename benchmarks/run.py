@@ -31,7 +31,7 @@ import speedlight as sl
 from speedlight import machine
 from speedlight.cpu import roof
 from speedlight.cpu.tuned import tuning_of
-from speedlight.tools.measuring import Call, check, flex, measure, peers, quantiles, tensors, without_grad
+from speedlight.tools.measuring import Call, check, flex, measure, name_of, peers, quantiles, tensors, without_grad
 from speedlight.tunings import FAMILIES
 
 HERE = Path(__file__).parent
@@ -83,11 +83,12 @@ def prefill(turns: int) -> Any:
             else "f32"
         )
         times, peaks = measure(calls, turns, lambda kind=kind, isa=isa: roof.peak_flops(isa, kind, sl.get_threads()))
-        ours, flops = statistics.median(times["speedlight"]), plan.flops or 0
+        ours, flops = statistics.median(times["speedlight"]), plan.flops
+        assert flops is not None  # nothing is masked but by position
         best = min((x for x in times if x != "speedlight"), key=lambda x: statistics.median(times[x]), default=None)
         yield {
-            "name": f"{dtype} H{heads} N{n} d{d} {'causal' if causal else 'full'}",
-            "dtype": dtype, "heads": heads, "length": n, "head_dim": d, "causal": causal, "kernel": plan.kernel,
+            "name": name_of(dtype, heads, n, d, causal), "dtype": dtype, "heads": heads, "length": n, "head_dim": d,
+            "causal": causal, "kernel": plan.kernel,
             "flops": flops, "bytes_moved": plan.bytes_read + plan.bytes_written, "read_bandwidth": read,
             "seconds": {x: quantiles(t) for x, t in times.items()},
             "gflops": flops / ours / 1e9, "peak": statistics.median(peaks) / 1e9,
@@ -112,7 +113,8 @@ def narrower(turns: int) -> Any:
         plan = sl.plan(*arrays)
         peak = lambda: roof.peak_flops(isa, "f32", sl.get_threads())  # noqa: E731
         times, peaks = measure({"speedlight": lambda: sl.attention(*arrays)}, turns, peak)
-        rate, top = (plan.flops or 0) / statistics.median(times["speedlight"]), statistics.median(peaks)
+        assert plan.flops is not None
+        rate, top = plan.flops / statistics.median(times["speedlight"]), statistics.median(peaks)
         yield {
             "name": "float32 H8 N2048 d128 full, AVX2 code", "kernel": plan.kernel, "flops": plan.flops, "ratios": {},
             "seconds": {"speedlight": quantiles(times["speedlight"])}, "gflops": rate / 1e9, "peak": top / 1e9,

@@ -24,7 +24,7 @@ _RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
 _MOST_CODE = float(CODES["int8"])
 _WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
 _LEAST_SCALE = 2.0**-80  # from here on every step of a quotient that is not coded as 0 is a normal number
-_INFINITE, _MAGNITUDE = 0x7F800000, 0x7FFFFFFF  # bits of a float32
+_INFINITE = 0x7F800000  # as bits of a float32
 
 
 def append_module(s: AppendShape, symbol: str) -> Module:
@@ -293,27 +293,21 @@ class _Codes(_Elements):
 
     def largest(self, row: Value) -> Value:
         """A token's largest magnitude in float32, by its bits: NaNs are above infinity then."""
-        k, size = self.k, self.size
-        narrow = size == 2  # compared as they lie, twice as many at once
-        t = I16 if narrow else I32
-        mask, lanes = (1 << (8 * size - 1)) - 1 if narrow else _MAGNITUDE, BLOCK * 2 if narrow else BLOCK
+        k, size, t = self.k, self.size, _RAW[self.size]
+        bits, lanes = 8 * size, BLOCK * 4 // size  # compared as they lie
 
         def larger(total: Variable, x: Value) -> None:
-            total.set(k.max(x.bits(total.type) & mask, total.get()))
-
-        def raw(index: Value, count: int) -> Value:
-            if not narrow:
-                return self.numbers(row, index, count)
-            return self.elements(row, index, count) if count else k.load(I16, self.at(row, index))
+            total.set(k.max(x & ((1 << (bits - 1)) - 1), total.get()))
 
         many, most = k.variable(k.const(0, vec(t, lanes))), k.variable(k.const(0, t))
         self.stretches(
-            self.dim, lanes, lambda index: larger(many, raw(index, lanes)), lambda index: larger(most, raw(index, 0))
+            self.dim,
+            lanes,
+            lambda index: larger(many, self.elements(row, index, lanes)),
+            lambda index: larger(most, k.load(t, self.at(row, index))),
         )
-        found = k.max(
-            k.intrinsic(f"llvm.vector.reduce.smax.v{lanes}i{16 if narrow else 32}", t, many.get()), most.get()
-        )
-        return widened(k, self.source.storage, found).bits(I32) if narrow else found
+        found = k.max(k.intrinsic(f"llvm.vector.reduce.smax.v{lanes}i{bits}", t, many.get()), most.get())
+        return found if size == 4 else widened(k, self.source.storage, found).bits(I32)
 
     def scale_of(self, largest: Value) -> Value:
         """A token's scale, or several in lanes: the largest magnitude over the last code; NaN where it is none."""
@@ -324,20 +318,18 @@ class _Codes(_Elements):
         """Stores a token's scale."""
         self.k.store(self.scale_of(self.largest(row)), self.block, lane * 4)
 
-    def of_token(self, numbers: Value, lane: Value | int, count: int) -> Value:
-        """A token's of 16 numbers, so many times side by side, or once."""
-        x = self.k.load(F32, numbers, (self.k.i64(0) + lane) * 4)
-        return self.k.splat(x, count) if count else x
+    def of_token(self, numbers: Value, lane: Value | int, x: Value) -> Value:
+        """A token's of 16 numbers, as often as x has lanes."""
+        found = self.k.load(F32, numbers, (self.k.i64(0) + lane) * 4)
+        return self.k.splat(found, x.type.count) if isinstance(x.type, ir.VectorType) else found
 
     def ratio(self, x: Value, scale: Value, lane: Value | int) -> Value:
         """x over a usual scale, rounded to nearest where it is not coded as 0."""
-        count = x.type.count if isinstance(x.type, ir.VectorType) else 0
-        return quotient(self.k, x, scale, self.of_token(self.reciprocals, lane, count))
+        return quotient(self.k, x, scale, self.of_token(self.reciprocals, lane, x))
 
     def codes(self, x: Value, lane: Value | int) -> Value:
         """Of a token's numbers, by its scale; 0 where that is 0 or NaN."""
-        k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
-        scale = self.of_token(self.block, lane, count)
+        k, scale = self.k, self.of_token(self.block, lane, x)
         if self.usual:  # within 127 and a half: the last bits of a sum that has no others are the code
             return k.trunc((self.ratio(x, scale, lane) + _WHOLE).bits(like(x, I32)), like(x, I8))
         live = scale > 0.0
@@ -427,10 +419,9 @@ class _Float8(_Codes):
     last = float(CODES["float8_e4m3fn"])
 
     def codes(self, x: Value, lane: Value | int) -> Value:
-        k, count = self.k, x.type.count if isinstance(x.type, ir.VectorType) else 0
-        scale = self.of_token(self.block, lane, count)
+        k, scale = self.k, self.of_token(self.block, lane, x)
         if self.usual:  # within half a unit of the last code
-            sign = x.bits(like(x, I32)) & -_MAGNITUDE - 1  # -0 keeps its own
+            sign = x.bits(like(x, I32)) & -(1 << 31)  # -0 keeps its own
             return to_float8(k, (self.ratio(x, scale, lane).bits(sign.type) | sign).bits(x.type))
         live, last = scale > 0.0, k.const(self.last, x.type)
         ratio = x / k.select(live, scale, k.const(1.0, x.type))
