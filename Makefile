@@ -41,7 +41,9 @@ demo: $(VENV)/.cli
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; wait $$types && exit $$tests
+	mkdir -p build
+	$(BIN)/pyright >build/types.txt & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; \
+		wait $$types; types=$$?; cat build/types.txt; exit $$((tests | types))
 
 test-all: $(VENV)/.test docs
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
