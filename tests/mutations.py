@@ -488,8 +488,8 @@ MUTATIONS = (
     Mutation(
         "float8 is rounded up half way",
         "cpu/conversions.py",
-        "((bits >> 20) & 1) + 0x7FFFF",
-        "((bits >> 20) & 1) + 0x80000",
+        "| bias - 8)",
+        "| bias - 7)",
         "tests/test_putting.py -k codes",
     ),
     Mutation(

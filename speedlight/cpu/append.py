@@ -74,13 +74,14 @@ def _task(module: Module, s: AppendShape, keys: Any, values: Any) -> Any:
                 to = target + head * to_head + number * to_block
                 if s.raw:
                     to = to + inside * steps[0]
-                k.call(f, k.pointer(at), k.pointer(to), low, high, row, column, dim, *steps)
+                ahead = k.select(a.heads > 1, from_head, row * BLOCK)  # to what is next
+                k.call(f, k.pointer(at), k.pointer(to), low, high, row, column, dim, ahead, *steps)
     return k.finish()
 
 
 def _block(module: Module, s: AppendShape, name: str) -> Any:
     """New tokens become those from `low` to `high` of a block."""
-    params = {"source": PTR, "block": PTR} | dict.fromkeys(("low", "high", "row", "column", "dim"), I64)
+    params = {"source": PTR, "block": PTR} | dict.fromkeys(("low", "high", "row", "column", "dim", "ahead"), I64)
     k = module.function(name, params | (dict.fromkeys(("to_row", "to_column"), I64) if s.raw else {}))
     match s.stored, name:
         case _ if s.raw:
@@ -287,6 +288,8 @@ class _Codes(_Elements):
     def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
         """In float32: so many side by side, or one."""
         k, storage = self.k, self.source.storage
+        if self.usual and count and not self.source.strided:  # memory is read while numbers are coded: the next block
+            k.prefetch(k.at(self.at(row, index), k.p["ahead"]), 2)
         if count and self.source.strided:
             return self.gathered(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
         return load(k, storage, self.at(row, index), 0, count)
@@ -420,10 +423,9 @@ class _Float8(_Codes):
 
     def codes(self, x: Value, lane: Value | int) -> Value:
         k, scale = self.k, self.of_token(self.block, lane, x)
-        if self.usual:  # within half a unit of the last code
-            sign = x.bits(like(x, I32)) & -(1 << 31)  # -0 keeps its own
-            return to_float8(k, (self.ratio(x, scale, lane).bits(sign.type) | sign).bits(x.type))
-        live, last = scale > 0.0, k.const(self.last, x.type)
-        ratio = x / k.select(live, scale, k.const(1.0, x.type))
-        code = to_float8(k, k.min(k.max(ratio, -last), last))
+        if self.usual:  # within half a unit of the last code; −0 keeps its sign
+            return to_float8(k, self.ratio(k.abs(x), scale, lane), x)
+        live = scale > 0.0
+        ratio = k.abs(x) / k.select(live, scale, k.const(1.0, x.type))
+        code = to_float8(k, k.min(ratio, k.const(self.last, x.type)), x)
         return k.select(live, code, k.const(0, code.type))

@@ -44,14 +44,18 @@ def load_code(k: Function, dtype: str, pointer: Value, offset: Value | int = 0, 
     return k.extend(bits.bits(like(x, F16)), like(x, F32))
 
 
-def to_float8(k: Function, x: Value) -> Value:
-    """x (f32, of a magnitude up to 448) as the bits of float8_e4m3fn, to nearest even."""
-    wide, size = like(x, I32), k.abs(x)
-    bits = size.bits(wide)
-    normal = ((bits + ((bits >> 20) & 1) + 0x7FFFF) >> 20) - (127 - 7 << 3)  # 20 digits less, and another bias
-    smallest = k.unary("rint", size * 512.0)  # how many; 8 are the first normal number
-    code = k.select(size < 2.0**-6, Value(k, k.b.fptosi(smallest.x, wide)), normal)
-    return k.trunc(code | ((x.bits(wide) >> 24) & 0x80), like(x, I8))
+def to_float8(k: Function, size: Value, signed: Value) -> Value:
+    """A magnitude (f32, up to 448) as the bits of float8_e4m3fn, to nearest even, with the sign of another number.
+
+    2^e is its binade, or that of the smallest normal numbers. 2^e and a 2^20th of it is rounded to steps of 2^(e-23),
+    of which its last bits are the number; the digits of e come on top, in 8 bits, and what these have too much of is
+    there from the start.
+    """
+    wide = like(size, I32)
+    bias = -(127 - 7 << 3) & 0xFF
+    binade = k.max(size.bits(wide), k.const((127 - 6) << 23, wide)) & 0x7F800000
+    steps = k.fma(size, k.const(2.0**-20, size.type), (binade | bias - 8).bits(size.type)).bits(wide)
+    return k.trunc(steps + (steps >> 20) | ((signed.bits(wide) >> 24) & 0x80), like(size, I8))
 
 
 def narrowed(k: Function, storage: str, x: Value) -> Value:
