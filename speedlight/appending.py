@@ -9,7 +9,8 @@ import numpy as np
 
 from . import engine as engines
 from .arrays import Array, conversion, describe, is_tensor
-from .checks import block_table_of, check_layout, check_pages, new_counts, packed_counts, page_lengths
+from .block_tables import block_table_of, check_pages, page_lengths
+from .checks import check_layout, new_counts, packed_counts
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheFull
 from .problem import LAYOUTS, our_layout

@@ -156,40 +156,30 @@ def _check_not_traced(x: Any, name: str) -> None:
         )
 
 
-def plain_ints(x: Any) -> np.ndarray | None:
-    """Of a contiguous tensor of ints, in memory of the CPU, as check_plain_tensor() would find it, an array over the
-    same memory; None of anything else: that one says why.
+def short_list(x: Any, dimensions: int = 1, most_bytes: int = 8 * _MOST_LISTED) -> list[Any] | None:
+    """What an array of numbers, or a contiguous tensor of ints, of so many dimensions and at most so many bytes holds,
+    where all of it is in memory of the CPU; None of anything else.
     """
+    if type(x) is np.ndarray:
+        return x.tolist() if x.ndim == dimensions and x.nbytes <= most_bytes else None
     torch = sys.modules.get("torch")
-    if torch is None or type(x) is not torch.Tensor:
+    if torch is None or type(x) is not torch.Tensor or x.ndim != dimensions or not x.is_cpu:
         return None
-    try:
-        seen = x.numpy()  # refuses what is elsewhere, sparse, nested, or not yet negated
-        end = x.storage_offset() * seen.itemsize + seen.nbytes
-        enough = x.untyped_storage().nbytes() >= end
-    except (RuntimeError, TypeError):  # a wrapper of torch.func, too
-        return None
-    return seen if enough and seen.dtype.kind == "i" and seen.flags.c_contiguous else None
-
-
-def _is_plain_list(x: Any) -> bool:
-    """Whether it is a contiguous tensor of ints, of one dimension, all of which is in memory of the CPU."""
-    torch = sys.modules.get("torch")
-    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.ndim != 1:
-        return False
     if x.dtype is not torch.int64 and x.dtype is not torch.int32:
-        return False
+        return None
     try:
-        end = (x.storage_offset() + x.numel()) * x.itemsize
-        return x.is_contiguous() and x.untyped_storage().nbytes() >= end
+        size, start = x.nbytes, x.storage_offset()
+        enough = x.untyped_storage().nbytes() >= (start and start * x.itemsize) + size
+        return x.tolist() if enough and size <= most_bytes and x.is_contiguous() else None
     except RuntimeError:  # sparse, or a wrapper of torch.func
-        return False
+        return None
 
 
 def listed(x: Any, name: str, what: str) -> list[Any]:
     """What a short list of numbers, an array or a tensor of them holds now."""
-    if (type(x) is np.ndarray or _is_plain_list(x)) and x.ndim == 1 and x.nbytes <= 8 * _MOST_LISTED:
-        return x.tolist()
+    short = short_list(x)
+    if short is not None:
+        return short
     if is_tensor(x):
         check_plain_tensor(x, name)
     elif is_masked(x):

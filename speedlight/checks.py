@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,14 +13,9 @@ import numpy as np
 from .arrays import (
     CODES,
     DTYPES,
-    Array,
-    check_plain_tensor,
     code_cache,
     conversion,
-    is_masked,
-    is_tensor,
     listed,
-    plain_ints,
 )
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
 from .hints import of_layout, of_window
@@ -178,81 +173,6 @@ def check_precision(x: Any) -> None:
     """That of float32 products on a GPU."""
     if not isinstance(x, str) or x not in ("ieee", "tf32x3", "tf32"):
         raise ArgumentError(f"precision: expected 'ieee', 'tf32x3' or 'tf32'; got {shown(x)}.")
-
-
-def check_pages(k: Array, v: Array) -> None:
-    """Shapes of keys and values in pages."""
-    if len(k.shape) != 4 or min(k.shape[1:]) < 1:
-        raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
-    if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
-        raise ArgumentError(
-            f"v_pages: expected shape ({', '.join(map(str, k.shape[:3]))}, value_dim), as k_pages has; got {v.shape}."
-        )
-
-
-def block_table_of(x: Any) -> np.ndarray:
-    """A copy of a (batch, most pages) table that may say anything."""
-    return _block_table(x).astype(np.int64)
-
-
-def _block_table(x: Any) -> np.ndarray:
-    """(batch, most pages) of ints, of any kind and byte order; perhaps the caller's memory."""
-    seen: Any = plain_ints(x)
-    seen = x if seen is None else seen
-    if type(seen) is np.ndarray and seen.ndim == 2 and seen.dtype.kind in "iu":
-        return seen
-    if is_tensor(x):
-        check_plain_tensor(x, "block_table")
-    elif isinstance(x, Sequence):  # of rows, whose lengths are looked at before NumPy copies them
-        what = "ints of shape (batch, most pages)"
-        x = [
-            row if hasattr(row, "shape") else listed(row, "block_table", what) for row in listed(x, "block_table", what)
-        ]
-    try:
-        table = np.array(x.detach().cpu().numpy() if is_tensor(x) else x)
-    except Exception as error:  # ragged lists, other libraries' code
-        pass_on(error)
-        raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from error
-    if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
-        raise ArgumentTypeError(
-            f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__} of {table.dtype}, shape "
-            f"{table.shape}."
-        )
-    return table
-
-
-def page_lists(
-    block_table: Any, k_lengths: Any, pages: int, page_size: int, slack: int
-) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The columns in use of a block table that may say anything, copied with `slack` more, then checked as far as they
-    are used; and the lengths.
-    """
-    table = _block_table(block_table)
-    lengths = page_lengths(k_lengths, len(table), table.shape[1] * page_size)
-    used = -(-max(lengths, default=0) // page_size)
-    numbers = np.zeros((len(table), used + slack), np.int64)
-    numbers[:, :used] = table[:, :used]
-    if np.count_nonzero(numbers.view(np.uint64) >= pages):  # or negative: past a sequence's length they may be
-        _check_used(numbers, lengths, pages, page_size)
-    return numbers, lengths
-
-
-def page_lengths(k_lengths: Any, batch: int, most: int) -> tuple[int, ...]:
-    """Keys of every sequence. Pages do not say how many of their tokens there are."""
-    if k_lengths is None:
-        raise ArgumentTypeError(f"k_lengths: expected {batch} lengths, one per row of block_table; got None.")
-    return item_lengths("k_lengths", k_lengths, batch, most, "the tokens that a row of block_table has pages for")
-
-
-def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_size: int) -> None:
-    used = np.array(lengths, np.int64).reshape(-1, 1) > np.arange(numbers.shape[1]) * page_size
-    if not np.count_nonzero((numbers.view(np.uint64) >= pages) & used):
-        return
-    for item, n in enumerate(lengths):
-        used = numbers[item, : -(-n // page_size)]
-        if used.size and (used.min() < 0 or used.max() >= pages):
-            at = int(np.argmax((used < 0) | (used >= pages)))
-            raise ArgumentError(f"block_table: expected pages from 0 to {pages - 1}; got {used[at]} at [{item}, {at}].")
 
 
 # --- of caches

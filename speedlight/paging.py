@@ -10,8 +10,9 @@ import numpy as np
 
 from . import engine as engines
 from .arrays import DTYPES, Array, address_of, describe
+from .block_tables import check_pages, page_lists
 from .calls import Memo, Repeatable, key_of
-from .checks import check_flag, check_layout, check_pages, packed_lengths, page_lists
+from .checks import check_flag, check_layout, packed_lengths
 from .compiling import leaves_graph
 from .cpu.layout import SLACK
 from .cpu.operands import Paged, Pages, Rows

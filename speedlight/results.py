@@ -70,9 +70,10 @@ def fresh(q: Any, shape: tuple[int, ...], *, logarithms: bool = False, alike: bo
     if new is None:
         dtype = torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype
         new = torch.empty(shape, dtype=dtype, device="cpu")
-    if type(new) is not torch.Tensor or not (new.data_ptr() or 0 in shape):
+    address = new.data_ptr() if type(new) is torch.Tensor else 0
+    if not (address or 0 in shape):
         check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
-    return new, new.data_ptr()
+    return new, address
 
 
 def out_for(

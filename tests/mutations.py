@@ -393,10 +393,17 @@ MUTATIONS = (
     ),
     Mutation(
         "a page after the last is taken",
-        "checks.py",
+        "block_tables.py",
         "if used.size and (used.min() < 0 or used.max() >= pages):",
         "if used.size and (used.min() < 0 or used.max() > pages):",
         f"{POOLS} -k wrong_raw_pages",
+    ),
+    Mutation(
+        "a page after the last is taken of a single short row",
+        "block_tables.py",
+        "max(used_pages) < pages:",
+        "max(used_pages) <= pages:",
+        "tests/test_steps.py -k one_short_row",
     ),
     Mutation(
         "out may overlap an input",
@@ -522,7 +529,7 @@ MUTATIONS = (
     ),
     Mutation(
         "tables are not checked where a call is repeated",
-        "checks.py",
+        "block_tables.py",
         "    if np.count_nonzero(numbers.view(np.uint64) >= pages):",
         "    if not len(numbers):",
         "tests/test_steps.py -k raw_pages",

@@ -281,6 +281,52 @@ def test_raw_pages_called_again_say_what_a_first_call_says(rng):
                 sl.attention_paged(*given, wrong, lengths, **options)
 
 
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8, np.uint64, torch.int32, torch.int64, torch.uint8, list])
+def test_one_short_row_of_a_block_table(rng, kind):
+    """It is read number by number; every number that is used is checked, whatever those are kept in."""
+    q, pages = (
+        rng.standard_normal((1, 4, 1, D)).astype(np.float32),
+        rng.standard_normal((6, 4, 2, D)).astype(np.float32),
+    )
+
+    def table(*row):
+        if kind is list:
+            return [[*row]]
+        return torch.tensor([row], dtype=kind) if isinstance(kind, torch.dtype) else np.array([row], kind)
+
+    keys = pages[[5, 0]].reshape(1, 8, 2, D).swapaxes(1, 2)
+    for given in (q, pages, pages), tuple(map(torch.from_numpy, (q, pages, pages))):
+        for n in (8, 5, 4, 3, 0, 8):
+            want = bits(sl.attention(q, keys[:, :, :n], keys[:, :, :n]))
+            assert bits(sl.attention_paged(*given, table(5, 0, 77), [n])) == want
+        for row, n, at in ((6, 0), 1, 0), ((5, 6, 0), 8, 1), ((5, 0, 200), 9, 2):
+            with pytest.raises(sl.ArgumentError, match=rf"pages from 0 to 5; got {row[at]} at \[0, {at}\]"):
+                sl.attention_paged(*given, table(*row), [n])
+        with pytest.raises(sl.ArgumentError, match="k_lengths: expected lengths from 0 to 12, .*; got 13 for item 0"):
+            sl.attention_paged(*given, table(5, 0, 1), [13])
+
+
+def test_one_short_row_of_what_is_no_page(rng):
+    q, pages = torch.ones(1, 4, 1, D), torch.ones(6, 4, 2, D)
+    tables = [[[0.0, 1.0]], [[-1, 0]], [[True, False]], [[2**40, 0]], [[2**63 - 1, 0]]]
+    cut, meta = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    cut.untyped_storage().resize_(8)
+    for wrong in (
+        *tables,
+        *map(np.array, tables),
+        *map(torch.tensor, tables),
+        cut,
+        meta,
+        torch.eye(1, 2).int().to_sparse(),
+    ):
+        with pytest.raises(sl.Error, match="block_table"):
+            sl.attention_paged(q, pages, pages, wrong, [5])
+    short = torch.ones(1, dtype=torch.int32)
+    short.untyped_storage().resize_(0)
+    with pytest.raises(sl.Error, match="k_lengths: expected a tensor with memory"):
+        sl.attention_paged(q, pages, pages, [[0, 1]], short)
+
+
 # --- integers beyond 32 bits at other positions than those that a step was prepared for
 
 

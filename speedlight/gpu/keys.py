@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..checks import page_lists
+from ..block_tables import page_lists
 from ..errors import ArgumentError, ArgumentTypeError
 from ..layouts import batch_of
 from ..machine import interpreting
