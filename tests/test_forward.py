@@ -77,13 +77,13 @@ def test_any_finite_score_everywhere(rng, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_maxima_that_are_large_without_hidden_keys(rng, dtype):
     """A row's own maximum decides whether its exponents are clamped, not what the rows beside it see."""
-    n, number = 96, numpy_dtype(dtype)
+    n, number = 80, numpy_dtype(dtype)  # the last 16 rows are a vector; any past it repeat the last row
     exponents = -(2.0**23) - rng.uniform(2, 50, (20, 1, n, 1))
     exponents[:, :, -1] = -(2.0**23) + 2  # only the last row sees a maximum that is not large
     k, v = (exponents * np.log(4)).astype(number), rng.standard_normal((20, 1, n, 1)).astype(number)
     q = np.ones_like(k)
     out, lse = sl.attention(q, k, v, causal=True, scale=1.0, return_lse=True)
-    for i in (70, 85, n - 1):
+    for i in (60, *range(64, n)):
         alone = sl.attention(q[:, :, [i]], k[:, :, : i + 1], v[:, :, : i + 1], causal=True, scale=1.0, return_lse=True)
         assert (alone[0] == out[:, :, [i]]).all() and (alone[1] == lse[:, :, [i]]).all(), i
 

@@ -29,11 +29,12 @@ from .products import (
     units_of,
     visible_step,
 )
-from .queries_in_lanes import accumulators, fetching_keys, limit_of, sees
+from .queries_in_lanes import accumulators, fetching_keys
 from .region import Words
 from .shape import Shape
 from .softmax import LOG4_E, exp4, lowest_exponent
 from .vector import F32, F64, I32, I64, PTR, Function, Module, Value, Variable
+from .weights import limit_of, sees
 
 # --- S and dP
 

@@ -18,12 +18,7 @@ from .lookups import lines
 from .lower import aim, expression_tile, squares
 from .places import locate
 from .products import full_keys, load_scales, step_bytes, units_of
-from .queries_in_lanes import (
-    predicated_tile,
-    score_tile,
-    softmax_tile,
-    value_tile,
-)
+from .queries_in_lanes import predicated_tile, score_tile, value_tile
 from .region import Box, Work, entry, region
 from .shape import Shape
 from .softmax import SINK_SUM, natural_log
@@ -32,6 +27,7 @@ from .states import clear_state, load_state, merge_states, store_panel, store_st
 from .upcoming import aim_at_next
 from .vector import I1, I64, PTR, Function, Module, Value
 from .visibility import extent, visibility
+from .weights import softmax_tile
 
 
 class _Parts:
@@ -312,8 +308,10 @@ class _Task(Work):
         if parts.aim is not None:
             k.call(parts.aim, k.p["a"], self.fetch, panel.lanes("position"), position, self.item.index)
         follows = k.zext(self.follows & (tile.start + TILE >= self.last), I64)
+        # keys that any but the last vector of queries sees
+        wide = k.max(k.load(I64, limits, (s.panel - s.lanes - 1) * 8) - start, k.i64(0)) if s.narrows else high
         arguments = (panel.part("queries"), keys, tile.k_row, high, units_of(s, a.head_dim), check, self.fetch)
-        k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.upcoming, *scales[:1])
+        k.call(parts.score, self.scratch, *arguments, k.p["a"], follows, self.upcoming, wide, *scales[:1])
         if parts.expression is not None:
             lanes = panel.lanes("position")  # and heads, which follow
             where = (position, start, high, self.item.index, masked, full, self.fetch)
@@ -325,21 +323,23 @@ class _Task(Work):
         if parts.drop is not None:
             lanes = panel.lanes("position")
             k.call(parts.drop, self.scratch, lanes, position, high, self.item.index, a.seed, a.drop_below)
-        self.add_values(state, tile, values, (clear, shown, high))
+        self.add_values(state, tile, values, (clear, shown, wide, high))
 
-    def add_values(self, state: Value, tile: _Tile, values: Value, keys: tuple[Value, Value, Value]) -> None:
-        """Values by weights, summed to a panel's state. keys: those that all see, from and to; how many."""
+    def add_values(self, state: Value, tile: _Tile, values: Value, keys: tuple[Value, ...]) -> None:
+        """Values by weights, summed to a panel's state. keys: those that all see, from and to; that any but the last
+        vector sees; all.
+        """
         k, s, parts, a = self.k, self.s, self.parts, self.a
-        clear, full, steps = (units_of(s, x) for x in keys)
+        clear, full, wide, steps = (units_of(s, x) for x in keys)
         accumulator = k.at(state, 2 * s.row_bytes)
 
-        def add(function: Any, first: Value, end: Value) -> None:
+        def add(function: Any, first: Value, end: Value, *more: Value) -> None:
             with k.when(first < end):
                 sums = a.value_dim, self.part("check"), self.part("partial")
-                k.call(function, accumulator, self.scratch, values, tile.v_row, first, end, steps, *sums)
+                k.call(function, accumulator, self.scratch, values, tile.v_row, first, end, steps, *sums, *more)
 
         if s.hides:
             clear = k.select(full > 0, clear, k.i64(0))
-            add(parts.predicated, k.i64(0), clear)
+            add(parts.predicated, k.i64(0), clear, wide)
         add(parts.value, clear, full)
-        add(parts.predicated, full, steps)
+        add(parts.predicated, full, steps, wide)

@@ -16,7 +16,7 @@ from . import conversions
 from .functions import like
 from .layout import BLOCK
 from .shape import Shape
-from .vector import BF16, F32, I16, I32, Function, Value, vec
+from .vector import BF16, F32, I16, I32, PTR, Function, Value, vec
 
 # 2^f on [-1/2, 1/2] with value 1 at 0 (minimax, relative): errors 9.2e-8, 3.4e-18, and 1.0e-4 where P becomes bf16
 _EXP2_F32 = 0.6931469774100962, 0.24022241711702084, 0.05550733819271004, 0.009671537837623517, 0.0013264795066351006
@@ -109,6 +109,11 @@ def cached_row(k: Function, s: Shape, row: Value, i: Value, step: Value) -> list
     Of pairs of keys that are parted: where both lie, and which of them it is.
     """
     return [k.at(row, -((i & 1) * step)), i] if s.parts_pairs else [row]
+
+
+def scales_of(s: Shape) -> dict[str, ir.Type]:
+    """The parameter of a quantised tile's scales, one f32 for each key."""
+    return {"scales": PTR} if s.quantised else {}
 
 
 def load_scales(k: Function, s: Shape, block: Value, offset: Value | int = 0, lanes: int = 0) -> Value:

@@ -63,6 +63,11 @@ class Shape:
         """Whether keys that a mask or score shows may follow others."""
         return self.program is not None and self.program.may_hide
 
+    @property
+    def narrows(self) -> bool:
+        """Whether keys that `causal` shows only to a panel's last vector of queries take no time of the others."""
+        return self.vectors > 1 and self.program is None
+
     # --- memory
 
     @property
