@@ -116,7 +116,9 @@ class Put:
         most = (max(counts, default=0) + 2 * size - 2) // size  # blocks of a run, wherever it begins
         heads, each = heads or tokens.kv_heads, max(most, 1)
         if self.threads > 1 and not self.within:
-            heads = 1 if k.head > k.row else heads  # what lies side by side is read together
+            # what lies side by side is moved together: heads of a token where they come from, or in a raw page
+            apart = k.head > k.row and (blocks.raw is None or blocks.k_head > blocks.raw.k_row)
+            heads = 1 if apart else heads
             each = max(1, _TICKET_BYTES // (size * heads * row))
         groups = -(-tokens.kv_heads // heads)
         per_run = groups * -(-most // each)
