@@ -53,7 +53,7 @@ class Fetching:
     twice: bool  # whether a cache's values are asked for while weights are computed, too
     level: int  # cache that it is fetched to: 1 to 3
     alone: bool  # of a single row, too: it leaves memory idle at no time
-    rows: int  # the forward kernel: rows of values; where it does, the next register tile's keys, too
+    rows: int  # the forward kernel: rows of values; where it does, keys of the next tile, and what is packed and stored
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,11 @@ class Shape:
         """Whether keys that `causal` shows only to a panel's last vector of queries take no time of the others."""
         return self.vectors > 1 and self.program is None
 
+    @property
+    def fetches_rows(self) -> bool:
+        """Whether the next lines of rows are fetched while those before are transposed: a vector of each is a line."""
+        return self.fetching.rows > 0 and self.lanes * self.storage_bytes == 64
+
     # --- memory
 
     @property
