@@ -100,7 +100,9 @@ class _Weights:
         self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
     def add(self, usual: Value) -> None:
-        """All keys of a tile. Where scores are `usual`, so are those past a lane's limit; their weights are dropped."""
+        """All keys of a tile, whose visible scores may be `usual`. Weights of hidden ones, which may be anything, are
+        dropped.
+        """
         k, p, together = self.k, self.k.p, self.s.elements
         first, end = p["clear"], p["full"] & -2
         whole = p["n_keys"] & -together
