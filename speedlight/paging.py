@@ -238,7 +238,7 @@ def _paged(
         raise ArgumentError(
             f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."
         )
-    stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest)
+    stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest, keeper="k_pages")
     return from_stored(q, stored, options), offsets
 
 
