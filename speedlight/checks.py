@@ -333,13 +333,19 @@ def cache_sizes(
         capacity = MOST
     sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
-    if way := of_window(window):
-        raise ArgumentTypeError(f"window: expected an int; got {shown(window)}.{way}")
-    check_sizes(sizes | {"window": 1 if window is None else window})
+    check_sizes(sizes)
+    window_size(window)
     check_sizes({"keep_first": keep_first}, least=0)
     if window is None and keep_first:
         raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
     return tuple(map(int, sizes.values()))  # type: ignore[return-value]
+
+
+def window_size(x: Any) -> int | None:
+    """Tokens of a window that counts a query's own; None is no window."""
+    if way := of_window(x):
+        raise ArgumentTypeError(f"window: expected an int; got {shown(x)}.{way}")
+    return None if x is None else size("window", x, 1)
 
 
 def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, int], bool]) -> list[int]:

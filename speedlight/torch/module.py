@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import check_flag, dropout_of, number, scale_of, size
+from ..checks import check_flag, dropout_of, number, scale_of, size, window_size
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.patterns import padding, window
 from ..expressions.tables import Table
@@ -158,7 +158,7 @@ class Attention(nn.Module):
             raise ArgumentError(f"heads: expected a divisor of dim, {self.dim}, or head_dim= beside; got {self.heads}.")
         self.head_dim = self.dim // self.heads if head_dim is None else size("head_dim", head_dim, 1)
         self.context_dim = self.dim if context_dim is None else size("context_dim", context_dim, 1)
-        self.causal, self.window = causal, None if window is None else size("window", window, 1)
+        self.causal, self.window = causal, window_size(window)
         if self.window is not None and not causal:
             raise ArgumentError("window: expected causal=True beside it; got False. Give forward() mask=sl.window(…).")
         self.rotary = None if rotary is None else number("rotary", rotary, _BASE)
