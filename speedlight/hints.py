@@ -32,6 +32,8 @@ _LSE = "return_lse=True; weights, of a few rows, are sl.reference.weights(q, k)"
 _WEIGHTS = "sl.reference.weights(q, k) for a few rows: a whole matrix of weights is never made"
 _FLEX = "the same function, beside q_start=0: FlexAttention counts queries from 0"
 _PACKED = "cu_seqlens_q= (and cu_seqlens_k=, where keys have other lengths) beside layout='lhd'"
+_FIRST_AT = "positions=, the first token's, an int, or each token's, (batch, length)"
+_EACH_TOKENS = "positions=, of each token; in layout='lhd' they begin again where a sequence does"
 _OFFSETS_SAY = "nothing: cu_seqlens_q= and cu_seqlens_k= say it"
 _LENGTHS = "lengths= for queries and keys alike, k_lengths= for keys alone, both for batches padded on the right"
 _LAYOUT = (
@@ -218,8 +220,29 @@ _STATES = dict.fromkeys(
     ("out", "lse", "out_a", "lse_a", "v_a", "s_a", "v_b", "s_b", "out_partial", "lse_partial"),
     "merge(out1, lse1, out2, lse2), or merge([out1, …], [lse1, …])",
 )
+_TABLES = "cos= and sin=, a row for each position"
+_SCALED = "cos= and sin= of the scaled angles; base= alone scales none"
+_TURNED = {
+    **dict.fromkeys(("q", "k", "query", "key"), "x=: queries and keys take a call each"),
+    **dict.fromkeys(("t", "input", "inputs", "x_in"), "x="),
+    **dict.fromkeys(("position_ids", "pos_ids", "input_pos", "cache_position"), "positions=, of each token"),
+    **dict.fromkeys(("offset", "offsets", "seqlen_offset", "seqlen_offsets", "start_pos"), _FIRST_AT),
+    **dict.fromkeys(("theta", "rope_theta", "rope_base", "rotary_base", "freq_base", "max_wavelength"), "base="),
+    **dict.fromkeys(("interleave", "rotary_interleaved", "rope_interleave", "traditional"), "interleaved="),
+    **dict.fromkeys(("is_neox", "is_neox_style", "neox"), "interleaved=, the other way round"),
+    **dict.fromkeys(("dim", "rotary_dim", "rotary_dims", "rot_dim", "rotary_ndims", "rotary_embedding_dim"), "dims="),
+    "partial_rotary_factor": "dims=, how many elements turn: that times head_dim",
+    "inplace": "out=x",
+    **dict.fromkeys(("freqs", "freqs_cis", "inv_freq", "cos_sin_cache", "rotary_emb", "position_embeddings"), _TABLES),
+    **dict.fromkeys(("cos_cache", "rotary_cos", "cos_cached"), "cos="),
+    **dict.fromkeys(("sin_cache", "rotary_sin", "sin_cached"), "sin="),
+    **dict.fromkeys(("rope_scaling", "scaling_factor", "rope_scale", "scale"), _SCALED),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "indptr", "max_seqlen"), _EACH_TOKENS),
+    "unsqueeze_dim": "layout='bhld' for 1, the default, and 'blhd' for 2",
+}
 _OF = {
     "attention_backward": _BACKWARD,
+    "rotary": _TURNED,
     "plan": _PLAN,
     "attention_paged": _KEYS,
     "append_paged": _APPENDED,
@@ -303,26 +326,28 @@ def parameters(function: Any) -> tuple[list[str], int]:
     return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]), code.co_argcount
 
 
-def unknown(function: Any, name: str) -> Exception:
-    """The error of an argument that a function has not: another library's, or a slip of the pen."""
-    hint = hint_of(function, name)
+def unknown(function: Any, name: str, further: Collection[str] = ()) -> Exception:
+    """The error of an argument that a function has not: another library's, or a slip of the pen. `further`: options
+    that it takes beside those of its signature.
+    """
+    hint = hint_of(function, name, further)
     if hint is not None:
         way = hint.replace("nothing", "Leave it out", 1) if hint.startswith("nothing") else f"Use {hint}"
         more = "".join([f" {text}" for names, text in _ADAPTERS.items() if name in names])
         attention = sys.modules["speedlight"].attention
         whose = "an argument of attention()" if name in parameters(attention)[0] else "another library's"
-        called = f"{'speedlight.distributed.' * _over_ranks(function)}{_name(function)}"
+        called = f"{_home(function)}{_name(function)}"
         return ArgumentTypeError(f"{name}: expected the arguments of {called}(); got {whose}. {way}.{more}")
     from difflib import get_close_matches
 
-    near = get_close_matches(name, [x for x in parameters(function)[0] if x != "self"], 1)
+    near = get_close_matches(name, [x for x in (*parameters(function)[0], *further) if x != "self"], 1)
     way = f" Did you mean {near[0]!r}?" if near else ""
-    return TypeError(f"{_name(function)}() got an unexpected keyword argument {name!r}.{way}")
+    return TypeError(f"{_home(function)}{_name(function)}() got an unexpected keyword argument {name!r}.{way}")
 
 
-def hint_of(function: Any, name: str) -> str | None:
+def hint_of(function: Any, name: str, further: Collection[str] = ()) -> str | None:
     """What another library's argument is in a call of ours; None where nobody knows the name, or the call has no such
-    option.
+    option, nor is it among `further`.
     """
     called = _name(function)
     if _over_ranks(function) and name in (known := _OVER_RANKS.get(called, {})):
@@ -333,7 +358,7 @@ def hint_of(function: Any, name: str) -> str | None:
     if name in _OF.get(called, {}):
         return _OF[called][name]
     hint = _OPTIONS.get(name) if called not in ("merge", "merge_states", "synchronize") else None
-    return hint if hint is not None and options_in(hint) <= set(parameters(function)[0]) else None
+    return hint if hint is not None and options_in(hint) <= {*parameters(function)[0], *further} else None
 
 
 def options_in(hint: str) -> set[str]:
@@ -343,6 +368,13 @@ def options_in(hint: str) -> set[str]:
 
 def _name(function: Any) -> str:
     return function.__qualname__.removesuffix(".__init__")
+
+
+def _home(function: Any) -> str:
+    """What tells a function from the one of the same name that most people call."""
+    if _over_ranks(function):
+        return "speedlight.distributed."
+    return "reference." if function.__module__ == "speedlight.reference" else ""
 
 
 def _over_ranks(function: Any) -> bool:

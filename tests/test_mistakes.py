@@ -92,6 +92,12 @@ MISTAKES = {
         ("sl.append_paged(k_cache=pages, v_cache=pages, page_table=[[0]])", TYPE, "k_pages="),
         ("sl.append_paged(pages, pages, [[0]], [0], k, v, append_indptr=[0, 6])", TYPE, "new_lengths="),
         ("sl.plan(seq_len=4096, num_heads=32, head_dim=128)", TYPE, "q_len= (and k_len=)"),
+        ("sl.rotary(q, position_ids=[0, 1, 2, 3, 4, 5])", TYPE, "positions="),
+        ("sl.rotary(q, rope_theta=5e5)", TYPE, "base="),
+        ("sl.rotary(q, is_neox_style=False)", TYPE, "interleaved=, the other way round"),
+        ("sl.rotary(q, k, q, k)", TYPE, "x, cos, sin by place", "Write positions=…"),
+        ("sl.reference.attention(q, k, v, softmax_scale=0.1)", TYPE, "reference.attention()", "scale="),
+        ("sl.reference.weights(q, k, casual=True)", PLAIN, "reference.weights() got", "mean 'causal'?"),
         ("sl.merge(v_a=q, s_a=q)", TYPE, "merge(out1, lse1, out2, lse2)"),
         ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, max_seq_len=64)", TYPE, "capacity="),
         ("sl.KVCache(1, 2, 4, 8, 64)", TYPE, "by name", "layers=…"),
@@ -187,6 +193,7 @@ MISTAKES = {
             TYPE,
             "capacity: expected the most tokens",
         ),
+        ("speedlight.torch.Attention(32, 4, causal=True, window=(3, 0))", TYPE, "(3, 0) is window=4"),
         ("cache.attend(q, k, v)", TYPE, "layer: expected an int"),
         ("cache.attend(0, q[:, :, :1], k, v)", VALUE, "6 tokens, as k has"),
         ("narrow.attend(0, q, k, v)", TYPE, "dtype bfloat16, as the cache has", "k.astype(ml_dtypes.bfloat16)"),
@@ -261,7 +268,7 @@ def test_the_page_shows_the_table():
 # --- hints name arguments that there are
 
 CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.append_paged, sl.plan, sl.merge, sl.merge_states,
-         sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
+         sl.rotary, sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
          speedlight.torch.attention, speedlight.distributed.attention, speedlight.distributed.KVCache.__init__,
          speedlight.distributed.KVCache.attend]  # fmt: skip
 NAMES = {name for table in (hints._OPTIONS, *hints._OF.values(), *hints._MAKERS.values(),
