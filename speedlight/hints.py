@@ -188,6 +188,7 @@ _STORED = {
     **dict.fromkeys(("k_cache", "key_cache"), "k_pages="),
     **dict.fromkeys(("v_cache", "value_cache"), "v_pages="),
     **dict.fromkeys(_INDICES, "block_table=, a row of page numbers for each sequence, and k_lengths="),
+    "kv_layout": "nothing: pages are FlashInfer's 'NHD'; of 'HND' k_pages.swapaxes(1, 2), and so v_pages",
     **dict.fromkeys(("slot_mapping", "batch_indices", "positions"), "nothing: block_table= and k_lengths= say where"),
     **dict.fromkeys(("k_scale", "v_scale", "k_descale", "v_descale", "kv_cache_dtype", "kv_data_type"), _NO_CODES),
 }

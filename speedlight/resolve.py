@@ -233,6 +233,9 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         q_lens = checks.item_lengths("q_lengths", options.q_lengths, batch, q_len, "the length of q")
         rows = None if options.q_lengths is None else q_len
     sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, 0, stored.head_dim, stored.value_dim)
+    if q_heads % stored.kv_heads:
+        whose = f"{stored.kv_heads} heads, the kv heads of {stored.keeper}"
+        raise ArgumentError(f"q: expected a multiple of {whose}; got {q_heads} (shape {q.shape}).")
     problem = _dropping(_problem(sizes, q_lens, stored.k_lengths, options), options)
     problem = replace(
         problem,

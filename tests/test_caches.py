@@ -264,7 +264,10 @@ def test_a_full_cache_says_so_and_keeps_what_it_has(rng):
             "k: expected dtype float32, as the cache has; got float64",
         ),
         (lambda c, q, k, v: c.attend(0, q.astype(np.float64), k, v), "expected dtype"),
-        (lambda c, q, k, v: c.attend(0, q[:, :3], k, v), "kv heads that divides"),
+        (
+            lambda c, q, k, v: c.attend(0, q[:, :3], k, v),
+            "q: expected a multiple of 2 heads, the kv heads of the cache; got 3",
+        ),
         (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[4]), "new_lengths: expected 0 to 3"),
         (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[1.0]), "new_lengths: expected 1 ints"),
         (lambda c, q, k, v: c.attend(0, q, k, v, scale="x"), "scale: expected a number"),
