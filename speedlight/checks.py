@@ -291,6 +291,8 @@ def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
 def each_count(x: Any, sequences: int, name: str = "new_lengths") -> list[int]:
     """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
     what = f"{sequences} ints, one per sequence"
+    if type(x) is int:
+        raise ArgumentTypeError(f"{name}: expected {what}; got int. One for each: [{shown(x)}] * {sequences}.")
     values = listed(x, name, what)
     if any([isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values]):
         raise ArgumentTypeError(f"{name}: expected {what}; got {shown(x)}.")

@@ -258,6 +258,11 @@ def test_a_full_cache_says_so_and_keeps_what_it_has(rng):
         (lambda c, q, k, v: c.attend(0, q, k), "v: expected k and v together"),
         (lambda c, q, k, v: c.attend(0, q, k, v[:, :, :2]), "v: expected 3 tokens, as k has; got 2"),
         (lambda c, q, k, v: c.attend(0, q[:, :, :2], k, v), "q: expected 3 tokens, as k has; got 2"),
+        (
+            lambda c, q, k, v: c.attend(0, q, k.swapaxes(1, 2), v),
+            r"k: .* got \(1, 3, 2, 16\)\. Heads come before tokens: k\.swapaxes\(1, 2\)",
+        ),
+        (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=3), r"new_lengths: .* got int. One for each: \[3\] \* 1"),
         (lambda c, q, k, v: c.attend(0, q, k[:, :1], v), r"k: expected shape \(1, 2, n_new, 16\)"),
         (
             lambda c, q, k, v: c.attend(0, q, k.astype(np.float64), v),
