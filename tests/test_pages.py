@@ -236,7 +236,7 @@ CALLS = [
     (lambda p, s, q, k, v: p.attend(0, [s], q[:, :, :3], k, v), "q: expected head_dim 16"),
     (
         lambda p, s, q, k, v: p.attend(0, [s], q, k, v.swapaxes(0, 1)),
-        r"v: .* got \(2, 3, 16\)\. Heads come after tokens: v\.swapaxes\(0, 1\)",
+        r"v: .* got \(2, 3, 17\)\. Heads come after tokens: v\.swapaxes\(0, 1\)",
     ),
     (lambda p, s, q, k, v: p.attend(0, [s], q, k[:, :1], v), r"k: expected shape \(total new, 2, 16\)"),
     (
