@@ -148,6 +148,16 @@ def test_view_draws_the_tiles_that_are_computed(here, tmp_path):
     assert all(x > 0.005 for x in shares) and shares[2] > 0.4  # full, mixed, skipped
 
 
+def test_a_mask_of_heads_is_drawn_for_one_that_is_named(here, tmp_path):
+    """Figures are of all heads, the tiles of those that share a head's keys."""
+    words = ["view", "--mask", "(h > 1) & (j <= i)", "--q-len", "300", "--q-heads", "4", "--head", "3"]
+    for more, named in (([], "head 3 of 4"), (["--kv-heads", "2"], "heads 2 to 3 of 4")):
+        done = here(*words, *more, "-o", tmp_path / "m.svg")
+        assert done.returncode == 0, done.stderr
+        text = (tmp_path / "m.svg").read_text()
+        assert f"<!-- query position, {named} -->" in text and "% of the work of all heads is done" in text
+
+
 def test_attend_with_a_mask_and_a_score(here):
     done = here("attend", EXAMPLE, "--mask", "window(20, 20)", "--score", "s - abs(i - j) * 0.1", "--check", "--json")
     assert done.returncode == 0, done.stderr
