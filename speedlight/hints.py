@@ -270,7 +270,25 @@ _CAPACITY = (
     "capacity: expected the most tokens of a sequence, on all processes together; got nothing. A window's cache is "
     "small: each process may have a speedlight.KVCache(window=n)."
 )
-_MAKERS = {"KVCache": _CACHE, "PagePool": _POOL}
+_LAYER = {
+    **dict.fromkeys(_HEADS, "kv_heads="),
+    **dict.fromkeys(("embed_dim", "hidden_size", "d_model", "query_dim", "n_embd"), "dim="),
+    **dict.fromkeys(("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads"), "heads="),
+    **dict.fromkeys(("head_size", "headdim", "dim_head"), "head_dim="),
+    **dict.fromkeys(("kdim", "vdim", "kv_dim", "cross_attention_dim"), "context_dim=, of keys and values alike"),
+    **dict.fromkeys(("qkv_bias", "attention_bias", "use_bias"), "bias=, of q, k and v, and out_bias="),
+    "is_causal": "causal=True",
+    **dict.fromkeys(("sliding_window", "window_size"), "window=n: a token sees itself and the n - 1 before it"),
+    **dict.fromkeys(("rope_theta", "rope_base", "rotary_base", "theta", "base"), "rotary=, the base of angles"),
+    **dict.fromkeys(("rotary_dim", "rotary_emb_dim", "partial_rotary_factor"), "rotary_dims=, how many elements turn"),
+    **dict.fromkeys(("rotary_interleaved", "rotary_emb_interleaved"), "interleaved="),
+    **dict.fromkeys(("attn_dropout", "attention_dropout", "dropout_p"), "dropout="),
+    **dict.fromkeys(("softmax_scale", "scaling", "sm_scale"), "scale=, a factor of the scores"),
+    **dict.fromkeys(("softcap", "attn_logit_softcapping"), _CAP),
+    **dict.fromkeys(("layer_idx", "layer_id", "layer_index"), "layer=, whose part of a cache is this layer's"),
+    "batch_first": "nothing: x is (batch, length, dim)",
+}
+_MAKERS = {"KVCache": _CACHE, "PagePool": _POOL, "Attention": _LAYER}
 _LAYOUTS = {
     **dict.fromkeys(("sbhd", "lbhd", "tbhd"), "q.swapaxes(0, 1) is 'blhd'; so are k and v"),
     **dict.fromkeys(("hnd", "htd"), "of one item 'hld'; packed sequences are 'lhd'"),

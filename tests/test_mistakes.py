@@ -115,6 +115,11 @@ MISTAKES = {
         ("cache.attend(0, q, k, v, q_start=0)", TYPE, "got an argument of attention()", "the cache knows its lengths"),
         ("pool.attend(0, [pool.sequence()], new, new, new, cu_seqlens_q=[0, 2])", TYPE, "new_lengths="),
         ("speedlight.torch.attention(tensor, tensor, tensor, is_causal=True)", TYPE, "scaled_dot_product_attention()"),
+        ("speedlight.torch.Attention(embed_dim=32, num_heads=4)", TYPE, "dim="),
+        ("speedlight.torch.Attention(32, num_attention_heads=4)", TYPE, "heads="),
+        ("speedlight.torch.Attention(32, 4, num_key_value_heads=2)", TYPE, "kv_heads="),
+        ("speedlight.torch.Attention(32, 4, rope_theta=5e5)", TYPE, "rotary=, the base of angles"),
+        ("speedlight.torch.Attention(32, 4, 2)", TYPE, "dim, heads by place", "Write kv_heads=…"),
         ("sdpa(tensor, tensor, tensor, causal=True)", PLAIN, "unexpected keyword", "mean 'is_causal'?"),
         ("sdpa(tensor, tensor, tensor, softmax_scale=0.1)", TYPE, "Use scale="),
         ("sl.attention(q, k, v, casual=True)", PLAIN, "unexpected keyword argument 'casual'", "mean 'causal'?"),
@@ -269,7 +274,8 @@ def test_the_page_shows_the_table():
 
 CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.append_paged, sl.plan, sl.merge, sl.merge_states,
          sl.rotary, sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
-         speedlight.torch.attention, speedlight.distributed.attention, speedlight.distributed.KVCache.__init__,
+         speedlight.torch.attention, speedlight.torch.Attention.__init__, speedlight.distributed.attention,
+         speedlight.distributed.KVCache.__init__,
          speedlight.distributed.KVCache.attend]  # fmt: skip
 NAMES = {name for table in (hints._OPTIONS, *hints._OF.values(), *hints._MAKERS.values(),
                               *hints._OVER_RANKS.values()) for name in table}  # fmt: skip

@@ -254,6 +254,7 @@ def test_wrong_calls():
     for call, message in (
         (lambda: layer(x[0]), r"x: expected shape \(batch, length, 32\); got \(37, 32\)"),
         (lambda: layer(x.numpy()), "x: expected a tensor; got ndarray"),
+        (lambda: layer(None), "x: expected a tensor; got NoneType"),
         (lambda: layer(x, x), "context: expected None beside rotary="),
         (lambda: Attention(DIM, 4, context_dim=20)(x), r"context: expected shape \(batch, length, 20\); got None"),
         (lambda: layer(x, cache={}), "cache: expected a speedlight.KVCache; got dict"),

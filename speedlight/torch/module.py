@@ -15,6 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.patterns import padding, window
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
+from ..hints import explained
 from ..kv.cache import KVCache
 from ..rotations import Options as RotaryOptions
 from ..rotations import rotation_of
@@ -122,6 +123,7 @@ class Attention(nn.Module):
     torch.Size([1, 5, 32])
     """
 
+    @explained
     def __init__(
         self,
         dim: int,
@@ -246,7 +248,7 @@ class Attention(nn.Module):
     def _check(self, x: Any, context: Any, cache: Any, positions: Any, rotation: Any) -> None:
         """Shapes, and that options go together."""
         for name, y, dim in (("x", x, self.dim), ("context", context, self.context_dim)):
-            if y is None:
+            if y is None and name == "context":
                 continue
             if not isinstance(y, torch.Tensor):
                 raise ArgumentTypeError(f"{name}: expected a tensor; got {type(y).__name__}.")
