@@ -195,6 +195,8 @@ _STORED = {
 _KEYS = _STORED | {
     "k_start": "nothing: the first key of a sequence is at 0",
     "cu_seqlens_k": "k_lengths=, one for each sequence",
+    "query_start_loc": "cu_seqlens_q= beside layout='lhd'",
+    **dict.fromkeys(("max_query_len", "max_seq_len"), _OFFSETS_SAY.replace("cu_seqlens_k=", "k_lengths=")),
     "precision": "nothing: products of float32 are float32's",
     "score_mod": "score=, the same function: positions are those in the whole sequence",
     "mask_mod": "mask=, the same function: positions are those in the whole sequence",
@@ -204,7 +206,10 @@ _KEYS = _STORED | {
 }
 _APPENDED = _STORED | {
     **dict.fromkeys(
-        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "append_indptr", "kv_append_indptr", "qo_indptr", "seqlens_new"),
+        (
+            *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "append_indptr", "kv_append_indptr", "qo_indptr"),
+            *("seqlens_new", "query_start_loc"),
+        ),
         "new_lengths=, the new tokens of each sequence; packed ones are layout='lhd'",
     ),
     **dict.fromkeys(

@@ -83,6 +83,11 @@ MISTAKES = {
         ("sl.attention(query=q, key=k, value=v)", TYPE, "q="),
         ("sl.attention_backward(q, k, v, q, q, q, sm_scale=0.1)", TYPE, "scale="),
         ("sl.attention_paged(q, pages, pages, page_table=[[0]], seq_lens=[5])", TYPE, "block_table="),
+        (
+            "sl.attention_paged(new, pages, pages, [[0], [1]], [5, 5], layout='lhd', query_start_loc=[0, 1, 2])",
+            TYPE,
+            "cu_seqlens_q=",
+        ),
         ("sl.attention(q, k, v, num_threads=2)", TYPE, "sl.set_threads(n)"),
         (
             "sl.append_paged(pages, pages, [[0], [1]], [0, 0], k, v, slot_mapping=[0])",
