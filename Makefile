@@ -60,7 +60,7 @@ gallery: $(VENV)/.cli
 scaling: $(VENV)/.cli
 	$(RUN) tools/scaling.py
 
-# does the suite see fifty faults? Goes on where it was stopped; `python tests/mutations.py --only WORD` asks about one
+# does the suite see some hundred faults? Goes on where it was stopped; `python tests/mutations.py --only WORD` asks about one
 mutations: $(VENV)/.test
 	$(RUN) tests/mutations.py
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from . import engine as engines
 from .arrays import Array, conversion, describe, is_tensor
-from .block_tables import block_table_of, check_pages, page_lengths
+from .block_tables import block_table_of, check_pages, page_lengths, page_numbers
 from .checks import check_layout, new_counts, packed_counts
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError, CacheFull
@@ -178,8 +178,7 @@ def _check_places(table: np.ndarray, before: tuple[int, ...], counts: list[int],
     if wrong.any():
         n = int(np.argmax(wrong))
         raise ArgumentError(
-            f"block_table: expected pages from 0 to {count - 1} where new tokens go; got {page[n]} at [{item[n]}, "
-            f"{at[n]}]."
+            f"block_table: expected {page_numbers(count)} where new tokens go; got {page[n]} at [{item[n]}, {at[n]}]."
         )
     if len(set(page.tolist())) == len(page):
         return

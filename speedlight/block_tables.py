@@ -18,11 +18,26 @@ _SHORT = 256  # bytes of a block table that is read number by number, if it has 
 def check_pages(k: Array, v: Array) -> None:
     """Shapes of keys and values in pages."""
     if len(k.shape) != 4 or min(k.shape[1:]) < 1:
-        raise ArgumentError(f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.")
+        raise ArgumentError(
+            f"k_pages: expected shape (pages, page_size, kv_heads, head_dim); got {k.shape}.{_of_both(k.shape)}"
+        )
     if len(v.shape) != 4 or v.shape[:3] != k.shape[:3] or v.shape[3] < 1:
         raise ArgumentError(
             f"v_pages: expected shape ({', '.join(map(str, k.shape[:3]))}, value_dim), as k_pages has; got {v.shape}."
         )
+
+
+def _of_both(shape: tuple[int, ...]) -> str:
+    """A sentence for who has keys and values in one array, as vLLM and FlashInfer keep them."""
+    if len(shape) != 5 or 2 not in shape[:2]:
+        return ""
+    key, value = (f"kv_cache[{':, ' * shape.index(2)}{i}]" for i in range(2))
+    return f" Of keys and values in one array write {key} and {value}."
+
+
+def page_numbers(pages: int) -> str:
+    """Which there are, for messages."""
+    return f"pages from 0 to {pages - 1}" if pages else "no page, since there are none"
 
 
 def block_table_of(x: Any) -> np.ndarray:
@@ -56,20 +71,33 @@ def _block_table(x: Any) -> np.ndarray:
         check_plain_tensor(x, "block_table")
     elif isinstance(x, Sequence):  # of rows, whose lengths are looked at before NumPy copies them
         what = "ints of shape (batch, most pages)"
-        x = [
-            row if hasattr(row, "shape") else listed(row, "block_table", what) for row in listed(x, "block_table", what)
-        ]
+        x = listed(x, "block_table", what)
+        if not (x and isinstance(x[0], int)):  # a row alone is told below
+            x = [row if hasattr(row, "shape") else listed(row, "block_table", what) for row in x]
     try:
         table = np.array(x.detach().cpu().numpy() if is_tensor(x) else x)
     except Exception as error:  # ragged lists, other libraries' code
         pass_on(error)
+        lengths = {len(row) for row in x if isinstance(row, list)} if isinstance(x, list) else ()
+        if len(lengths) > 1:
+            raise ArgumentTypeError(
+                f"block_table: expected an array of ints, rows of one length; got rows of {min(lengths)} to "
+                f"{max(lengths)}. Fill short rows up, by -1."
+            ) from None
         raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from error
     if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
+        of_what = f" of {table.dtype}, shape {table.shape}" if table.ndim or hasattr(x, "dtype") else ""
         raise ArgumentTypeError(
-            f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__} of {table.dtype}, shape "
-            f"{table.shape}."
+            f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__}{of_what}.{_way(table)}"
         )
     return table
+
+
+def _way(table: np.ndarray) -> str:
+    """A sentence for who gives a table that is nearly one."""
+    if table.ndim == 1 and table.dtype.kind in "iu":
+        return " Of one sequence write [block_table]."
+    return " Try numpy.asarray(block_table, int)." if table.ndim == 2 and table.dtype.kind == "f" else ""
 
 
 def page_lists(
@@ -109,4 +137,4 @@ def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_
         used = numbers[item, : -(-n // page_size)]
         if used.size and (used.min() < 0 or used.max() >= pages):
             at = int(np.argmax((used < 0) | (used >= pages)))
-            raise ArgumentError(f"block_table: expected pages from 0 to {pages - 1}; got {used[at]} at [{item}, {at}].")
+            raise ArgumentError(f"block_table: expected {page_numbers(pages)}; got {used[at]} at [{item}, {at}].")

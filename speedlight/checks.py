@@ -291,6 +291,8 @@ def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
 def each_count(x: Any, sequences: int, name: str = "new_lengths") -> list[int]:
     """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
     what = f"{sequences} ints, one per sequence"
+    if type(x) is int:
+        raise ArgumentTypeError(f"{name}: expected {what}; got int. One for each: [{shown(x)}] * {sequences}.")
     values = listed(x, name, what)
     if any([isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values]):
         raise ArgumentTypeError(f"{name}: expected {what}; got {shown(x)}.")
@@ -333,13 +335,19 @@ def cache_sizes(
         capacity = MOST
     sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
     sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
-    if way := of_window(window):
-        raise ArgumentTypeError(f"window: expected an int; got {shown(window)}.{way}")
-    check_sizes(sizes | {"window": 1 if window is None else window})
+    check_sizes(sizes)
+    window_size(window)
     check_sizes({"keep_first": keep_first}, least=0)
     if window is None and keep_first:
         raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
     return tuple(map(int, sizes.values()))  # type: ignore[return-value]
+
+
+def window_size(x: Any) -> int | None:
+    """Tokens of a window that counts a query's own; None is no window."""
+    if way := of_window(x):
+        raise ArgumentTypeError(f"window: expected an int; got {shown(x)}.{way}")
+    return None if x is None else size("window", x, 1)
 
 
 def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, int], bool]) -> list[int]:

@@ -204,7 +204,7 @@ def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
     what = f"a tuple of the score's tables (sl.table) and {SINKS!r}"
     if not isinstance(grads, (tuple, list)):
         way = f" Use grads=({shown(grads) if isinstance(grads, str) else 'table'},)."
-        alone = isinstance(grads, (Table, str))
+        alone = isinstance(grads, Table) or (isinstance(grads, str) and grads == SINKS)
         raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.{way if alone else ''}")
     for at, x in enumerate(grads):
         if not (isinstance(x, Table) or (isinstance(x, str) and x == SINKS)):

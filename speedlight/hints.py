@@ -32,6 +32,8 @@ _LSE = "return_lse=True; weights, of a few rows, are sl.reference.weights(q, k)"
 _WEIGHTS = "sl.reference.weights(q, k) for a few rows: a whole matrix of weights is never made"
 _FLEX = "the same function, beside q_start=0: FlexAttention counts queries from 0"
 _PACKED = "cu_seqlens_q= (and cu_seqlens_k=, where keys have other lengths) beside layout='lhd'"
+_FIRST_AT = "positions=, the first token's, an int, or each token's, (batch, length)"
+_EACH_TOKENS = "positions=, of each token; in layout='lhd' they begin again where a sequence does"
 _OFFSETS_SAY = "nothing: cu_seqlens_q= and cu_seqlens_k= say it"
 _LENGTHS = "lengths= for queries and keys alike, k_lengths= for keys alone, both for batches padded on the right"
 _LAYOUT = (
@@ -186,12 +188,15 @@ _STORED = {
     **dict.fromkeys(("k_cache", "key_cache"), "k_pages="),
     **dict.fromkeys(("v_cache", "value_cache"), "v_pages="),
     **dict.fromkeys(_INDICES, "block_table=, a row of page numbers for each sequence, and k_lengths="),
+    "kv_layout": "nothing: pages are FlashInfer's 'NHD'; of 'HND' k_pages.swapaxes(1, 2), and so v_pages",
     **dict.fromkeys(("slot_mapping", "batch_indices", "positions"), "nothing: block_table= and k_lengths= say where"),
     **dict.fromkeys(("k_scale", "v_scale", "k_descale", "v_descale", "kv_cache_dtype", "kv_data_type"), _NO_CODES),
 }
 _KEYS = _STORED | {
     "k_start": "nothing: the first key of a sequence is at 0",
     "cu_seqlens_k": "k_lengths=, one for each sequence",
+    "query_start_loc": "cu_seqlens_q= beside layout='lhd'",
+    **dict.fromkeys(("max_query_len", "max_seq_len"), _OFFSETS_SAY.replace("cu_seqlens_k=", "k_lengths=")),
     "precision": "nothing: products of float32 are float32's",
     "score_mod": "score=, the same function: positions are those in the whole sequence",
     "mask_mod": "mask=, the same function: positions are those in the whole sequence",
@@ -201,7 +206,10 @@ _KEYS = _STORED | {
 }
 _APPENDED = _STORED | {
     **dict.fromkeys(
-        ("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "append_indptr", "kv_append_indptr", "qo_indptr", "seqlens_new"),
+        (
+            *("cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "append_indptr", "kv_append_indptr", "qo_indptr"),
+            *("seqlens_new", "query_start_loc"),
+        ),
         "new_lengths=, the new tokens of each sequence; packed ones are layout='lhd'",
     ),
     **dict.fromkeys(
@@ -218,8 +226,29 @@ _STATES = dict.fromkeys(
     ("out", "lse", "out_a", "lse_a", "v_a", "s_a", "v_b", "s_b", "out_partial", "lse_partial"),
     "merge(out1, lse1, out2, lse2), or merge([out1, …], [lse1, …])",
 )
+_TABLES = "cos= and sin=, a row for each position"
+_SCALED = "cos= and sin= of the scaled angles; base= alone scales none"
+_TURNED = {
+    **dict.fromkeys(("q", "k", "query", "key"), "x=: queries and keys take a call each"),
+    **dict.fromkeys(("t", "input", "inputs", "x_in"), "x="),
+    **dict.fromkeys(("position_ids", "pos_ids", "input_pos", "cache_position"), "positions=, of each token"),
+    **dict.fromkeys(("offset", "offsets", "seqlen_offset", "seqlen_offsets", "start_pos"), _FIRST_AT),
+    **dict.fromkeys(("theta", "rope_theta", "rope_base", "rotary_base", "freq_base", "max_wavelength"), "base="),
+    **dict.fromkeys(("interleave", "rotary_interleaved", "rope_interleave", "traditional"), "interleaved="),
+    **dict.fromkeys(("is_neox", "is_neox_style", "neox"), "interleaved=, the other way round"),
+    **dict.fromkeys(("dim", "rotary_dim", "rotary_dims", "rot_dim", "rotary_ndims", "rotary_embedding_dim"), "dims="),
+    "partial_rotary_factor": "dims=, how many elements turn: that times head_dim",
+    "inplace": "out=x",
+    **dict.fromkeys(("freqs", "freqs_cis", "inv_freq", "cos_sin_cache", "rotary_emb", "position_embeddings"), _TABLES),
+    **dict.fromkeys(("cos_cache", "rotary_cos", "cos_cached"), "cos="),
+    **dict.fromkeys(("sin_cache", "rotary_sin", "sin_cached"), "sin="),
+    **dict.fromkeys(("rope_scaling", "scaling_factor", "rope_scale", "scale"), _SCALED),
+    **dict.fromkeys(("cu_seqlens", "cu_seqlens_q", "indptr", "max_seqlen"), _EACH_TOKENS),
+    "unsqueeze_dim": "layout='bhld' for 1, the default, and 'blhd' for 2",
+}
 _OF = {
     "attention_backward": _BACKWARD,
+    "rotary": _TURNED,
     "plan": _PLAN,
     "attention_paged": _KEYS,
     "append_paged": _APPENDED,
@@ -246,7 +275,25 @@ _CAPACITY = (
     "capacity: expected the most tokens of a sequence, on all processes together; got nothing. A window's cache is "
     "small: each process may have a speedlight.KVCache(window=n)."
 )
-_MAKERS = {"KVCache": _CACHE, "PagePool": _POOL}
+_LAYER = {
+    **dict.fromkeys(_HEADS, "kv_heads="),
+    **dict.fromkeys(("embed_dim", "hidden_size", "d_model", "query_dim", "n_embd"), "dim="),
+    **dict.fromkeys(("num_heads", "n_heads", "n_head", "nhead", "num_attention_heads"), "heads="),
+    **dict.fromkeys(("head_size", "headdim", "dim_head"), "head_dim="),
+    **dict.fromkeys(("kdim", "vdim", "kv_dim", "cross_attention_dim"), "context_dim=, of keys and values alike"),
+    **dict.fromkeys(("qkv_bias", "attention_bias", "use_bias"), "bias=, of q, k and v, and out_bias="),
+    "is_causal": "causal=True",
+    **dict.fromkeys(("sliding_window", "window_size"), "window=n: a token sees itself and the n - 1 before it"),
+    **dict.fromkeys(("rope_theta", "rope_base", "rotary_base", "theta", "base"), "rotary=, the base of angles"),
+    **dict.fromkeys(("rotary_dim", "rotary_emb_dim", "partial_rotary_factor"), "rotary_dims=, how many elements turn"),
+    **dict.fromkeys(("rotary_interleaved", "rotary_emb_interleaved"), "interleaved="),
+    **dict.fromkeys(("attn_dropout", "attention_dropout", "dropout_p"), "dropout="),
+    **dict.fromkeys(("softmax_scale", "scaling", "sm_scale"), "scale=, a factor of the scores"),
+    **dict.fromkeys(("softcap", "attn_logit_softcapping"), _CAP),
+    **dict.fromkeys(("layer_idx", "layer_id", "layer_index"), "layer=, whose part of a cache is this layer's"),
+    "batch_first": "nothing: x is (batch, length, dim)",
+}
+_MAKERS = {"KVCache": _CACHE, "PagePool": _POOL, "Attention": _LAYER}
 _LAYOUTS = {
     **dict.fromkeys(("sbhd", "lbhd", "tbhd"), "q.swapaxes(0, 1) is 'blhd'; so are k and v"),
     **dict.fromkeys(("hnd", "htd"), "of one item 'hld'; packed sequences are 'lhd'"),
@@ -303,26 +350,28 @@ def parameters(function: Any) -> tuple[list[str], int]:
     return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]), code.co_argcount
 
 
-def unknown(function: Any, name: str) -> Exception:
-    """The error of an argument that a function has not: another library's, or a slip of the pen."""
-    hint = hint_of(function, name)
+def unknown(function: Any, name: str, further: Collection[str] = ()) -> Exception:
+    """The error of an argument that a function has not: another library's, or a slip of the pen. `further`: options
+    that it takes beside those of its signature.
+    """
+    hint = hint_of(function, name, further)
     if hint is not None:
         way = hint.replace("nothing", "Leave it out", 1) if hint.startswith("nothing") else f"Use {hint}"
         more = "".join([f" {text}" for names, text in _ADAPTERS.items() if name in names])
         attention = sys.modules["speedlight"].attention
         whose = "an argument of attention()" if name in parameters(attention)[0] else "another library's"
-        called = f"{'speedlight.distributed.' * _over_ranks(function)}{_name(function)}"
+        called = f"{_home(function)}{_name(function)}"
         return ArgumentTypeError(f"{name}: expected the arguments of {called}(); got {whose}. {way}.{more}")
     from difflib import get_close_matches
 
-    near = get_close_matches(name, [x for x in parameters(function)[0] if x != "self"], 1)
+    near = get_close_matches(name, [x for x in (*parameters(function)[0], *further) if x != "self"], 1)
     way = f" Did you mean {near[0]!r}?" if near else ""
-    return TypeError(f"{_name(function)}() got an unexpected keyword argument {name!r}.{way}")
+    return TypeError(f"{_home(function)}{_name(function)}() got an unexpected keyword argument {name!r}.{way}")
 
 
-def hint_of(function: Any, name: str) -> str | None:
+def hint_of(function: Any, name: str, further: Collection[str] = ()) -> str | None:
     """What another library's argument is in a call of ours; None where nobody knows the name, or the call has no such
-    option.
+    option, nor is it among `further`.
     """
     called = _name(function)
     if _over_ranks(function) and name in (known := _OVER_RANKS.get(called, {})):
@@ -333,7 +382,7 @@ def hint_of(function: Any, name: str) -> str | None:
     if name in _OF.get(called, {}):
         return _OF[called][name]
     hint = _OPTIONS.get(name) if called not in ("merge", "merge_states", "synchronize") else None
-    return hint if hint is not None and options_in(hint) <= set(parameters(function)[0]) else None
+    return hint if hint is not None and options_in(hint) <= {*parameters(function)[0], *further} else None
 
 
 def options_in(hint: str) -> set[str]:
@@ -343,6 +392,13 @@ def options_in(hint: str) -> set[str]:
 
 def _name(function: Any) -> str:
     return function.__qualname__.removesuffix(".__init__")
+
+
+def _home(function: Any) -> str:
+    """What tells a function from the one of the same name that most people call."""
+    if _over_ranks(function):
+        return "speedlight.distributed."
+    return "reference." if function.__module__ == "speedlight.reference" else ""
 
 
 def _over_ranks(function: Any) -> bool:

@@ -231,6 +231,11 @@ def _paged(
         if options.q_lengths is not None:
             raise ArgumentError("q_lengths: expected None for layout='lhd'; packed sequences have cu_seqlens_q.")
         given = range(len(lengths) + 1) if options.cu_seqlens_q is None else options.cu_seqlens_q
+        if given is not options.cu_seqlens_q and len(q.shape) == 3 and q.shape[0] != len(lengths):
+            raise ArgumentError(
+                f"q: expected {len(lengths)} rows, a query for each sequence; got {q.shape[0]} (shape {q.shape}). "
+                "Other numbers of queries are told by cu_seqlens_q=."
+            )
         rows = packed_lengths(given, q.shape[0] if q.shape else 0, len(lengths))
         offsets = tuple(itertools.accumulate(rows, initial=0))
         options = options._replace(q_lengths=rows)
@@ -238,7 +243,7 @@ def _paged(
         raise ArgumentError(
             f"cu_seqlens_q: expected None for layout={options.layout!r}; packed sequences take layout='lhd'."
         )
-    stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest)
+    stored = Stored(k.dtype, k.shape[2], k.shape[3], v.shape[3], lengths, shortest=shortest, keeper="k_pages")
     return from_stored(q, stored, options), offsets
 
 

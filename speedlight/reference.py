@@ -26,8 +26,10 @@ from .accuracy_backward import (
 from .checks import MOST, cache_dtype, check_index, check_tokens, dropout_of, integer, seed_of
 from .errors import ArgumentError, ArgumentTypeError
 from .gradients import SINKS
+from .hints import unknown
 from .modes import standard
 from .philox import MOST_POSITIONS, kept
+from .problem import Options
 from .reference_backward import backward_of
 from .reference_case import Case, Flow
 from .rotations import Options as RotaryOptions
@@ -52,7 +54,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     >>> sl.reference.attention(x, x, x)[0, 0, 0, 0]
     np.float64(1.0)
     """
-    case = Case(q, k, v, options)
+    case = _case(attention, q, k, v, options)
     out, lse = case.results()
     lse[...] = -np.inf
     with np.errstate(all="ignore"):
@@ -87,7 +89,7 @@ def backward(
     >>> dv[0, 0, :, 0].round(6).tolist()
     [1.5, 0.5]
     """
-    case = Case(q, k, v, options)
+    case = _case(backward, q, k, v, options)
     flow = Flow(case, q, (out, lse, d_out, d_lse), grads)
     dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
     found = {grad: np.zeros(flow.asked.shape(grad)) for grad in flow.asked.grads}
@@ -134,7 +136,7 @@ def backward_bound(
     >>> bool((sl.reference.backward_bound(x, x, x, x, lse, x).dv < 1e-5).all())
     True
     """
-    case = Case(q, k, v, options)
+    case = _case(backward_bound, q, k, v, options)
     flow, arithmetic = Flow(case, q, (out, lse, d_out, d_lse), grads), Arithmetic(case.problem, dot=dot)
     dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
     further = {grad: Sums.none(flow.asked.shape(grad)) for grad in flow.asked.grads}
@@ -194,7 +196,7 @@ def error_bound(
     """
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
-    case = Case(q, k, v, options)
+    case = _case(error_bound, q, k, v, options)
     arithmetic = Arithmetic(case.problem, proven, dot and not case.problem.widened, int8, tile, precision)
     out, lse = case.results()
     with np.errstate(all="ignore"):
@@ -246,6 +248,7 @@ def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarr
     >>> sl.reference.rotary(np.ones((1, 1, 1, 2)), positions=1).round(6).tolist()
     [[[[-0.301169, 1.381773]]]]
     """
+    _check_names(rotary, options, RotaryOptions._fields)
     rotation = rotation_of(x, RotaryOptions(cos, sin, **options), "float64")
     rows, dims = _float64(x), rotation.dims
     of_pair = np.zeros((*rows.shape[:-1], rotation.cos.shape[-1]))
@@ -257,6 +260,18 @@ def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarr
         rows[..., one] = a * cos[..., at] - b * sin[..., at]
         rows[..., other] = b * cos[..., at_other] + a * sin[..., at_other]
     return rows
+
+
+def _case(function: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Case:
+    """Of one of these calls."""
+    _check_names(function, options, ("lengths", *Options._fields))
+    return Case(q, k, v, options)
+
+
+def _check_names(function: Any, options: dict[str, Any], known: Sequence[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise unknown(function, name, known)
 
 
 def _float64(x: Any) -> np.ndarray:
@@ -275,7 +290,7 @@ def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
     >>> sl.reference.weights(x, x, causal=True)[0, 0].tolist()
     [[1.0, 0.0], [0.5, 0.5]]
     """
-    case = Case(q, k, k, options)
+    case = _case(weights, q, k, k, options)
     out = np.zeros((*case.q.shape[:-1], case.k.shape[-2]))
     with np.errstate(all="ignore"):
         for place in case.heads():

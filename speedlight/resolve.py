@@ -44,6 +44,7 @@ class Stored(NamedTuple):
     hiding: Expression | None = None  # a mask of the cache itself, joined to the caller's
     items: tuple[int, ...] | None = None  # what a mask calls the sequences, where not 0, 1, …
     shortest: int | None = None  # what is made of the problem is used for any k_lengths from this to those given
+    keeper: str = "the cache"  # in messages
 
 
 @standard
@@ -211,24 +212,30 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
     axes = LAYOUTS[layout]
     q_heads, q_len, dim = (q.shape[a] for a in axes[-3:])
     if dim != stored.head_dim:
-        raise ArgumentError(f"q: expected head_dim {stored.head_dim}, as the cache has; got {dim} (shape {q.shape}).")
+        raise ArgumentError(
+            f"q: expected head_dim {stored.head_dim}, as {stored.keeper} has; got {dim} (shape {q.shape})."
+        )
     if stored.dtype in CODES:
         if q.dtype == "float64":
             over = code_cache(stored.dtype)
             raise ArgumentTypeError(f"q: expected float32, float16 or bfloat16 over {over}; got float64.")
     elif q.dtype != stored.dtype and not are_widened(stored.dtype, q.dtype):
         way = f"Convert it first: {conversion('q', stored.dtype)}."
-        raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as the cache has; got {q.dtype}. {way}")
+        raise ArgumentTypeError(f"q: expected dtype {stored.dtype}, as {stored.keeper} has; got {q.dtype}. {way}")
     rows, batch = None, len(stored.k_lengths)
     if layout == "lhd":
         q_lens = tuple(options.q_lengths)
     else:
         if batch_of(q.shape, layout) != batch:
             got = f"{batch_of(q.shape, layout)} (shape {q.shape})"
-            raise ArgumentError(f"q: expected batch {batch}, as the cache has; got {got}.")
+            keeper = "block_table" if stored.keeper == "k_pages" else stored.keeper
+            raise ArgumentError(f"q: expected batch {batch}, as {keeper} has; got {got}.")
         q_lens = checks.item_lengths("q_lengths", options.q_lengths, batch, q_len, "the length of q")
         rows = None if options.q_lengths is None else q_len
     sizes = Sizes(q.dtype, batch, q_heads, stored.kv_heads, q_len, 0, stored.head_dim, stored.value_dim)
+    if q_heads % stored.kv_heads:
+        whose = f"{stored.kv_heads} heads, the kv heads of {stored.keeper}"
+        raise ArgumentError(f"q: expected a multiple of {whose}; got {q_heads} (shape {q.shape}).")
     problem = _dropping(_problem(sizes, q_lens, stored.k_lengths, options), options)
     problem = replace(
         problem,

@@ -132,7 +132,7 @@ def _computed(x: Any, options: Options, sizes: _Sizes, dims: int, dtype: str) ->
     """Of base and positions: angles in float64, their cosines and sines rounded once."""
     base = BASE if options.base is None else number("base", options.base, "a positive number")
     if not 0 < base < math.inf:
-        raise ArgumentError(f"base: expected a positive number; got {shown(options.base)}.")
+        raise ArgumentError(f"base: expected a positive, finite number; got {shown(options.base)}.")
     lib, at = library(x), _positions(x, options, sizes)
     more = {} if lib is np else {"device": x.device}
     if isinstance(at, slice):

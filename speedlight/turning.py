@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from .hints import explained
 from .modes import standard
 from .rotations import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
 from .signatures import AnyArray, ArrayOf, Int, Ints, Layout, T
@@ -16,6 +17,7 @@ _PIECE = 1 << 17  # numbers that are turned at a time
 _WHOLE = slice(None)
 
 
+@explained
 def rotary(
     x: ArrayOf[T],
     cos: AnyArray | None = None,

@@ -1,4 +1,4 @@
-"""Fifty faults and more, put into the code one at a time: does the suite see them?
+"""Some hundred faults, put into the code one at a time: does the suite see them?
 
     python tests/mutations.py [--jobs 2] [--only NAME …] [--results FILE]
 
@@ -116,7 +116,7 @@ MUTATIONS = (
     Mutation(
         "values at a window's lower edge are multiplied, seen or not",
         "cpu/forward.py",
-        "add(parts.predicated, k.i64(0), clear)",
+        "add(parts.predicated, k.i64(0), clear, wide)",
         "add(parts.value, k.i64(0), clear)",
         f"{MASKS} -k keys_before",
     ),

@@ -258,13 +258,21 @@ def test_a_full_cache_says_so_and_keeps_what_it_has(rng):
         (lambda c, q, k, v: c.attend(0, q, k), "v: expected k and v together"),
         (lambda c, q, k, v: c.attend(0, q, k, v[:, :, :2]), "v: expected 3 tokens, as k has; got 2"),
         (lambda c, q, k, v: c.attend(0, q[:, :, :2], k, v), "q: expected 3 tokens, as k has; got 2"),
+        (
+            lambda c, q, k, v: c.attend(0, q, k.swapaxes(1, 2), v),
+            r"k: .* got \(1, 3, 2, 16\)\. Heads come before tokens: k\.swapaxes\(1, 2\)",
+        ),
+        (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=3), r"new_lengths: .* got int. One for each: \[3\] \* 1"),
         (lambda c, q, k, v: c.attend(0, q, k[:, :1], v), r"k: expected shape \(1, 2, n_new, 16\)"),
         (
             lambda c, q, k, v: c.attend(0, q, k.astype(np.float64), v),
             "k: expected dtype float32, as the cache has; got float64",
         ),
         (lambda c, q, k, v: c.attend(0, q.astype(np.float64), k, v), "expected dtype"),
-        (lambda c, q, k, v: c.attend(0, q[:, :3], k, v), "kv heads that divides"),
+        (
+            lambda c, q, k, v: c.attend(0, q[:, :3], k, v),
+            "q: expected a multiple of 2 heads, the kv heads of the cache; got 3",
+        ),
         (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[4]), "new_lengths: expected 0 to 3"),
         (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[1.0]), "new_lengths: expected 1 ints"),
         (lambda c, q, k, v: c.attend(0, q, k, v, scale="x"), "scale: expected a number"),

@@ -118,6 +118,9 @@ def test_three_npy_files(here, rng, tmp_path):
         (["view", "--mask", "9 ** 9 < i", "-o", "m.png"], "--mask: expected no power"),
         (["view", "--mask", "window('a')", "-o", "m.png"], "--mask: expected numbers; got 'a'"),
         (["view", "--mask", "window()", "-o", "m.png"], "--mask: 'window()': window() missing"),
+        (["attend", EXAMPLE, "--score", "softcap(0)"], "--score: 'softcap(0)': c: expected a positive number"),
+        (["attend", EXAMPLE, "--mask", "window(-1)"], "--mask: 'window(-1)': left: expected an int from 0"),
+        (["attend", EXAMPLE, "--mask", "prefix(0.5) & (i > 1)"], "--mask: 'prefix(0.5) & (i > 1)': n: expected an int"),
         (["view", "--mask", "causal()", "-o", "m.txt"], "--output: expected a name that ends in .png"),
         (["view", "--mask", "causal()", "-o", "/nowhere/m.png"], "--output: expected a directory"),
         (["view", "--mask", "causal()", "-o", "m.png", "--head", "3"], "--head: expected 0 to 0; got 3"),
@@ -143,6 +146,16 @@ def test_view_draws_the_tiles_that_are_computed(here, tmp_path):
     pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
     shares = [(pixels == colour).all(axis=1).mean() for colour in ([0, 114, 178], [230, 159, 0], [242, 242, 242])]
     assert all(x > 0.005 for x in shares) and shares[2] > 0.4  # full, mixed, skipped
+
+
+def test_a_mask_of_heads_is_drawn_for_one_that_is_named(here, tmp_path):
+    """Figures are of all heads, the tiles of those that share a head's keys."""
+    words = ["view", "--mask", "(h > 1) & (j <= i)", "--q-len", "300", "--q-heads", "4", "--head", "3"]
+    for more, named in (([], "head 3 of 4"), (["--kv-heads", "2"], "heads 2 to 3 of 4")):
+        done = here(*words, *more, "-o", tmp_path / "m.svg")
+        assert done.returncode == 0, done.stderr
+        text = (tmp_path / "m.svg").read_text()
+        assert f"<!-- query position, {named} -->" in text and "% of the work of all heads is done" in text
 
 
 def test_attend_with_a_mask_and_a_score(here):

@@ -72,8 +72,10 @@ def test_pages_without_a_batch(rng):
         x.reshape(64, 2, 16)[:40] = y.swapaxes(0, 1)
     got = sl.attention_paged(q, k_pages, v_pages, [[0, 1, 2]], [40], causal=True, layout="hld")
     assert got.tobytes() == sl.attention(q, k, v, causal=True, layout="hld").tobytes()
-    with pytest.raises(sl.Error, match="q: expected batch 2, as the cache has; got 1"):
+    with pytest.raises(sl.Error, match="q: expected batch 2, as block_table has; got 1"):
         sl.attention_paged(q, k_pages, v_pages, [[0, 1, 2]] * 2, [40] * 2, layout="hld")
+    with pytest.raises(sl.Error, match="q: expected head_dim 16, as k_pages has; got 8"):
+        sl.attention_paged(q[..., :8], k_pages, v_pages, [[0, 1, 2]], [40], layout="hld")
 
 
 def test_sizes_without_a_batch():

@@ -83,6 +83,11 @@ MISTAKES = {
         ("sl.attention(query=q, key=k, value=v)", TYPE, "q="),
         ("sl.attention_backward(q, k, v, q, q, q, sm_scale=0.1)", TYPE, "scale="),
         ("sl.attention_paged(q, pages, pages, page_table=[[0]], seq_lens=[5])", TYPE, "block_table="),
+        (
+            "sl.attention_paged(new, pages, pages, [[0], [1]], [5, 5], layout='lhd', query_start_loc=[0, 1, 2])",
+            TYPE,
+            "cu_seqlens_q=",
+        ),
         ("sl.attention(q, k, v, num_threads=2)", TYPE, "sl.set_threads(n)"),
         (
             "sl.append_paged(pages, pages, [[0], [1]], [0, 0], k, v, slot_mapping=[0])",
@@ -92,6 +97,12 @@ MISTAKES = {
         ("sl.append_paged(k_cache=pages, v_cache=pages, page_table=[[0]])", TYPE, "k_pages="),
         ("sl.append_paged(pages, pages, [[0]], [0], k, v, append_indptr=[0, 6])", TYPE, "new_lengths="),
         ("sl.plan(seq_len=4096, num_heads=32, head_dim=128)", TYPE, "q_len= (and k_len=)"),
+        ("sl.rotary(q, position_ids=[0, 1, 2, 3, 4, 5])", TYPE, "positions="),
+        ("sl.rotary(q, rope_theta=5e5)", TYPE, "base="),
+        ("sl.rotary(q, is_neox_style=False)", TYPE, "interleaved=, the other way round"),
+        ("sl.rotary(q, k, q, k)", TYPE, "x, cos, sin by place", "Write positions=…"),
+        ("sl.reference.attention(q, k, v, softmax_scale=0.1)", TYPE, "reference.attention()", "scale="),
+        ("sl.reference.weights(q, k, casual=True)", PLAIN, "reference.weights() got", "mean 'causal'?"),
         ("sl.merge(v_a=q, s_a=q)", TYPE, "merge(out1, lse1, out2, lse2)"),
         ("sl.KVCache(layers=1, kv_heads=4, head_dim=8, max_seq_len=64)", TYPE, "capacity="),
         ("sl.KVCache(1, 2, 4, 8, 64)", TYPE, "by name", "layers=…"),
@@ -109,6 +120,11 @@ MISTAKES = {
         ("cache.attend(0, q, k, v, q_start=0)", TYPE, "got an argument of attention()", "the cache knows its lengths"),
         ("pool.attend(0, [pool.sequence()], new, new, new, cu_seqlens_q=[0, 2])", TYPE, "new_lengths="),
         ("speedlight.torch.attention(tensor, tensor, tensor, is_causal=True)", TYPE, "scaled_dot_product_attention()"),
+        ("speedlight.torch.Attention(embed_dim=32, num_heads=4)", TYPE, "dim="),
+        ("speedlight.torch.Attention(32, num_attention_heads=4)", TYPE, "heads="),
+        ("speedlight.torch.Attention(32, 4, num_key_value_heads=2)", TYPE, "kv_heads="),
+        ("speedlight.torch.Attention(32, 4, rope_theta=5e5)", TYPE, "rotary=, the base of angles"),
+        ("speedlight.torch.Attention(32, 4, 2)", TYPE, "dim, heads by place", "Write kv_heads=…"),
         ("sdpa(tensor, tensor, tensor, causal=True)", PLAIN, "unexpected keyword", "mean 'is_causal'?"),
         ("sdpa(tensor, tensor, tensor, softmax_scale=0.1)", TYPE, "Use scale="),
         ("sl.attention(q, k, v, casual=True)", PLAIN, "unexpected keyword argument 'casual'", "mean 'causal'?"),
@@ -187,6 +203,7 @@ MISTAKES = {
             TYPE,
             "capacity: expected the most tokens",
         ),
+        ("speedlight.torch.Attention(32, 4, causal=True, window=(3, 0))", TYPE, "(3, 0) is window=4"),
         ("cache.attend(q, k, v)", TYPE, "layer: expected an int"),
         ("cache.attend(0, q[:, :, :1], k, v)", VALUE, "6 tokens, as k has"),
         ("narrow.attend(0, q, k, v)", TYPE, "dtype bfloat16, as the cache has", "k.astype(ml_dtypes.bfloat16)"),
@@ -261,8 +278,9 @@ def test_the_page_shows_the_table():
 # --- hints name arguments that there are
 
 CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.append_paged, sl.plan, sl.merge, sl.merge_states,
-         sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
-         speedlight.torch.attention, speedlight.distributed.attention, speedlight.distributed.KVCache.__init__,
+         sl.rotary, sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
+         speedlight.torch.attention, speedlight.torch.Attention.__init__, speedlight.distributed.attention,
+         speedlight.distributed.KVCache.__init__,
          speedlight.distributed.KVCache.attend]  # fmt: skip
 NAMES = {name for table in (hints._OPTIONS, *hints._OF.values(), *hints._MAKERS.values(),
                               *hints._OVER_RANKS.values()) for name in table}  # fmt: skip

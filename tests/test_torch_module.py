@@ -228,6 +228,8 @@ MADE = [
     (lambda: Attention(30, 4), "heads: expected a divisor of dim, 30, or head_dim= beside; got 4"),
     (lambda: Attention(32, 4, kv_heads=3), "kv_heads: expected a divisor of heads, 4; got 3"),
     (lambda: Attention(32, 4, window=3), "window: expected causal=True beside it"),
+    (lambda: Attention(32, 4, causal=True, window=(3, 0)), r"window: expected an int; .* \(3, 0\) is window=4"),
+    (lambda: Attention(32, 4, causal=True, window=0), "window: expected a size from 1"),
     (lambda: Attention(32, 4, bias=1), "bias: expected True or False; got 1"),
     (lambda: Attention(32, 0), "heads: expected a size from 1"),
     (lambda: Attention(32, 4, rotary=-1), "rotary: expected the base .* got -1"),
@@ -252,6 +254,7 @@ def test_wrong_calls():
     for call, message in (
         (lambda: layer(x[0]), r"x: expected shape \(batch, length, 32\); got \(37, 32\)"),
         (lambda: layer(x.numpy()), "x: expected a tensor; got ndarray"),
+        (lambda: layer(None), "x: expected a tensor; got NoneType"),
         (lambda: layer(x, x), "context: expected None beside rotary="),
         (lambda: Attention(DIM, 4, context_dim=20)(x), r"context: expected shape \(batch, length, 20\); got None"),
         (lambda: layer(x, cache={}), "cache: expected a speedlight.KVCache; got dict"),

@@ -53,9 +53,9 @@ def asked_ranks(ranks: Any, link_bandwidth: Any, latency: Any, shard: Any, metho
         for (name, x), default, what in zip(given.items(), ASSUMED, ("bytes per second", "seconds"), strict=True)
     )
     if not 0 < bandwidth < math.inf:
-        raise ArgumentError(f"link_bandwidth: expected bytes per second, above 0; got {bandwidth}.")
+        raise ArgumentError(f"link_bandwidth: expected bytes per second, finite and above 0; got {bandwidth}.")
     if not 0 <= delay < math.inf:
-        raise ArgumentError(f"latency: expected seconds, from 0; got {delay}.")
+        raise ArgumentError(f"latency: expected seconds, finite, from 0; got {delay}.")
     return Asked(count, Link(bandwidth, delay), link_bandwidth is None or latency is None, shard, method)
 
 

@@ -35,6 +35,8 @@ def window(left: int | None, right: int | None = 0) -> Expression:
     >>> sl.window(1024, 0)
     mask (((i - j) <= 1024) & ((j - i) <= 0))
     """
+    if isinstance(left, (tuple, list)):
+        raise ArgumentTypeError(f"left: expected an int; got {shown(left)}. Of a pair write sl.window(*pair).")
     left, right = (None if x is None else _limit(name, x) for name, x in (("left", left), ("right", right)))
     if left is None and right is None:
         raise ArgumentError("left: expected a number for left or right; got None for both. Leave the mask out.")

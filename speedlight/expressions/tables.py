@@ -90,7 +90,8 @@ class Table:
         if not array.ndim and not copy:
             array = array.reshape(1)
         if not 1 <= array.ndim <= 4:
-            raise ArgumentError(f"{name}: expected 1 to 4 dimensions; got shape {array.shape}.")
+            got = f"shape {array.shape}" if array.ndim else shown(array.item())
+            raise ArgumentError(f"{name}: expected 1 to 4 dimensions; got {got}.")
         self.kind = kind_of(array.dtype)
         if self.kind is None:
             raise ArgumentTypeError(

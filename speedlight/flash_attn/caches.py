@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arrays import listed
+from ..block_tables import page_numbers
 from ..checks import check_flag, integer, item_lengths, packed_lengths
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedError
 from ..expressions.tables import Table
@@ -282,7 +283,7 @@ def _places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new:
     page = cache.table.cpu().to(torch.int64)[item, at // page_size]
     if page.numel() and not 0 <= int(page.min()) <= int(page.max()) < cache.k.shape[0]:
         raise ArgumentError(
-            f"{cache.table_name}: expected pages from 0 to {cache.k.shape[0] - 1} where new tokens go; got "
+            f"{cache.table_name}: expected {page_numbers(cache.k.shape[0])} where new tokens go; got "
             f"{int(page.min())} to {int(page.max())}."
         )
     return Places(page.to(device), (at % page_size).to(device), item, nth)

@@ -77,12 +77,27 @@ def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...]) -> Resu
     return Results(q, shape, lse_shape if query.return_lse else None, query.out, (q,), staged)
 
 
+def _turned(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], axis: int) -> str:
+    """A sentence for who gives heads and tokens in each other's place."""
+    low, high = sorted((1, axis))
+    if len(shape) != len(expected):
+        return ""
+    turned = list(shape)
+    turned[low], turned[high] = shape[high], shape[low]
+    if any([n != axis and a != b for n, (a, b) in enumerate(zip(turned, expected, strict=True))]):
+        return ""
+    return (
+        f" Heads come {'after' if axis == 0 else 'before'} tokens: {name}.swapaxes({low}, {high}), and so the others."
+    )
+
+
 def received(storage: Any, x: Any, name: str, expected: tuple[int | str, ...], axis: int) -> Any:
     """New keys or values, of the storage's dtype and the expected shape, whose `axis` is a word for any size."""
     tokens, dtype = storage.received(x, name)
     shape, after = tuple(tokens.shape), axis + 1
     if len(shape) != len(expected) or shape[:axis] != expected[:axis] or shape[after:] != expected[after:]:
-        raise ArgumentError(f"{name}: expected shape ({', '.join(map(str, expected))}); got {shape}.")
+        way = _turned(name, shape, expected, axis)
+        raise ArgumentError(f"{name}: expected shape ({', '.join(map(str, expected))}); got {shape}.{way}")
     check_tokens(dtype, name, storage.shape.dtype)
     return tokens
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from typing import Any
 
 import speedlight as sl
 
-from ..errors import ArgumentError, Error, shown
+from ..errors import ArgumentError, ArgumentTypeError, Error, shown
 from ..expressions.operations import INT_MAX, INT_MIN
 from ..expressions.symbols import Symbol
 
@@ -115,6 +116,9 @@ def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) ->
                 stack.pop()
     except (TypeError, ValueError, ArithmeticError, MemoryError) as error:
         if isinstance(error, Error):
+            if isinstance(error, (ArgumentError, ArgumentTypeError)):  # of a pattern, which names its own argument
+                told = re.sub(r"mask=lambda b, h, i, j: ([^.]+)", r"'\1'", str(error))  # as it is typed here
+                error.args = (f"{option}: {_shortened(text)}: {told}", *error.args[1:])
             raise
         raise ArgumentError(f"{option}: {_shortened(text)}: {error}.") from None
     return values[tree]

@@ -12,6 +12,7 @@ from .. import reference
 from ..errors import ArgumentError, FileError
 from ..panels import Rows, grid, integers_of
 from ..planning import Plan
+from ..problem import Problem
 from ..work import all_pairs
 from .reports import progress
 
@@ -56,7 +57,11 @@ def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float,
     if plan.visible_pairs is not None and square:
         visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
     small = size[0] < 6  # then in shorter words
-    work = f"{computed:.1%} of the work is done" + ("" if small else f", {1 - computed:.1%} is skipped")
+    several = plan.problem.q_heads > 1 and not small
+    work = f"{computed:.1%} of the work{' of all heads' * several} is done"
+    work += "" if small else f", {1 - computed:.1%} is skipped"
+    if several:
+        axes.set_ylabel(f"query position, {_heads_drawn(plan.problem, head)}")
     axes.set_title(f"{text}\n{visible}{work}", fontsize=9 if small else 11)
     shown = f"a cell: {queries:g} queries x {keys} keys"
     names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
@@ -68,6 +73,13 @@ def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float,
     )
     figure.savefig(path, dpi=100 if small else 150)
     plt.close(figure)
+
+
+def _heads_drawn(problem: Problem, head: int) -> str:
+    """Whose tiles those of a head are: all that share its keys go through them together."""
+    first, end = head // problem.group * problem.group, (head // problem.group + 1) * problem.group
+    which = f"head {head}" if problem.group == 1 else f"heads {first} to {end - 1}"
+    return f"{which} of {problem.q_heads}"
 
 
 def _draw_tiles(axes: Any, plan: Plan, head: int) -> tuple[float, int]:
@@ -247,15 +259,16 @@ def roofline(report: dict[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("GFLOP/s of visible work")
     what = "Roofline of gradients" if report.get("backward") else "Roofline"
     machine = ", ".join(report[x] for x in ("machine", "family", "isa") if x in report)
-    figure.suptitle(
-        f"{what}: speedlight linked to its best peer\n{machine}, {report['threads']} threads; roofs of the same run",
-        fontsize=11,
-    )
+    has_peers = any([r["ratios"] for r in rows])
+    what += ": speedlight" + " linked to its best peer" * has_peers
+    figure.suptitle(f"{what}\n{machine}, {report['threads']} threads; roofs of the same run", fontsize=11)
     line: Any = plt.Line2D
     handles = [line([], [], color=_COLOUR_OF[x], linewidth=4, label=x) for x in dtypes]
     handles += [line([], [], color="#444444", linestyle="", marker=m, label=f"d = {d}") for d, m in markers.items()]
     grey = {"color": "#444444", "linestyle": "", "marker": "o"}
-    handles += [line([], [], **grey, label="speedlight"), line([], [], **grey, mfc="white", label="best peer")]
+    handles.append(line([], [], **grey, label="speedlight"))
+    if has_peers:
+        handles.append(line([], [], **grey, mfc="white", label="best peer"))
     figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=4 * len(causal))
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import check_flag, dropout_of, number, scale_of, size
+from ..checks import check_flag, dropout_of, number, scale_of, size, window_size
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.patterns import padding, window
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
+from ..hints import explained
 from ..kv.cache import KVCache
 from ..rotations import Options as RotaryOptions
 from ..rotations import rotation_of
@@ -122,6 +123,7 @@ class Attention(nn.Module):
     torch.Size([1, 5, 32])
     """
 
+    @explained
     def __init__(
         self,
         dim: int,
@@ -158,7 +160,7 @@ class Attention(nn.Module):
             raise ArgumentError(f"heads: expected a divisor of dim, {self.dim}, or head_dim= beside; got {self.heads}.")
         self.head_dim = self.dim // self.heads if head_dim is None else size("head_dim", head_dim, 1)
         self.context_dim = self.dim if context_dim is None else size("context_dim", context_dim, 1)
-        self.causal, self.window = causal, None if window is None else size("window", window, 1)
+        self.causal, self.window = causal, window_size(window)
         if self.window is not None and not causal:
             raise ArgumentError("window: expected causal=True beside it; got False. Give forward() mask=sl.window(…).")
         self.rotary = None if rotary is None else number("rotary", rotary, _BASE)
@@ -246,7 +248,7 @@ class Attention(nn.Module):
     def _check(self, x: Any, context: Any, cache: Any, positions: Any, rotation: Any) -> None:
         """Shapes, and that options go together."""
         for name, y, dim in (("x", x, self.dim), ("context", context, self.context_dim)):
-            if y is None:
+            if y is None and name == "context":
                 continue
             if not isinstance(y, torch.Tensor):
                 raise ArgumentTypeError(f"{name}: expected a tensor; got {type(y).__name__}.")
