@@ -19,7 +19,7 @@ import torch
 import speedlight as sl
 import speedlight.distributed
 import speedlight.torch
-from speedlight import api, hints
+from speedlight import api, hints, other_names
 from speedlight.flash_attn import v3
 from speedlight.problem import SAME_CAUSAL, SAME_LAYOUTS
 
@@ -282,8 +282,8 @@ CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.append_page
          speedlight.torch.attention, speedlight.torch.Attention.__init__, speedlight.distributed.attention,
          speedlight.distributed.KVCache.__init__,
          speedlight.distributed.KVCache.attend]  # fmt: skip
-NAMES = {name for table in (hints._OPTIONS, *hints._OF.values(), *hints._MAKERS.values(),
-                              *hints._OVER_RANKS.values()) for name in table}  # fmt: skip
+NAMES = {name for table in (other_names.OPTIONS, *other_names.OF.values(), *other_names.MAKERS.values(),
+                              *other_names.OVER_RANKS.values()) for name in table}  # fmt: skip
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda x: x.__qualname__)
