@@ -315,6 +315,7 @@ def test_one_short_row_of_what_is_no_page(rng):
         *tables,
         *map(np.array, tables),
         *map(torch.tensor, tables),
+        *(np.array([[0, 1]], kind) for kind in (object, "m8[ns]", "M8[ns]")),  # of which tolist() makes ints
         cut,
         meta,
         torch.eye(1, 2).int().to_sparse(),
