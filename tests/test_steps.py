@@ -328,6 +328,10 @@ def test_one_short_row_of_what_is_no_page(rng):
     ):
         with pytest.raises(sl.Error, match="block_table"):
             sl.attention_paged(q, pages, pages, wrong, [5])
+    later = torch.zeros(4, 2, dtype=torch.int64)[2:]  # two rows are read at once
+    later.untyped_storage().resize_(32)
+    with pytest.raises(sl.Error, match="block_table: expected a tensor with memory"):
+        sl.attention_paged(torch.ones(2, 4, 1, D), pages, pages, later, [5, 5])
     short = torch.ones(1, dtype=torch.int32)
     short.untyped_storage().resize_(0)
     with pytest.raises(sl.Error, match="k_lengths: expected a tensor with memory"):
