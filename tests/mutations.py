@@ -123,7 +123,7 @@ MUTATIONS = (
     Mutation(
         "values at a window's lower edge are multiplied, seen or not",
         "cpu/forward.py",
-        "add(parts.predicated, k.i64(0), clear)",
+        "add(parts.predicated, k.i64(0), clear, wide)",
         "add(parts.value, k.i64(0), clear)",
         f"{MASKS} -k keys_before",
     ),
