@@ -157,11 +157,11 @@ def _check_not_traced(x: Any, name: str) -> None:
 
 
 def short_list(x: Any, dimensions: int = 1, most_bytes: int = 8 * _MOST_LISTED) -> list[Any] | None:
-    """What an array of numbers, or a contiguous tensor of ints, of so many dimensions and at most so many bytes holds,
+    """What an array of ints, or a contiguous tensor of them, of so many dimensions and at most so many bytes holds,
     where all of it is in memory of the CPU; None of anything else.
     """
     if type(x) is np.ndarray:
-        return x.tolist() if x.ndim == dimensions and x.nbytes <= most_bytes else None
+        return x.tolist() if x.ndim == dimensions and x.nbytes <= most_bytes and x.dtype.kind in "iu" else None
     torch = sys.modules.get("torch")
     if torch is None or type(x) is not torch.Tensor or x.ndim != dimensions or not x.is_cpu:
         return None

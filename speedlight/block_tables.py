@@ -110,7 +110,7 @@ def page_lists(
     if rows is not None and len(rows) == 1:  # NumPy takes twice as long
         lengths = page_lengths(k_lengths, 1, len(rows[0]) * page_size)
         used_pages = rows[0][: -(-lengths[0] // page_size)]
-        if {*map(type, used_pages)} == {int} and min(used_pages) >= 0 and max(used_pages) < pages:
+        if used_pages and min(used_pages) >= 0 and max(used_pages) < pages:
             return np.array([used_pages + [0] * slack], np.int64), lengths
     table = _block_table(block_table)
     lengths = page_lengths(k_lengths, len(table), table.shape[1] * page_size)

@@ -70,10 +70,10 @@ def fresh(q: Any, shape: tuple[int, ...], *, logarithms: bool = False, alike: bo
     if new is None:
         dtype = torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype
         new = torch.empty(shape, dtype=dtype, device="cpu")
-    address = new.data_ptr() if type(new) is torch.Tensor else 0
-    if not (address or 0 in shape):
-        check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
-    return new, address
+    if type(new) is torch.Tensor and ((address := new.data_ptr()) or 0 in shape):
+        return new, address
+    check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now
+    return new, new.data_ptr()
 
 
 def out_for(

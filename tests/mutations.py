@@ -86,6 +86,13 @@ MUTATIONS = (
         f"{ATTENTION} -k 'every_length and 255'",
     ),
     Mutation(
+        "scores of the last vector alone are counted as the first one's",
+        "cpu/queries_in_lanes.py",
+        "checks.add(v, scores)",
+        "checks.add(i, scores)",
+        f"{FORWARD} -k last_vector_alone",
+    ),
+    Mutation(
         "what came before a new maximum is not rescaled",
         "cpu/weights.py",
         "(alpha,) = exp4(k, s, [old[v] - self.base[v]], any_x=True)",

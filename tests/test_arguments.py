@@ -17,11 +17,13 @@ import torch
 from conftest import FULL
 from problems import qkv
 from torch._subclasses import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import speedlight as sl
 from speedlight import api
 from speedlight.calls import Memo, Repeatable
 from speedlight.machine import host_isas
+from speedlight.results import fresh
 
 SHAPE = (1, 2, 8, 16)
 
@@ -154,6 +156,26 @@ def test_new_tensors_ignore_the_default_device():
         with torch.device("meta"):
             out, lse = sl.attention(q, k, v, return_lse=True)
         assert out.device.type == lse.device.type == "cpu"
+
+
+def test_new_tensors_may_be_what_a_mode_makes_of_them():
+    """A prepared call asks those where they lie, too."""
+
+    class Mine(torch.Tensor):
+        pass
+
+    class AllMine(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            x = function(*args, **(kwargs or {}))
+            return x.as_subclass(Mine) if function in (torch.empty, torch.empty_like) else x
+
+    q, k, v = tensors()
+    want = sl.attention(q, k, v)
+    with AllMine():
+        new, address = fresh(q, SHAPE)
+        assert type(new) is Mine and address == new.data_ptr()
+        got = sl.attention(q, k, v)
+    assert type(got) is Mine and torch.equal(got, want)
 
 
 # --- other arrays

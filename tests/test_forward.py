@@ -89,6 +89,21 @@ def test_maxima_that_are_large_without_hidden_keys(rng, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_weights_vanish_of_keys_that_the_last_vector_alone_sees(rng, dtype):
+    """Its own maxima tell how they are weighed: such keys are too far below these for the fast loop, not below those of
+    the queries before.
+    """
+    n, number, low = 96, numpy_dtype(dtype), -800 if dtype == "float64" else -100  # whole panels, of 2 or 3 vectors
+    v = rng.standard_normal((3, 1, n, 16)).astype(number)
+    q, k = np.ones((2, 3, 1, n, 1), number)
+    k[0, :, 89::2], k[1, :, 80:], k[2, :, 95], q[:, :, :80] = low, low, -low, low
+    out, lse = sl.attention(q, k, v, causal=True, scale=1.0, return_lse=True)
+    for i in range(76, n):
+        alone = sl.attention(q[:, :, [i]], k[:, :, : i + 1], v[:, :, : i + 1], scale=1.0, return_lse=True)
+        assert (alone[0] == out[:, :, [i]]).all() and (alone[1] == lse[:, :, [i]]).all(), i
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_few_rows_weigh_as_many_do_at_the_ends_of_what_is_usual(isa, rng, dtype):
     """Whole tiles take a fast loop in the decode kernel, others one that looks at each score; the bits are the same."""
     number, least = numpy_dtype(dtype), -511 if dtype == "float64" else -63

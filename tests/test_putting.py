@@ -171,6 +171,17 @@ def test_a_step_stores_its_own_tokens(rng, monkeypatch):
             assert len(regions) == (1 if at == length else alone)  # the first step is no repeated one
 
 
+def test_tasks_of_several_heads_store_their_own(rng):
+    """Some of the heads each, in steps of a batch of short sequences."""
+    sl.set_threads(2)
+    cache = sl.KVCache(layers=1, batch=4, kv_heads=8, head_dim=16, capacity=43)
+    q, k, v = (rng.standard_normal((4, 8, 43, 16)).astype(np.float32) for _ in range(3))
+    cache.append(0, k[:, :, :40], v[:, :, :40])
+    for at in range(40, 43):
+        cache.attend(0, *(x[:, :, at : at + 1] for x in (q, k, v)))
+    assert cache.keys(0).tobytes() == k.tobytes() and cache.values(0).tobytes() == v.tobytes()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_heads_in_step_say_what_each_says_alone(rng, dtype):
     """Of short sequences, in one task, by one row or a few; longer ones go head by head."""

@@ -12,6 +12,7 @@ from problems import numpy_dtype, qkv
 
 import speedlight as sl
 from speedlight import paging
+from speedlight.block_tables import page_lists
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
 COUNT = 10_000 if FULL else 100  # of each kind
@@ -299,6 +300,8 @@ def test_one_short_row_of_a_block_table(rng, kind):
         for n in (8, 5, 4, 3, 0, 8):
             want = bits(sl.attention(q, keys[:, :, :n], keys[:, :, :n]))
             assert bits(sl.attention_paged(*given, table(5, 0, 77), [n])) == want
+            numbers, lengths = page_lists(table(5, 0, 77), [n], 6, 4, 3)
+            assert numbers.tolist() == [[5, 0][: -(-n // 4)] + [0] * 3] and lengths == (n,)
         for row, n, at in ((6, 0), 1, 0), ((5, 6, 0), 8, 1), ((5, 0, 200), 9, 2):
             with pytest.raises(sl.ArgumentError, match=rf"pages from 0 to 5; got {row[at]} at \[0, {at}\]"):
                 sl.attention_paged(*given, table(*row), [n])
@@ -311,16 +314,24 @@ def test_one_short_row_of_what_is_no_page(rng):
     tables = [[[0.0, 1.0]], [[-1, 0]], [[True, False]], [[2**40, 0]], [[2**63 - 1, 0]]]
     cut, meta = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.int64, device="meta")
     cut.untyped_storage().resize_(8)
+    later = torch.zeros(2, 2, dtype=torch.int64)[1:]  # as many bytes as are left, but not from where it begins
+    later.untyped_storage().resize_(16)
     for wrong in (
         *tables,
         *map(np.array, tables),
         *map(torch.tensor, tables),
+        *(np.array([[0, 1]], kind) for kind in (object, "m8[ns]", "M8[ns]")),  # of which tolist() makes ints
         cut,
+        later,
         meta,
         torch.eye(1, 2).int().to_sparse(),
     ):
         with pytest.raises(sl.Error, match="block_table"):
             sl.attention_paged(q, pages, pages, wrong, [5])
+    later = torch.zeros(4, 2, dtype=torch.int64)[2:]  # two rows are read at once
+    later.untyped_storage().resize_(32)
+    with pytest.raises(sl.Error, match="block_table: expected a tensor with memory"):
+        sl.attention_paged(torch.ones(2, 4, 1, D), pages, pages, later, [5, 5])
     short = torch.ones(1, dtype=torch.int32)
     short.untyped_storage().resize_(0)
     with pytest.raises(sl.Error, match="k_lengths: expected a tensor with memory"):
