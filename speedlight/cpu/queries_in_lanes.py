@@ -229,7 +229,7 @@ def predicated_tile(module: Module, s: Shape) -> Any:
                 for v, weight, sees_it in zip(vectors, weights, seen, strict=True):
                     total[m][v].set(visible_step(k, s, value, weight, total[m][v].get(), sees_it))
 
-        wide = k.max(p["first"], k.min(p["wide"], p["end"])) if s.narrows else p["end"]
+        wide = k.min(p["wide"], p["end"]) if s.narrows else p["end"]
         with k.range(p["first"], wide) as j:
             step(j, range(s.vectors))
         if s.narrows:
