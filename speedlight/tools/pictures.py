@@ -297,8 +297,9 @@ def _roofs(axes: Any, rows: list[dict[str, Any]]) -> None:
         axes.annotate(f"{', '.join(sorted(dtypes))}: {peak:,.0f}", (x[-1], peak), **style)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    # rates span a decade: with few numbers its scale would look linear
+    for axis, of_decade in ((axes.xaxis, (1, 2, 5)), (axes.yaxis, (1, 1.5, 2, 3, 5, 7))):
+        axis.set_major_locator(LogLocator(subs=of_decade))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
     axes.grid(alpha=0.25)
