@@ -168,6 +168,22 @@ _PACKED_ATTEND = {
     "layout": "nothing: pools take (total new, heads, dim), one sequence's tokens after the other's",
     "slot_mapping": "nothing: the pool finds places for new tokens",
 }
+_PUT = {
+    "layout": _ATTEND["layout"].replace("q.swap", "k.swap"),
+    **dict.fromkeys(
+        ("lengths", "q_lengths", "k_lengths", "seqlens", "seq_lens", "cu_seqlens", "cu_seqlens_k", "cache_seqlens"),
+        _ATTEND["lengths"],
+    ),
+    **dict.fromkeys(
+        ("q_start", "k_start", "positions", "cache_position", "start_pos", "input_pos", "slot_mapping"),
+        "nothing: new tokens go behind those that are stored",
+    ),
+    **dict.fromkeys(("k_scale", "v_scale", "k_descale", "v_descale"), "nothing: a cache of codes finds scales itself"),
+    **dict.fromkeys(
+        ("q", "query", "causal", "is_causal", "mask", "score", "scale", "window", "return_lse"),
+        "nothing: tokens are stored; attend() attends",
+    ),
+}
 _STORED = {
     **dict.fromkeys(("page_table", "block_tables"), "block_table="),
     **dict.fromkeys(("cache_seqlens", "seq_lens", "seqused_k", "context_lens", "kv_lens", "lengths"), "k_lengths="),
@@ -238,7 +254,9 @@ OF = {
     "plan": _PLAN,
     "attention_paged": _KEYS,
     "append_paged": _APPENDED,
+    "KVCache.append": _PUT,
     "KVCache.attend": _ATTEND,
+    "PagePool.append": _PUT | _PACKED_ATTEND,
     "PagePool.attend": _ATTEND | _PACKED_ATTEND,
     "merge": _STATES,
 }

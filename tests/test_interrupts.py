@@ -256,7 +256,7 @@ def test_a_signal_at_any_moment_leaves_everything_as_it_was(kind):
         call(world(kind))
     w = world(kind)
     deadline = time.monotonic() + (60 if FULL else 0.5)
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline + 60 * (ended <= 20):  # on a busy machine few alarms come in time
         call, undo = calls[str(rng.choice(list(calls)))]
         before = w.state(w)
         if alarmed(call, w, float(rng.uniform(20e-6, 400e-6))):

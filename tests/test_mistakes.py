@@ -278,10 +278,11 @@ def test_the_page_shows_the_table():
 # --- hints name arguments that there are
 
 CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.append_paged, sl.plan, sl.merge, sl.merge_states,
-         sl.rotary, sl.KVCache.attend, sl.PagePool.attend, sl.KVCache.__init__, sl.PagePool.__init__,
+         sl.rotary, sl.KVCache.append, sl.PagePool.append, sl.KVCache.attend, sl.PagePool.attend,
+         sl.KVCache.__init__, sl.PagePool.__init__,
          speedlight.torch.attention, speedlight.torch.Attention.__init__, speedlight.distributed.attention,
          speedlight.distributed.KVCache.__init__,
-         speedlight.distributed.KVCache.attend]  # fmt: skip
+         speedlight.distributed.KVCache.append, speedlight.distributed.KVCache.attend]  # fmt: skip
 NAMES = {name for table in (other_names.OPTIONS, *other_names.OF.values(), *other_names.MAKERS.values(),
                               *other_names.OVER_RANKS.values()) for name in table}  # fmt: skip
 

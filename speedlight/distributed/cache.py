@@ -159,8 +159,16 @@ class KVCache:
 
     # --- growing
 
+    @refuses_others
     def append(
-        self, layer: int, k: Any, v: Any, *, new_lengths: Ints | None = None, shard: Shard | None = None
+        self,
+        layer: int,
+        k: Any,
+        v: Any,
+        *,
+        new_lengths: Ints | None = None,
+        shard: Shard | None = None,
+        **theirs: NoReturn,
     ) -> None:
         """Stores tokens without attending.
 
@@ -176,6 +184,8 @@ class KVCache:
             CacheFull: a sequence would pass the capacity, or what a rank has room for. Nothing is written on any rank.
             speedlight.Error: the argument, what was expected and what came; it differs between ranks; a rank is gone.
         """
+        if theirs:
+            raise unknown(KVCache.append, next(iter(theirs)))
 
         def checked() -> _Checked:
             at = self._layer(layer)

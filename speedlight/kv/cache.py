@@ -175,10 +175,13 @@ class KVCache:
 
     # --- growing
 
-    def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None) -> None:
+    @refuses_others
+    def append(self, layer: int, k: Any, v: Any, *, new_lengths: Any = None, **theirs: NoReturn) -> None:
         """Stores tokens without attending: k (batch, kv_heads, n_new, head_dim), v (…, value_dim); new_lengths: how
         many of them are each sequence's, where some have fewer than n_new.
         """
+        if theirs:
+            raise unknown(KVCache.append, next(iter(theirs)))
         if in_graph():
             return outside(KVCache.append, self, layer, k, v, new_lengths=new_lengths)
         layer, given = self._layer(layer), (k, v)

@@ -282,10 +282,15 @@ class PagePool:
 
     # --- append and attend
 
-    def append(self, layer: int, sequences: Sequences, k: Any, v: Any, *, new_lengths: Any = None) -> None:
+    @refuses_others
+    def append(
+        self, layer: int, sequences: Sequences, k: Any, v: Any, *, new_lengths: Any = None, **theirs: NoReturn
+    ) -> None:
         """Stores tokens without attending: k (total new, kv_heads, head_dim), v (…, value_dim), one sequence's after
         the other's; new_lengths: how many of them are each sequence's, as for attend().
         """
+        if theirs:
+            raise unknown(PagePool.append, next(iter(theirs)))
         if in_graph():
             return outside(PagePool.append, self, layer, sequences, k, v, new_lengths=new_lengths)
         layer, sequences = self._layer(layer), check_list("sequences", sequences, "sequences of this pool")
