@@ -118,7 +118,7 @@ def page_lists(
     numbers = np.zeros((len(table), used + slack), np.int64)
     numbers[:, :used] = table[:, :used]
     if np.count_nonzero(numbers.view(np.uint64) >= pages):  # or negative: past a sequence's length they may be
-        _check_used(numbers, lengths, pages, page_size)
+        _check_used(numbers, table, lengths, pages, page_size)
     return numbers, lengths
 
 
@@ -129,7 +129,8 @@ def page_lengths(k_lengths: Any, batch: int, most: int) -> tuple[int, ...]:
     return item_lengths("k_lengths", k_lengths, batch, most, "the tokens that a row of block_table has pages for")
 
 
-def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_size: int) -> None:
+def _check_used(numbers: np.ndarray, table: np.ndarray, lengths: tuple[int, ...], pages: int, page_size: int) -> None:
+    """`table`: the same as it was given, for the message."""
     used = np.array(lengths, np.int64).reshape(-1, 1) > np.arange(numbers.shape[1]) * page_size
     if not np.count_nonzero((numbers.view(np.uint64) >= pages) & used):
         return
@@ -137,4 +138,6 @@ def _check_used(numbers: np.ndarray, lengths: tuple[int, ...], pages: int, page_
         used = numbers[item, : -(-n // page_size)]
         if used.size and (used.min() < 0 or used.max() >= pages):
             at = int(np.argmax((used < 0) | (used >= pages)))
-            raise ArgumentError(f"block_table: expected {page_numbers(pages)}; got {used[at]} at [{item}, {at}].")
+            raise ArgumentError(
+                f"block_table: expected {page_numbers(pages)}; got {table[item, at]} at [{item}, {at}]."
+            )

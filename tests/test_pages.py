@@ -759,6 +759,7 @@ def test_raw_pages_of_torch(rng):
         ({"block_table": [[0, 5], [1, 2]]}, r"block_table: expected pages from 0 to 4; got 5 at \[0, 1\]"),
         ({"block_table": [[0, -1], [1, 2]]}, r"block_table: expected pages from 0 to 4; got -1 at \[0, 1\]"),
         ({"block_table": [[0, 2**63], [1, 2]]}, "block_table: expected"),
+        ({"block_table": np.array([[0, 2**63], [1, 2]], np.uint64)}, r"got 9223372036854775808 at \[0, 1\]"),
         ({"block_table": [[0.0, 1.0], [1, 2]]}, "block_table: expected ints"),
         ({"block_table": [0, 1]}, r"block_table: .*; got list of int64, shape \(2,\)\. Of one .* \[block_table\]"),
         ({"block_table": np.ones(2, int)}, r"block_table: .* write \[block_table\]"),
