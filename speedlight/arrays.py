@@ -168,9 +168,8 @@ def short_list(x: Any, dimensions: int = 1, most_bytes: int = 8 * _MOST_LISTED) 
     if x.dtype is not torch.int64 and x.dtype is not torch.int32:
         return None
     try:
-        size, start = x.nbytes, x.storage_offset()
-        enough = x.untyped_storage().nbytes() >= (start and start * x.itemsize) + size
-        return x.tolist() if enough and size <= most_bytes and x.is_contiguous() else None
+        size = x.nbytes
+        return x.tolist() if has_bytes(x, size) and size <= most_bytes and x.is_contiguous() else None
     except RuntimeError:  # sparse, or a wrapper of torch.func
         return None
 
@@ -282,6 +281,12 @@ def check_plain_tensor(x: Any, name: str, *, followed: bool = False) -> None:
             f"{name}: expected a tensor with memory for its {tuple(x.shape)}; its storage is missing or too short "
             f"(torch.func, resize_ …). Use {name}.clone()."
         )
+
+
+def has_bytes(x: Any, size: int) -> bool:
+    """Whether a plain tensor's storage, which may have been resized, has so many bytes from its first element on."""
+    start = x.storage_offset()
+    return x.untyped_storage().nbytes() >= size + (start and start * x.itemsize)
 
 
 def _has_memory(x: Any) -> bool:

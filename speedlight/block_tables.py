@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, check_plain_tensor, is_masked, is_tensor, listed, short_list
+from .arrays import Array, check_plain_tensor, has_bytes, is_masked, is_tensor, listed, short_list
 from .checks import item_lengths
 from .errors import ArgumentError, ArgumentTypeError, pass_on
 
@@ -54,8 +54,7 @@ def _plain_ints(x: Any) -> np.ndarray | None:
         return None
     try:
         seen = x.numpy()  # refuses what is elsewhere, sparse, nested, or not yet negated
-        start = x.storage_offset()
-        enough = x.untyped_storage().nbytes() >= (start and start * seen.itemsize) + seen.nbytes
+        enough = has_bytes(x, seen.nbytes)
     except (RuntimeError, TypeError):  # a wrapper of torch.func, too
         return None
     return seen if enough and seen.dtype.kind == "i" and seen.flags.c_contiguous else None

@@ -169,10 +169,10 @@ def addresses_of(tensors: tuple[Any, ...], ends: list[int]) -> list[int] | None:
     addresses = []
     for x, high in zip(tensors, ends, strict=False):
         try:
-            address, start = x.data_ptr(), x.storage_offset()
+            address = x.data_ptr()
         except RuntimeError:  # a wrapper of torch.func
             return None
-        if high and (not address or x.untyped_storage().nbytes() < high + (start and start * x.itemsize)):
+        if high and not (address and arrays.has_bytes(x, high)):
             return None
         addresses.append(address)
     return addresses

@@ -11,6 +11,7 @@ from typing import Any
 from .layout import BLOCK
 from .products import load_unit, load_units, paired, whole_units
 from .shape import Shape
+from .upcoming import fetch_lines
 from .vector import I16, I32, I64, PTR, Function, Module, Value, vec
 
 # --- queries
@@ -30,9 +31,7 @@ def pack_queries(module: Module, s: Shape) -> Any:
     p, (flip, end) = k.p, _flip_and_end(k, s)
     with k.range(0, s.vectors) as v, k.range(0, end, s.lanes) as t:
         table = k.at(p["table"], v * (s.lanes * 8))
-        if s.fetches_rows:
-            for lane in range(s.lanes):
-                k.prefetch(k.at(k.load(PTR, table, lane * 8), (t + s.lanes) * s.storage_bytes))
+        fetch_lines(k, s, table, t + s.lanes)
         rows = [load_units(k, s, k.load(PTR, table, lane * 8), t) for lane in range(s.lanes)]
         for i, x in enumerate(k.transpose(rows)):
             flipped = x.bits(s.ivector) ^ k.splat(flip, s.lanes)

@@ -14,6 +14,7 @@ from .layout import FORWARD
 from .region import Words
 from .shape import Shape
 from .softmax import Quotients, is_empty, log_sum_exp, merge_of
+from .upcoming import fetch_lines
 from .vector import I64, PTR, Function, Module, Value
 
 
@@ -131,10 +132,7 @@ def _store_rows(k: Function, s: Shape, v: Value, acc: Value, quotients: Quotient
     unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)
     end = k.select(unit, p["width"] // s.lanes * s.lanes, k.i64(0))
     with k.range(0, end, s.lanes) as c:
-        if s.fetches_rows:
-            for lane in range(s.lanes):
-                row = k.load(PTR, p["table"], (first + lane) * 8)
-                k.prefetch(k.at(row, (c + s.lanes) * s.storage_bytes), write=True)
+        fetch_lines(k, s, k.at(p["table"], first * 8), c + s.lanes, write=True)
         columns = [k.load(s.vector, acc, (c + i) * s.row_bytes + at) for i in range(s.lanes)]
         for lane, x in enumerate(k.transpose(_outputs(k, s, columns, quotients))):
             x = conversions.narrowed(k, s.storage, x)

@@ -13,7 +13,8 @@ from typing import Any
 from ..problem import TILE
 from .layout import FORWARD, UPCOMING
 from .region import Words
-from .vector import I64, Function, Value
+from .shape import Shape
+from .vector import I64, PTR, Function, Value
 
 _LEVEL = 2  # a task's arrays fill the first-level cache several times
 
@@ -62,6 +63,15 @@ def _share(k: Function, upcoming: Words, name: str, most: Value) -> Iterator[Non
     k.store(left - count, k.p["upcoming"], UPCOMING.offset(name))
     with k.range(0, count):
         yield
+
+
+def fetch_lines(k: Function, s: Shape, table: Value, element: Value, *, write: bool = False) -> None:
+    """The next lines of as many rows as a vector has lanes, from an element on, while those before are transposed; a
+    table has the rows' addresses. Only where the shape says so.
+    """
+    if s.fetches_rows:
+        for lane in range(s.lanes):
+            k.prefetch(k.at(k.load(PTR, table, lane * 8), element * s.storage_bytes), write=write)
 
 
 def _fetch_row(k: Function, row: Value, lines: Value, *, write: bool = False) -> None:
