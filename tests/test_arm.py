@@ -30,7 +30,7 @@ def test_kernels_compile_for_arm(storage, cached):
 def test_float8_compiles_for_arm():
     neon, keys = isa_named("neon"), Source("f32", False)
     assert compiles(Shape("decode", neon, "f32", cached=True, quantised="float8_e4m3fn"))
-    assert compiles(AppendShape(neon, "float8_e4m3fn", False, keys, keys))
+    assert compiles(AppendShape(neon, "float8_e4m3fn", keys, keys))
 
 
 def test_merge_compiles_for_arm():

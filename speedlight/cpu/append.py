@@ -114,7 +114,8 @@ class _Elements:
         self.k, self.source = k, s.keys if name == "keys" else s.values
         self.size = STORAGE_BYTES[self.source.storage]
         self.dim, self.block, self.vector_bytes = k.p["dim"], k.p["block"], s.isa.vector_bytes
-        self.streams, self.in_lines = False, s.streams
+        # half a line of pairs at a time takes longer past the caches than through them
+        self.streams, self.in_lines = False, s.streams and (self.vector_bytes == 64 or not s.pairs)
 
     def at(self, row: Value, index: Value | int) -> Value:
         """The address of an element."""
@@ -226,9 +227,15 @@ class _Pairs(_Elements):
             self.k.store(self.k.load(I16, self.at(row, index)), self.block, to + index * 4 + 2 * n)
 
     def token(self, row: Value, lane: Value) -> None:
-        to = (lane >> 1) * self.dim * 4 + (lane & 1) * 2
-        with self.k.range(0, self.dim) as index:
-            self._each((row,), to, index)
+        k, n, pair, half = self.k, self.vector_bytes // 4, (lane >> 1) * self.dim * 4, lane & 1
+        shift = k.splat(k.trunc(half << 4, I32), n)
+        other = k.splat(k.select(half.equals(0), k.const(-65536, I32), k.const(65535, I32)), n)
+
+        def several(index: Value) -> None:
+            new = k.zext(self.elements(row, index, n), vec(I32, n)) << shift
+            k.store((k.load(vec(I32, n), self.block, pair + index * 4) & other) | new, self.block, pair + index * 4)
+
+        self.stretches(self.dim, n, several, lambda index: self._each((row,), pair + half * 2, index))
 
 
 class _Keys(_Elements):

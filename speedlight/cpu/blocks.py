@@ -13,7 +13,6 @@ import numpy as np
 
 from .. import arrays
 from ..errors import ReservationError, pass_on, shown
-from ..machine import Isa
 from ..modes import standard
 from ..tokens import Moves, TokenShape
 from .layout import BLOCK
@@ -91,8 +90,8 @@ class Store:
 
 
 class Pairs(Store):
-    """For the dot instruction: a block of keys is [pair of elements][16 keys][2], one of values is [8 pairs of
-    keys][element][2].
+    """bfloat16, as the dot instruction takes it and others part it: a block of keys is [pair of elements][16 keys][2],
+    one of values is [8 pairs of keys][element][2].
 
     An odd last element of a key has a zero beside it.
     """
@@ -172,9 +171,7 @@ def reserved(shape: tuple[int, ...]) -> np.ndarray:
     return np.frombuffer(memory, np.uint8, count).reshape(shape)
 
 
-def make_stores(
-    shape: TokenShape, blocks: tuple[int, ...], isa: Isa, *, together: bool
-) -> tuple[list[Store], list[Store]]:
+def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -> tuple[list[Store], list[Store]]:
     """Keys and values of every layer, in an array of blocks of this shape.
 
     `together`: a block's values follow its keys.
@@ -182,7 +179,7 @@ def make_stores(
     kind: type[Store] = Store
     if shape.dtype in arrays.CODES:
         kind = Coded
-    elif shape.dtype == "bfloat16" and isa.product("bf16") == "pairs":
+    elif shape.dtype == "bfloat16":
         kind = Pairs
     k, v = (
         [kind(dim, shape.dtype, keys=keys) for _ in range(shape.layers)]

@@ -21,6 +21,7 @@ from .layout import BLOCK
 from .products import (
     add_weights,
     cached_row,
+    load_pair,
     load_scales,
     load_values,
     multiply_add,
@@ -161,19 +162,21 @@ def _fetch_values(k: Function, s: Shape, j: Value) -> None:
 
 
 def add_up(module: Module, s: Shape) -> Any:
-    """sums[row] = the weights of a row, one after another from -0; four rows in step, for their chains to overlap."""
+    """sums[row] = the weights of a row, one after another from -0; eight rows in step, for their chains to overlap."""
     k = module.function("add_up", {"scores": PTR, "sums": PTR, "rows": I64, "steps": I64})
     p, alone = k.p, s.elements == 1  # units of several elements are summed in vectors, all lanes the same
-    with k.range(0, p["rows"], 4) as first:
-        rows = [k.min(first + i, p["rows"] - 1) for i in range(4)]
-        places = [k.at(p["scores"], r * score_row(s)) for r in rows]
-        totals = [k.variable(k.const(-0.0, s.number if alone else s.vector)) for _ in rows]
-        with k.range(0, p["steps"]) as j:
-            for total, at in zip(totals, places, strict=True):
-                x = k.load(s.unit, at, j * s.number_bytes)
-                total.set(add_weights(k, s, x if alone else k.splat(x, s.lanes), total.get()))
-        for r, total in zip(rows, totals, strict=True):
-            k.store(total.get() if alone else k.first(total.get()), p["sums"], r * 8)
+    eights = p["rows"] // 8 * 8
+    for low, high, together in ((k.i64(0), eights, 8), (eights, p["rows"], 4)):
+        with k.range(low, high, together) as first:
+            rows = [k.min(first + i, p["rows"] - 1) for i in range(together)]
+            places = [k.at(p["scores"], r * score_row(s)) for r in rows]
+            totals = [k.variable(k.const(-0.0, s.number if alone else s.vector)) for _ in rows]
+            with k.range(0, p["steps"]) as j:
+                for total, at in zip(totals, places, strict=True):
+                    x = k.load(s.unit, at, j * s.number_bytes)
+                    total.set(add_weights(k, s, x if alone else k.splat(x, s.lanes), total.get()))
+            for r, total in zip(rows, totals, strict=True):
+                k.store(total.get() if alone else k.first(total.get()), p["sums"], r * 8)
     return k.finish()
 
 
@@ -247,24 +250,29 @@ def _value_slots(k: Function, s: Shape, rows: int, together: int) -> None:
         totals = [[k.variable(k.load(s.vector, p["sums"], x)) for x in row] for row in sums]
 
         def step(
-            j: Value, keys: list[Value], columns: list[Value] = columns, totals: list[list[Variable]] = totals
+            j: Value,
+            keys: list[Value],
+            count: int = 1,
+            columns: list[Value] = columns,
+            totals: list[list[Variable]] = totals,
         ) -> None:
-            vectors = [load_values(k, s, keys, c) for c in columns]
+            vectors = [load_pair(k, s, keys[0], c) if count > 1 else [load_values(k, s, keys, c)] for c in columns]
             for r in range(rows):
-                weight = k.splat(k.load(s.unit, p["weights"], j * s.number_bytes + r * score_row(s)), s.lanes)
-                for total, x in zip(totals[r], vectors, strict=True):
-                    total.set(multiply_add(k, s, x, weight, total.get()))
+                for u in range(count):
+                    at = (j + u) * s.number_bytes + r * score_row(s)
+                    weight = k.splat(k.load(s.unit, p["weights"], at), s.lanes)
+                    for total, x in zip(totals[r], vectors, strict=True):
+                        total.set(multiply_add(k, s, x[u], weight, total.get()))
 
-        lines = (
-            columns[:: max(1, 64 // (s.lanes * s.stored_bytes))] if rows > 1 or s.fetching.alone or not s.cached else []
-        )
+        every = max(1, 64 // (s.lanes * s.stored_bytes * s.together))
+        lines = columns[::every] if rows > 1 or s.fetching.alone or not s.cached else []
         (_blocks_of_values if s.cached else _rows_of_values)(k, s, lines, step)
         for r in range(rows):
             for total, x in zip(totals[r], sums[r], strict=True):
                 k.store(total.get(), p["sums"], x)
 
 
-_Step = Callable[[Value, list[Value]], None]
+_Step = Callable[..., None]  # step, rows of values, how many steps those are
 
 
 def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:
@@ -276,12 +284,23 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
         ahead = None if far is None else block_at(k, s, j // size + far)
         if s.quantised and ahead is not None:
             k.prefetch(k.at(ahead, -s.header), s.fetching.level)
-        with k.range(0, k.min(p["end"] - j, k.i64(size))) as i:
-            row = k.at(block, i * step_row)
+
+        def rows(i: Value, j: Value = j, block: Value = block, ahead: Value | None = ahead, count: int = 1) -> None:
+            """Steps i and on, so many that lie together."""
+            row = i * step_row
             if ahead is not None:
                 for column in lines:
-                    k.prefetch(k.at(ahead, i * step_row + column * s.stored_bytes), s.fetching.level)
-            step(j + i, cached_row(k, s, row, i, step_row))
+                    k.prefetch(k.at(ahead, row + column * (s.together * s.stored_bytes)), s.fetching.level)
+            at = k.at(block, row)
+            step(j + i, [at] if count > 1 else cached_row(k, s, at, i, step_row), count)
+
+        count = k.min(p["end"] - j, k.i64(size))
+        pairs = count & -2 if s.parts_pairs else k.i64(0)
+        if s.parts_pairs:
+            with k.range(0, pairs, 2) as i:
+                rows(i, count=2)
+        with k.range(pairs, count) as i:
+            rows(i)
 
 
 def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:

@@ -82,7 +82,7 @@ def _places(
     (k_head, k_row, k_column), (v_head, v_row, v_column) = pages
     inside = InPage(size, page_size // size, k_row, k_column, v_row, v_column, lines)
     shape = TokenShape(1, heads, dim, value_dim, _BY_BYTES[element])
-    blocks = Blocks(shape, isa, False, k_head, keys.strides[0], v_head, values.strides[0], raw=inside)
+    blocks = Blocks(shape, isa, k_head, keys.strides[0], v_head, values.strides[0], raw=inside)
     first, nth, nowhere = [*itertools.accumulate(counts, initial=0)][:-1], range(len(counts)), [0] * len(counts)
     k, v = (
         New(shape.dtype, head, row, column, [n * row for n in first] if layout == "lhd" else items, nowhere)

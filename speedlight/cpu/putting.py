@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import DTYPES, STORAGE_BYTES
 from ..machine import Isa
 from ..tokens import TokenShape
-from .blocks import Pairs, Store
+from .blocks import Store
 from .compile import Kernel, kernel_of
 from .layout import APPEND, BLOCK, ENDLESS, RUN
 from .prepare import template_of
@@ -45,7 +45,6 @@ class Blocks(NamedTuple):
 
     shape: TokenShape
     isa: Isa
-    pairs: bool
     k_head: int
     k_block: int
     v_head: int
@@ -59,7 +58,7 @@ class Blocks(NamedTuple):
         """Of stores whose memory is (…, head, block, bytes)."""
         k_head, k_block, v_head, v_block = (x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2))
         fixed, around = ring or (ENDLESS, ENDLESS)
-        return cls(shape, isa, isinstance(keys, Pairs), k_head, k_block, v_head, v_block, fixed, around)
+        return cls(shape, isa, k_head, k_block, v_head, v_block, fixed, around)
 
 
 class New(NamedTuple):
@@ -105,7 +104,7 @@ class Put:
         lines = not (tokens.head_dim % 64 or tokens.value_dim % 64) if blocks.raw is None else blocks.raw.lines
         streams = sum(counts) * tokens.kv_heads * row >= _STREAM_BYTES and lines
         streams &= blocks.isa.arch == "x86_64"
-        self.shape = AppendShape(blocks.isa, stored, blocks.pairs, keys, values, streams, blocks.raw is not None)
+        self.shape = AppendShape(blocks.isa, stored, keys, values, streams, blocks.raw is not None)
         self.within = heads > 0
         self._load()
         self.seconds = 2 * sum(counts) * tokens.kv_heads * row / _BYTES

@@ -130,18 +130,27 @@ def _score_groups(
     for ahead in aheads if s.quantised else ():
         k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
-    def unit(t: Value) -> None:
+    def units(t: Value, count: int = 1) -> None:
+        """So many, which lie together."""
         for vectors, rows in sums:
-            keys = [load_keys(k, s, block, t, lane) for block, lane in vectors]
+            keys = [load_keys(k, s, block, t, lane, count) for block, lane in vectors]
             for ahead in aheads:
-                for line in range(0, unit_bytes, 64):
+                for line in range(0, unit_bytes * count, 64):
                     k.prefetch(k.at(ahead, t * unit_bytes + line), s.fetching.level)
             for row, totals in rows:
-                query = k.splat(k.load(s.unit, row, t * s.number_bytes), n)
-                for total, x in zip(totals, keys, strict=True):
-                    total.set(multiply_add(k, s, query, x, total.get()))
+                for u in range(count):
+                    query = k.splat(k.load(s.unit, row, (t + u) * s.number_bytes), n)
+                    for total, x in zip(totals, keys, strict=True):
+                        total.set(multiply_add(k, s, query, x[u], total.get()))
 
-    k.unrolled(0, p["units"], unit)
+    if s.parts_pairs:
+        pairs = p["units"] & -2
+        with k.range(0, pairs, 2) as t:
+            units(t, 2)
+        with k.when(pairs < p["units"]):
+            units(pairs)
+    else:
+        k.unrolled(0, p["units"], units)
     for (numbers, _), (vectors, rows) in zip(groups, sums, strict=True):
         for r, (_, totals) in zip(numbers, rows, strict=True):
             for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):

@@ -96,8 +96,13 @@ class Shape:
 
     @property
     def parts_pairs(self) -> bool:
-        """Whether a cache keeps pairs of bf16, for queries that are multiplied with them, but these ones are not."""
-        return self.cached and self.widened is not None and self.isa.product(self.widened) == "pairs"
+        """Whether a cache's pairs of bf16 are parted: they are multiplied one by one."""
+        return self.cached and self.stored == "bf16" and self.product == "fma" and not self.quantised
+
+    @property
+    def together(self) -> int:
+        """Units that lie together in a cache, and are read at once."""
+        return 2 if self.parts_pairs else 1
 
     @property
     def header(self) -> int:
@@ -201,12 +206,16 @@ class AppendShape:
 
     isa: Isa
     stored: str  # f32, f64, f16, bf16; the dtype of codes
-    pairs: bool  # as Pairs keeps them
     keys: Source
     values: Source
     streams: bool = False  # whole blocks, of rows of whole cache lines, go past the caches
     raw: bool = False  # to rows in pages of any size and strides
     kind: ClassVar[str] = "append"
+
+    @property
+    def pairs(self) -> bool:
+        """Whether they are kept as blocks.Pairs keeps them."""
+        return self.stored == "bf16" and not self.raw
 
     @property
     def stem(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .layout import BLOCK
-from .products import load_unit, load_units, paired, whole_units
+from .products import load_unit, load_units, paired, parted, whole_units
 from .shape import Shape
 from .upcoming import fetch_lines
 from .vector import I16, I32, I64, PTR, Function, Module, Value, vec
@@ -141,7 +141,7 @@ def part_lanes(module: Module, s: Shape) -> Any:
                     for half, y in enumerate(_side_by_side(k, s, x)):
                         k.store(y, target, row * m + t * 8 + half * s.vector_bytes)
             with k.range(whole, (p["units"] + 1) // 2) as t, k.range(0, n) as m:
-                low, high = _parted(k.load(I32, block, t * (4 * BLOCK) + (m + first) * 4))
+                low, high = parted(k.load(I32, block, t * (4 * BLOCK) + (m + first) * 4))
                 k.store(low, target, row * m + t * 8)
                 with k.when(t * 2 + 1 < p["units"]):
                     k.store(high, target, row * m + t * 8 + 4)
@@ -158,19 +158,14 @@ def part_rows(module: Module, s: Shape) -> Any:
         target = k.at(p["tile"], j * row)
         for first, last, step, kind in ((k.i64(0), end, s.lanes, s.ivector), (end, p["length"], 1, I32)):
             with k.range(first, last, step) as t:
-                for half, x in enumerate(_parted(k.load(kind, source, t * 4))):
+                for half, x in enumerate(parted(k.load(kind, source, t * 4))):
                     k.store(x, target, row * half + t * 4)
     return k.finish()
 
 
-def _parted(pairs: Value) -> tuple[Value, Value]:
-    """The bits of both elements of pairs of bf16, as f32."""
-    return pairs << 16, (pairs >> 16) << 16
-
-
 def _side_by_side(k: Function, s: Shape, pairs: Value) -> list[Value]:
     """The elements of a vector of pairs, in order: two vectors."""
-    low, high = _parted(pairs)
+    low, high = parted(pairs)
     order = [lane + s.lanes * half for lane in range(s.lanes) for half in (0, 1)]
     return [k.shuffle(low, high, order[i * s.lanes : (i + 1) * s.lanes]) for i in (0, 1)]
 

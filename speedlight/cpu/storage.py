@@ -87,7 +87,7 @@ class CacheStorage:
     def __init__(self, shape: TokenShape, batch: int, capacity: int, ring: Ring, device: Any) -> None:
         self.shape, self.batch, self.capacity, self.ring, self.isa = shape, batch, capacity, ring, current_isa()
         blocks = (batch, shape.kv_heads, -(-(ring.tokens or capacity) // BLOCK))
-        self.keys, self.values = make_stores(shape, blocks, self.isa, together=False)
+        self.keys, self.values = make_stores(shape, blocks, together=False)
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
         self.token_bytes = shape.kv_heads * (self.keys[0].row + self.values[0].row)
         self.pages = self._pages()
@@ -297,7 +297,7 @@ class PoolStorage:
         self.blocks = page_size // BLOCK  # of a page and head
         self.page_blocks = shape.kv_heads * self.blocks  # numbers from one page to the next
         memory = (pages, shape.kv_heads, self.blocks)
-        self.keys, self.values = make_stores(shape, memory, self.isa, together=True)
+        self.keys, self.values = make_stores(shape, memory, together=True)
         self.addresses = [(k.address, v.address) for k, v in zip(self.keys, self.values, strict=True)]
         k, v = self.keys[0], self.values[0]
         self.token_bytes = shape.kv_heads * (k.row + v.row)
