@@ -55,7 +55,8 @@ class Mutation:
 
 
 ATTENTION, FORWARD, MASKS = "tests/test_attention.py", "tests/test_forward.py", "tests/test_masks.py"
-CACHES, POOLS = "tests/test_caches.py", "tests/test_pages.py"
+CACHES, WINDOWS, CODES = "tests/test_caches.py", "tests/test_caches_windows.py", "tests/test_caches_codes.py"
+POOLS = "tests/test_pages.py"
 GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
 GPU_SHARDS = "tests/test_gpu_distributed.py"
 TRANSFORMERS = "tests/test_transformers.py"
@@ -167,7 +168,7 @@ MUTATIONS = (
         "cpu/places.py",
         "slot.set(fixed + (page - fixed) % ring)",
         "slot.set(fixed + page % ring)",
-        f"{CACHES} -k a_window_is_the_mask",
+        f"{WINDOWS} -k a_window_is_the_mask",
     ),
     # --- gradients
     Mutation(
@@ -382,7 +383,7 @@ MUTATIONS = (
         "cpu/operands.py",
         "index * pages.v_item",
         "index * pages.k_item",
-        f"{CACHES} -k TestMachine",
+        "tests/test_caches_any_order.py -k TestMachine",
     ),
     Mutation(
         "what flows to shared keys is the last item's",
@@ -469,7 +470,7 @@ MUTATIONS = (
         "windows.py",
         "written + SPARE - self.size)",
         "written + SPARE - self.size - 1)",
-        f"{CACHES} -k 'over_a_ring or from_a_ring'",
+        f"{WINDOWS} -k 'over_a_ring or from_a_ring'",
     ),
     Mutation(
         "heads in step all read the first one's keys",
@@ -504,7 +505,7 @@ MUTATIONS = (
         "cpu/conversions.py",
         "(whole << 7) & ~0x4000",
         "(whole << 7) & ~0x2000",
-        f"{CACHES} -k codes_against",
+        f"{CODES} -k codes_against",
     ),
     Mutation(
         "float8 is rounded up half way",
@@ -518,7 +519,7 @@ MUTATIONS = (
         "cpu/products.py",
         "scales if unit == 1 else scales * unit",
         "scales if unit else scales * unit",
-        f"{CACHES} -k codes_against",
+        f"{CODES} -k codes_against",
     ),
     Mutation(
         "a cache's prepared step is known without its scale",
