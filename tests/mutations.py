@@ -411,7 +411,7 @@ MUTATIONS = (
         "block_tables.py",
         "if used.size and (used.min() < 0 or used.max() >= pages):",
         "if used.size and (used.min() < 0 or used.max() > pages):",
-        f"{POOLS} -k wrong_raw_pages",
+        "tests/test_pages_raw.py -k wrong_raw_pages",
     ),
     Mutation(
         "a page after the last is taken of a single short row",
