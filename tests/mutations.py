@@ -275,7 +275,7 @@ MUTATIONS = (
         "cpu/workers.py",
         "        try:\n            kernel.joined(arguments)\n        except",
         "        try:\n            kernel.entry(arguments)\n        except",
-        "tests/test_workers.py -k 'nobody_is_inside or threads_as_they_were'",
+        "tests/test_signals.py -k 'nobody_is_inside or threads_as_they_were'",
     ),
     Mutation(
         "a region ends while a thread of ours still computes",
