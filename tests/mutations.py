@@ -376,7 +376,7 @@ MUTATIONS = (
         "problem.py",
         "type(scale), exactly, layout",
         "type(scale), layout",
-        "tests/test_arguments.py -k option_is_part",
+        "tests/test_repeated.py -k option_is_part",
     ),
     Mutation(
         "values of an item lie where its keys would",
