@@ -59,7 +59,7 @@ CACHES, WINDOWS, CODES = "tests/test_caches.py", "tests/test_caches_windows.py",
 POOLS = "tests/test_pages.py"
 GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
 GPU_SHARDS = "tests/test_gpu_distributed.py"
-TRANSFORMERS = "tests/test_transformers.py"
+TRANSFORMERS, TRANSFORMERS_CACHES = "tests/test_transformers.py", "tests/test_transformers_caches.py"
 SHARDS = "tests/test_distributed.py"
 DROPINS = "tests/test_distributed_dropins.py"
 BACKWARD, RUNS = "tests/test_backward.py", "tests/test_backward_runs.py"
@@ -662,7 +662,7 @@ MUTATIONS = (
         "transformers/caches.py",
         "max(length - self.window + 1, 0)",
         "max(length - self.window, 0)",
-        f"{TRANSFORMERS} -k test_rings",
+        f"{TRANSFORMERS_CACHES} -k test_rings",
     ),
     # --- shards
     Mutation(
