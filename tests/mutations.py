@@ -57,7 +57,7 @@ class Mutation:
 ATTENTION, FORWARD, MASKS = "tests/test_attention.py", "tests/test_forward.py", "tests/test_masks.py"
 CACHES, WINDOWS, CODES = "tests/test_caches.py", "tests/test_caches_windows.py", "tests/test_caches_codes.py"
 POOLS = "tests/test_pages.py"
-GPU, GPU_ATTENTION, GPU_CACHES = "tests/test_gpu.py", "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
+GPU_ATTENTION, GPU_CACHES = "tests/test_gpu_attention.py", "tests/test_gpu_caches.py"
 GPU_SHARDS = "tests/test_gpu_distributed.py"
 TRANSFORMERS, TRANSFORMERS_CACHES = "tests/test_transformers.py", "tests/test_transformers_caches.py"
 SHARDS = "tests/test_distributed.py"
@@ -626,7 +626,7 @@ MUTATIONS = (
         "gpu/primitives.py",
         "((a ^ by) < 0)",
         "(a < 0)",
-        f"{GPU} -k 'every_operation or random_expressions'",
+        "tests/test_gpu_expressions.py -k 'every_operation or random_expressions'",
     ),
     # --- transformers
     Mutation(

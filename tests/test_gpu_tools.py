@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from test_gpu import PATTERNS, small_blocks, tiles_computed
-from test_gpu import attention as on_gpu
+from on_gpu import attention, small_blocks, tiles_computed
+from problems import PATTERNS
 
 import speedlight as sl
 from speedlight.gpu.tiles import Tile
@@ -75,7 +75,7 @@ def test_a_plan_counts_the_tiles_that_are_computed(rng, monkeypatch, name):
     q, k, v = (rng.standard_normal((1, 4, 100, 16)).astype(np.float32) for _ in range(3))
     options = PATTERNS.get(name, {"causal": True})
     with small_blocks():
-        mixed, full = tiles_computed(monkeypatch, lambda: on_gpu(q, k, v, **options))
+        mixed, full = tiles_computed(monkeypatch, lambda: attention(q, k, v, **options))
         found = sl.plan(*(torch.from_numpy(x) for x in (q, k, v)), device="cuda", **options)
     assert (found.tiles_mixed, found.tiles_full) == (mixed, full) and found.engine == "cuda" and found.tile_keys == 16
     assert found.tiles_full + found.tiles_mixed + found.tiles_skipped == 4 * 7 * 7
