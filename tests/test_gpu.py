@@ -12,7 +12,7 @@ import torch
 from conftest import FULL
 from on_gpu import DEVICE, DTYPES, attention, check, same, small_blocks, tensor
 from problems import numpy_dtype, qkv
-from test_merge import CASES as MERGED
+from states import CASES as MERGED
 from tolerance import assert_within, plain
 
 import speedlight as sl
