@@ -83,9 +83,11 @@ package: $(VENV)/.package
 check-arm: $(VENV)/.test
 	SPEEDLIGHT_ISA=avx2 $(RUN) tests/arm/check.py
 
+GPU_TESTS := $(filter-out tests/test_gpu_ahead.py,$(wildcard tests/test_gpu*.py))
+
 # with no GPU: its tests in Triton's interpreter, then every kernel of the tile table compiled for sm_80, sm_90 and sm_100
 gpu-check: $(VENV)/.test
-	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto tests/test_gpu.py tests/test_gpu_attention.py tests/test_gpu_caches.py tests/test_gpu_distributed.py tests/test_gpu_tools.py
+	TRITON_INTERPRET=1 $(RUN) -m pytest -n auto $(GPU_TESTS)
 	$(RUN) -m speedlight.gpu.ahead
 
 # on a GPU, with nothing installed here: PYTHON has PyTorch, Triton, pytest, Hypothesis and the packages of the core
@@ -93,7 +95,7 @@ gpu-check: $(VENV)/.test
 GPU_TURNS ?= 5
 GPU_JOBS ?= $(shell $(PYTHON) -c "import xdist" 2>/dev/null && echo "-n 8")
 gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest $(GPU_JOBS) -p no:cacheprovider -o addopts= -o filterwarnings=default -q tests/test_gpu.py tests/test_gpu_attention.py tests/test_gpu_caches.py tests/test_gpu_distributed.py tests/test_gpu_tools.py
+	PYTHONPATH=. $(PYTHON) -m pytest $(GPU_JOBS) -p no:cacheprovider -o addopts= -o filterwarnings=default -q $(GPU_TESTS)
 	mkdir -p benchmarks/results
 	PYTHONPATH=. $(PYTHON) -m speedlight.tools.gpu --turns $(GPU_TURNS) -o benchmarks/results
 

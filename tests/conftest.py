@@ -12,6 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 # The reference multiplies small matrices: NumPy's threads would spin, nine times as long as one of them computes.
@@ -107,14 +108,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.hookimpl(hookwrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Half a million objects, most of them libraries', stay as they are: the garbage collector leaves them out. It
     looks through all that it knows every few kernels, which took as long as writing one.
     """
     gc.disable()
+    if may_ask_the_gpu(session.config):
+        import on_gpu  # noqa: F401
     yield
     gc.freeze()
     gc.enable()
+
+
+def may_ask_the_gpu(config: pytest.Config) -> bool:
+    """Then Triton's interpreter is set up before any test module is imported: some load Triton, whose functions stay
+    what they were then, interpreted or not.
+    """
+    asked = [Path(x.partition("::")[0]) for x in config.args]
+    starts_others = bool(config.getoption("numprocesses", None))  # which collect
+    is_there = find_spec("triton") is not None
+    return is_there and not starts_others and any(x.is_dir() or x.name.startswith("test_gpu") for x in asked)
 
 
 def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:

@@ -21,7 +21,8 @@ if not torch.cuda.is_available():
     import gpu_interpreter  # noqa: F401  (before Triton)
 
 import triton  # noqa: F401
-from sharded import Case, each, random_case, tensor, whole_of
+from sharded import each, whole_of
+from sharded_cases import Case, random_case, tensor
 from sharded_faults import TIMEOUT, forked
 from tolerance import assert_within
 from torch.distributed.device_mesh import init_device_mesh

@@ -19,8 +19,8 @@ from conftest import FULL
 from engines import tuned
 from forms import FORMS, Form, units
 from problems import Combined, draw_combined, flow_of
-from test_combined import Call, as_kind, as_numpy, lie
 from tolerance import assert_within, plain
+from ways import Call, as_kind, as_numpy, lie
 
 import speedlight as sl
 from speedlight import reference

@@ -23,7 +23,7 @@ from injection import interrupted, needs_places, places, spread
 from problems import DTYPES, flow_of, numpy_dtype, qkv
 from test_backward import NAMES, same
 from test_memory import Guarded, libc
-from test_workers import count_threads, run, up, wait_until
+from threads import count_threads, run, up, wait_until
 
 import speedlight as sl
 from speedlight import arrays, backward

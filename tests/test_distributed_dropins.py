@@ -18,7 +18,7 @@ from speedlight.distributed import placement, positions
 
 HERE = Path(__file__).parent
 RANKS = (1, 2, 3, 4) if FULL else (2,)
-TEXT = (HERE / "sharded_cache.py").read_text() + (HERE / "dropins.py").read_text()
+TEXT = "".join([(HERE / f"{x}.py").read_text() for x in ("sharded_cache", "dropins_rings", "dropins")])
 CASES = re.findall(r"^def (case_\w+)", TEXT, re.MULTILINE)
 
 

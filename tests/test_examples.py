@@ -1,4 +1,4 @@
-"""The examples, as a person runs them and as tests can look into them; generate.py has more in test_caches.py."""
+"""The examples, as a person runs them and as tests can look into them."""
 
 from __future__ import annotations
 
@@ -24,6 +24,25 @@ def loaded(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.usefixtures("one_width")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_example_says_the_same_whatever_the_chunks_and_threads(dtype):
+    generate = loaded("generate")
+    model, texts = generate.Model(3, dtype), set()
+    for chunk, threads, paged in ((1, 1, False), (5, 2, True), (16, 1, True), (100, 2, False)):
+        sl.set_threads(threads)
+        texts.add("".join(generate.generate(model, "The attention of a stranger, in turn", 30, chunk, paged=paged)))
+    (text,) = texts
+    assert len(text) == 30 and len(set(text)) > 5
+
+
+def test_the_example_as_a_person_runs_it():
+    done = run("generate", "--tokens", "20", "--prompt", "a stranger")
+    assert done.returncode == 0 and done.stdout.startswith("a stranger") and "tokens/s" in done.stderr
+    wrong = run("generate", "--tokens", "20", "--prompt", "Zürich")
+    assert wrong.returncode == 2 and "--prompt: no token for" in wrong.stderr
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 from engines import Engine
+from on_gpu import DTYPES, attention, small_blocks
 from problems import numpy_dtype
 from test_attention import (  # noqa: F401 - collected here as well, with the fixtures below
     test_any_finite_score,
@@ -20,7 +21,6 @@ from test_attention import (  # noqa: F401 - collected here as well, with the fi
     test_random_problems,
     test_special_values,
 )
-from test_gpu import DTYPES, attention, small_blocks
 
 from speedlight import reference
 from speedlight.gpu import schedule

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from test_gpu import PATTERNS, small_blocks, tiles_computed
-from test_gpu import attention as on_gpu
+from on_gpu import attention, small_blocks, tiles_computed
+from problems import PATTERNS
 
 import speedlight as sl
 from speedlight.gpu.tiles import Tile
@@ -75,7 +76,7 @@ def test_a_plan_counts_the_tiles_that_are_computed(rng, monkeypatch, name):
     q, k, v = (rng.standard_normal((1, 4, 100, 16)).astype(np.float32) for _ in range(3))
     options = PATTERNS.get(name, {"causal": True})
     with small_blocks():
-        mixed, full = tiles_computed(monkeypatch, lambda: on_gpu(q, k, v, **options))
+        mixed, full = tiles_computed(monkeypatch, lambda: attention(q, k, v, **options))
         found = sl.plan(*(torch.from_numpy(x) for x in (q, k, v)), device="cuda", **options)
     assert (found.tiles_mixed, found.tiles_full) == (mixed, full) and found.engine == "cuda" and found.tile_keys == 16
     assert found.tiles_full + found.tiles_mixed + found.tiles_skipped == 4 * 7 * 7
@@ -110,3 +111,15 @@ def test_a_command_of_its_own_process_finds_no_gpu():
     )
     text = " ".join(done.stderr.split())
     assert done.returncode == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, done
+
+
+@INTERPRETED
+@pytest.mark.skipif(not FULL, reason="a process of its own")
+def test_triton_is_interpreted_whoever_imports_it_first(tmp_path):
+    """Its functions are interpreted, or not, from its first import on, which another test module may bring."""
+    (tmp_path / "test_first.py").write_text("import triton.language\n")
+    words = ["-q", "-p", "no:cacheprovider", "-k", "test_a_tile_may_be_given", tmp_path / "test_first.py"]
+    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", *map(str, words), str(Path(__file__).with_name("test_gpu.py"))]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from conftest import FULL
 from injection import Interrupt, interrupted, needs_places, places, spread
-from test_pages import check_accounts, forget_steps
+from pools import check_accounts, forget_steps
 
 import speedlight as sl
 

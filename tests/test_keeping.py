@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 from conftest import FULL
+from pools import KINDS, check_accounts, made, packed
 from problems import qkv, taken
-from test_pages import KINDS, check_accounts, made, packed
 from wrong import WRONG
 
 import speedlight as sl

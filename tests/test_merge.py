@@ -1,12 +1,9 @@
-"""merge(): accuracy, special values, one arithmetic (R05), no byte too many (R08), layouts (R10), threads, interrupts,
-errors.
-"""
+"""merge(): accuracy, special values, one arithmetic (R05), no byte too many (R08), threads, interrupts."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import os
 import subprocess
 import sys
@@ -18,6 +15,7 @@ import pytest
 import torch
 from conftest import FULL
 from problems import DTYPES, numpy_dtype, qkv
+from states import CASES, INF, same, states
 from test_memory import Guarded, guarded
 from tolerance import assert_within
 
@@ -26,26 +24,9 @@ from speedlight import arrays, merging, reference
 from speedlight.machine import host_isas
 
 __all__ = ["guarded"]
-NAN, INF = float("nan"), float("inf")
 # one, below and above a vector of any unit, several vectors and the tails behind them
 WIDTHS = (1, 2, 3, 7, 8, 9, 16, 31, 63, 64, 65, 80, 128, 130)
 LSES = ("float32", "float64", "float16", "bfloat16")
-
-
-def states(rng, count, shape, dtype="float32", lse="float32", size=3.0):
-    """Outputs and log-sum-exps of random rows, some of which saw nothing and hold NaN."""
-    outs = [rng.standard_normal(shape).astype(numpy_dtype(dtype)) for _ in range(count)]
-    lses = [(rng.standard_normal(shape[:-1]) * size).astype(numpy_dtype(lse)) for _ in range(count)]
-    for out, log in zip(outs, lses, strict=True):
-        unseen = rng.random(shape[:-1]) < 0.1
-        out[unseen], log[unseen] = NAN, -INF
-    return outs, lses
-
-
-def same(a, b):
-    return all(
-        np.ascontiguousarray(x).tobytes() == np.ascontiguousarray(y).tobytes() for x, y in zip(a, b, strict=True)
-    )
 
 
 def check(outs, lses, *, zeros_allowed=False):
@@ -87,27 +68,6 @@ def test_shards_are_the_whole(rng):
         for x, y, bound in zip(merged, want, bounds, strict=True):
             assert x.dtype == np.float32
             assert_within(x, y, bound)
-
-
-# what, states as (out, lse), out, lse
-CASES = [
-    ("one state is copied", [([1.5, -0.0, NAN, INF], -3.25)], [1.5, -0.0, NAN, INF], -3.25),
-    ("one state that saw nothing", [([NAN, 1.0], -INF)], [0.0, 0.0], -INF),
-    ("two halves", [([1.0, -2.0], 0.0), ([3.0, 2.0], 0.0)], [2.0, 0.0], np.log(2)),
-    ("none saw anything", [([NAN, -0.0], -INF), ([INF, -0.0], -INF)], [0.0, 0.0], -INF),
-    ("one saw nothing", [([NAN, INF], -INF), ([3.0, -0.0], 1.0)], [3.0, -0.0], 1.0),
-    ("the other saw nothing", [([3.0, -0.0], 1.0), ([NAN, INF], -INF)], [3.0, -0.0], 1.0),
-    ("visible nan", [([NAN, 1.0], 0.0), ([3.0, 1.0], 0.0)], [NAN, 1.0], np.log(2)),
-    ("visible infinity", [([INF, 1.0], 0.0), ([3.0, 1.0], 0.0)], [INF, 1.0], np.log(2)),
-    ("both infinities", [([INF, 1.0], 0.0), ([-INF, 1.0], 0.0)], [NAN, 1.0], np.log(2)),
-    ("infinity of no weight", [([1.0, 1.0], 2000.0), ([INF, 1.0], 0.0)], [NAN, 1.0], 2000.0),
-    ("nan lse", [([1.0, 1.0], NAN), ([3.0, 1.0], 0.0)], [NAN, NAN], NAN),
-    ("nan lse, nothing else", [([1.0, 1.0], -INF), ([3.0, 1.0], NAN)], [NAN, NAN], NAN),
-    ("lse of +inf", [([1.0, 1.0], INF), ([3.0, 1.0], 0.0)], [NAN, NAN], NAN),
-    ("lse of both infinities", [([1.0, 1.0], INF), ([3.0, 1.0], -INF)], [NAN, NAN], NAN),
-    ("far apart", [([1.0, 1.0], -60000.0), ([3.0, 5.0], 60000.0)], [3.0, 5.0], 60000.0),
-    ("all far below zero", [([1.0, 1.0], -60000.0), ([3.0, 5.0], -60000.0)], [2.0, 3.0], -60000 + np.log(2)),
-]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -188,69 +148,6 @@ def test_the_callers_modes_do_not_matter_and_are_kept(rng, rounding, flush):
         libm.fesetround(before)
         torch.set_flush_denormal(False)
     assert kept == rounding and same(got, want)
-
-
-# --- layouts and memory
-
-
-def test_layouts(isa, rng):
-    outs, lses = states(rng, 3, (2, 3, 50, 24))
-    want = sl.merge(outs, lses)
-    wide = [np.full((2, 50, 5, 40), NAN, np.float32) for _ in outs]
-    for w, x in zip(wide, outs, strict=True):
-        w[:, :, 1:4, 7:31] = x.transpose(0, 2, 1, 3)
-        w.flags.writeable = False
-    views = [w[:, :, 1:4, 7:31].transpose(0, 2, 1, 3) for w in wide]
-    flipped = [np.ascontiguousarray(x[::-1, :, ::-1, ::-1])[::-1, :, ::-1, ::-1] for x in outs]
-    columns = [np.ascontiguousarray(x.transpose(3, 0, 2, 1)).transpose(1, 3, 2, 0) for x in outs]
-    rows = [np.ascontiguousarray(x.transpose(2, 1, 0)).transpose(2, 1, 0) for x in lses]
-    tensors = [torch.from_numpy(x) for x in outs]
-    for some in (views, flipped, columns, [views[0], outs[1], flipped[2]], tensors):
-        assert same(want, [np.asarray(x) for x in sl.merge(some, lses)]) and same(
-            want, [np.asarray(x) for x in sl.merge(some, rows)]
-        )
-    odd = [
-        np.frombuffer(b"\0" + x.tobytes(), np.uint8)[1:].view(np.float32).reshape(x.shape) for x in outs
-    ]  # unaligned
-    assert same(want, sl.merge(odd, lses))
-
-
-def test_strides_of_zero(rng):
-    out, lse = states(rng, 2, (1, 50, 24))
-    far = [[np.broadcast_to(x, (3, *x.shape[1:])) for x in xs] for xs in (out, lse)]
-    assert same(sl.merge(*far), sl.merge(*[[np.array(x) for x in xs] for xs in far]))
-    column = [np.broadcast_to(x[..., :1], x.shape) for x in out]
-    assert same(sl.merge(column, lse), sl.merge([np.array(x) for x in column], lse))
-
-
-def test_kinds(rng):
-    outs, lses = states(rng, 2, (5, 7))
-    want = sl.merge(outs, lses)
-    got = sl.merge(torch.from_numpy(outs[0]), lses[0], outs[1], torch.from_numpy(lses[1]))
-    assert (
-        isinstance(got[0], torch.Tensor) and isinstance(got[1], np.ndarray) and same(want, [np.asarray(x) for x in got])
-    )
-    bf16 = [torch.from_numpy(x).bfloat16() for x in outs]
-    out, lse = sl.merge(tuple(bf16), tuple(torch.from_numpy(x) for x in lses))
-    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    numbers = sl.merge([x.view(torch.int16).numpy().view(ml_dtypes.bfloat16) for x in bf16], lses)
-    assert out.view(torch.int16).numpy().tobytes() == numbers[0].tobytes()
-
-
-def test_a_scalar_of_numpy_is_an_array():
-    """NumPy makes an array of it, which nobody else holds while its memory is read."""
-    for x in range(100):
-        _, lse = sl.merge([np.ones(5, np.float32)] * 3, [np.float64(x), np.float64(-INF), np.float64(-INF)])
-        assert lse.shape == () and lse == x
-
-
-@pytest.mark.parametrize("shape", [(0, 4), (3, 0, 8), (0, 0), (5, 0), (2, 3, 0), (1,), (7,), (0,)])
-def test_shapes_without_rows_or_columns(rng, shape):
-    outs = [np.ones(shape, np.float32) for _ in range(2)]
-    lses = [np.zeros(shape[:-1]) for _ in range(2)]
-    out, lse = sl.merge(outs, lses)
-    assert out.shape == shape and lse.shape == shape[:-1]
-    assert (out == 1).all() and np.allclose(lse, np.log(2), rtol=1e-15)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -371,95 +268,3 @@ def test_interrupt():
     delay, right = done.stdout.split()
     assert delay != "finished" and right == "True", done.stderr
     assert float(delay) < 10  # a hang guard
-
-
-# --- errors
-
-
-def test_wrong_arguments(rng):
-    (a, b), (la, lb) = states(rng, 2, (2, 5, 8))
-    tensor = torch.from_numpy(a).requires_grad_()
-    for message, error, call in (
-        (
-            r"lse2: expected shape \(2, 5\), to go with out1; got \(2, 1\)",
-            sl.ArgumentError,
-            lambda: sl.merge(a, la, b, lb[:, :1]),
-        ),
-        (
-            r"out2: expected shape \(2, 5, 8\), to go with out1; got",
-            sl.ArgumentError,
-            lambda: sl.merge(a, la, b[..., :7], lb),
-        ),
-        (r"lse1: expected shape \(2, 5\)", sl.ArgumentError, lambda: sl.merge(a, la[..., None], b, lb)),
-        (
-            r"out1: expected shape \(…, n_q, value_dim\); got \(\)",
-            sl.ArgumentError,
-            lambda: sl.merge(*[np.array(1.0)] * 4),
-        ),
-        (r"outs\[2\]: expected shape", sl.ArgumentError, lambda: sl.merge([a, b, a[:1]], [la, lb, la])),
-        (r"lses\[1\]: expected shape", sl.ArgumentError, lambda: sl.merge([a, b], [la, lb[:1]])),
-        ("lses: expected 2 arrays, one for each of outs; got 1", sl.ArgumentError, lambda: sl.merge([a, b], [la])),
-        ("outs: expected one state or more", sl.ArgumentError, lambda: sl.merge([], [])),
-        (
-            r"outs: expected a list or tuple of arrays; got ndarray. Use list\(outs\)",
-            sl.ArgumentTypeError,
-            lambda: sl.merge(a, [la]),
-        ),
-        (r"lses: expected a list or tuple of arrays; got ndarray", sl.ArgumentTypeError, lambda: sl.merge([a], la)),
-        ("out2: expected nothing beside lists", sl.ArgumentError, lambda: sl.merge([a], [la], b, lb)),
-        ("out2: expected an array; got None", sl.ArgumentTypeError, lambda: sl.merge(a, la)),
-        ("lse2: expected an array; got None", sl.ArgumentTypeError, lambda: sl.merge(a, la, b, None)),
-        ("out2: expected dtype float32", sl.ArgumentTypeError, lambda: sl.merge(a, la, np.int32(b > 0), lb)),
-        (r"lses\[0\]: expected dtype float32", sl.ArgumentTypeError, lambda: sl.merge([a], [la.astype(bool)])),
-        (r"outs\[1\]: expected a NumPy array", sl.ArgumentTypeError, lambda: sl.merge([a, "b"], [la, lb])),
-        (r"outs\[0\]: requires grad", sl.UnsupportedError, lambda: sl.merge([tensor, b], [la, lb])),
-        ("out1: expected native byte order", sl.ArgumentTypeError, lambda: sl.merge(a.astype(">f4"), la, b, lb)),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-    with torch.no_grad():
-        assert same([sl.merge([tensor], [la])[0].numpy()], [sl.merge([a], [la])[0]])
-
-
-# --- in FlashInfer's order
-
-
-@pytest.mark.parametrize("base2", [False, True])
-@pytest.mark.parametrize("kind", ["numpy", "torch"])
-def test_states_in_one_array(kind, base2):
-    rng = np.random.default_rng(3)
-    outs, lses = states(rng, 3, (5, 4, 8))
-    lses[0][0] = lses[1][0] = lses[2][0] = -INF
-    factor = math.log(2) if base2 else 1.0
-    want = reference.merge(outs, [x.astype(np.float64) * factor for x in lses])
-    v, s = np.stack(outs, 1), np.stack(lses, 1)
-    v, s = (v, s) if kind == "numpy" else (torch.from_numpy(v), torch.from_numpy(s))
-    out, lse = sl.merge_states(v, s, base2=base2)
-    assert type(out) is type(v) and out.dtype == v.dtype and lse.dtype == s.dtype and out.shape == (5, 4, 8)
-    np.testing.assert_allclose(out, want[0], rtol=1e-6, atol=1e-7)
-    np.testing.assert_allclose(lse, want[1] / factor, rtol=1e-6, atol=1e-7)
-    assert (np.asarray(lse)[0] == -INF).all() and (np.asarray(out)[0] == 0).all()
-    if not base2:
-        assert same((out, lse), sl.merge(outs, lses))
-    mine = [x[:, 0] for x in (v, s)]  # in place, in a view
-    lists = [v[:, n] for n in range(3)], [s[:, n] for n in range(3)]
-    found = sl.merge_states(*lists, base2=base2, out=tuple(mine))
-    assert found[0] is mine[0] and found[1] is mine[1] and same(found, (out, lse)) and same((v[:, 0], s[:, 0]), found)
-
-
-@pytest.mark.parametrize(
-    ("given", "name"),
-    [
-        ({"v": np.ones((5, 4, 8), np.float32)}, "v"),
-        ({"s": np.ones((5, 3, 4, 1), np.float32)}, "s"),
-        ({"v": [], "s": []}, "v"),
-        ({"v": 3}, "v"),
-        ({"base2": 2}, "base2"),
-        ({"out": np.ones((5, 4, 8), np.float32)}, "out"),
-        ({"out": (np.ones((5, 4, 9), np.float32), np.ones((5, 4), np.float32))}, "out"),
-        ({"s": np.ones((5, 2, 4), np.float32)}, "lses"),
-    ],
-)
-def test_errors_of_states(given, name):
-    with pytest.raises(sl.Error, match=f"^{name}: expected"):
-        sl.merge_states(**{"v": np.ones((5, 3, 4, 8), np.float32), "s": np.ones((5, 3, 4), np.float32)} | given)

@@ -1,4 +1,4 @@
-"""The mutations of mutations.py still fit the code; `make mutations` tells whether the suite sees them."""
+"""The mutations of faults/ still fit the code; `make mutations` tells whether the suite sees them."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import FULL
 from problems import numpy_dtype, qkv
+from steps import LONGEST, OPTIONS, D, options_of, strided
 
 import speedlight as sl
 from speedlight import paging
@@ -17,43 +18,6 @@ from speedlight.block_tables import page_lists
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
 COUNT = 10_000 if FULL else 100  # of each kind
 FEW = 3 if FULL else 2  # of OPTIONS, where rings and codes are what is tested
-D, LONGEST = 16, 2300  # two spans and a bit
-IDS = [sl.table(np.arange(LONGEST + 50) // n, "ids") for n in (7, 11)]
-
-
-def sign(x):
-    """Tells 0.0 from -0.0."""
-    return sl.where(1 / x > 0, 1.0, 0.0)
-
-
-BEYOND = sl.expression(lambda b, h, i, j: (1000 - i) * 3_000_000 * (j % 2) > 0)  # 32 bits, at some rows
-OPTIONS = [  # few structures, each with several numbers and tables
-    {},
-    {"scale": 0.3},
-    {"mask": BEYOND},
-    {"mask": sl.window(50, 0)},
-    {"mask": sl.window(51, 0)},
-    {"mask": sl.expression(lambda b, h, i, j: j % (b + 2) != 1)},
-    *(
-        {"mask": sl.expression(lambda b, h, i, j, t=t: t[i] == t[j]), "score": sl.softcap(c)}
-        for t in IDS
-        for c in (2.0, 3.0)
-    ),
-    *({"score": sl.expression(lambda s, b, h, i, j, z=z: s + j / 64 * sign(s * 0 + z))} for z in (0.0, -0.0)),
-    *({"scale": z, "score": sl.expression(lambda s, b, h, i, j: j / 64 * sign(s + s))} for z in (0.0, -0.0)),
-]
-
-
-def options_of(rng, most):
-    return OPTIONS[rng.integers(most)] | {"return_lse": True}
-
-
-def strided(rng, x):
-    """The same numbers, lying in one of three ways."""
-    way = rng.integers(3)
-    if way == 1:
-        return np.ascontiguousarray(x.swapaxes(-3, -2)).swapaxes(-3, -2)
-    return np.concatenate([x, x], axis=-1)[..., : x.shape[-1]] if way == 2 else x
 
 
 def given(rng, shape, dtype):
@@ -336,56 +300,6 @@ def test_one_short_row_of_what_is_no_page(rng):
     short.untyped_storage().resize_(0)
     with pytest.raises(sl.Error, match="k_lengths: expected a tensor with memory"):
         sl.attention_paged(q, pages, pages, [[0, 1]], short)
-
-
-# --- integers beyond 32 bits at other positions than those that a step was prepared for
-
-
-@pytest.mark.parametrize("window", [None, 900])
-def test_a_step_may_be_run_at_any_position_of_its_span(rng, window):
-    """Prepared where all integers fit 32 bits, run where they do not."""
-    q, k, v = qkv(rng, "float32", 1, 4, 2, 1100, 1100, D, D)
-    mask = BEYOND if window is None else BEYOND & sl.window(window - 1, 0)
-    want = sl.attention(q, k, v, causal=True, mask=mask)
-    assert not (want == sl.attention(q, k, v, causal=True)).all()
-    for first in (0, 990, 1023):
-        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=D, window=window, capacity=2048)
-        pool = sl.PagePool(layers=1, pages=70, page_size=16, kv_heads=2, head_dim=D)
-        sequence = pool.sequence()
-        cache.append(0, k[:, :, :first], v[:, :, :first])
-        pool.append(0, [sequence], *(x[0, :, :first].swapaxes(0, 1) for x in (k, v)), new_lengths=[first])
-        for at in range(first, first + 40):
-            here = [x[:, :, at : at + 1] for x in (q, k, v)]
-            assert cache.attend(0, *here, mask=BEYOND).tobytes() == want[:, :, at : at + 1].tobytes(), at
-            out = pool.attend(0, [sequence], *(x[0].swapaxes(0, 1) for x in here), mask=mask)
-            assert out.tobytes() == want[0, :, at].tobytes(), at
-
-
-def test_the_first_token_of_another_span_is_another_step(rng):
-    """By the usual steps before it, whose positions are those at which integers fit 32 bits."""
-    mask = sl.expression(lambda b, h, i, j: i * 2_098_000 * (j % 2) >= j)
-    q, k, v = qkv(rng, "float32", 1, 4, 2, 1025, 1025, D, D)
-    want = sl.attention(q[:, :, 1000:], k, v, causal=True, mask=mask)[:, :, 20:]
-    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=D, capacity=2048)
-    cache.append(0, k[:, :, :1020], v[:, :, :1020])
-    for n in range(5):
-        at = slice(1020 + n, 1021 + n)
-        assert (
-            cache.attend(0, q[:, :, at], k[:, :, at], v[:, :, at], mask=mask).tobytes()
-            == want[:, :, n : n + 1].tobytes()
-        ), n
-
-
-def test_reading_begins_before_the_first_position(rng):
-    """More queries than keys: the first rows have negative positions, at which integers may be beyond 32 bits."""
-    mask = sl.expression(lambda b, h, i, j: (100 - i) * 21_000_000 * (j % 2 + 1) > 0)
-    q, k, v = qkv(rng, "float32", 1, 4, 2, 6, 300, D, D)
-    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=D, capacity=400)
-    for n in (300, 3, 90):
-        cache.clear()
-        cache.append(0, k[:, :, :n], v[:, :, :n])
-        want = sl.attention(q, k[:, :, :n], v[:, :, :n], mask=mask, q_start=n - 6)
-        assert cache.attend(0, q, mask=mask).tobytes() == want.tobytes()
 
 
 def test_rows_of_packed_queries_are_where_they_are_now(rng):

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from test_workers import BIG, run, wait_until
+from threads import BIG, run, wait_until
 
 import speedlight as sl
 from speedlight.cpu import workers

@@ -1,53 +1,29 @@
-"""speedlight.transformers: masks, the attention function and the cache, against what transformers documents."""
+"""speedlight.transformers: masks and the attention function, against what transformers documents."""
 
 from __future__ import annotations
 
-import copy
 import math
-import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import FULL
-from tolerance import assert_within
+from small_llama import BATCH, DIM, HEADS, HOLES, KV_HEADS, LEFT, RIGHT, SIZES, assert_equal, drawn, registered
 
 import speedlight as sl
 import speedlight.transformers
 
-pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
-
 with warnings.catch_warnings():  # of a first import, about libraries that are missing
     warnings.simplefilter("ignore")
     from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, masking_utils
-    from transformers.cache_utils import DynamicCache, StaticCache
 
-Cache, attend, mask_of = (getattr(speedlight.transformers, x) for x in ("Cache", "attention_forward", "attention_mask"))
-BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
-SIZES = {
-    "vocab_size": 61, "hidden_size": HEADS * DIM, "intermediate_size": 32, "num_hidden_layers": 2, "pad_token_id": 0,
-    "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "max_position_embeddings": 64, "eos_token_id": None,
-    "bos_token_id": 1,
-}  # fmt: skip
-LEFT = torch.tensor([[0] * 5 + [1] * 8, [1] * 13]).bool()
-RIGHT, HOLES = LEFT.flip(0, 1), torch.tensor([[1, 0, 1, 1, 0, 0, 1, 1, 1, 1, 0, 1, 1], [0] * 3 + [1] * 10]).bool()
+__all__ = ["registered"]
+
+pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+attend, mask_of = (getattr(speedlight.transformers, x) for x in ("attention_forward", "attention_mask"))
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2], [0, 1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0]])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def registered():
-    speedlight.transformers.register()
-    yield
-    speedlight.transformers.unregister()
-
-
-def drawn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
 def formula(q, k, v, seen, *, scaling=None, softcap=None, s_aux=None, position_bias=None):
@@ -62,12 +38,6 @@ def formula(q, k, v, seen, *, scaling=None, softcap=None, s_aux=None, position_b
     empty = (scores == -math.inf).all(-1, keepdim=True)
     weights = torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)
     return (weights[..., : k.shape[2]] @ v).transpose(1, 2)
-
-
-def assert_equal(got, want, what="out"):
-    """Of two computations in float64."""
-    want = want.detach().numpy()
-    assert_within(got, want, 1e-12 * (1 + np.abs(want)), what, zeros_allowed=True)
 
 
 def dense(**options):
@@ -284,292 +254,6 @@ def test_register(monkeypatch):
     speedlight.transformers.register(harmless=("indices",))
     q = drawn(1, HEADS, 13, DIM)
     attend(torch.nn.Module(), q, q, q, mask_of(1, 13, 13), indices=q)
-
-
-# --- models: a Llama of two layers in float64, beside PyTorch's attention: eager's softmax is of float32 at most.
-# tests/test_transformers_models.py has the others, beside eager
-
-
-@pytest.fixture(scope="module")
-def llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZES)).double().eval()
-
-
-@pytest.fixture(scope="module")
-def tokens():
-    return torch.randint(1, 61, (2, 13), generator=torch.Generator().manual_seed(1))
-
-
-def logits(model, name, tokens, **options):
-    model.set_attn_implementation(name)
-    with torch.no_grad():
-        return model(tokens, **options).logits
-
-
-def generated(model, name, tokens, **options):
-    model.set_attn_implementation(name)
-    return model.generate(tokens, max_new_tokens=9, do_sample=False, **options)
-
-
-@pytest.mark.parametrize("shown", [None, LEFT, RIGHT], ids=["whole", "left", "right"])
-def test_a_model_and_its_gradients(llama, tokens, shown):
-    options, rows = ({}, LEFT | True) if shown is None else ({"attention_mask": shown.long()}, shown)
-    results = []
-    for name in ("speedlight", "sdpa"):
-        llama.set_attn_implementation(name)
-        out = llama(tokens, **options).logits[rows]
-        results.append((out, *torch.autograd.grad(out.square().sum(), list(llama.parameters()))))
-    for got, want in zip(*results, strict=True):
-        want = want.detach().numpy()
-        assert_within(got, want, 1e-10 * (1 + np.abs(want).max()) * np.ones_like(want))
-
-
-def test_gradients_are_eagers_where_no_loss_comes_from_padding(llama, tokens):
-    """The first real token of a row, which the last row of padding predicts, has the label -100 as well."""
-    model, found = copy.deepcopy(llama).float(), []
-    labels = tokens.masked_fill(LEFT.logical_not(), -100)
-    for first in (False, True):
-        labels = labels.masked_fill(LEFT.cumsum(1) == 1, -100) if first else labels
-        for name in ("eager", "speedlight"):
-            model.set_attn_implementation(name)
-            loss = model(tokens, attention_mask=LEFT.long(), labels=labels, use_cache=False).loss
-            found.append(torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(model.parameters()))]))
-    assert (found[0] - found[1]).abs().max() > 1e-3 and (found[2] - found[3]).abs().max() < 1e-6
-
-
-def test_activation_checkpointing(llama, tokens):
-    want = logits(llama, "sdpa", tokens)
-    llama.set_attn_implementation("speedlight")
-    llama.train()
-    llama.activation_checkpointing_enable()
-    try:
-        assert_equal(llama(tokens, use_cache=False).logits, want)
-    finally:
-        llama.activation_checkpointing_disable()
-        llama.eval()
-
-
-@pytest.mark.skipif(not FULL, reason="in SPEEDLIGHT_FULL=1")
-def test_compiled_graphs_break_where_attention_is(llama, tokens):
-    want = logits(llama, "sdpa", tokens)
-    llama.set_attn_implementation("speedlight")
-    with torch.no_grad():
-        assert_equal(torch.compile(llama, backend="eager")(tokens, use_cache=False).logits, want)
-    torch._dynamo.reset()
-
-
-def test_weights_are_refused(llama, tokens):
-    llama.set_attn_implementation("speedlight")
-    with pytest.raises(sl.Error, match="output_attentions: expected False.*'eager'"):
-        llama(tokens, output_attentions=True)
-
-
-CACHES = {
-    "theirs": lambda config: None,
-    "ours": lambda config: Cache(config),
-    "ours of 40": lambda config: Cache(config, capacity=40),
-    "static": lambda config: StaticCache(config, max_cache_len=32),
-}
-
-
-@pytest.mark.parametrize("shown", [None, LEFT], ids=["whole", "left"])
-def test_generation(llama, tokens, shown):
-    options = {} if shown is None else {"attention_mask": shown.long()}
-    want = generated(llama, "sdpa", tokens, **options)
-    for name, cache in CACHES.items():
-        got = generated(llama, "speedlight", tokens, past_key_values=cache(llama.config), **options)
-        assert torch.equal(got, want), name
-
-
-def test_our_cache_under_other_attention(llama, tokens):
-    """Whoever does not know what a Kept is has the tensor that it stands for."""
-    want = generated(llama, "sdpa", tokens)
-    for name in ("sdpa", "eager"):
-        assert torch.equal(generated(llama, name, tokens, past_key_values=Cache(llama.config)), want)
-
-
-def test_beams_and_assistance(llama, tokens):
-    for options in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}):
-        some = tokens[:1] if "prompt_lookup_num_tokens" in options else tokens
-        want = generated(llama, "sdpa", some, **options)
-        got = generated(llama, "speedlight", some, past_key_values=Cache(llama.config), **options)
-        assert torch.equal(got, want), options
-
-
-def sliding(window=6):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).double().eval()
-
-
-def test_rings(tokens):
-    """A sliding layer's memory does not grow, whatever the chunks; crop() goes back."""
-    model = sliding()
-    whole = logits(model, "sdpa", tokens)
-    cache = Cache(model.config)
-    parts = [logits(model, "speedlight", x, past_key_values=cache) for x in tokens.split([7, 1, 1, 4], 1)]
-    assert_equal(torch.cat(parts, 1), whole)
-    assert cache.layers[0].is_sliding and cache.get_seq_length() == 13
-    cache.crop(-5)
-    assert cache.get_seq_length() == 8
-    assert_equal(logits(model, "speedlight", tokens[:, 8:], past_key_values=cache), whole[:, 8:])
-    twin = Cache(model.config)
-    parts = [logits(model, "sdpa", x, past_key_values=twin) for x in tokens.split([7, 1, 5], 1)]
-    assert_equal(torch.cat(parts, 1), whole)
-    assert torch.equal(
-        generated(model, "speedlight", tokens, past_key_values=Cache(model.config)), generated(model, "eager", tokens)
-    )
-
-
-def test_a_cache_is_copied_cut_reordered_and_cleared(llama, tokens):
-    config, cache = llama.config, Cache(llama.config)
-    want = logits(llama, "sdpa", tokens)
-    logits(llama, "speedlight", tokens[:, :9], past_key_values=cache)
-    twin = copy.deepcopy(cache)
-    twin.reorder_cache(torch.tensor([1, 0]))
-    assert_equal(logits(llama, "speedlight", tokens[:, 9:].flip(0), past_key_values=twin), want[:, 9:].flip(0))
-    wide = copy.deepcopy(cache)
-    wide.batch_repeat_interleave(2)
-    wide.batch_select_indices(torch.tensor([0, 3]))
-    assert wide.batch_size == 2 and cache.get_seq_length() == 9
-    assert_equal(logits(llama, "speedlight", tokens[:, 9:], past_key_values=wide), want[:, 9:])
-    cache.reset()
-    assert cache.get_seq_length() == 0
-    assert_equal(logits(llama, "speedlight", tokens, past_key_values=cache), want)
-    assert isinstance(cache, DynamicCache) and Cache(config).batch_size == -1 and not cache.is_compileable
-
-
-def test_what_a_cache_refuses(llama, tokens):
-    llama.set_attn_implementation("speedlight")
-    with pytest.raises(sl.Error, match="key: expected a call under torch.no_grad"):
-        llama(tokens, past_key_values=Cache(llama.config))
-    cache = Cache(llama.config, capacity=12)
-    with pytest.raises(sl.CacheFull, match="13 tokens need room, 12 of 12 are free"):
-        logits(llama, "speedlight", tokens, past_key_values=cache)
-    assert cache.get_seq_length() == 0
-    logits(llama, "speedlight", tokens[:, :12], past_key_values=cache)
-    with pytest.raises(sl.Error, match="tokens_to_remove: expected a number up to 0"):
-        cache.crop(3)
-    layer = cache.layers[0]
-    cache.crop(-2)
-    stale, _ = layer.update(*(torch.zeros(2, KV_HEADS, 1, DIM, dtype=torch.float64),) * 2)
-    assert repr(stale) == f"Kept(keys, shape=(2, {KV_HEADS}, 11, {DIM}), dtype=torch.float64)"
-    assert_equal(stale[:, :, 10:] + 1, torch.ones(2, KV_HEADS, 1, DIM, dtype=torch.float64))
-    layer.crop(-1)
-    with pytest.raises(sl.Error, match="expected what the last update"):
-        stale.sum()
-    with pytest.raises(sl.Error, match="config: expected layers of full, sliding or chunked attention; got one of"):
-        Cache(LlamaConfig(**SIZES, layer_types=["full_attention", "linear_attention"]))
-    with pytest.raises(sl.Error, match="dtype"):
-        Cache(llama.config, dtype="int4")
-
-
-def test_messages_name_what_was_given(llama, tokens):
-    """In a model's words: attention_mask, capacity, config, past_key_values; each with a way out."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config, n = llama.config, 13
-    for mask, words in (
-        (torch.ones(2, 1, n, n, dtype=torch.int64), r"attention_mask: of 4.*int64.*attention_mask.bool\(\)"),
-        (
-            torch.ones(2, 1, n, n + 1).bool(),
-            r"attention_mask: expected a shape.*= \(2, 4, 13, 13\).*got \(2, 1, 13, 14",
-        ),
-        (torch.zeros(2, 3, n, n), r"attention_mask: expected a shape.*got \(2, 3, 13, 13\)"),
-        (torch.ones(2, n, n), r"attention_mask: expected \(batch, length\).*\[:, None\] of 3; got \(2, 13, 13\)"),
-        (torch.ones(n), r"attention_mask: expected \(batch, length\).*got \(13,\)"),
-    ):
-        with pytest.raises(sl.Error, match=words):
-            logits(llama, "speedlight", tokens, attention_mask=mask)
-    for capacity in (0, -3, 64.0, "64", True):
-        with pytest.raises(sl.Error, match="capacity: expected"):
-            Cache(config, capacity=capacity)
-    for wrong in (llama, None, {}):
-        with pytest.raises(sl.Error, match="config: expected model.config; got a"):
-            Cache(wrong)
-    for options, words in (
-        ({"dtype": "float16"}, r"dtype: this cache keeps float16.*are float64.*model.to\(torch.float16\)"),
-        ({"dtype": "int8"}, "dtype: an int8 cache takes.*float64"),
-        ({"dtype": "fp8"}, "dtype: a float8_e4m3fn cache takes.*float64"),
-    ):
-        cache = Cache(config, **options)
-        with pytest.raises(sl.Error, match=words):
-            logits(llama, "speedlight", tokens, past_key_values=cache)
-        assert cache.get_seq_length() == 0
-    few = Cache(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
-    with pytest.raises(sl.Error, match="config: expected that of the model; this cache was made for 1 layers"):
-        logits(llama, "speedlight", tokens, past_key_values=few)
-    cache = Cache(config)
-    logits(llama, "speedlight", tokens, past_key_values=cache)
-    with pytest.raises(sl.Error, match="past_key_values: this cache holds 2 sequences; got 1. Make a new Cache"):
-        logits(llama, "speedlight", tokens[:1], past_key_values=cache)
-    other = torch.zeros(2, KV_HEADS, 1, DIM + 1, dtype=torch.float64)
-    with pytest.raises(sl.Error, match="past_key_values: this cache holds 2 heads of 16 and 16 dims; got 2 of 17 and"):
-        cache.update(other, other, 0)
-    with pytest.raises(sl.Error, match="dtype: this cache keeps float64, and the model's keys are float32"):
-        cache.update(other.float(), other.float(), 0)
-    assert cache.get_seq_length() == 13
-    sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
-    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
-    t5.set_attn_implementation("speedlight")
-    with pytest.raises(
-        sl.Error, match=r"expected transformers' EncoderDecoderCache\(Cache\(config\), DynamicCache\(\)\); got"
-    ):
-        t5.generate(tokens, max_new_tokens=2, past_key_values=Cache(t5.config, capacity=32))
-
-
-@pytest.mark.parametrize(("dtype", "near"), [("int8", 0.02), ("fp8", 0.1)])
-def test_codes(llama, tokens, dtype, near):
-    """A cache of codes is near, and takes half of the memory."""
-    model = copy.deepcopy(llama).float()
-    want, cache = logits(model, "eager", tokens), Cache(model.config, dtype=dtype)
-    got = logits(model, "speedlight", tokens, past_key_values=cache)
-    assert 0 < (got - want).abs().max() < near * want.abs().max()
-
-
-def test_sdpa_is_replaced_and_given_back(llama, tokens):
-    """Under PyTorch's name: tensors as masks, and none where PyTorch is asked to be causal."""
-    theirs, options = AttentionInterface()["sdpa"], {"attention_mask": LEFT.long()}
-    want = [logits(llama, "sdpa", tokens), logits(llama, "sdpa", tokens, **options)]
-    speedlight.transformers.register(replace_sdpa=True)
-    try:
-        speedlight.transformers.register(replace_sdpa=True)
-        assert AttentionInterface()["sdpa"] is attend
-        got = [logits(llama, "sdpa", tokens), logits(llama, "sdpa", tokens, **options)]
-    finally:
-        speedlight.transformers.unregister()
-    assert AttentionInterface()["sdpa"] is theirs
-    assert_equal(got[0], want[0])
-    assert_equal(got[1][LEFT], want[1][LEFT])
-
-
-BATCHED = """
-import copy, os, torch, speedlight.transformers
-from transformers import ContinuousBatchingConfig, LlamaConfig, LlamaForCausalLM
-speedlight.transformers.register(replace_sdpa=True)
-torch.manual_seed(0)
-model = LlamaForCausalLM(LlamaConfig(**SIZES)).eval()
-options, prompts = copy.deepcopy(model.generation_config), [list(range(3, 16)), list(range(20, 26))]
-options.max_new_tokens, options.do_sample, options.eos_token_id = 9, False, 60
-model.set_attn_implementation("sdpa")
-room = ContinuousBatchingConfig(num_blocks=8, page_size=16, max_batch_tokens=32)
-outs = model.generate_batch(prompts, generation_config=options, continuous_batching_config=room, warmup=False)
-model.set_attn_implementation("eager")
-want = [model.generate(torch.tensor([x]), generation_config=options)[0, len(x) :].tolist() for x in prompts]
-print([x.generated_tokens for x in outs.values()] == want, flush=True)
-os._exit(0)  # a thread of transformers does not end on a CPU
-"""
-
-
-@pytest.mark.skipif(not FULL, reason="in SPEEDLIGHT_FULL=1")
-def test_continuous_batching():
-    """generate_batch() takes no name but "sdpa" on a CPU."""
-    here = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
-    code = f"SIZES = {SIZES}\n{BATCHED}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=here)
-    assert done.stdout.strip().endswith("True"), done.stderr
 
 
 def test_a_model_without_register_says_what_docs_quote(monkeypatch):

@@ -88,7 +88,7 @@ MODELS = {
         generates=False,
     ),
 }  # fmt: skip
-QUICK = ("gpt_oss",)  # sinks, windows; tests/test_transformers.py has Llama and Mistral
+QUICK = ("gpt_oss",)  # sinks, windows; test_transformers_llama.py has Llama, test_transformers_caches.py Mistral
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,0 +1,69 @@
+"""Faults of arguments and of how calls are prepared."""
+
+from .mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "the scale is left out where there is no score",
+        "cpu/prepare.py",
+        "else problem.scale * LOG4_E",
+        "else LOG4_E",
+        "tests/test_attention.py -k 'special_values and float64'",
+    ),
+    Mutation(
+        "a repeated call is known without its scale",
+        "problem.py",
+        "type(scale), exactly, layout",
+        "type(scale), layout",
+        "tests/test_repeated.py -k option_is_part",
+    ),
+    Mutation(
+        "values of an item lie where its keys would",
+        "cpu/operands.py",
+        "index * pages.v_item",
+        "index * pages.k_item",
+        "tests/test_caches_any_order.py -k TestMachine",
+    ),
+    Mutation(
+        "what flows to shared keys is the last item's",
+        "backward.py",
+        "total += item",
+        "total[...] = item",
+        "tests/test_layouts.py -k flows_to_shared",
+    ),
+    Mutation(
+        "of a cache's pairs the other element is taken",
+        "cpu/products.py",
+        "k.trunc(i & 1, I32) << 4",
+        "k.trunc((i & 1) ^ 1, I32) << 4",
+        "tests/test_widened.py -k wherever_keys_lie",
+    ),
+    Mutation(
+        "queries of a short item are aligned by the longest",
+        "resolve.py",
+        "starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))",
+        "starts = (max(k_lengths, default=0) - max(q_lengths, default=0),) * len(q_lengths)",
+        "tests/test_attention.py -k 'packed_is_padded and float32'",
+    ),
+    Mutation(
+        "a page after the last is taken",
+        "block_tables.py",
+        "if used.size and (used.min() < 0 or used.max() >= pages):",
+        "if used.size and (used.min() < 0 or used.max() > pages):",
+        "tests/test_pages_raw.py -k wrong_raw_pages",
+    ),
+    Mutation(
+        "a page after the last is taken of a single short row",
+        "block_tables.py",
+        "max(used_pages) < pages:",
+        "max(used_pages) <= pages:",
+        "tests/test_steps.py -k one_short_row",
+    ),
+    Mutation(
+        "out may overlap an input",
+        "results.py",
+        "        if overlap(out, x):\n",
+        "        if overlap(out, x) and out.shape == ():\n",
+        "tests/test_problem.py -k overlap",
+    ),
+)

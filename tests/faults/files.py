@@ -1,0 +1,62 @@
+"""Faults of files: arrays, the kernel cache, tunings."""
+
+from .mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "a view does not keep the memory of what it was made of",
+        "arrays.py",
+        "        buffer.owner = self.owner\n",
+        "",
+        "tests/test_caches.py -k keeps_its_memory",
+    ),
+    Mutation(
+        "a damaged object file is run",
+        "cpu/compile.py",
+        "if data[: _HEADER - 32] != _MAGIC + _sum(path, code):",
+        "if not data.startswith(_MAGIC):",
+        "tests/test_cache.py -k damage",
+    ),
+    Mutation(
+        "kernels are not named by every source",
+        "cpu/compile.py",
+        'entry.name != "__pycache__" and entry.is_dir()',
+        'entry.name == "cpu" and entry.is_dir()',
+        "tests/test_cache.py -k every_source",
+    ),
+    Mutation(
+        "what a group may write is trusted",
+        "cpu/compile.py",
+        "not info.st_mode & 0o022",
+        "not info.st_mode & 0o002",
+        "tests/test_cache.py -k others_can_write",
+    ),
+    Mutation(
+        "a header may promise more than the file holds",
+        "files.py",
+        "f.tell() + count * dtype.itemsize != size",
+        "f.tell() + count * dtype.itemsize < size",
+        "tests/test_cli.py -k 'promises or damaged'",
+    ),
+    Mutation(
+        "a tuning is believed whatever its sum says",
+        "cpu/tuned.py",
+        "if data[:_HEADER] != _MAGIC + _sum(path, body):",
+        "if data[: len(_MAGIC)] != _MAGIC:",
+        "tests/test_tuning.py -k damaged",
+    ),
+    Mutation(
+        "what was tuned has no limits",
+        "cpu/tuned.py",
+        "or not all([low <= x <= high for x in each])",
+        "or not each",
+        "tests/test_tuning.py -k planted",
+    ),
+    Mutation(
+        "a candidate that is faster on the whole is taken",
+        "tools/trials.py",
+        "self.least >= _GAIN and self.worst >= _LOSS",
+        "self.gain >= 1.0",
+        "tests/test_tuning.py -k noise",
+    ),
+)

@@ -1,0 +1,97 @@
+"""Faults of the gradients."""
+
+from .mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "delta forgets what flows into lse",
+        "cpu/backward_tiles.py",
+        'k.store(total.get() - k.load(s.vector, p["delta"], s.lane_offset(v)), p["delta"]',
+        'k.store(total.get(), p["delta"]',
+        "tests/test_backward.py -k every_option",
+    ),
+    Mutation(
+        "dk is not scaled",
+        "cpu/backward.py",
+        'return self.task.factor() if self.name == "k" else self.k.const(1.0, self.s.number)',
+        "return self.k.const(1.0, self.s.number)",
+        "tests/test_backward.py -k every_option",
+    ),
+    Mutation(
+        "something flows to the scores of hidden pairs",
+        "cpu/backward_tiles.py",
+        "flows = [k.select(m, y, k.const(0.0, s.vector)) for m, y in zip(seen, flows, strict=True)]",
+        "flows = list(flows)",
+        "tests/test_backward.py -k every_option",
+    ),
+    Mutation(
+        "dq forgets the ranges of keys before",
+        "cpu/backward.py",
+        "with k.either(self.range.equals(0) & ",
+        "with k.either((self.range >= 0) & ",
+        "tests/test_backward.py -k any_threads",
+    ),
+    Mutation(
+        "blocks of queries begin where a call does",
+        "cpu/pairs.py",
+        "self.row = (item.block + self.step // a.group) * QUERY_BLOCK - (item.start + a.k_start)",
+        "self.row = (self.step // a.group) * QUERY_BLOCK",
+        "tests/test_backward.py -k absolute_positions",
+    ),
+    Mutation(
+        "a task waits for one of the two before it",
+        "cpu/backward.py",
+        "come = super().has_come(turn) & (k.fetch_add(before, 0, 0) >= wanted)",
+        "come = super().has_come(turn) | (k.fetch_add(before, 0, 0) >= wanted)",
+        "tests/test_backward_runs.py -k their_turn",
+    ),
+    Mutation(
+        "dk and dv take 0 times what a hidden row holds",
+        "cpu/backward_tiles.py",
+        "y = visible_step(k, s, columns[v], weight, y, seen)",
+        "y = multiply_add(k, s, weight, columns[v], y)",
+        "tests/test_backward.py -k 'hidden_never_matters and causal-float32'",
+    ),
+    Mutation(
+        "sums of dk and dv begin with what memory held",
+        "cpu/rows.py",
+        'fresh, end = p["fresh"].differs(0), p["end"].differs(0)',
+        'fresh, end = p["fresh"].differs(1), p["end"].differs(0)',
+        "tests/test_backward.py -k every_option",
+    ),
+    Mutation(
+        "dk and dv of a whole block replace those before",
+        "cpu/backward_tiles.py",
+        "with k.when(x.fresh.equals(0)):",
+        "with k.when(x.fresh.equals(2)):",
+        "tests/test_backward.py -k whole_blocks",
+    ),
+    Mutation(
+        "panels taken together add where one of them sees less",
+        "cpu/backward.py",
+        "low.equals(0) & high.equals(count) & careful.equals(0)",
+        "low.equals(0) & careful.equals(0)",
+        "tests/test_backward.py -k every_option",
+    ),
+    Mutation(
+        "heads that add to the same entries do not wait for each other",
+        "cpu/backward.py",
+        "k.select(free, k.i64(0), turn + a.group)",
+        "k.i64(0)",
+        "tests/test_backward_runs.py -k followed",
+    ),
+    Mutation(
+        "the halves of a pair of keys change places",
+        "cpu/backward_tiles.py",
+        "unit = packed(k, s, flows[v::n] + [",
+        "unit = packed(k, s, flows[v::n][::-1] + [",
+        "tests/test_backward.py -k 'every_option and bfloat16'",
+    ),
+    Mutation(
+        "slopes of hidden pairs come out",
+        "cpu/flows.py",
+        "k.store(k.select(mark.bits(s.ivector) > -1, x, k.const(0.0, s.vector)), ",
+        "k.store(x, ",
+        "tests/test_backward.py -k slopes_of_hidden",
+    ),
+)

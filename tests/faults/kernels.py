@@ -1,0 +1,111 @@
+"""Faults of the kernels, forwards."""
+
+from .mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "a step of the head dim is left out where the number is odd",
+        "cpu/vector.py",
+        "        with self.range(middle, high) as t:\n",
+        "        with self.range(high, high) as t:\n",
+        "tests/test_attention.py -k every_dim",
+    ),
+    Mutation(
+        "keys past the end of the tile are read",
+        "cpu/queries_in_lanes.py",
+        'rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]',
+        'rows = [k.at(p["keys"], (j + m) * p["key_row"]) for m in range(s.rows)]',
+        "tests/test_memory.py -k test_guard_pages",
+    ),
+    Mutation(
+        "keys that some of another vector's queries see are taken for its last vector's alone",
+        "cpu/forward.py",
+        "(s.panel - s.lanes - 1) * 8",
+        "(s.panel - s.lanes - 3) * 8",
+        "tests/test_attention.py -k 'every_length and 255'",
+    ),
+    Mutation(
+        "scores of the last vector alone are counted as the first one's",
+        "cpu/queries_in_lanes.py",
+        "checks.add(v, scores)",
+        "checks.add(i, scores)",
+        "tests/test_forward.py -k last_vector_alone",
+    ),
+    Mutation(
+        "what came before a new maximum is not rescaled",
+        "cpu/weights.py",
+        "(alpha,) = exp4(k, s, [old[v] - self.base[v]], any_x=True)",
+        "(alpha,) = exp4(k, s, [old[v] - old[v]], any_x=True)",
+        "tests/test_attention.py -k 'every_length and 255'",
+    ),
+    Mutation(
+        "a tile of which a lane sees nothing changes the sign of its zeros",
+        "cpu/weights.py",
+        "self.total = [k.variable(self.hidden) for _ in range(s.vectors)]",
+        "self.total = [k.variable(k.const(0.0, s.vector)) for _ in range(s.vectors)]",
+        "tests/test_masks.py -k sign_of_its_zero",
+    ),
+    Mutation(
+        "hidden keys decide whether a row's exponents are clamped",
+        "cpu/weights.py",
+        "usual = LARGE + lowest_exponent(s) - 1",
+        "usual = LARGE",
+        "tests/test_forward.py -k large_without_hidden_keys",
+    ),
+    Mutation(
+        "what a row does not see at a window's lower edge is part of its maximum",
+        "cpu/weights.py",
+        'k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"]))',
+        'k.when((finite ^ 1) | (p["full"] < p["n_keys"]))',
+        "tests/test_masks.py -k keys_before",
+    ),
+    Mutation(
+        "values at a window's lower edge are multiplied, seen or not",
+        "cpu/forward.py",
+        "add(parts.predicated, k.i64(0), clear, wide)",
+        "add(parts.value, k.i64(0), clear)",
+        "tests/test_masks.py -k keys_before",
+    ),
+    Mutation(
+        "values of hidden keys are multiplied",
+        "cpu/products.py",
+        "return k.select(seen, k.fma(value, weight, total), total)",
+        "return k.fma(value, weight, total)",
+        "tests/test_attention.py -k 'special_values and float32'",
+    ),
+    Mutation(
+        "merging takes one state's maximum for the other's",
+        "cpu/softmax.py",
+        "factors = exp4(k, s, [m1 - base, m2 - base], any_x=True)",
+        "factors = exp4(k, s, [m2 - base, m1 - base], any_x=True)",
+        "tests/test_attention.py -k 'every_length and 1025'",
+    ),
+    Mutation(
+        "a pair of which a lane sees one half is taken whole",
+        "cpu/products.py",
+        "return k.select(odd, full - 1, full)",
+        "return k.select(odd, full, full)",
+        "tests/test_attention.py -k 'special_values and bfloat16'",
+    ),
+    Mutation(
+        "decoding touches values of scores of -inf",
+        "cpu/products.py",
+        "return weight.bits(s.integer) > -1, None",
+        "return weight.bits(s.integer).differs(1), None",
+        "tests/test_caches.py -k 'minus_infinity or decode_kernel'",
+    ),
+    Mutation(
+        "decoding leaves out the spans that no share divides",
+        "cpu/decode.py",
+        "first, end = (spans * x // blocks for x in (self.share, self.share + 1))",
+        "first, end = (spans // blocks * x for x in (self.share, self.share + 1))",
+        "tests/test_caches.py -k few_heads_share",
+    ),
+    Mutation(
+        "pages of a ring come round at the wrong place",
+        "cpu/places.py",
+        "slot.set(fixed + (page - fixed) % ring)",
+        "slot.set(fixed + page % ring)",
+        "tests/test_caches_windows.py -k a_window_is_the_mask",
+    ),
+)

@@ -1,0 +1,118 @@
+"""Faults of attention over several processes."""
+
+from .mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "GPU: what rows have of earlier parts of the keys is not rescaled",
+        "gpu/joining.py",
+        "b_acc * alpha[:, None] + b_part",
+        "b_acc + b_part",
+        "tests/test_gpu_distributed.py -k shards_on_gpus",
+    ),
+    Mutation(
+        "GPU: every part of the keys has the sinks",
+        "distributed/joining.py",
+        "sinks=part.problem.sinks if alone else None",
+        "sinks=part.problem.sinks",
+        "tests/test_gpu_distributed.py -k shards_on_gpus",
+    ),
+    Mutation(
+        "messages between two processes come in another order than they go",
+        "distributed/arriving.py",
+        "messages = self.peers.post([x for sends, _ in gives for x in sends], receives)",
+        "messages = self.peers.post([x for sends, _ in gives for x in sends], receives[::-1])",
+        "tests/test_distributed.py -k paired",
+    ),
+    Mutation(
+        "rows begin anew with every part of the keys",
+        "cpu/forward.py",
+        "            with k.when(a.begins.equals(0)):\n",
+        "            with k.when(a.begins.equals(2)):\n",
+        "tests/test_distributed.py -k two_processes",
+    ),
+    Mutation(
+        "the last key that a process sees is not sent to it",
+        "distributed/parts.py",
+        "return int(j[at[0]]), last + 1\n",
+        "return int(j[at[0]]), last\n",
+        "tests/test_distributed.py -k not_needed",
+    ),
+    Mutation(
+        "what flows to keys is that of the last rows alone",
+        "cpu/backward.py",
+        "self.step.equals(0) & whole",
+        "self.step.equals(0)",
+        "tests/test_distributed.py -k two_processes",
+    ),
+    Mutation(
+        "masks take the heads of every turn for the first ones",
+        "distributed/parts.py",
+        '{"h": (1, q.start)}',
+        '{"h": (1, 0)}',
+        "tests/test_distributed.py -k two_processes",
+    ),
+    Mutation(
+        "what others computed last is not added to gradients of keys",
+        "distributed/returning.py",
+        "self.settle(math.inf)",
+        "self.settle(0)",
+        "tests/test_distributed.py -k two_processes",
+    ),
+    Mutation(
+        "pieces of keys end between spans under exact=True",
+        "distributed/plans.py",
+        "        chunk = max(SPAN, _up(-(-length // (2 * ranks)), SPAN))\n",
+        "        chunk = max(TILE, _up(-(-length // (2 * ranks)), TILE))\n",
+        "tests/test_distributed.py -k schedules_fit",
+    ),
+    Mutation(
+        "what flows to log-sum-exps does not flow on to sinks",
+        "distributed/differentiable.py",
+        "delta - saved.d_lse.double()",
+        "delta",
+        "tests/test_distributed.py -k two_processes",
+    ),
+    Mutation(
+        "a message may be taken for one of another exchange",
+        "distributed/groups.py",
+        "        return found\n\n    # --- failures\n",
+        "        return tag\n\n    # --- failures\n",
+        "tests/test_distributed.py -k two_processes",
+    ),
+    Mutation(
+        "shards of other strides take the call of those before",
+        "distributed/ways.py",
+        "(x.shape, x.stride(), x.dtype)",
+        "(x.shape, x.dtype)",
+        "tests/test_distributed.py -k two_processes",
+    ),
+    Mutation(
+        "queries over a rank's tokens are one position too late",
+        "distributed/partial.py",
+        "_I + shifts[0]",
+        "_I + shifts[0] + 1",
+        "tests/test_distributed_dropins.py -k steps",
+    ),
+    Mutation(
+        "a rank that has no room is not seen",
+        "distributed/placement.py",
+        "            if count > most:\n",
+        "            if count > capacity:\n",
+        "tests/test_distributed_dropins.py -k too_many",
+    ),
+    Mutation(
+        "every process thinks that its heads are the first ones",
+        "distributed/local.py",
+        "[: peers.rank]",
+        "[: 0 * peers.rank]",
+        "tests/test_distributed_dropins.py -k deepspeed",
+    ),
+    Mutation(
+        "packed sequences are sharded as one",
+        "distributed/attending.py",
+        "(0, total) if self.cuts is None else self.cuts",
+        "(0, total)",
+        "tests/test_distributed_dropins.py -k varlen",
+    ),
+)

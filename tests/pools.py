@@ -1,0 +1,50 @@
+"""Pools of pages as their tests make them, and what must always be so of one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from problems import CODES, DTYPES, numpy_dtype, taken
+
+import speedlight as sl
+
+KINDS = (*DTYPES, *CODES)
+
+
+def made(dtype="float32", d=16, dv=17, **sizes):
+    return sl.PagePool(
+        **(
+            {"layers": 1, "pages": 60, "page_size": 16, "kv_heads": 2, "head_dim": d, "value_dim": dv, "dtype": dtype}
+            | sizes
+        )
+    )
+
+
+def packed(rng, dtype, total, d=16, dv=17):
+    kind = numpy_dtype(taken(dtype))
+    return [rng.standard_normal((total, heads, dim)).astype(kind) for heads, dim in ((4, d), (2, d), (2, dv))]
+
+
+def alone(dtype, d, dv, chunks, **options):
+    """What a cache of one sequence says to the last chunk."""
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=d, value_dim=dv, capacity=5000, dtype=dtype)
+    for q, k, v in chunks:
+        out, lse = cache.attend(0, *(x.swapaxes(0, 1)[None] for x in (q, k, v)), return_lse=True, **options)
+    return out[0].swapaxes(0, 1), lse[0]
+
+
+def check_accounts(pool, sequences):
+    """Every page is free, or held as often as counted."""
+    held = Counter(page for s in sequences for page in s.pages)
+    assert (
+        pool.free_pages == len(pool._free) == pool.pages - len(held) and pool.used_bytes == len(held) * pool.page_bytes
+    )
+    assert sorted([*held, *pool._free]) == list(range(pool.pages))
+    assert [pool._others[page] for page in range(pool.pages)] == [max(held[page] - 1, 0) for page in range(pool.pages)]
+
+
+def forget_steps(owner):
+    """So that the next call is checked and prepared anew."""
+    owner._storage.steps.clear()
+    owner._storage.checked_steps.clear()
+    owner._storage.puts.clear()

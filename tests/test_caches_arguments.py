@@ -1,0 +1,189 @@
+"""What a cache is asked for wrongly is named, and leaves it as it was."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import pytest
+from caches import made
+from problems import DTYPES, numpy_dtype, qkv
+from wrong import WRONG
+
+import speedlight as sl
+
+pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c, q, k, v: c.attend(1, q, k, v), "layer: expected 0 to 0; got 1"),
+        (lambda c, q, k, v: c.attend(0, q, k), "v: expected k and v together"),
+        (lambda c, q, k, v: c.attend(0, q, k, v[:, :, :2]), "v: expected 3 tokens, as k has; got 2"),
+        (lambda c, q, k, v: c.attend(0, q[:, :, :2], k, v), "q: expected 3 tokens, as k has; got 2"),
+        (
+            lambda c, q, k, v: c.attend(0, q, k.swapaxes(1, 2), v),
+            r"k: .* got \(1, 3, 2, 16\)\. Heads come before tokens: k\.swapaxes\(1, 2\)",
+        ),
+        (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=3), r"new_lengths: .* got int. One for each: \[3\] \* 1"),
+        (lambda c, q, k, v: c.attend(0, q, k[:, :1], v), r"k: expected shape \(1, 2, n_new, 16\)"),
+        (
+            lambda c, q, k, v: c.attend(0, q, k.astype(np.float64), v),
+            "k: expected dtype float32, as the cache has; got float64",
+        ),
+        (lambda c, q, k, v: c.attend(0, q.astype(np.float64), k, v), "expected dtype"),
+        (
+            lambda c, q, k, v: c.attend(0, q[:, :3], k, v),
+            "q: expected a multiple of 2 heads, the kv heads of the cache; got 3",
+        ),
+        (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[4]), "new_lengths: expected 0 to 3"),
+        (lambda c, q, k, v: c.attend(0, q, k, v, new_lengths=[1.0]), "new_lengths: expected 1 ints"),
+        (lambda c, q, k, v: c.attend(0, q, k, v, scale="x"), "scale: expected a number"),
+        (lambda c, q, k, v: c.attend(0, q, k, v, mask=lambda b, h, i, j: i), "mask: expected a bool result"),
+        (lambda c, q, k, v: c.truncate(6), "length: expected 0 to 5, the tokens of sequence 0"),
+        (lambda c, q, k, v: c.select([1]), "batch index: expected 0 to 0"),
+        (lambda c, q, k, v: c.select([]), "batch_indices: expected at least one"),
+        (lambda c, q, k, v: sl.KVCache(layers=0, kv_heads=1, head_dim=1, capacity=1), "layers: expected a size"),
+        (lambda c, q, k, v: sl.KVCache(layers=1, kv_heads=1, head_dim=1, capacity=1, dtype="int4"), "dtype: expected"),
+        (lambda c, q, k, v: c.save("x.npz"), "expected a name that ends in .safetensors"),
+    ],
+)
+def test_every_failing_call_leaves_the_cache_as_it_was(rng, call, message):
+    q, k, v = qkv(rng, "float32", 1, 4, 2, 5, 5, 16, 16)
+    cache = made("float32")
+    cache.append(0, k, v)
+    before = cache.keys(0).tobytes(), cache.values(0).tobytes(), cache.lengths(0)
+    with pytest.raises(sl.Error, match=message):
+        call(cache, *(x[:, :, :3] for x in (q, k, v)))
+    assert (cache.keys(0).tobytes(), cache.values(0).tobytes(), cache.lengths(0)) == before
+    cache.attend(0, q, k, v)
+
+
+def arguments(rng):
+    """Of every method of a cache: with what it is called."""
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 1, 1, 16, 16)
+    step = {"layer": 0, "q": q, "k": k, "v": v, "new_lengths": None, "scale": None, "mask": None, "score": None}
+    step |= {"sink_logits": None, "return_lse": False, "out": None, "q_lengths": None}
+    return {
+        "attend": step,
+        "append": {n: step[n] for n in ("layer", "k", "v", "new_lengths")},
+        "truncate": {"length": 3},
+        "keep": {"indices": [0], "start": 3},
+        "select": {"batch_indices": [0]},
+        "lengths": {"layer": 0},
+        "length": {"layer": 0, "item": 0},
+        "keys": {"layer": 0},
+        "save": {"path": "x"},
+    }
+
+
+def test_arguments_of_any_type(rng, tmp_path, monkeypatch):
+    """A speedlight error, or an answer; never an error of somebody else's, and nothing is changed by an error."""
+    monkeypatch.chdir(tmp_path)
+    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "capacity": 20}
+    _, k, v = qkv(rng, "float32", 2, 4, 2, 5, 5, 16, 16)
+    for method, usual in arguments(rng).items():
+        for name in usual:
+            for wrong in WRONG:
+                cache = sl.KVCache(**sizes)
+                cache.append(0, k, v)
+                before = cache.keys(0).tobytes(), cache.lengths(0)
+                try:
+                    getattr(cache, method)(**(usual | {name: wrong}))
+                except sl.Error as error:
+                    assert (cache.keys(0).tobytes(), cache.lengths(0)) == before and str(error), (
+                        f"{method}({name}={wrong!r})"
+                    )
+    for name in (*sizes, "dtype", "value_dim", "window", "keep_first", "device"):
+        for wrong in WRONG:
+            with contextlib.suppress(sl.Error):
+                sl.KVCache(**(sizes | {name: wrong}))
+    for wrong in WRONG:
+        with pytest.raises(sl.Error):
+            sl.KVCache.load(wrong)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"capacity": None}, "capacity: expected the most tokens"),
+        ({"keep_first": 3}, "keep_first: expected 0 without a window"),
+        ({"window": 0}, "window: expected a size from 1"),
+        ({"window": 10, "keep_first": -1}, "keep_first: expected a size from 0"),
+        ({"window": 2.5}, "window: expected an int"),
+    ],
+)
+def test_wrong_windows(sizes, message):
+    with pytest.raises(sl.Error, match=message):
+        made("float32", **sizes)
+
+
+def test_numpy_dtypes_are_understood():
+    for name in DTYPES:
+        assert made(numpy_dtype(name)).dtype == name
+
+
+def test_float8_by_its_names():
+    import ml_dtypes
+    import torch
+
+    for name in ("fp8", "fp8_e4m3", "float8_e4m3", "float8_e4m3fn", torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn):
+        assert made(name).dtype == "float8_e4m3fn"
+    for theirs, way in (("fp16", "Write 'float16'"), ("e4m3", "Write 'fp8'"), ("fp8_e5m2", "two bits of fraction")):
+        with pytest.raises(sl.ArgumentTypeError, match=way):
+            made(theirs)
+    for other in (torch.float8_e5m2, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3, "e4m3"):
+        with pytest.raises(sl.ArgumentTypeError, match="bfloat16, int8 or float8_e4m3fn \\('fp8'\\); got"):
+            made(other)
+
+
+HUGE = 10**5000  # of more digits than Python prints
+
+
+def test_numbers_that_python_does_not_print_are_named():
+    cache, x = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=4), np.ones((1, 1, 1, 4), np.float32)
+    pool = sl.PagePool(layers=1, pages=2, page_size=16, kv_heads=1, head_dim=4)
+    sequence, sizes = pool.sequence(), {"layers": 1, "kv_heads": 1, "head_dim": 4, "capacity": 4}
+    calls = [
+        *(lambda n=n: sl.KVCache(**(sizes | {n: HUGE})) for n in (*sizes, "batch", "value_dim", "window", "dtype",
+                                                                  "device")),
+        lambda: cache.lengths(HUGE), lambda: cache.length(0, HUGE), lambda: cache.keys(HUGE),
+        lambda: cache.truncate(HUGE),
+        lambda: cache.truncate([HUGE]), lambda: cache.select([HUGE]), lambda: cache.attend(HUGE, x, x, x),
+        lambda: cache.attend(0, x, x, x, return_lse=HUGE), lambda: cache.append(0, x, x, new_lengths=HUGE),
+        lambda: cache.append(0, x, x, new_lengths=[HUGE]), lambda: sequence.truncate(HUGE),
+        lambda: sequence.length(HUGE),
+        lambda: pool.append(HUGE, [sequence], x[0], x[0]),
+        lambda: pool.attend(0, [sequence], x[0], x[0], x[0], return_lse=HUGE),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(sl.Error):
+            call()
+    assert cache.length(0) == sequence.length() == 0
+
+
+def test_what_raises_while_it_is_listed_is_named():
+    cache, x = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=4), np.ones((1, 1, 1, 4), np.float32)
+    for call in (cache.truncate, cache.select, lambda y: cache.append(0, x, x, new_lengths=y)):
+        with pytest.raises(sl.ArgumentTypeError, match="expected"):
+            call(1 // n for n in (1, 0))
+
+
+def test_memory_that_cannot_be_reserved_is_an_error_of_ours():
+    for sizes in ({"capacity": 1 << 46, "head_dim": 1 << 40}, {"window": 1 << 46, "head_dim": 8}):
+        with pytest.raises(sl.ReservationError, match="capacity"):
+            sl.KVCache(layers=1, kv_heads=1, **sizes)
+    with pytest.raises(sl.ReservationError, match="pages"):
+        sl.PagePool(layers=1, pages=1 << 46, page_size=16, kv_heads=1, head_dim=8)
+
+
+def test_truncate_wants_a_length():
+    """None is not clear()."""
+    for batch in (1, 2):
+        cache = sl.KVCache(layers=1, batch=batch, kv_heads=1, head_dim=4, capacity=9)
+        cache.append(0, *[np.ones((batch, 1, 5, 4), np.float32)] * 2)
+        for wrong in (None, "3", "33"):
+            with pytest.raises(sl.ArgumentTypeError, match="^length: expected an int; got (NoneType|str)"):
+                cache.truncate(wrong)  # type: ignore[arg-type]
+        assert cache.lengths(0) == (5,) * batch

@@ -1,0 +1,152 @@
+"""Caches in files: they come back as they were; what is damaged, or promises too much, is named at once."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import numpy as np
+import pytest
+from caches import made
+from conftest import FULL
+from problems import CODES, DTYPES, qkv
+
+import speedlight as sl
+
+pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_saved_caches_come_back(rng, tmp_path, dtype):
+    pytest.importorskip("safetensors")
+    q, k, v = qkv(rng, dtype, 2, 4, 2, 40, 40, 16, 20)
+    cache = made(dtype, 16, 20, layers=2, batch=2)
+    cache.append(0, k, v, new_lengths=[40, 7])
+    cache.append(1, k[:, :, :3], v[:, :, :3])
+    cache.save(tmp_path / "chat.safetensors")
+    again = sl.KVCache.load(tmp_path / "chat.safetensors")
+    assert repr(again) == repr(cache) and [again.lengths(n) for n in (0, 1)] == [(40, 7), (3, 3)]
+    new = [x[:, :, :1] for x in (q, k, v)]
+    assert all(again.attend(n, *new).tobytes() == cache.attend(n, *new).tobytes() for n in (0, 1))
+    assert [p.name for p in tmp_path.iterdir()] == ["chat.safetensors"]
+
+
+def test_damaged_files_are_named(rng, tmp_path):
+    pytest.importorskip("safetensors")
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+    cache, path = made("float32"), tmp_path / "c.safetensors"
+    cache.append(0, k, v)
+    cache.save(path)
+    data, refused = path.read_bytes(), 0
+    for _ in range(5000 if FULL else 400):
+        damaged = bytearray(data)
+        at = int(rng.integers(len(data) if rng.random() < 0.3 else 700))
+        match rng.integers(3):
+            case 0:
+                damaged = damaged[:at]
+            case 1:
+                damaged[at] = int(rng.integers(256))
+            case 2:
+                damaged[at : at + 4] = rng.choice([b"9999", b"-111", b'""""', b"null"])
+        path.write_bytes(damaged)
+        start = time.process_time()
+        try:
+            back = sl.KVCache.load(path)
+            assert back.length(0) <= back.capacity and back.keys(0).nbytes <= len(data)
+        except sl.FileError as error:
+            refused += 1
+            assert "c.safetensors" in str(error)
+        assert time.process_time() - start < 1
+    assert refused > 100
+    with pytest.raises(sl.FileError, match="No such file"):
+        sl.KVCache.load(tmp_path / "none.safetensors")
+
+
+def written(path, change):
+    """A saved cache with other words in its header."""
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 70, "keep_first": 5, "capacity": None}])
+def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
+    """Every size is held against the file before anything is made: at once, and in little memory."""
+    pytest.importorskip("safetensors")
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+    cache, path = made("float32", **kind), tmp_path / "c.safetensors"
+    cache.append(0, k, v)
+    cache.save(path)
+    data = path.read_bytes()
+    for name in ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity", "window", "keep_first"):
+        for size in (
+            "0",
+            "-1",
+            "2",
+            "17",
+            "3000000",
+            str(1 << 31),
+            str(1 << 46),
+            str(1 << 63),
+            "9" * 5000,
+            "1e3",
+            "",
+            "٣",
+        ):
+            path.write_bytes(data)
+            written(path, lambda header: header["__metadata__"].update({name: size}))  # noqa: B023
+            start = time.process_time()
+            try:
+                again = sl.KVCache.load(path)
+            except sl.FileError as error:
+                assert "c.safetensors" in str(error)
+            else:
+                assert name in ("capacity", "window", "keep_first") or size == str(getattr(cache, name))
+                assert again.lengths(0) == cache.lengths(0)
+                assert again.keys(0).tobytes() == cache.keys(0).tobytes() or name == "window"
+            assert time.process_time() - start < 2, (name, size)
+
+
+def test_an_empty_file_of_many_layers_is_refused_at_once(tmp_path):
+    save = pytest.importorskip("safetensors.numpy").save_file
+    words = {
+        "format": "speedlight key-value cache",
+        "version": "1",
+        "dtype": "float32",
+        "layers": "3000000",
+        "batch": "1",
+    }
+    words |= {"kv_heads": "1", "head_dim": "1", "value_dim": "1", "capacity": "1"}
+    save({"lengths": np.zeros((1, 1), np.int64)}, tmp_path / "c.safetensors", words)
+    start = time.process_time()
+    with pytest.raises(sl.FileError, match="cannot hold 3000000 layers"):
+        sl.KVCache.load(tmp_path / "c.safetensors")
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize("kind", [*({"dtype": x} for x in CODES), {"window": 70, "keep_first": 5, "capacity": None}])
+def test_other_kinds_are_saved_too(rng, tmp_path, kind):
+    q, k, v = qkv(rng, "float32", 2, 4, 2, 400, 400, 16, 20)
+    cache = made(**({"dtype": "float32"} | kind), d=16, dv=20, batch=2)
+    cache.append(0, k, v, new_lengths=[400, 7])
+    cache.save(tmp_path / "c.safetensors")
+    again = sl.KVCache.load(tmp_path / "c.safetensors")
+    assert repr(again) == repr(cache) and again.keys(0).tobytes() == cache.keys(0).tobytes()
+    new = [x[:, :, :1] for x in (q, k, v)]
+    assert again.attend(0, *new).tobytes() == cache.attend(0, *new).tobytes()
+
+
+def test_a_code_of_nan_is_refused(tmp_path):
+    """A row that has one has a scale of NaN: kernels widen codes as numbers."""
+    cache, x = made("fp8"), np.ones((1, 2, 3, 16), np.float32)
+    cache.append(0, x, x)
+    cache.save(tmp_path / "c.safetensors")
+    (tmp_path / "c.safetensors").write_bytes(
+        (tmp_path / "c.safetensors").read_bytes().replace(b"\x7e" * 16, b"\x7f" * 16, 1)
+    )
+    with pytest.raises(sl.FileError, match=r"keys.0 of numbers; got NaN"):
+        sl.KVCache.load(tmp_path / "c.safetensors")

@@ -1,0 +1,108 @@
+"""PyTorch's own operators of attention on speedlight: its flash kernel for CPUs, and varlen_attn()."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import FULL
+from counting import FLASH, counted
+from test_torch_sdpa import assert_equal, drawn, formula
+from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+
+from speedlight.torch import report, sdpa
+
+__all__ = ["counted"]
+
+pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+
+
+FLASH_FORMS = {  # causal or not, and what else
+    "causal": (True, {}),
+    "mask": (False, {"attn_mask": drawn(8, 8)}),
+    "empty rows": (False, {"attn_mask": torch.where(drawn(8, 8) > 1.2, 0.0, -torch.inf), "scale": 0.3}),
+}
+
+
+@pytest.mark.parametrize("form", FLASH_FORMS)
+def test_flash_operator(form):
+    """Values, log-sum-exps and layouts as PyTorch's, and the backward with whom made the forward."""
+    causal, rest = FLASH_FORMS[form]
+    q, d_out = drawn(2, 3, 8, 8), drawn(2, 3, 8, 8, seed=5)
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    theirs = forward(q, q, q, 0.0, causal, **rest)
+    with sdpa():
+        ours = forward(q, q, q, 0.0, causal, **rest)
+        counted_once = report().taken
+    assert counted_once == {FLASH: 1}
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.stride() == other.stride() and mine.dtype == other.dtype
+        assert_equal(mine, other)
+    want = backward(d_out, q, q, q, *theirs, 0.0, causal, **rest)
+    got = backward(d_out, q, q, q, *ours, 0.0, causal, **rest)
+    with sdpa():
+        still = backward(d_out, q, q, q, *theirs, 0.0, causal, **rest)
+    for mine, other, same in zip(got, want, still, strict=True):
+        assert mine.stride() == other.stride() and torch.equal(other, same)
+        assert_equal(mine, other)
+
+
+WINDOWS = {"all": (-1, -1), "causal": (-1, 0), "window": (3, 0), "both sides": (2, 1)}
+
+
+def by_sequence(q, k, v, window, lengths_q, lengths_k):
+    """What varlen_attn() is, sequence by sequence, in FlashAttention's alignment."""
+    parts = []
+    for a, b, c in zip(q.split(lengths_q), k.split(lengths_k), v.split(lengths_k), strict=True):
+        i, j = torch.arange(len(a))[:, None] + len(b) - len(a), torch.arange(len(b))
+        left, right = (n if n >= 0 else 99 for n in window)
+        seen = (j >= i - left) & (j <= i + right)
+        parts.append(formula(*(x.transpose(0, 1) for x in (a, b, c)), seen, enable_gqa=True).transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("window", WINDOWS if FULL else ["both sides"])
+def test_varlen(window):
+    """torch.nn.attention.varlen, which PyTorch has for GPUs only: forwards and backwards."""
+    lengths_q, lengths_k = [3, 1, 6], [5, 4, 6]
+    q, k, v = (drawn(n, h, 8, seed=s, grad=True) for s, (n, h) in enumerate([(10, 4), (15, 2), (15, 2)]))
+    cu_q, cu_k = (torch.tensor([0, *x], dtype=torch.int32).cumsum(0, dtype=torch.int32) for x in (lengths_q, lengths_k))
+    with sdpa():
+        out, lse = varlen_attn(
+            q, k, v, cu_q, cu_k, 6, 6, window_size=WINDOWS[window], enable_gqa=True, return_aux=AuxRequest(lse=True)
+        )
+        written = torch.empty_like(out)
+        with torch.no_grad():
+            varlen_attn_out(written, q, k, v, cu_q, cu_k, 6, 6, window_size=WINDOWS[window], enable_gqa=True)
+    assert lse.shape == (4, 10) and torch.equal(written, out)
+    want = by_sequence(q, k, v, WINDOWS[window], lengths_q, lengths_k)
+    assert_equal(out, want)
+    flow = drawn(10, 4, 8, seed=9)
+    for a, b in zip(*(torch.autograd.grad(x, (q, k, v), flow) for x in (out, want)), strict=True):
+        assert_equal(a, b)
+    assert report().taken == {"_flash_attention_forward": 2}
+
+
+def test_varlen_of_caches():
+    """Slots that are longer than their sequences, and pages."""
+    q, k, v = drawn(4, 4, 8), drawn(20, 2, 8, seed=1), drawn(20, 2, 8, seed=2)
+    cu_q, cu_k, used = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1, 4], [0, 10, 20], [7, 9]))
+    keys, values = (torch.cat([x[:7], x[10:19]]) for x in (k, v))
+    want = by_sequence(q, keys, values, (4, 0), [1, 3], [7, 9])
+    with sdpa():
+        got = varlen_attn(q, k, v, cu_q, cu_k, 3, 10, window_size=(4, 0), enable_gqa=True, seqused_k=used)
+        assert_equal(got, want)
+        table = torch.tensor([[1, 0], [3, 2]], dtype=torch.int32)
+        pages = [x.view(4, 5, 2, 8)[torch.tensor([1, 0, 3, 2])] for x in (k, v)]
+        got = varlen_attn(
+            q, *pages, cu_q, None, 3, 10, window_size=(4, 0), enable_gqa=True, seqused_k=used, block_table=table
+        )
+    assert_equal(got, want)
+
+
+def test_varlen_outside_is_refused():
+    with sdpa():
+        pass  # our kernel is in PyTorch's table
+    q, cu = drawn(4, 2, 8), torch.tensor([0, 4], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=r"PyTorch has no kernel of it for the CPU.*speedlight\.torch\.sdpa"):
+        varlen_attn(q, q, q, cu, cu, 4, 4)

@@ -1,0 +1,185 @@
+"""speedlight.transformers.Cache under models: what is generated, rings, codes, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from small_llama import DIM, KV_HEADS, LEFT, SIZES, assert_equal, generated, llama, logits, registered, tokens
+
+import speedlight as sl
+import speedlight.transformers
+
+with warnings.catch_warnings():  # of a first import, about libraries that are missing
+    warnings.simplefilter("ignore")
+    from transformers import LlamaConfig
+    from transformers.cache_utils import DynamicCache, StaticCache
+
+__all__ = ["llama", "registered", "tokens"]
+
+pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
+Cache = speedlight.transformers.Cache
+CACHES = {
+    "theirs": lambda config: None,
+    "ours": lambda config: Cache(config),
+    "ours of 40": lambda config: Cache(config, capacity=40),
+    "static": lambda config: StaticCache(config, max_cache_len=32),
+}
+
+
+@pytest.mark.parametrize("shown", [None, LEFT], ids=["whole", "left"])
+def test_generation(llama, tokens, shown):
+    options = {} if shown is None else {"attention_mask": shown.long()}
+    want = generated(llama, "sdpa", tokens, **options)
+    for name, cache in CACHES.items():
+        got = generated(llama, "speedlight", tokens, past_key_values=cache(llama.config), **options)
+        assert torch.equal(got, want), name
+
+
+def test_our_cache_under_other_attention(llama, tokens):
+    """Whoever does not know what a Kept is has the tensor that it stands for."""
+    want = generated(llama, "sdpa", tokens)
+    for name in ("sdpa", "eager"):
+        assert torch.equal(generated(llama, name, tokens, past_key_values=Cache(llama.config)), want)
+
+
+def test_beams_and_assistance(llama, tokens):
+    for options in ({"num_beams": 3}, {"num_beams": 2, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3}):
+        some = tokens[:1] if "prompt_lookup_num_tokens" in options else tokens
+        want = generated(llama, "sdpa", some, **options)
+        got = generated(llama, "speedlight", some, past_key_values=Cache(llama.config), **options)
+        assert torch.equal(got, want), options
+
+
+def sliding(window=6):
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=window)).double().eval()
+
+
+def test_rings(tokens):
+    """A sliding layer's memory does not grow, whatever the chunks; crop() goes back."""
+    model = sliding()
+    whole = logits(model, "sdpa", tokens)
+    cache = Cache(model.config)
+    parts = [logits(model, "speedlight", x, past_key_values=cache) for x in tokens.split([7, 1, 1, 4], 1)]
+    assert_equal(torch.cat(parts, 1), whole)
+    assert cache.layers[0].is_sliding and cache.get_seq_length() == 13
+    cache.crop(-5)
+    assert cache.get_seq_length() == 8
+    assert_equal(logits(model, "speedlight", tokens[:, 8:], past_key_values=cache), whole[:, 8:])
+    twin = Cache(model.config)
+    parts = [logits(model, "sdpa", x, past_key_values=twin) for x in tokens.split([7, 1, 5], 1)]
+    assert_equal(torch.cat(parts, 1), whole)
+    assert torch.equal(
+        generated(model, "speedlight", tokens, past_key_values=Cache(model.config)), generated(model, "eager", tokens)
+    )
+
+
+def test_a_cache_is_copied_cut_reordered_and_cleared(llama, tokens):
+    config, cache = llama.config, Cache(llama.config)
+    want = logits(llama, "sdpa", tokens)
+    logits(llama, "speedlight", tokens[:, :9], past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    twin.reorder_cache(torch.tensor([1, 0]))
+    assert_equal(logits(llama, "speedlight", tokens[:, 9:].flip(0), past_key_values=twin), want[:, 9:].flip(0))
+    wide = copy.deepcopy(cache)
+    wide.batch_repeat_interleave(2)
+    wide.batch_select_indices(torch.tensor([0, 3]))
+    assert wide.batch_size == 2 and cache.get_seq_length() == 9
+    assert_equal(logits(llama, "speedlight", tokens[:, 9:], past_key_values=wide), want[:, 9:])
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert_equal(logits(llama, "speedlight", tokens, past_key_values=cache), want)
+    assert isinstance(cache, DynamicCache) and Cache(config).batch_size == -1 and not cache.is_compileable
+
+
+def test_what_a_cache_refuses(llama, tokens):
+    llama.set_attn_implementation("speedlight")
+    with pytest.raises(sl.Error, match="key: expected a call under torch.no_grad"):
+        llama(tokens, past_key_values=Cache(llama.config))
+    cache = Cache(llama.config, capacity=12)
+    with pytest.raises(sl.CacheFull, match="13 tokens need room, 12 of 12 are free"):
+        logits(llama, "speedlight", tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    logits(llama, "speedlight", tokens[:, :12], past_key_values=cache)
+    with pytest.raises(sl.Error, match="tokens_to_remove: expected a number up to 0"):
+        cache.crop(3)
+    layer = cache.layers[0]
+    cache.crop(-2)
+    stale, _ = layer.update(*(torch.zeros(2, KV_HEADS, 1, DIM, dtype=torch.float64),) * 2)
+    assert repr(stale) == f"Kept(keys, shape=(2, {KV_HEADS}, 11, {DIM}), dtype=torch.float64)"
+    assert_equal(stale[:, :, 10:] + 1, torch.ones(2, KV_HEADS, 1, DIM, dtype=torch.float64))
+    layer.crop(-1)
+    with pytest.raises(sl.Error, match="expected what the last update"):
+        stale.sum()
+    with pytest.raises(sl.Error, match="config: expected layers of full, sliding or chunked attention; got one of"):
+        Cache(LlamaConfig(**SIZES, layer_types=["full_attention", "linear_attention"]))
+    with pytest.raises(sl.Error, match="dtype"):
+        Cache(llama.config, dtype="int4")
+
+
+def test_messages_name_what_was_given(llama, tokens):
+    """In a model's words: attention_mask, capacity, config, past_key_values; each with a way out."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config, n = llama.config, 13
+    for mask, words in (
+        (torch.ones(2, 1, n, n, dtype=torch.int64), r"attention_mask: of 4.*int64.*attention_mask.bool\(\)"),
+        (
+            torch.ones(2, 1, n, n + 1).bool(),
+            r"attention_mask: expected a shape.*= \(2, 4, 13, 13\).*got \(2, 1, 13, 14",
+        ),
+        (torch.zeros(2, 3, n, n), r"attention_mask: expected a shape.*got \(2, 3, 13, 13\)"),
+        (torch.ones(2, n, n), r"attention_mask: expected \(batch, length\).*\[:, None\] of 3; got \(2, 13, 13\)"),
+        (torch.ones(n), r"attention_mask: expected \(batch, length\).*got \(13,\)"),
+    ):
+        with pytest.raises(sl.Error, match=words):
+            logits(llama, "speedlight", tokens, attention_mask=mask)
+    for capacity in (0, -3, 64.0, "64", True):
+        with pytest.raises(sl.Error, match="capacity: expected"):
+            Cache(config, capacity=capacity)
+    for wrong in (llama, None, {}):
+        with pytest.raises(sl.Error, match="config: expected model.config; got a"):
+            Cache(wrong)
+    for options, words in (
+        ({"dtype": "float16"}, r"dtype: this cache keeps float16.*are float64.*model.to\(torch.float16\)"),
+        ({"dtype": "int8"}, "dtype: an int8 cache takes.*float64"),
+        ({"dtype": "fp8"}, "dtype: a float8_e4m3fn cache takes.*float64"),
+    ):
+        cache = Cache(config, **options)
+        with pytest.raises(sl.Error, match=words):
+            logits(llama, "speedlight", tokens, past_key_values=cache)
+        assert cache.get_seq_length() == 0
+    few = Cache(LlamaConfig(**SIZES | {"num_hidden_layers": 1}))
+    with pytest.raises(sl.Error, match="config: expected that of the model; this cache was made for 1 layers"):
+        logits(llama, "speedlight", tokens, past_key_values=few)
+    cache = Cache(config)
+    logits(llama, "speedlight", tokens, past_key_values=cache)
+    with pytest.raises(sl.Error, match="past_key_values: this cache holds 2 sequences; got 1. Make a new Cache"):
+        logits(llama, "speedlight", tokens[:1], past_key_values=cache)
+    other = torch.zeros(2, KV_HEADS, 1, DIM + 1, dtype=torch.float64)
+    with pytest.raises(sl.Error, match="past_key_values: this cache holds 2 heads of 16 and 16 dims; got 2 of 17 and"):
+        cache.update(other, other, 0)
+    with pytest.raises(sl.Error, match="dtype: this cache keeps float64, and the model's keys are float32"):
+        cache.update(other.float(), other.float(), 0)
+    assert cache.get_seq_length() == 13
+    sizes = {"vocab_size": 61, "d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    t5 = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    t5.set_attn_implementation("speedlight")
+    with pytest.raises(
+        sl.Error, match=r"expected transformers' EncoderDecoderCache\(Cache\(config\), DynamicCache\(\)\); got"
+    ):
+        t5.generate(tokens, max_new_tokens=2, past_key_values=Cache(t5.config, capacity=32))
+
+
+@pytest.mark.parametrize(("dtype", "near"), [("int8", 0.02), ("fp8", 0.1)])
+def test_codes(llama, tokens, dtype, near):
+    """A cache of codes is near, and takes half of the memory."""
+    model = copy.deepcopy(llama).float()
+    want, cache = logits(model, "eager", tokens), Cache(model.config, dtype=dtype)
+    got = logits(model, "speedlight", tokens, past_key_values=cache)
+    assert 0 < (got - want).abs().max() < near * want.abs().max()
