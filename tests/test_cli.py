@@ -384,6 +384,7 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["view", EXAMPLE, "--head", "12", "-o", "x.png"], "--head: expected 0 to 11; got 12"),
         (["view", EXAMPLE, "--item", "1", "-o", "x.png"], "--item: expected 0 to 0"),
         (["view", EXAMPLE, "--span", "40:3", "-o", "x.png"], "--span: expected positions"),
+        (["view", EXAMPLE, "--span", "200:214", "-o", "x.png"], "--span: expected positions from 0 to 213"),
         (["view", EXAMPLE, "--span", "all", "-o", "x.png"], "--span: expected first:end"),
         (["view", EXAMPLE, "--labels", EXAMPLE, "-o", "x.png"], "--labels:"),
         (["view", "-o", "x.png"], "--mask: expected a mask to draw"),

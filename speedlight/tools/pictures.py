@@ -133,7 +133,7 @@ def draw_weights(
     for name, chosen, most in (("--item", [item], q.shape[0]), ("--head", heads, q.shape[1])):
         if any(not 0 <= x < most for x in chosen):
             raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
-    rows, keys = (_span(span, x.shape[2]) for x in (q, k))
+    rows, keys = _spans(span, q.shape[2], k.shape[2])
     tokens = _labels(labels, k.shape[2])
     plt = _pyplot()
     from matplotlib.colors import LogNorm
@@ -205,16 +205,18 @@ def _cells(
     return np.concatenate(bands)
 
 
-def _span(text: str | None, length: int) -> tuple[int, int]:
+def _spans(text: str | None, *lengths: int) -> list[tuple[int, int]]:
+    """Which rows and keys to draw: where one of them is shorter, as many as there are."""
     if text is None:
-        return 0, length
+        return [(0, length) for length in lengths]
     try:
         first, end = (int(x) for x in text.split(":"))
     except ValueError:
         raise ArgumentError(f"--span: expected first:end, such as 0:40; got {text!r}.") from None
-    if not 0 <= first < min(end, length):
-        raise ArgumentError(f"--span: expected positions from 0 to {length}, the first below the second; got {text!r}.")
-    return first, min(end, length)
+    most = max(lengths) if 0 <= first < min(lengths) else min(lengths)
+    if not 0 <= first < min(end, most) or end > most:
+        raise ArgumentError(f"--span: expected positions from 0 to {most}, the first below the second; got {text!r}.")
+    return [(first, min(end, length)) for length in lengths]
 
 
 def _labels(path: Path | None, length: int) -> list[str] | None:
