@@ -278,6 +278,14 @@ def test_view_of_weights(here, tmp_path):
     assert report["weights"]["heads"] == [{"head": 0, "largest": 1.0}]
 
 
+def test_view_refuses_arrays_that_do_not_go_together(here, tmp_path):
+    pytest.importorskip("matplotlib")
+    for shape in ((1, 3, 9, 8), (2, 2, 9, 8), (1, 2, 9, 7), (1, 0, 9, 8)):
+        np.savez(tmp_path / "a.npz", q=np.ones((1, 4, 5, 8), np.float32), k=np.ones(shape, np.float32))
+        done = here("view", tmp_path / "a.npz", "-o", tmp_path / "a.png")
+        assert done.returncode == 2 and "--k: expected shape (1, kv heads, length, 8), with kv heads" in done.stderr
+
+
 def test_weights_are_those_of_attention(rng):
     q, k, v = qkv(rng, "float64", 2, 4, 2, 9, 30, 8, 8)
     options = {"causal": True, "mask": sl.window(7, 0), "score": sl.softcap(2.0)}
@@ -387,6 +395,8 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["view", EXAMPLE, "--span", "200:214", "-o", "x.png"], "--span: expected positions from 0 to 213"),
         (["view", EXAMPLE, "--span", "all", "-o", "x.png"], "--span: expected first:end"),
         (["view", EXAMPLE, "--labels", EXAMPLE, "-o", "x.png"], "--labels:"),
+        (["view", EXAMPLE, "--q-len", "5"], "--q-len: expected no file beside it; got one."),
+        (["view", "--causal", "--q", "a"], "--q: expected a file with q and k beside it; got none."),
         (["view", "-o", "x.png"], "--mask: expected a mask to draw"),
         (["view", EXAMPLE, "-o", "x.bmp"], "--output: expected a name that ends in .png"),
         (["bench", "--dtype", "int8"], "--dtype: expected some of"),

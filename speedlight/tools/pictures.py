@@ -130,6 +130,12 @@ def draw_weights(
         raise ArgumentError(
             f"--q: expected arrays of shape (batch, heads, length, head_dim); got {q.shape} and {k.shape}."
         )
+    fits = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]) and k.shape[1] and not q.shape[1] % k.shape[1]
+    if not fits:
+        raise ArgumentError(
+            f"--k: expected shape ({q.shape[0]}, kv heads, length, {q.shape[3]}), with kv heads that divide q's "
+            f"{q.shape[1]} heads; got {k.shape}."
+        )
     for name, chosen, most in (("--item", [item], q.shape[0]), ("--head", heads, q.shape[1])):
         if any(not 0 <= x < most for x in chosen):
             raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
