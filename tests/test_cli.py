@@ -278,6 +278,23 @@ def test_view_of_weights(here, tmp_path):
     assert report["weights"]["heads"] == [{"head": 0, "largest": 1.0}]
 
 
+@pytest.mark.parametrize(("heads", "text"), [(8, "i > j"), (1, " | ".join(["causal()"] * 20))])
+def test_the_title_of_a_map_is_inside(monkeypatch, heads, text):
+    figure = pytest.importorskip("matplotlib.figure")
+    from speedlight.tools.pictures import tile_map
+
+    def saved(self, *_, **__):
+        self.draw_without_rendering()
+        title = self.axes[0].title.get_window_extent()
+        assert title.x0 >= 0 and title.x1 <= self.bbox.x1
+        titles.append(title)
+
+    titles = []
+    monkeypatch.setattr(figure.Figure, "savefig", saved)
+    tile_map(sl.plan(q_heads=heads, q_len=8192, head_dim=64, causal=True), 0, text, Path("none.png"))
+    assert titles
+
+
 def test_view_refuses_arrays_that_do_not_go_together(here, tmp_path):
     pytest.importorskip("matplotlib")
     for shape in ((1, 3, 9, 8), (2, 2, 9, 8), (1, 2, 9, 7), (1, 0, 9, 8)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,15 @@ def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float,
     computed = plan.tile_flops / whole if whole else 0.0
     square, visible = all_pairs(plan.problem), ""
     if plan.visible_pairs is not None and square:
-        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
+        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible"
     small = size[0] < 6  # then in shorter words
     several = plan.problem.q_heads > 1 and not small
+    visible += (";\n" if several else "; ") * bool(visible)  # the title is not wider than the picture
     work = f"{computed:.1%} of the work{' of all heads' * several} is done"
     work += "" if small else f", {1 - computed:.1%} is skipped"
     if several:
         axes.set_ylabel(f"query position, {_heads_drawn(plan.problem, head)}")
-    axes.set_title(f"{text}\n{visible}{work}", fontsize=9 if small else 11)
+    axes.set_title(f"{fill(text, 75)}\n{visible}{work}", fontsize=9 if small else 11)
     shown = f"a cell: {queries:g} queries x {keys} keys"
     names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
     handles = [
