@@ -305,9 +305,8 @@ def _has_memory(x: Any) -> bool:
 
 def _from_torch(x: Any, name: str, torch: Any) -> Array:
     if x.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. Use {name}.cpu()."
-        )
+        way = "Make it where it has numbers." if x.device.type == "meta" else f"Use {name}.cpu()."
+        raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. {way}")
     check_plain_tensor(x, name)
     dtype = _check_dtype(name, str(x.dtype).removeprefix("torch."))
     size = DTYPES[dtype][1]
