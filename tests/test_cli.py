@@ -229,7 +229,7 @@ def test_info_and_clear(here, tmp_path, monkeypatch):
     assert speedlight("attend", x).returncode == 0
     (tmp_path / "kernels" / "mine.txt").write_text("not a kernel")
     report = json.loads(here("info", "--clear", "--json").stdout)
-    assert report["kernels"]["count"] == report["removed"] == 1 and report["peak_flops"]["float32"] > 1e9
+    assert report["kernels"]["count"] == report["removed"] >= 1 and report["peak_flops"]["float32"] > 1e9
     assert [p.name for p in (tmp_path / "kernels").iterdir() if not p.name.startswith("roofs_")] == ["mine.txt"]
     done = here("info")
     assert done.returncode == 0 and "vector unit" in done.stdout and "GB/s" in done.stdout
