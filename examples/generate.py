@@ -165,6 +165,8 @@ def main() -> None:
             else "--prompt, --chunk, --tokens: expected some text, and numbers from 1"
         )
         parser.error(f"{why}; the letters are {LETTERS!r}")
+    if options.seed < 0:
+        parser.error(f"--seed: expected a number from 0; got {options.seed}")
     if options.checkpoint and not options.checkpoint.is_file():
         parser.error(f"--checkpoint: no file {options.checkpoint}; examples/train_bytes.py writes one")
     model = Model(options.seed, options.dtype, options.checkpoint)

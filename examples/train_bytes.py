@@ -1,5 +1,6 @@
 """Trains a byte-level transformer of 2 M parameters on the text that ships with Python, attention's gradients by us.
 
+    pip install '.[torch,cli,plot]'                      # in a clone of the repository
     python examples/train_bytes.py                       # some two minutes on two cores
     python examples/generate.py --checkpoint bytes.safetensors --prompt "The for statement"
 

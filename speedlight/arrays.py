@@ -158,7 +158,7 @@ def _check_not_traced(x: Any, name: str) -> None:
 
 def short_list(x: Any, dimensions: int = 1, most_bytes: int = 8 * _MOST_LISTED) -> list[Any] | None:
     """What an array of ints, or a contiguous tensor of them, of so many dimensions and at most so many bytes holds,
-    where all of it is in memory of the CPU; None of anything else.
+    where all of it is in memory of the CPU; None of anything else, of tensors that are not yet negated, too.
     """
     if type(x) is np.ndarray:
         return x.tolist() if x.ndim == dimensions and x.nbytes <= most_bytes and x.dtype.kind in "iu" else None
@@ -169,7 +169,8 @@ def short_list(x: Any, dimensions: int = 1, most_bytes: int = 8 * _MOST_LISTED) 
         return None
     try:
         size = x.nbytes
-        return x.tolist() if has_bytes(x, size) and size <= most_bytes and x.is_contiguous() else None
+        plain = has_bytes(x, size) and x.is_contiguous() and not x.is_neg()
+        return x.tolist() if plain and size <= most_bytes else None
     except RuntimeError:  # sparse, or a wrapper of torch.func
         return None
 
@@ -304,9 +305,8 @@ def _has_memory(x: Any) -> bool:
 
 def _from_torch(x: Any, name: str, torch: Any) -> Array:
     if x.device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(
-            f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. Use {name}.cpu()."
-        )
+        way = "Make it where it has numbers." if x.device.type == "meta" else f"Use {name}.cpu()."
+        raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. {way}")
     check_plain_tensor(x, name)
     dtype = _check_dtype(name, str(x.dtype).removeprefix("torch."))
     size = DTYPES[dtype][1]

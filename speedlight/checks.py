@@ -10,13 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import (
-    CODES,
-    DTYPES,
-    code_cache,
-    conversion,
-    listed,
-)
+from .arrays import CODES, DTYPES, Array, code_cache, conversion, describe, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
 from .hints import of_layout, of_window
 from .problem import LAYOUTS, MOST_SEEDS
@@ -375,3 +369,47 @@ def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, 
                 "see. clear() it, or make a cache of a longer window."
             )
     return [int(n) for n in wanted]
+
+
+def states_of(out1: Any, lse1: Any, out2: Any, lse2: Any, *, gpu: bool = True) -> tuple[list[Array], list[Array]]:
+    """Where the arrays of both forms of merge() lie, whose shapes and devices go together. `gpu`: on one, perhaps."""
+    if not isinstance(out1, (list, tuple)) and not isinstance(lse1, (list, tuple)):
+        for name, x in (("out2", out2), ("lse2", lse2)):
+            if x is None:
+                raise ArgumentTypeError(
+                    f"{name}: expected an array; got None. Or pass lists: merge([out1, …], [lse1, …])."
+                )
+        pairs = ((out1, "out1"), (out2, "out2")), ((lse1, "lse1"), (lse2, "lse2"))
+    else:
+        for name, x in (("outs", out1), ("lses", lse1)):
+            if not isinstance(x, (list, tuple)):
+                raise ArgumentTypeError(
+                    f"{name}: expected a list or tuple of arrays; got {type(x).__name__}. Use list({name})."
+                )
+        if out2 is not None or lse2 is not None:
+            raise ArgumentError(
+                "out2: expected nothing beside lists of states; got more. Put all states into the lists."
+            )
+        if not out1:
+            raise ArgumentError("outs: expected one state or more; got none.")
+        if len(lse1) != len(out1):
+            raise ArgumentError(f"lses: expected {len(out1)} arrays, one for each of outs; got {len(lse1)}.")
+        pairs = tuple([(x, f"{name}[{i}]") for i, x in enumerate(xs)] for name, xs in (("outs", out1), ("lses", lse1)))
+    outs, lses = ([describe(x, name, gpu=gpu) for x, name in several] for several in pairs)
+    _check_states(outs, lses)
+    return outs, lses
+
+
+def _check_states(outs: list[Array], lses: list[Array]) -> None:
+    first = outs[0]
+    if not first.shape:
+        raise ArgumentError(f"{first.name}: expected shape (…, n_q, value_dim); got ().")
+    for several, shape in ((outs, first.shape), (lses, first.shape[:-1])):
+        for x in several:
+            if x.shape != shape:
+                raise ArgumentError(f"{x.name}: expected shape {shape}, to go with {first.name}; got {x.shape}.")
+            if x.device != first.device:
+                raise ArgumentError(
+                    f"{x.name}: expected an array on {first.device}, as {first.name}; got one on {x.device}. Move one "
+                    "of them."
+                )

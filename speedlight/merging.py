@@ -10,7 +10,7 @@ from typing import Any, overload
 from . import arrays
 from . import engine as engines
 from .arrays import STORAGE_BYTES, Array
-from .checks import check_flag
+from .checks import check_flag, states_of
 from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError
 from .forks import importing
@@ -59,8 +59,7 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any
     >>> bool(np.allclose(lse, sl.attention(x, x, x, return_lse=True)[1]))
     True
     """
-    outs, lses = _described(out1, lse1, out2, lse2)
-    _check(outs, lses)
+    outs, lses = states_of(out1, lse1, out2, lse2)
     first, first_lse = outs[0], lses[0]
     if first.device != "cpu":
         out, lse = engines.gpu().merged([x.tensor for x in outs], [x.tensor for x in lses])
@@ -136,49 +135,6 @@ def _states(x: Any, name: str, shape: str, dims: int) -> list[Any]:
     if not each:
         raise ArgumentError(f"{name}: expected one state or more; got none.")
     return each
-
-
-def _described(out1: Any, lse1: Any, out2: Any, lse2: Any) -> tuple[list[Array], list[Array]]:
-    """Where the arrays of both forms lie."""
-    if not isinstance(out1, (list, tuple)) and not isinstance(lse1, (list, tuple)):
-        for name, x in (("out2", out2), ("lse2", lse2)):
-            if x is None:
-                raise ArgumentTypeError(
-                    f"{name}: expected an array; got None. Or pass lists: merge([out1, …], [lse1, …])."
-                )
-        pairs = ((out1, "out1"), (out2, "out2")), ((lse1, "lse1"), (lse2, "lse2"))
-    else:
-        for name, x in (("outs", out1), ("lses", lse1)):
-            if not isinstance(x, (list, tuple)):
-                raise ArgumentTypeError(
-                    f"{name}: expected a list or tuple of arrays; got {type(x).__name__}. Use list({name})."
-                )
-        if out2 is not None or lse2 is not None:
-            raise ArgumentError(
-                "out2: expected nothing beside lists of states; got more. Put all states into the lists."
-            )
-        if not out1:
-            raise ArgumentError("outs: expected one state or more; got none.")
-        if len(lse1) != len(out1):
-            raise ArgumentError(f"lses: expected {len(out1)} arrays, one for each of outs; got {len(lse1)}.")
-        pairs = tuple([(x, f"{name}[{i}]") for i, x in enumerate(xs)] for name, xs in (("outs", out1), ("lses", lse1)))
-    outs, lses = ([arrays.describe(x, name, gpu=True) for x, name in several] for several in pairs)
-    return outs, lses
-
-
-def _check(outs: list[Array], lses: list[Array]) -> None:
-    first = outs[0]
-    if not first.shape:
-        raise ArgumentError(f"{first.name}: expected shape (…, n_q, value_dim); got ().")
-    for several, shape in ((outs, first.shape), (lses, first.shape[:-1])):
-        for x in several:
-            if x.shape != shape:
-                raise ArgumentError(f"{x.name}: expected shape {shape}, to go with {first.name}; got {x.shape}.")
-            if x.device != first.device:
-                raise ArgumentError(
-                    f"{x.name}: expected an array on {first.device}, as {first.name}; got one on {x.device}. Move one "
-                    "of them."
-                )
 
 
 def _rows(shape: tuple[int, ...], strides: list[tuple[int, ...]]) -> tuple[list[int], list[list[int]]]:

@@ -228,6 +228,47 @@ _STATES = dict.fromkeys(
     ("out", "lse", "out_a", "lse_a", "v_a", "s_a", "v_b", "s_b", "out_partial", "lse_partial"),
     "merge(out1, lse1, out2, lse2), or merge([out1, …], [lse1, …])",
 )
+_IN_LAYER = "nothing: Attention({}) says it, where the layer is made"
+_FORWARD = {
+    **dict.fromkeys(("hidden_states", "query", "q", "input", "inputs", "hidden_state"), "x="),
+    **dict.fromkeys(
+        ("key", "value", "k", "v", "memory", "encoder_hidden_states", "key_value_states", "cross_states"),
+        "context=, what keys and values are both made of; beside no context= that is x",
+    ),
+    **dict.fromkeys(
+        ("attn_mask", "causal_mask", "src_mask", "tgt_mask"),
+        "mask= of bool, True where a key is seen: nn.MultiheadAttention's is True where it is hidden",
+    ),
+    **dict.fromkeys(("block_mask", "mask_mod"), "mask=, the same function"),
+    **dict.fromkeys(
+        ("key_padding_mask", "src_key_padding_mask", "memory_key_padding_mask"),
+        "attention_mask=~key_padding_mask: PyTorch's is True where a key is hidden",
+    ),
+    **dict.fromkeys(
+        ("padding_mask", "encoder_attention_mask", "lengths", "q_lengths", "k_lengths", "seq_lens", "seqlens"),
+        "attention_mask=, (batch, k_len), 1 where there is a token",
+    ),
+    **dict.fromkeys(("position_ids", "cache_position", "input_pos", "start_pos", "offset"), "positions="),
+    **dict.fromkeys(
+        ("position_embeddings", "rotary_emb", "freqs_cis", "freqs", "rope", "cos", "sin"),
+        "rotation=(cos, sin), as for speedlight.rotary()",
+    ),
+    **dict.fromkeys(
+        ("past_key_values", "past_key_value", "kv_cache", "layer_past", "past", "use_cache", "inference_params"),
+        "cache=, a speedlight.KVCache, which keeps keys and values of all calls",
+    ),
+    **dict.fromkeys(("causal", "is_causal"), _IN_LAYER.format("causal=True")),
+    **dict.fromkeys(_WINDOWS, _IN_LAYER.format("window=n")),
+    **dict.fromkeys(("dropout", "dropout_p"), _IN_LAYER.format("dropout=p")),
+    **dict.fromkeys(("scale", "softmax_scale", "scaling"), _IN_LAYER.format("scale=x")),
+    **dict.fromkeys(
+        ("score", "score_mod", "attn_bias", "bias", "position_bias", "alibi_slopes", "softcap"),
+        _IN_LAYER.format("score=…"),
+    ),
+    **dict.fromkeys(("sinks", "s_aux", "learnable_sink"), _IN_LAYER.format("sinks=True")),
+    **dict.fromkeys(("layer", "layer_idx", "layer_id"), _IN_LAYER.format("layer=n")),
+    **dict.fromkeys(("need_weights", "average_attn_weights", "output_attentions"), "nothing: no weights are made"),
+}
 _TABLES = "cos= and sin=, a row for each position"
 _SCALED = "cos= and sin= of the scaled angles; base= alone scales none"
 _TURNED = {
@@ -259,6 +300,7 @@ OF = {
     "PagePool.append": _PUT | _PACKED_ATTEND,
     "PagePool.attend": _ATTEND | _PACKED_ATTEND,
     "merge": _STATES,
+    "Attention.forward": _FORWARD,
 }
 _WINDOWED = dict.fromkeys(_WINDOWS, "mask=sl.window(n - 1, 0)")
 # of calls over several processes, where they differ from those of the same name

@@ -40,6 +40,7 @@ class Plan:
 
     FLOPs count a multiply-add as two and only visible query-key pairs, except `tile_flops`, which is what is computed:
     `mixed_flops` under the mask, `full_flops` without, of those keys of mixed tiles, too, that all rows of a panel see.
+    A tile is full where none of its keys is computed under the mask, though some, hidden from all rows, may be skipped.
     (On the CPU a little less is: `causal` keys that only the last rows of a panel see take no time of the others.)
     visible_pairs and flops are None where only counting would tell (`plan(…, exact=True)` counts).
     Bytes are the least that must be moved: every input once, every output once. Seconds are the least

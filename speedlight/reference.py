@@ -23,7 +23,7 @@ from .accuracy_backward import (
     summed_bound,
     terms_of,
 )
-from .checks import MOST, cache_dtype, check_index, check_tokens, dropout_of, integer, seed_of
+from .checks import MOST, cache_dtype, check_index, check_tokens, dropout_of, integer, seed_of, states_of
 from .errors import ArgumentError, ArgumentTypeError
 from .gradients import SINKS
 from .hints import unknown
@@ -327,25 +327,26 @@ def _positions(name: str, x: Any, least: int) -> list[int]:
     return found
 
 
-def merge(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
-    """What `speedlight.merge(outs, lses)` should return, in float64.
+def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """What `speedlight.merge` with the same arguments should return, in float64.
 
     >>> import numpy as np, speedlight as sl
     >>> out, lse = sl.reference.merge([np.ones((1, 2)), np.zeros((1, 2))], [np.zeros(1), np.zeros(1)])
     >>> out.tolist(), round(float(lse[0]), 6)
     ([[0.5, 0.5]], 0.693147)
     """
-    out, seen, share, base, total = _shares(outs, lses)
+    out, seen, share, base, total = _shares(*states_of(out1, lse1, out2, lse2, gpu=False))
     with np.errstate(all="ignore"):
         return np.where(seen, share * out, 0.0).sum(axis=0), base + np.log(total)
 
 
-def merge_bound(outs: Sequence[Any], lses: Sequence[Any]) -> Bounds:
-    """How far a result of `speedlight.merge` may be from `merge`, element by element.
+def merge_bound(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> Bounds:
+    """How far a result of `speedlight.merge` may be from `merge` with the same arguments, element by element.
 
     docs/numerics.md has the formula.
     """
-    dtype, lse_dtype = (arrays.describe(x[0], name).dtype for x, name in ((outs, "outs"), (lses, "lses")))
+    outs, lses = states_of(out1, lse1, out2, lse2, gpu=False)
+    dtype, lse_dtype = outs[0].dtype, lses[0].dtype
     out, seen, share, base, total = _shares(outs, lses)
     with np.errstate(all="ignore"):
         log = np.abs(base + np.log(total))
@@ -359,14 +360,11 @@ def merge_bound(outs: Sequence[Any], lses: Sequence[Any]) -> Bounds:
         )
 
 
-def _shares(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[np.ndarray, ...]:
+def _shares(outs: list[arrays.Array], lses: list[arrays.Array]) -> tuple[np.ndarray, ...]:
     """[states, …] of outputs, which of them saw anything, and their shares; per row, the largest lse and the sum of
     weights.
     """
-    out, lse = (
-        np.stack([arrays.describe(x, name).numpy().astype(np.float64) for x in xs])
-        for xs, name in ((outs, "outs"), (lses, "lses"))
-    )
+    out, lse = (np.stack([x.numpy().astype(np.float64) for x in xs]) for xs in (outs, lses))
     top = np.where(np.isnan(lse), -np.inf, lse).max(axis=0)
     base = np.where(np.isneginf(top), 0.0, top)
     with np.errstate(all="ignore"):

@@ -95,6 +95,11 @@ def test_attention_has_the_same_bits_for_any_threads(train_bytes):
     assert digests[0] == digests[1] != train_bytes.Digest(model).sum.hexdigest()
 
 
+def test_a_seed_that_is_none_is_named():
+    wrong = run("generate", "--seed", "-1")
+    assert wrong.returncode == 2 and "error: --seed: expected a number from 0; got -1" in wrong.stderr
+
+
 def test_training_and_generating_as_a_person_runs_them(tmp_path):
     """A checkpoint, a curve, a digest, and text; generate.py says the same as the model that was trained."""
     checkpoint = tmp_path / "bytes.safetensors"

@@ -74,44 +74,45 @@ def test_shapes_without_rows_or_columns(rng, shape):
     assert (out == 1).all() and np.allclose(lse, np.log(2), rtol=1e-15)
 
 
-def test_wrong_arguments(rng):
+@pytest.mark.parametrize("merge", [sl.merge, reference.merge, reference.merge_bound])
+def test_wrong_arguments(rng, merge):
     (a, b), (la, lb) = states(rng, 2, (2, 5, 8))
     tensor = torch.from_numpy(a).requires_grad_()
     for message, error, call in (
         (
             r"lse2: expected shape \(2, 5\), to go with out1; got \(2, 1\)",
             sl.ArgumentError,
-            lambda: sl.merge(a, la, b, lb[:, :1]),
+            lambda: merge(a, la, b, lb[:, :1]),
         ),
         (
             r"out2: expected shape \(2, 5, 8\), to go with out1; got",
             sl.ArgumentError,
-            lambda: sl.merge(a, la, b[..., :7], lb),
+            lambda: merge(a, la, b[..., :7], lb),
         ),
-        (r"lse1: expected shape \(2, 5\)", sl.ArgumentError, lambda: sl.merge(a, la[..., None], b, lb)),
+        (r"lse1: expected shape \(2, 5\)", sl.ArgumentError, lambda: merge(a, la[..., None], b, lb)),
         (
             r"out1: expected shape \(…, n_q, value_dim\); got \(\)",
             sl.ArgumentError,
-            lambda: sl.merge(*[np.array(1.0)] * 4),
+            lambda: merge(*[np.array(1.0)] * 4),
         ),
-        (r"outs\[2\]: expected shape", sl.ArgumentError, lambda: sl.merge([a, b, a[:1]], [la, lb, la])),
-        (r"lses\[1\]: expected shape", sl.ArgumentError, lambda: sl.merge([a, b], [la, lb[:1]])),
-        ("lses: expected 2 arrays, one for each of outs; got 1", sl.ArgumentError, lambda: sl.merge([a, b], [la])),
-        ("outs: expected one state or more", sl.ArgumentError, lambda: sl.merge([], [])),
+        (r"outs\[2\]: expected shape", sl.ArgumentError, lambda: merge([a, b, a[:1]], [la, lb, la])),
+        (r"lses\[1\]: expected shape", sl.ArgumentError, lambda: merge([a, b], [la, lb[:1]])),
+        ("lses: expected 2 arrays, one for each of outs; got 1", sl.ArgumentError, lambda: merge([a, b], [la])),
+        ("outs: expected one state or more", sl.ArgumentError, lambda: merge([], [])),
         (
             r"outs: expected a list or tuple of arrays; got ndarray. Use list\(outs\)",
             sl.ArgumentTypeError,
-            lambda: sl.merge(a, [la]),
+            lambda: merge(a, [la]),
         ),
-        (r"lses: expected a list or tuple of arrays; got ndarray", sl.ArgumentTypeError, lambda: sl.merge([a], la)),
-        ("out2: expected nothing beside lists", sl.ArgumentError, lambda: sl.merge([a], [la], b, lb)),
-        ("out2: expected an array; got None", sl.ArgumentTypeError, lambda: sl.merge(a, la)),
-        ("lse2: expected an array; got None", sl.ArgumentTypeError, lambda: sl.merge(a, la, b, None)),
-        ("out2: expected dtype float32", sl.ArgumentTypeError, lambda: sl.merge(a, la, np.int32(b > 0), lb)),
-        (r"lses\[0\]: expected dtype float32", sl.ArgumentTypeError, lambda: sl.merge([a], [la.astype(bool)])),
-        (r"outs\[1\]: expected a NumPy array", sl.ArgumentTypeError, lambda: sl.merge([a, "b"], [la, lb])),
-        (r"outs\[0\]: requires grad", sl.UnsupportedError, lambda: sl.merge([tensor, b], [la, lb])),
-        ("out1: expected native byte order", sl.ArgumentTypeError, lambda: sl.merge(a.astype(">f4"), la, b, lb)),
+        (r"lses: expected a list or tuple of arrays; got ndarray", sl.ArgumentTypeError, lambda: merge([a], la)),
+        ("out2: expected nothing beside lists", sl.ArgumentError, lambda: merge([a], [la], b, lb)),
+        ("out2: expected an array; got None", sl.ArgumentTypeError, lambda: merge(a, la)),
+        ("lse2: expected an array; got None", sl.ArgumentTypeError, lambda: merge(a, la, b, None)),
+        ("out2: expected dtype float32", sl.ArgumentTypeError, lambda: merge(a, la, np.int32(b > 0), lb)),
+        (r"lses\[0\]: expected dtype float32", sl.ArgumentTypeError, lambda: merge([a], [la.astype(bool)])),
+        (r"outs\[1\]: expected a NumPy array", sl.ArgumentTypeError, lambda: merge([a, "b"], [la, lb])),
+        (r"outs\[0\]: requires grad", sl.UnsupportedError, lambda: merge([tensor, b], [la, lb])),
+        ("out1: expected native byte order", sl.ArgumentTypeError, lambda: merge(a.astype(">f4"), la, b, lb)),
     ):
         with pytest.raises(error, match=message):
             call()

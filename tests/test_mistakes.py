@@ -41,6 +41,7 @@ by_weight = sl.expression(lambda s, b, h, i, j: s + embedding.weight[i, h])
 pool = sl.PagePool(layers=1, pages=4, page_size=16, kv_heads=4, head_dim=8)
 kept, table = torch.ones(2, 4, 16, 6, 8), torch.tensor([[0], [9]])
 sdpa = speedlight.torch.scaled_dot_product_attention
+layer, x = speedlight.torch.Attention(32, 4), torch.ones(2, 6, 32)
 # --- of errors
 VALUE, TYPE, EXPRESSION, PLAIN = sl.ArgumentError, sl.ArgumentTypeError, sl.ExpressionError, TypeError
 
@@ -125,6 +126,15 @@ MISTAKES = {
         ("speedlight.torch.Attention(32, 4, num_key_value_heads=2)", TYPE, "kv_heads="),
         ("speedlight.torch.Attention(32, 4, rope_theta=5e5)", TYPE, "rotary=, the base of angles"),
         ("speedlight.torch.Attention(32, 4, 2)", TYPE, "dim, heads by place", "Write kv_heads=…"),
+        ("layer(x, x, x)", TYPE, "x, context by place", "Write mask=…"),
+        ("layer(x, key=x, value=x)", TYPE, "context=, what keys and values are both made of"),
+        ("layer(x, key_padding_mask=x)", TYPE, "attention_mask=~key_padding_mask"),
+        ("layer(x, attn_mask=square)", TYPE, "mask= of bool, True where a key is seen"),
+        ("layer(x, is_causal=True)", TYPE, "Leave it out: Attention(causal=True) says it"),
+        ("layer(hidden_states=x)", TYPE, "Use x="),
+        ("layer(x, past_key_values=None)", TYPE, "cache=, a speedlight.KVCache"),
+        ("layer(x, position_embeddings=(x, x))", TYPE, "rotation=(cos, sin)"),
+        ("layer(x, attentoin_mask=None)", PLAIN, "unexpected keyword", "mean 'attention_mask'?"),
         ("sdpa(tensor, tensor, tensor, causal=True)", PLAIN, "unexpected keyword", "mean 'is_causal'?"),
         ("sdpa(tensor, tensor, tensor, softmax_scale=0.1)", TYPE, "Use scale="),
         ("sl.attention(q, k, v, casual=True)", PLAIN, "unexpected keyword argument 'casual'", "mean 'causal'?"),
@@ -280,7 +290,8 @@ def test_the_page_shows_the_table():
 CALLS = [sl.attention, sl.attention_backward, sl.attention_paged, sl.append_paged, sl.plan, sl.merge, sl.merge_states,
          sl.rotary, sl.KVCache.append, sl.PagePool.append, sl.KVCache.attend, sl.PagePool.attend,
          sl.KVCache.__init__, sl.PagePool.__init__,
-         speedlight.torch.attention, speedlight.torch.Attention.__init__, speedlight.distributed.attention,
+         speedlight.torch.attention, speedlight.torch.Attention.__init__, speedlight.torch.Attention.forward,
+         speedlight.distributed.attention,
          speedlight.distributed.KVCache.__init__,
          speedlight.distributed.KVCache.append, speedlight.distributed.KVCache.attend]  # fmt: skip
 NAMES = {name for table in (other_names.OPTIONS, *other_names.OF.values(), *other_names.MAKERS.values(),

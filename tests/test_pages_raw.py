@@ -95,6 +95,18 @@ def test_raw_pages_of_torch(rng):
     assert torch.equal(out[1:], sl.attention(q[1:], keys[1:], keys[1:]))
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_negated_tensors_are_refused_of_one_row_and_of_several(batch):
+    torch = pytest.importorskip("torch")
+    pages, q = torch.ones(9, 16, 2, 16), torch.ones(batch, 4, 1, 16)
+    table, lengths = torch.tensor([[0, 5], [2, 1]])[:batch], torch.tensor([20, 32])[:batch]
+    negated = torch._neg_view(-table), torch._neg_view(-lengths)
+    with pytest.raises(sl.ArgumentTypeError, match=r"^block_table: .* Use block_table\.resolve_neg\(\)\.$"):
+        sl.attention_paged(q, pages, pages, negated[0], lengths)
+    with pytest.raises(sl.ArgumentTypeError, match=r"^k_lengths: .* Use k_lengths\.resolve_neg\(\)\.$"):
+        sl.attention_paged(q, pages, pages, table, negated[1])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -91,6 +91,11 @@ def test_bad_arguments_are_named(name, change, kind):
     assert isinstance(caught.value, (ValueError, TypeError, NotImplementedError))
 
 
+def test_a_tensor_without_numbers_is_not_told_to_move():
+    with pytest.raises(sl.UnsupportedError, match=r"^q: .* on meta\. Make it where it has numbers\.$"):
+        sl.attention(torch.ones(2, 4, 6, 8, device="meta"), torch.ones(2, 2, 7, 8), torch.ones(2, 2, 7, 8))
+
+
 @pytest.mark.parametrize(("name", "change"), PACKED)
 def test_bad_packing_is_named(name, change):
     q, k = np.ones((6, 4, 8), np.float32), np.ones((7, 2, 8), np.float32)

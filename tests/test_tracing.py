@@ -138,7 +138,7 @@ PATTERNS = [
     (lambda: sl.softcap(float("nan")), "c: expected a positive number"),
     (lambda: sl.softcap(float("inf")), "c: expected a positive number"),
     (lambda: sl.softcap(1e-300), "c: expected a positive number"),
-    (lambda: sl.alibi([[0.5]]), "slopes: expected 1 dimensions"),
+    (lambda: sl.alibi([[0.5]]), "slopes: expected 1 dimension; got"),
     (lambda: sl.alibi([0.5, float("nan")]), "slopes: expected finite numbers"),
     (lambda: sl.alibi([True]), "slopes: expected int or float or double"),
     (lambda: sl.relative_bias(np.zeros((2, 4))), "bias: expected shape"),

@@ -206,5 +206,7 @@ def _table(x: Any, name: str, kinds: tuple[str, ...], dims: tuple[int, ...]) -> 
     if of.kind not in kinds:
         raise ArgumentTypeError(f"{name}: expected {' or '.join(kinds)} entries; got dtype {of.array.dtype}.")
     if of.array.ndim not in dims:
-        raise ArgumentError(f"{name}: expected {' or '.join(map(str, dims))} dimensions; got shape {of.array.shape}.")
+        several = "s" * (dims[-1] > 1)
+        expected = f"{' or '.join(map(str, dims))} dimension{several}"
+        raise ArgumentError(f"{name}: expected {expected}; got shape {of.array.shape}.")
     return of

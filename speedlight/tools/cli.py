@@ -77,8 +77,13 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 app.command()(attend)
 
 
+_OF_FILES = ("item", "span", "labels", "q", "k")  # options of view, beside a file and without one
+_OF_SIZES = ("q_len", "k_len", "q_heads", "kv_heads", "head_dim", "value_dim", "dtype", "isa")
+
+
 @app.command()
 def view(
+    context: typer.Context,
     files: Annotated[
         list[Path] | None, typer.Argument(help="A file with q and k, to draw weights; without one, --mask is drawn.")
     ] = None,
@@ -107,6 +112,10 @@ def view(
     """Draws the attention weights of a file's heads; or, without a file, which tiles a mask computes whole, under the
     mask, and skips, for the sizes that are given.
     """
+    for name in _OF_SIZES if files else _OF_FILES:
+        if getattr(context.get_parameter_source(name), "name", None) == "COMMANDLINE":
+            option, beside = f"--{name.replace('_', '-')}", "no file" if files else "a file with q and k"
+            raise ArgumentError(f"{option}: expected {beside} beside it; got {'one' if files else 'none'}.")
     check_path(output)
     options = hidden_by(causal, window, mask, None)
     if files:

@@ -54,9 +54,9 @@ def info(
 
     with on_unit(isa):
         unit, threads = machine.current_isa(), sl.get_threads()
-    tuning, cached = tuning_of(unit), compile.cached_kernels()
-    removed = compile.clear_kernels() if clear else None
-    known = _roofs(unit, threads, again=measure)
+    tuning, known = tuning_of(unit), _roofs(unit, threads, again=measure)
+    cached = compile.cached_kernels()
+    removed = compile.clear_kernels() if clear else None  # what measuring has compiled, too
     peaks, read = {x: r.flops for x, r in known.items()}, max(r.bytes for r in known.values())
     directory = compile.cache_directory()
     report = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -55,14 +56,15 @@ def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float,
     computed = plan.tile_flops / whole if whole else 0.0
     square, visible = all_pairs(plan.problem), ""
     if plan.visible_pairs is not None and square:
-        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible; "
+        visible = f"{plan.visible_pairs / square:.1%} of the pairs are visible"
     small = size[0] < 6  # then in shorter words
     several = plan.problem.q_heads > 1 and not small
+    visible += (";\n" if several else "; ") * bool(visible)  # the title is not wider than the picture
     work = f"{computed:.1%} of the work{' of all heads' * several} is done"
     work += "" if small else f", {1 - computed:.1%} is skipped"
     if several:
         axes.set_ylabel(f"query position, {_heads_drawn(plan.problem, head)}")
-    axes.set_title(f"{text}\n{visible}{work}", fontsize=9 if small else 11)
+    axes.set_title(f"{fill(text, 75)}\n{visible}{work}", fontsize=9 if small else 11)
     shown = f"a cell: {queries:g} queries x {keys} keys"
     names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
     handles = [
@@ -130,10 +132,16 @@ def draw_weights(
         raise ArgumentError(
             f"--q: expected arrays of shape (batch, heads, length, head_dim); got {q.shape} and {k.shape}."
         )
+    fits = (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]) and k.shape[1] and not q.shape[1] % k.shape[1]
+    if not fits:
+        raise ArgumentError(
+            f"--k: expected shape ({q.shape[0]}, kv heads, length, {q.shape[3]}), with kv heads that divide q's "
+            f"{q.shape[1]} heads; got {k.shape}."
+        )
     for name, chosen, most in (("--item", [item], q.shape[0]), ("--head", heads, q.shape[1])):
         if any(not 0 <= x < most for x in chosen):
             raise ArgumentError(f"{name}: expected 0 to {most - 1}; got {', '.join(map(str, chosen))}.")
-    rows, keys = (_span(span, x.shape[2]) for x in (q, k))
+    rows, keys = _spans(span, q.shape[2], k.shape[2])
     tokens = _labels(labels, k.shape[2])
     plt = _pyplot()
     from matplotlib.colors import LogNorm
@@ -205,16 +213,18 @@ def _cells(
     return np.concatenate(bands)
 
 
-def _span(text: str | None, length: int) -> tuple[int, int]:
+def _spans(text: str | None, *lengths: int) -> list[tuple[int, int]]:
+    """Which rows and keys to draw: where one of them is shorter, as many as there are."""
     if text is None:
-        return 0, length
+        return [(0, length) for length in lengths]
     try:
         first, end = (int(x) for x in text.split(":"))
     except ValueError:
         raise ArgumentError(f"--span: expected first:end, such as 0:40; got {text!r}.") from None
-    if not 0 <= first < min(end, length):
-        raise ArgumentError(f"--span: expected positions from 0 to {length}, the first below the second; got {text!r}.")
-    return first, min(end, length)
+    most = max(lengths) if 0 <= first < min(lengths) else min(lengths)
+    if not 0 <= first < min(end, most) or end > most:
+        raise ArgumentError(f"--span: expected positions from 0 to {most}, the first below the second; got {text!r}.")
+    return [(first, min(end, length)) for length in lengths]
 
 
 def _labels(path: Path | None, length: int) -> list[str] | None:

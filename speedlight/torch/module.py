@@ -181,6 +181,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, self.dim, out_bias, **made)
         self.sinks = nn.Parameter(torch.zeros(self.heads, **made)) if sinks else None
 
+    @explained
     def forward(
         self,
         x: torch.Tensor,
