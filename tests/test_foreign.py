@@ -194,6 +194,26 @@ def test_captured_arrays_are_read_where_they_lie():
         assert before[0, 0, :, 0].tolist() == [1.5] * 4 and after[0, 0, :, 0].tolist() == [0.5, 0.5, 2.5, 2.5]
 
 
+def test_a_view_that_cannot_be_written_changes_with_what_it_shows():
+    """What was known of the numbers that it had is not taken for known: 2²⁹ · 4 is more than 32 bits hold."""
+    q = np.ones((1, 1, 4, 8), np.float32)
+    v = q * np.arange(4, dtype=np.float32)[:, None]
+    base, own = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    fixed = own.view()
+    fixed.flags.writeable = own.flags.writeable = False
+    for ids, writeable in ((np.broadcast_to(base, (2, 4))[1], base), (fixed, own), (own, own)):
+        mask = sl.expression(lambda b, h, i, j, ids=ids: ids[j] * 4 >= 0)
+        before = sl.attention(q, q, v, mask=mask)
+        writeable.flags.writeable = True
+        writeable[:] = [-1, -1, -1, 1 << 29]
+        writeable.flags.writeable = writeable is base
+        after = sl.attention(q, q, v, mask=mask)
+        assert before[0, 0, :, 0].tolist() == [1.5] * 4 and after[0, 0, :, 0].tolist() == [3.0] * 4
+        writeable.flags.writeable = True
+        writeable[:] = 0
+        writeable.flags.writeable = writeable is base
+
+
 class Model:
     slopes = torch.tensor([1.0, 2.0, 4.0])
     array = ALONE
