@@ -6,6 +6,7 @@ import functools
 import math
 import random
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -212,6 +213,18 @@ def test_a_view_that_cannot_be_written_changes_with_what_it_shows():
         writeable.flags.writeable = True
         writeable[:] = 0
         writeable.flags.writeable = writeable is base
+
+
+@pytest.mark.parametrize("bias", [np.zeros(4, ml_dtypes.bfloat16), torch.zeros(4, dtype=torch.bfloat16)])
+def test_captured_bfloat16_is_read_where_it_lies(bias):
+    """It is widened: at each use."""
+    q = np.ones((1, 1, 4, 8), np.float32)
+    v = q * np.arange(4, dtype=np.float32)[:, None]
+    score = sl.expression(lambda s, b, h, i, j: s + bias[j])
+    before = sl.attention(q, q, v, score=score)
+    bias[3] = 100
+    for after in (sl.attention(q, q, v, score=score), sl.reference.attention(q, q, v, score=score)):
+        assert (before < 2).all() and after[0, 0, :, 0].tolist() == [3.0] * 4
 
 
 class Model:

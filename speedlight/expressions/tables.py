@@ -182,6 +182,12 @@ class Table:
         """
         return self.watched is None
 
+    def read_again(self) -> None:
+        """What others hold is read where it lies; of bfloat16, which was widened, the numbers that it has now."""
+        if self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16"):
+            x = self.watched.detach() if is_tensor(self.watched) else self.watched
+            self.array[...] = _entries(x, self.name).reshape(self.array.shape)
+
     def known_ends(self) -> tuple[int, int] | None:
         """Least and greatest entry of integers that stay what they are."""
         if self.kind not in ("bool", "int") or not self.array.size or self.tensor is not None or not self.is_own:
