@@ -35,25 +35,30 @@ def undisturbed(call: Callable[[], _R]) -> _R:
     """
     found: list[_R] = []
     failed: list[BaseException] = []
+    begun: list[bool] = []
     turn, ended, process = [call], threading.Lock(), os.getpid()
 
     def run() -> None:
-        try:
-            with _inside:  # a child that is forked after it finds what came of it
+        begun.append(True)
+        with _inside:  # a child that is forked after it finds what came of it
+            if turn:
                 try:
-                    if turn:
-                        found.append(turn.pop()())
+                    found.append(turn.pop()())
                 except BaseException as error:
                     failed.append(error)
                     _forget_frames(error)
-        finally:
-            ended.release()
+                finally:
+                    ended.release()
 
     ended.acquire()
     try:
-        _thread.start_new_thread(run, ())
-        while not ended.acquire(timeout=1.0) and os.getpid() == process:
-            pass  # a child that a signal's handler forked has no such thread
+        while os.getpid() == process:  # a child that a signal's handler forked has no such thread
+            # An exception that another thread sends to this one (PyThreadState_SetAsyncExc) ends the new one before its
+            # first line if it comes while CPython still has that under this one's number.
+            if not begun:
+                _thread.start_new_thread(run, ())
+            if ended.acquire(timeout=1.0):
+                break
     except RuntimeError as error:
         pass_on(error)  # else no thread is to be had
     if not found and not failed:

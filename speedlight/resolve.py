@@ -357,6 +357,7 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
     found = _score(score, problem, packed, square)
     hiding = _mask(mask, problem, packed, square)
     for table in [t for x in (hiding, found) if x is not None for t in x.tables]:
+        table.read_again()
         if table.source is not None:
             check_plain_tensor(table.source, table.name)
         if table.of_heads and table.shape[0] != problem.q_heads:

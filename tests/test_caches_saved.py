@@ -111,6 +111,21 @@ def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
             assert time.process_time() - start < 2, (name, size)
 
 
+def test_a_ring_that_was_written_less_far_than_it_is_long_is_refused(rng, tmp_path):
+    safetensors = pytest.importorskip("safetensors")
+    save = pytest.importorskip("safetensors.numpy").save_file
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+    cache, path = made("float32", window=70, keep_first=5, capacity=None), tmp_path / "c.safetensors"
+    cache.append(0, k, v)
+    cache.save(path)
+    with safetensors.safe_open(path, "np") as file:
+        words, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    stored["written"][0, 0] -= 1
+    save(stored, path, words)
+    with pytest.raises(sl.FileError, match="expected what a sequence of 9 tokens sees; of 8 that were there"):
+        sl.KVCache.load(path)
+
+
 def test_an_empty_file_of_many_layers_is_refused_at_once(tmp_path):
     save = pytest.importorskip("safetensors.numpy").save_file
     words = {

@@ -73,6 +73,9 @@ def test_nothing_that_may_change_is_part_of_a_key():
         ("scale", np.float64(1)),
     ):
         assert base._replace(**{name: x}).key() is None
+    floats = np.ones(2)
+    keys = [base._replace(sink_logits=x).key() for x in (floats, floats.view(np.int64), floats.view(np.uint64))]
+    assert None not in keys and len(set(keys)) == 3  # of the same bytes, but other numbers
     lengths = [3, 2]
     before = base._replace(k_lengths=lengths).key()
     lengths[0] = 4

@@ -6,6 +6,7 @@ import functools
 import math
 import random
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -192,6 +193,38 @@ def test_captured_arrays_are_read_where_they_lie():
         ids[2:] = 1
         after = sl.attention(q, q, v, mask=mask)
         assert before[0, 0, :, 0].tolist() == [1.5] * 4 and after[0, 0, :, 0].tolist() == [0.5, 0.5, 2.5, 2.5]
+
+
+def test_a_view_that_cannot_be_written_changes_with_what_it_shows():
+    """What was known of the numbers that it had is not taken for known: 2²⁹ · 4 is more than 32 bits hold."""
+    q = np.ones((1, 1, 4, 8), np.float32)
+    v = q * np.arange(4, dtype=np.float32)[:, None]
+    base, own = np.zeros(4, np.int64), np.zeros(4, np.int64)
+    fixed = own.view()
+    fixed.flags.writeable = own.flags.writeable = False
+    for ids, writeable in ((np.broadcast_to(base, (2, 4))[1], base), (fixed, own), (own, own)):
+        mask = sl.expression(lambda b, h, i, j, ids=ids: ids[j] * 4 >= 0)
+        before = sl.attention(q, q, v, mask=mask)
+        writeable.flags.writeable = True
+        writeable[:] = [-1, -1, -1, 1 << 29]
+        writeable.flags.writeable = writeable is base
+        after = sl.attention(q, q, v, mask=mask)
+        assert before[0, 0, :, 0].tolist() == [1.5] * 4 and after[0, 0, :, 0].tolist() == [3.0] * 4
+        writeable.flags.writeable = True
+        writeable[:] = 0
+        writeable.flags.writeable = writeable is base
+
+
+@pytest.mark.parametrize("bias", [np.zeros(4, ml_dtypes.bfloat16), torch.zeros(4, dtype=torch.bfloat16)])
+def test_captured_bfloat16_is_read_where_it_lies(bias):
+    """It is widened: at each use."""
+    q = np.ones((1, 1, 4, 8), np.float32)
+    v = q * np.arange(4, dtype=np.float32)[:, None]
+    score = sl.expression(lambda s, b, h, i, j: s + bias[j])
+    before = sl.attention(q, q, v, score=score)
+    bias[3] = 100
+    for after in (sl.attention(q, q, v, score=score), sl.reference.attention(q, q, v, score=score)):
+        assert (before < 2).all() and after[0, 0, :, 0].tolist() == [3.0] * 4
 
 
 class Model:

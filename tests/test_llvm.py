@@ -4,6 +4,7 @@ and everybody's next kernel is compiled.
 
 from __future__ import annotations
 
+import _thread
 import gc
 import itertools
 import os
@@ -21,6 +22,7 @@ from injection import interrupted, needs_places, places
 import speedlight as sl
 from speedlight import llvm
 from speedlight.cpu import compile as compiling
+from speedlight.cpu import workers
 from speedlight.cpu.shape import Shape
 from speedlight.machine import current_isa
 
@@ -107,6 +109,22 @@ def test_without_a_thread_it_is_compiled_by_the_caller(monkeypatch):
 
     monkeypatch.setattr(llvm._thread, "start_new_thread", start)
     assert made()["one"]
+
+
+def test_a_thread_that_ends_before_its_first_line_is_not_waited_for(monkeypatch):
+    """An exception that was meant for the caller may reach the new thread, while CPython has it under his number."""
+    start, calls = _thread.start_new_thread, []
+
+    def fails_at_first(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) > 1:
+            start(*given)
+
+    monkeypatch.setattr(llvm._thread, "start_new_thread", fails_at_first)
+    assert llvm.undisturbed(lambda: 7) == 7 and len(calls) == 2
+    calls.clear()
+    assert not workers._try_threads(1)
+    assert workers._try_threads(1)
 
 
 def test_what_llvm_refuses_is_an_error_of_ours_and_the_next_is_made():

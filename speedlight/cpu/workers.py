@@ -258,7 +258,10 @@ def _clock_of_team(ours: Threads, openmp: int, threads: int) -> int:
 
 
 def _try_threads(count: int) -> bool:
-    """Whether `count` more threads can run at the same time; they have ended when it returns True."""
+    """Whether `count` more threads can run at the same time; they have ended when it returns True.
+
+    In vain, now, where one does not come: it may have ended before its first line, as in llvm.undisturbed().
+    """
     came: list[int] = []
     gate = threading.Lock()
 
@@ -274,7 +277,10 @@ def _try_threads(count: int) -> bool:
     except RuntimeError as error:
         _warn(error)
         return False
+    latest = time.monotonic() + 1.0
     while len(came) < count or any([os.path.exists(f"/proc/self/task/{n}") for n in came]):
+        if len(came) < count and time.monotonic() > latest:
+            return False
         time.sleep(5e-5)
     return True
 

@@ -175,7 +175,7 @@ class Program:
     @property
     def opaque(self) -> bool:
         """Whether tiles depend on tables that a GPU's kernel cannot bound: of several dimensions, or of floats."""
-        if not self.may_hide or any([t.tensor is not None or t.array.flags.writeable for t in self.tables]):
+        if not self.may_hide or not all([t.is_own for t in self.tables]):
             return False
         lookups = [node for node in self.nodes if node.op == "table"]
         return any([node.is_float or any([a.uses & {"i", "j"} for a in node.args[:-1]]) for node in lookups])

@@ -175,14 +175,22 @@ class Table:
             return self.tensor.stride()[-1] == 1
         return self.array.strides[-1] == self.array.itemsize
 
+    @property
+    def is_own(self) -> bool:
+        """Whether its entries are a copy, which nobody changes. An array that was captured may change whatever its
+        flags say: it may be a read-only view of another.
+        """
+        return self.watched is None
+
+    def read_again(self) -> None:
+        """What others hold is read where it lies; of bfloat16, which was widened, the numbers that it has now."""
+        if self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16"):
+            x = self.watched.detach() if is_tensor(self.watched) else self.watched
+            self.array[...] = _entries(x, self.name).reshape(self.array.shape)
+
     def known_ends(self) -> tuple[int, int] | None:
         """Least and greatest entry of integers that stay what they are."""
-        if (
-            self.kind not in ("bool", "int")
-            or not self.array.size
-            or self.tensor is not None
-            or self.array.flags.writeable
-        ):
+        if self.kind not in ("bool", "int") or not self.array.size or self.tensor is not None or not self.is_own:
             return None
         return self.ends()
 
@@ -230,7 +238,7 @@ class Table:
         """Least and greatest entry of an integer or bool table that has any."""
         if self.array.dtype == bool:
             return 0, 1
-        if self._ends is None or self.array.flags.writeable:
+        if self._ends is None or not self.is_own:
             array = self.host()
             self._ends = int(array.min()), int(array.max())
         return self._ends

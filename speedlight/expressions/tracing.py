@@ -129,8 +129,7 @@ def is_immutable(x: Any) -> bool:
     nor a function.
     """
     return x is None or (
-        type(x) is Expression
-        and all([t.array.base is None and not t.array.flags.writeable and t.may_be_kept() for t in x.tables])
+        type(x) is Expression and all([t.is_own and t.array.base is None and t.may_be_kept() for t in x.tables])
     )
 
 

@@ -63,7 +63,7 @@ def check_tables(tables: Iterable[Any], device: str) -> None:
     for table in tables:
         if table.tensor is not None and str(table.tensor.device) != device:
             raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got one on {table.tensor.device}.")
-        if table.tensor is None and table.array.flags.writeable and not interpreting():
+        if table.tensor is None and not table.is_own and not interpreting():
             way = "Move it, or use sl.table()."
             raise ArgumentError(f"{table.name}: expected a tensor on {device}, as q; got an array on the CPU. {way}")
 
@@ -81,7 +81,7 @@ def _table_on(table: Any, device: str) -> torch.Tensor:
             array = array.view(array.dtype.str.replace("u", "i"))  # the same bits; kernels read them as they are
         shared = array.flags.writeable and all([s >= 0 and s % array.itemsize == 0 for s in array.strides])
         copy = torch.from_numpy(array if shared else array.copy()).to(device)
-        if not array.flags.writeable:
+        if table.is_own:
             table.copies[device] = copy
     return copy
 
@@ -112,7 +112,7 @@ def uploads_of(problem: Problem, device: str, firsts: tuple[tuple[int, ...], tup
     items = _item_words(problem, device, firsts)
     may_fail = program is not None and program.may_fail
     uploads = Uploads(program, functions, words, floats, tables, sinks, items, may_fail)
-    borrowed = [] if program is None else [t for t in program.tables if t.tensor is not None or t.array.flags.writeable]
+    borrowed = [] if program is None else [t for t in program.tables if not t.is_own]
     if not borrowed:  # the memo holds no reference to an array of a caller's
         _uploads.put(key, uploads, sum(x.nbytes for x in (words, sinks, items, *tables) if x is not None))
     return uploads
