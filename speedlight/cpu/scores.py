@@ -6,11 +6,12 @@ keys_in_lanes.py, and so is what lies where.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..problem import TILE
 from .layout import BLOCK
-from .products import load_keys, load_scales, load_unit, load_units, multiply_add, whole_units
+from .products import load_keys, load_scales, load_unit, load_units, multiply_add, parted, whole_units
 from .shape import Shape
 from .vector import I64, PTR, Function, Module, Value
 
@@ -32,19 +33,28 @@ def score(module: Module, s: Shape) -> Any:
 
 
 def score_rows(module: Module, s: Shape) -> Any:
-    """Over rows of keys: a vector of keys at a time is transposed in registers.
+    """Over rows of keys: a vector of keys at a time is transposed in registers, of bf16 that is widened in pairs.
 
     Keys past the end repeat the last one; what they score is never used.
     """
     k = module.function("score_rows", _SCORE_PARAMS)
     p, n = k.p, s.lanes
     rows, column = k.buffer(I64, n), k.buffer(s.unit, n)
-    whole = whole_units(s, p["head_dim"])
+    whole, in_pairs = whole_units(s, p["head_dim"]), s.stored == "bf16" and s.elements == 1
+    pairs = whole // (2 * n) * (2 * n) if in_pairs else k.i64(0)
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
-    width = n * s.stored_bytes
     dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
-    lane_step, unit_step = k.select(dense, k.i64(width), p["key_row"]), k.select(dense, k.i64(width), k.i64(width // n))
+    unit_step = k.select(dense, k.i64(n * s.stored_bytes), k.i64(s.stored_bytes))
     zero = k.const(0.0, s.vector)
+
+    def transposed(ahead: Value | None, t: Value, bytes_: int, load: Callable[[Value], Value]) -> list[Value]:
+        """So many bytes of each row, from unit t on, as load(row) gives them."""
+        lane_step, keys = k.select(dense, k.i64(bytes_), p["key_row"]), []
+        for m in range(n):
+            if ahead is not None:
+                k.prefetch(k.at(ahead, t * unit_step + lane_step * m), s.fetching.level)
+            keys.append(load(k.load(PTR, rows, 8 * m)))
+        return k.transpose(keys)
 
     def each_row(j: Value, t: Value, columns: list[Value]) -> None:
         with k.range(0, p["rows"]) as r:
@@ -61,13 +71,15 @@ def score_rows(module: Module, s: Shape) -> Any:
             k.store(k.load(I64, p["places"], k.min(j + m, p["count"] - 1) * 8), rows, 8 * m)
         with k.range(0, p["rows"]) as r:
             k.store(zero, p["scores"], r * score_row(s) + j * s.number_bytes)
-        with k.range(0, whole, n) as t:
-            keys = []
-            for m in range(n):
-                if ahead is not None:
-                    k.prefetch(k.at(ahead, t * unit_step + lane_step * m), s.fetching.level)
-                keys.append(load_units(k, s, k.load(PTR, rows, 8 * m), t, stored=True))
-            each_row(j, t, k.transpose(keys))
+        if in_pairs:
+            with k.range(0, pairs, 2 * n) as t:
+                both = transposed(ahead, t, 4 * n, lambda row, t=t: k.load(s.ivector, row, t * 2))
+                for half in (0, 1):  # as many vectors as there is room for
+                    some = both[half * (n // 2) :][: n // 2]
+                    each_row(j, t + half * n, [y.bits(s.vector) for x in some for y in parted(x)])
+        with k.range(pairs, whole, n) as t:
+            width = n * s.stored_bytes
+            each_row(j, t, transposed(ahead, t, width, lambda row, t=t: load_units(k, s, row, t, stored=True)))
         with k.range(whole, p["units"]) as t:
             for m in range(n):
                 x = load_unit(k, s, k.load(PTR, rows, 8 * m), t, k.i64(s.key_bytes), p["head_dim"], stored=True)
