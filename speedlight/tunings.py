@@ -37,6 +37,7 @@ class Blocking:
     panels: int  # that share a tile of keys, at most
     task_flops: int  # of a task, at least, where there is so much work
     tasks: int  # for each thread, at least
+    even: int  # … of those that stage tiles, where they are alike and every thread has as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,18 +159,18 @@ REGISTER_TILES = {"zen4": _TILES, "zen5": _TILES, "intel512": _INTEL_TILES, "oth
 
 # Measured over 90 shapes on Zen 4 and Zen 5, over 20 on an Intel Xeon (docs/ladder.md). Units of 16 registers have no
 # room for enough sums of one vector: they take the row of other CPUs.
-#                       worth of 1, 2, 3     panels  FLOPs of a task  tasks
+#                       worth of 1, 2, 3     panels  FLOPs of a task  tasks  even
 _FMA = {
-    "zen4":     Blocking((1.00, 0.98, 0.95),      8,     800_000_000,     8),
-    "zen5":     Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8),
-    "intel512": Blocking((0.80, 1.00, 0.98),      8,     800_000_000,     8),
-    "other":    Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8),
+    "zen4":     Blocking((1.00, 0.98, 0.95),      8,     800_000_000,     8,    8),
+    "zen5":     Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8,    8),
+    "intel512": Blocking((0.80, 1.00, 0.98),      8,     800_000_000,     8,    4),
+    "other":    Blocking((0.80, 0.97, 1.00),      8,     800_000_000,     8,    8),
 }  # fmt: skip
 _PAIRS = {
-    "zen4":     Blocking((0.72, 1.00, 0.99),      4,   1_600_000_000,     8),
-    "zen5":     Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),
-    "intel512": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),  # not measured: the Xeon had none
-    "other":    Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8),
+    "zen4":     Blocking((0.72, 1.00, 0.99),      4,   1_600_000_000,     8,    8),
+    "zen5":     Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
+    "intel512": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),  # not measured: the Xeon had none
+    "other":    Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
 }  # fmt: skip
 
 # A Zen 5 reads a fifth faster with it. On a Zen 4 what is fetched to the first level takes the place of what is being
@@ -209,7 +210,13 @@ _THREADING = {
 
 # What `speedlight tune` may change of which part, and within what limits; a file that says otherwise is not followed.
 # Register tiles and regions are not tried: tests know the tiles that ship, and regions are as long as signals may wait.
-_BLOCKS = {"worth": (0.01, 1.0), "panels": (1, 16), "task_flops": (10_000_000, 100_000_000_000), "tasks": (1, 64)}
+_BLOCKS = {
+    "worth": (0.01, 1.0),
+    "panels": (1, 16),
+    "task_flops": (10_000_000, 100_000_000_000),
+    "tasks": (1, 64),
+    "even": (1, 64),
+}
 LIMITS: dict[str, dict[str, tuple[float, float]]] = {
     "fma": _BLOCKS,
     "pairs": _BLOCKS,

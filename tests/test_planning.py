@@ -22,9 +22,10 @@ from speedlight.cpu.prepare import prepare
 from speedlight.cpu.schedule import schedule
 from speedlight.cpu.tuned import tuning_of
 from speedlight.gradients import Asked
-from speedlight.machine import current_isa
+from speedlight.machine import current_isa, isa_named
 from speedlight.problem import LAYOUTS, Options
 from speedlight.resolve import from_arrays
+from speedlight.tunings import TUNINGS
 
 
 def counted(q, k, v, options):
@@ -283,6 +284,22 @@ def test_heads_share_a_task_where_keys_are_few_and_tasks_enough(keys, batch, thr
     problem = sl.plan(batch=batch, q_heads=8, q_len=1, k_len=keys, head_dim=64).problem
     how = schedule(problem, current_isa(), threads, Strides(), tuning_of(current_isa()))
     assert (how.kind, how.heads) == ("decode", heads)
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "dtype", "threads", "tasks"),
+    [
+        (8, 128, "float16", 2, 8),  # four for each thread
+        (3, 384, "float16", 2, 12),  # of nine one thread would have five
+        (6, 256, "float16", 2, 12),  # … and of two sizes one thread would have more
+        (8, 128, "float32", 2, 16),  # nothing is staged
+        (8, 128, "float16", 3, 32),
+    ],
+)
+def test_tasks_that_stage_tiles_are_fewer_where_they_are_alike(heads, tokens, dtype, threads, tasks):
+    problem = sl.plan(q_heads=heads, q_len=tokens, head_dim=64, dtype=dtype).problem
+    how = schedule(problem, isa_named("avx512"), threads, Strides(), TUNINGS["intel512"])
+    assert (how.vectors, how.tickets) == (2, tasks)
 
 
 def test_schedule_fits_the_cache():

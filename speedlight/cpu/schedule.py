@@ -103,8 +103,8 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
     keys = max(problem.k_lengths, default=0)
     work = panel * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
     wanted = max(4 if stage_keys or stage_values else 2, wants.task_flops // work)
-    share = _blocks(rows, panel) * problem.kv_heads // (wants.tasks * threads)
-    panels = max(1, min(wants.panels, fits, wanted, share))
+    most, even = max(1, min(wants.panels, fits, wanted)), wants.even if stage_keys or stage_values else wants.tasks
+    panels = _shared_out(rows, panel, problem.kv_heads, most, threads, (wants.tasks, even))
     blocks = _blocks(rows, panel * panels) * problem.kv_heads
     words = {
         "panels": panels, "width": sizes.width, "stage_k": int(stage_keys), "stage_v": int(stage_values),
@@ -123,6 +123,19 @@ def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides
         scratch_bytes=up(fixed + panels * panel_bytes, 4096),
         vectors=vectors,
     )
+
+
+def _shared_out(rows: list[int], panel: int, kv_heads: int, most: int, threads: int, tasks: tuple[int, int]) -> int:
+    """Panels of a task that leave so many tasks for each thread; or, where they are alike and every thread has as many,
+    the second number of them.
+    """
+    blocks = _blocks(rows, panel)
+    least, more = (max(1, min(most, blocks * kv_heads // (x * threads))) for x in tasks)
+    for panels in range(more, least, -1):
+        found = _blocks(rows, panel * panels)
+        if found * panels == blocks and found * kv_heads % threads == 0:
+            return panels
+    return least
 
 
 def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:

@@ -273,7 +273,8 @@ def _tasks(tuning: Tuning, part: str) -> dict[str, Parts]:
     """Larger and smaller tasks, and more or fewer of them for each thread."""
     now = getattr(tuning, part)
     sizes = {f"{x / 1e9:g} GFLOP": {"task_flops": x} for x in (now.task_flops // 4, now.task_flops * 4)}
-    return {name: {part: x} for name, x in (sizes | _others("tasks", now.tasks, (4, 8, 16))).items()}
+    tasks = _others("tasks", now.tasks, (4, 8, 16)) | _others("even", now.even, (4, 8))
+    return {name: {part: x} for name, x in (sizes | tasks).items()}
 
 
 def _rows_ahead(tuning: Tuning) -> dict[str, Parts]:
