@@ -132,7 +132,8 @@ class _Task(Work):
             self.pack(_Panel(self, i))
         with self.stretches(k.i64(0), last, lambda: self.box(k.i64(0), self.panels)) as (span_start, span_end):
             with k.range(0, self.panels) as i, k.when(_Panel(self, i).high > span_start):
-                clear_state(k, self.s, _Panel(self, i).part("span"), a.width + 2)
+                rows = k.i64(2) if self.visibility is None else a.width + 2  # the rest is fresh to its first tile
+                clear_state(k, self.s, _Panel(self, i).part("span"), rows)
             with k.range(span_start, span_end, TILE) as start:
                 count = k.min(last - start, k.i64(TILE))
                 if self.visibility is None:
@@ -331,11 +332,11 @@ class _Task(Work):
         """
         k, s, parts, a = self.k, self.s, self.parts, self.a
         clear, full, wide, steps = (units_of(s, x) for x in keys)
-        accumulator = k.at(state, 2 * s.row_bytes)
+        accumulator, fresh = k.at(state, 2 * s.row_bytes), k.zext((tile.start % SPAN).equals(0), I64)
 
         def add(function: Any, first: Value, end: Value, *more: Value) -> None:
             with k.when(first < end):
-                sums = a.value_dim, self.part("check"), self.part("partial")
+                sums = a.value_dim, self.part("check"), self.part("partial"), fresh
                 k.call(function, accumulator, self.scratch, values, tile.v_row, first, end, steps, *sums, *more)
 
         if s.hides:

@@ -160,12 +160,13 @@ def _tree(values: Sequence[Value], combine: Callable[[Value, Value], Value], las
 
 _VALUE_PARAMS = {
     "acc": PTR, "weights": PTR, "values": PTR, "value_row": I64, "first": I64, "end": I64, "steps": I64, "width": I64,
-    "alpha": PTR, "partial": PTR,
+    "alpha": PTR, "partial": PTR, "fresh": I64,
 }  # fmt: skip
 
 
 def value_tile(module: Module, s: Shape) -> Any:
-    """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0.
+    """accumulator[column, :] = accumulator · alpha + Σ_j values[j, column] · weights[j, :], ascending j from +0. Where
+    nothing hides, an accumulator that is `fresh` is +0, whatever lies there.
 
     A step of j is a unit of keys. Steps [first, end) are visible to every lane; sums so far come from `partial` if
     there were steps before, and go there if there are more, where predicated_tile continues. Columns past the width
@@ -260,7 +261,9 @@ def _end(k: Function, s: Shape, column: Value, total: list[list[Variable]]) -> N
 
 
 def _accumulate(k: Function, s: Shape, column: Value, total: list[list[Variable]]) -> None:
+    zero, fresh = k.const(0.0, s.vector), k.splat(k.p["fresh"].differs(0), s.lanes)
     for m, v, total_mv in _each(total):
         at = k.at(k.p["acc"], (column + m) * s.row_bytes + s.lane_offset(v))
-        alpha = k.load(s.vector, k.p["alpha"], s.lane_offset(v))
-        k.store(k.fma(k.load(s.vector, at), alpha, total_mv.get()), at)
+        before, alpha = k.load(s.vector, at), k.load(s.vector, k.p["alpha"], s.lane_offset(v))
+        before = before if s.hides else k.select(fresh, zero, before)
+        k.store(k.fma(before, alpha, total_mv.get()), at)

@@ -108,4 +108,18 @@ MUTATIONS = (
         "slot.set(fixed + page % ring)",
         "tests/test_caches_windows.py -k a_window_is_the_mask",
     ),
+    Mutation(
+        "a span's first sums go on from what lay there",
+        "cpu/forward.py",
+        "k.zext((tile.start % SPAN).equals(0), I64)",
+        "k.i64(0)",
+        "tests/test_attention.py tests/test_forward.py",
+    ),
+    Mutation(
+        "sums begin anew with every tile",
+        "cpu/forward.py",
+        "k.zext((tile.start % SPAN).equals(0), I64)",
+        "k.i64(1)",
+        "tests/test_attention.py",
+    ),
 )
