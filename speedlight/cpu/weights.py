@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any, Literal
 
 from llvmlite import ir
@@ -41,8 +43,8 @@ def softmax_tile(module: Module, s: Shape) -> Any:
         normal = normal & k.all(k.fma(lowest, c, -top.get()) >= lowest_exponent(s))
     with k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"])):
         ends = [k.select(finite, p[x], k.i64(0)) for x in ("clear", "full")]
-        for v, top in enumerate(tops):
-            top.set(_careful_max(k, s, c, old[v], limits[v], v, ends))
+        for top, best, x in zip(tops, _largest_seen(k, s, limits, ends), old, strict=True):
+            top.set(largest(k, s, best, c, x))
     weights = _Weights(k, s, c, [top.get() for top in tops], limits)
     weights.add(finite & normal)
     weights.finish(old)
@@ -67,23 +69,29 @@ def sees(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
     return below(k, s, j, limit) & x.differs(float("-inf"))
 
 
-def _careful_max(k: Function, s: Shape, c: Value, old: Value, limit: Value, v: int, whole: list[Value]) -> Value:
-    """max(old, c · largest visible score), rounded down where it is LARGE. Keys of `whole`, from and to, are finite and
-    visible.
+def _largest_seen(k: Function, s: Shape, limits: list[Value], whole: list[Value]) -> list[Value]:
+    """Each lane's largest visible score. Keys of `whole`, from and to, are finite and visible; several maxima of them
+    are taken side by side, as each waits for the one before.
     """
-    lowest = k.const(float("-inf"), s.vector)
-    best = k.variable(lowest)
+    lowest, chains = k.const(float("-inf"), s.vector), max(1, min(4, s.isa.registers // (4 * s.vectors)))
+    best = [[k.variable(lowest) for _ in range(chains)] for _ in range(s.vectors)]
+    turns = itertools.cycle(range(chains))
 
-    def score(j: Value) -> Value:
+    def score(j: Value, v: int) -> Value:
         return k.load(s.vector, k.p["scores"], j * s.row_bytes + s.lane_offset(v))
 
-    with k.range(whole[0], whole[1]) as j:
-        best.set(k.max(score(j), best.get()))
+    def key(j: Value) -> None:
+        turn = next(turns)
+        for v, chain in enumerate(best):
+            chain[turn].set(k.max(score(j, v), chain[turn].get()))
+
+    k.unrolled(whole[0], whole[1], key, chains)
     for ends in ((k.i64(0), whole[0]), (whole[1], k.p["n_keys"])):
         with k.range(*ends) as j:
-            x = score(j)
-            best.set(k.max(k.select(sees(k, s, x, j, limit), x, lowest), best.get()))
-    return largest(k, s, best.get(), c, old)
+            for v, (first, *_) in enumerate(best):
+                x = score(j, v)
+                first.set(k.max(k.select(sees(k, s, x, j, limits[v]), x, lowest), first.get()))
+    return [functools.reduce(k.max, [x.get() for x in chain]) for chain in best]
 
 
 # of keys: all are seen; or by lanes below their limits; and scores may be anything
