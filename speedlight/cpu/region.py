@@ -28,6 +28,17 @@ class Words:
         return self._k.load(I64, self._at, self._record.offset(name), align=8)
 
 
+class Constants(Words):
+    """Words that nothing changes while a task runs: LLVM loads each once, whatever is stored in between."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Value:
+        found = super().__getattr__(name)
+        found.x.set_metadata("invariant.load", self._k.module.ir.add_metadata([]))
+        return found
+
+
 class Box(NamedTuple):
     """Queries of one batch item: first and last head, first and last position."""
 
@@ -42,7 +53,7 @@ class Work:
         """`visibility` and `extent` are functions of the module, or None where nothing can be hidden."""
         self.k, self.s, self.scratch = k, s, k.p["scratch"]
         self.visibility, self.extent = visibility, extent
-        self.a = Words(k, arguments_of(s.kind), k.p["a"])
+        self.a = Constants(k, arguments_of(s.kind), k.p["a"])
         self.item = self._find_item()
 
     def part(self, name: str, of: Value | None = None) -> Value:
