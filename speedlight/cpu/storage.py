@@ -145,7 +145,8 @@ class CacheStorage:
     def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
-        step = self.ring.size or most  # a ring comes round, and no two threads may write to one slot
+        # a ring comes round, and no two threads may write to one block: tokens of a pair are stored together
+        step = self.ring.size - BLOCK if self.ring.size else most
         for done in range(0, most, max(step, 1)):
             part = counts if step == most else [min(max(n - done, 0), step) for n in counts]
             k_at, v_at = (arrays.address_of(x) + done * x.strides[2] for x in (k, v))
