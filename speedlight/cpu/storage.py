@@ -15,7 +15,6 @@ import numpy as np
 from .. import arrays
 from ..arrays import DTYPES, Array, numpy_dtype
 from ..calls import Memo, addresses_of, key_of
-from ..errors import UnsupportedError
 from ..machine import current_isa
 from ..problem import SPAN, TILE, Options, Problem, spans_of
 from ..resolve import from_stored
@@ -185,10 +184,6 @@ class CacheStorage:
 
     def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
         """These sequences become those of another cache; counts: of each layer the slots in use."""
-        if other.isa != self.isa:
-            raise UnsupportedError(
-                "select: SPEEDLIGHT_ISA has changed since this cache was made. Set it once, at the start."
-            )
         for layer, used in enumerate(counts):
             for to, item in enumerate(indices):
                 blocks = -(-used[item] // BLOCK)
