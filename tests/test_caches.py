@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from caches import OPTIONS, made
 from conftest import FULL
-from problems import DTYPES, Pack, qkv
+from problems import DTYPES, Pack, numpy_dtype, qkv
 
 import speedlight as sl
-from speedlight import arrays
+from speedlight import arrays, machine
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
@@ -287,3 +287,19 @@ def test_a_view_keeps_its_memory(rng, made):
     del view
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.each("dtype")
+@pytest.mark.parametrize("dtype", [*DTYPES, "int8"])
+def test_a_copy_may_use_another_vector_unit(rng, monkeypatch, dtype):
+    """Tokens lie alike for all of them."""
+    q, k, v = qkv(rng, "float64" if dtype == "float64" else "float32", 2, 4, 2, 20, 20, 17, 19)
+    units = [unit.name for unit in machine.host_isas()]
+    monkeypatch.setenv("SPEEDLIGHT_ISA", units[0])
+    cache = made(dtype, 17, 19, batch=2)
+    cache.append(0, *(x if dtype == "int8" else x.astype(numpy_dtype(dtype)) for x in (k, v)))
+    for name in units:
+        monkeypatch.setenv("SPEEDLIGHT_ISA", name)
+        copy = cache.select([1, 0])
+        assert copy.attend(0, q[::-1]).tobytes() == cache.attend(0, q)[::-1].tobytes()
+        assert copy._storage.isa.name == name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from caches import made
@@ -9,7 +11,9 @@ from conftest import FULL
 from problems import qkv, taken
 
 import speedlight as sl
+from speedlight.cpu.layout import BLOCK
 from speedlight.cpu.steps import Step
+from speedlight.cpu.storage import CacheStorage
 from speedlight.results import Results
 from speedlight.windows import SPARE
 
@@ -156,3 +160,26 @@ def test_a_window_stays_small_however_long_the_sequence(rng):
     finally:
         prepare.take_scratch = real
     assert np.isfinite(out).all() and max(taken) < 80 << 20
+
+
+def test_no_two_threads_write_to_one_block_of_a_ring(rng, monkeypatch):
+    """What comes round to where it began: tokens of one pair would be stored by two threads, and one of them lost."""
+    cache = made("bfloat16", 8, 8, window=100, keep_first=3)
+    runs = []
+    monkeypatch.setattr(
+        CacheStorage,
+        "_put_of",
+        lambda self, k, v, counts: SimpleNamespace(
+            size=0, run=lambda addresses, slots: runs.extend(zip(slots, counts, strict=True))
+        ),
+    )
+    first = 133
+    for n in (first, 1000):
+        _, k, v = qkv(rng, "bfloat16", 1, 4, 2, 1, n, 8, 8)
+        cache.append(0, k, v)
+    ring, at = cache._ring, first
+    for slot, count in runs[1:]:
+        blocks = {n // BLOCK: ring.slot(n) // BLOCK for n in range(slot, slot + count)}
+        assert slot == at and len(set(blocks.values())) == len(blocks)
+        at += count
+    assert at == first + 1000

@@ -26,9 +26,7 @@ class Shape:
     storage: str  # type in memory: f32, f64, f16, bf16
     vectors: int = 0  # query vectors of a panel; none in the decode kernel
     program: Any = None  # the mask and score
-    cached: bool = (
-        False  # keys and values lie as a cache keeps them: keys in lane order, values in pairs if multiplied so
-    )
+    cached: bool = False  # keys and values lie as a cache keeps them: keys in lane order, bf16 in pairs
     quantised: str | None = None  # … as codes of this dtype, with a scale per token and head ahead of every block
     fetching: Fetching = TUNINGS["other"].fetching  # of the decode and forward kernels
     own_tiles: RegisterTiles | None = None  # None: those that ship for the unit

@@ -15,7 +15,6 @@ import numpy as np
 from .. import arrays
 from ..arrays import DTYPES, Array, numpy_dtype
 from ..calls import Memo, addresses_of, key_of
-from ..errors import UnsupportedError
 from ..machine import current_isa
 from ..problem import SPAN, TILE, Options, Problem, spans_of
 from ..resolve import from_stored
@@ -145,7 +144,8 @@ class CacheStorage:
     def put(self, layer: int, lengths: list[int], counts: list[int], k: np.ndarray, v: np.ndarray) -> None:
         """Stores the first tokens of k and v, so many of each sequence, past its length: nobody sees them yet."""
         most = max(counts)
-        step = self.ring.size or most  # a ring comes round, and no two threads may write to one slot
+        # a ring comes round, and no two threads may write to one block: tokens of a pair are stored together
+        step = self.ring.size - BLOCK if self.ring.size else most
         for done in range(0, most, max(step, 1)):
             part = counts if step == most else [min(max(n - done, 0), step) for n in counts]
             k_at, v_at = (arrays.address_of(x) + done * x.strides[2] for x in (k, v))
@@ -184,10 +184,6 @@ class CacheStorage:
 
     def copy_to(self, other: CacheStorage, indices: list[int], counts: list[list[int]]) -> None:
         """These sequences become those of another cache; counts: of each layer the slots in use."""
-        if other.isa != self.isa:
-            raise UnsupportedError(
-                "select: SPEEDLIGHT_ISA has changed since this cache was made. Set it once, at the start."
-            )
         for layer, used in enumerate(counts):
             for to, item in enumerate(indices):
                 blocks = -(-used[item] // BLOCK)

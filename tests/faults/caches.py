@@ -124,4 +124,25 @@ MUTATIONS = (
         "    if not len(numbers):",
         "tests/test_steps.py -k raw_pages",
     ),
+    Mutation(
+        "a pair of keys is multiplied whole where only its first is there",
+        "cpu/keys_in_lanes.py",
+        "pairs = count & -2 if s.parts_pairs",
+        "pairs = count if s.parts_pairs",
+        "tests/test_caches.py -k truncated_cache_still_holds",
+    ),
+    Mutation(
+        "a long chunk comes round to the block of a ring that it began in",
+        "cpu/storage.py",
+        "step = self.ring.size - BLOCK if",
+        "step = self.ring.size if",
+        "tests/test_caches_windows.py -k no_two_threads",
+    ),
+    Mutation(
+        "keys of an odd dim are not made pairs where a file is read",
+        "cpu/blocks.py",
+        "        x = _even(x)\n",
+        "        x = x[...]\n",
+        "tests/test_caches_saved.py -k come_back",
+    ),
 )
