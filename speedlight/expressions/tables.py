@@ -51,6 +51,7 @@ class Table:
         "kind",
         "name",
         "of_heads",
+        "of_items",
         "of_keys",
         "origin",
         "tensor",
@@ -66,7 +67,8 @@ class Table:
             None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
         )
         self.copies: dict[str, Any] = {}  # by device
-        self.of_keys = False  # whether its shape has to be (batch, k_len) of the call
+        self.of_items = False  # whether it has to have a row for each item of the batch
+        self.of_keys = False  # … and that an entry for each key
         self.of_heads = False  # whether it has to have an entry for each query head
         self.way = ""  # out of an index beyond it, where a pattern knows better than the rule
         self.origin: Any = None  # the tensor of floats that these are the numbers of
