@@ -275,6 +275,21 @@ def test_the_plan_is_frozen_and_prints_as_a_table():
     assert plan.materialised_bytes == 2 * 32 * 8192 * 8192 * 2 and plan.seconds_at_least > 0
 
 
+@pytest.mark.parametrize(
+    ("length", "heads", "flops", "size"),
+    [
+        (16, 1, "65.5 kFLOP", "2 KiB"),
+        (361, 1, "33.4 MFLOP", "1,018 KiB"),  # not 1.02e+03
+        (100_000, 1, "2.56 TFLOP", "74.5 GiB"),
+        (100_000, 1_000_000, "2.56 EFLOP", "71.1 PiB"),
+        (100_000, 1_000_000_000, "2,560 EFLOP", "69.4 EiB"),
+    ],
+)
+def test_large_numbers_print_in_larger_units(length, heads, flops, size):
+    rows = dict(sl.plan(q_heads=heads, q_len=length, head_dim=64).rows())
+    assert rows["flops"].startswith(f"{flops} visible, ") and rows["materialised"].startswith(f"{size} for ")
+
+
 @pytest.mark.parametrize(("keys", "batch", "threads", "heads"), [
     (1000, 16, 2, 4), (1000, 16, 8, 1), (1000, 1, 2, 1), (1000, 1, 1, 8), (1025, 16, 2, 1), (1025, 1, 1, 1),
 ])  # fmt: skip
