@@ -75,3 +75,20 @@ def test_rows_are_summed_in_pairs():
     row, _ = attention_row(k[0, 0] @ q[0, 0, 0], v[0, 0], np.ones(4096, bool))
     for got in (row, reference.attention(q, k, v)[0, 0, 0]):
         assert abs(got - v[0, 0, 0]).max() <= 2.0**-53 * 24 * 1.44
+
+
+def test_options_of_the_reference_are_checked():
+    x, lse = np.ones((1, 1, 4, 8), np.float32), np.zeros((1, 1, 4), np.float32)
+    for name in ("proven", "dot", "int8"):
+        with pytest.raises(sl.ArgumentTypeError, match=f"^{name}: expected True or False; got 1"):
+            reference.error_bound(x, x, x, **{name: 1})
+    with pytest.raises(sl.ArgumentTypeError, match="^dot: expected True or False; got None"):
+        reference.backward_bound(x, x, x, x, lse, x, dot=None)
+    with pytest.raises(sl.ArgumentTypeError, match="^return_lse: expected True or False; got 'no'"):
+        reference.attention(x, x, x, return_lse="no")
+    for option, message in (
+        ({"tile": 0}, "tile: expected a size from 1"),
+        ({"precision": "tf16"}, "precision: expected"),
+    ):
+        with pytest.raises(sl.ArgumentError, match=f"^{message}"):
+            reference.error_bound(x, x, x, **option)
