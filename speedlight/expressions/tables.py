@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
 from ..compiling import check_outside
-from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, pass_on, shown
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, pass_on, shown
 from ..hints import of_masks
 from . import foreign
 from .operations import INT_MAX
@@ -325,7 +325,7 @@ table.__doc__ = Table.__doc__
 
 def check_dense(name: str, x: Any) -> None:
     """That a mask or a score which is no expression is an array."""
-    if is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape")):
+    if is_tensor(x) or isinstance(x, Table) or has(x, name, "dtype", "shape"):
         return
     such, ours = "sl.softcap(30.0)", "A factor of scores is scale="
     if name == "mask":
