@@ -58,10 +58,7 @@ def from_sizes(sizes: Sizes, options: Options) -> Problem:
         k_len = q_len
     k_len = _longest("k_len", k_len, "cu_seqlens_k", "k_lengths", o)
     given = {"q_heads": sizes.q_heads, "q_len": q_len, "head_dim": sizes.head_dim}
-    missing = [n for n, x in given.items() if x is None]
-    if missing:
-        way = "plan(q, k, v), or plan(q_heads=…, q_len=…, head_dim=…)"
-        raise ArgumentTypeError(f"{missing[0]}: expected arrays or sizes, {way}; got no {', '.join(missing)}.")
+    checks.check_planned(given)
     q_heads, q_len, k_len = (
         checks.size(n, x) for n, x in (("q_heads", sizes.q_heads), ("q_len", q_len), ("k_len", k_len))
     )

@@ -247,6 +247,17 @@ def test_a_plan_takes_arrays_or_sizes():
             sl.plan(x, x, x, **{name: 3})
     with pytest.raises(sl.ArgumentError, match="^batch: expected 1 for layout='lhd'"):
         sl.plan(batch=2, q_heads=1, q_len=5, head_dim=4, layout="lhd")
+    for sizes, missing in (
+        ({"q": x}, "k, v"),
+        ({"v": x}, "q, k"),
+        ({"q": x, "v": x}, "k"),
+        ({}, "q_heads, q_len, head_dim"),
+    ):
+        message = rf"^{missing.split(',')[0]}: expected arrays or sizes, plan\(q, k, v\), or .*; got no {missing}\.$"
+        with pytest.raises(sl.ArgumentTypeError, match=message):
+            sl.plan(**sizes)
+    with pytest.raises(sl.ArgumentTypeError, match=r"^k: expected a NumPy array.*; got NoneType\.$"):
+        sl.attention(x, None, x)
 
 
 def test_planning_a_window_of_a_million_keys_is_quick_and_small():
