@@ -54,6 +54,7 @@ class Table:
         "of_items",
         "of_keys",
         "origin",
+        "place",
         "tensor",
         "version",
         "watched",
@@ -74,6 +75,7 @@ class Table:
         self.origin: Any = None  # the tensor of floats that these are the numbers of
         self.version = 0  # of its numbers
         self.watched: Any = None if copy else array  # the tensor, or array, whose memory these numbers are in
+        self.place: Any = None  # where those of a tensor were
         if is_tensor(array) and is_traced(array):
             self.origin, self.watched, copy = array, None, False
             array = np.broadcast_to(np.ones((), _torch_dtype(array, name)), tuple(map(int, array.shape)))
@@ -84,6 +86,7 @@ class Table:
             array = array.detach()
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)
+            self.place = None if copy else _place(self.watched)
         array = (
             _entries(array, name)
             if self.tensor is None
@@ -185,7 +188,16 @@ class Table:
         return self.watched is None
 
     def read_again(self) -> None:
-        """What others hold is read where it lies; of bfloat16, which was widened, the numbers that it has now."""
+        """What others hold is read where it lies; of bfloat16, which was widened, the numbers that it has now.
+
+        Raises ArgumentError where a tensor lies elsewhere by now.
+        """
+        if self.place is not None and self.place != _place(self.watched):
+            raise ArgumentError(
+                f"{self.name}: expected the tensor's memory, shape and strides as they were when the function was "
+                "traced; they are others by now (set_, resize_, t_, .data = …). Change its numbers in place, or trace "
+                "the function anew."
+            )
         if self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16"):
             x = self.watched.detach() if is_tensor(self.watched) else self.watched
             self.array[...] = _entries(x, self.name).reshape(self.array.shape)
@@ -287,6 +299,11 @@ def as_index(index: Any) -> tuple[Any, ...]:
 
 def wrong_count(table: Table, index: tuple[Any, ...]) -> ExpressionError:
     return ExpressionError(f"{table.name}: expected {table.array.ndim} indices; got {len(index)}.")
+
+
+def _place(x: Any) -> tuple[Any, ...]:
+    """Where a tensor's numbers are."""
+    return x.data_ptr(), x.untyped_storage().nbytes(), x.dtype, tuple(x.shape), x.stride()
 
 
 def _entries(x: Any, name: str) -> np.ndarray:
