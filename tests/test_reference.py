@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+from conftest import HELPERS
 from problems import qkv
 from tolerance import assert_accurate, assert_within
 
 import speedlight as sl
 from speedlight import reference
 from speedlight.reference_case import attention_row
+
+TESTS = Path(__file__).parent
 
 
 def test_whole_matrix_and_row_by_row_agree(rng):
@@ -57,6 +63,13 @@ def test_the_harness_sees_broken_results(rng, break_it):
             want = np.zeros_like(want)
     with pytest.raises(AssertionError):
         assert_within(out, want, bound)
+
+
+def test_asserts_of_the_harness_say_what_differs():
+    """They are in modules that tests import."""
+    here = [x for name, x in sys.modules.items() if name in HELPERS and Path(x.__file__ or "").parent == TESTS]
+    assert {x.__name__ for x in here} >= {"engines", "problems", "tolerance"}
+    assert {type(x.__loader__).__name__ for x in here} == {"AssertionRewritingHook"}
 
 
 def test_nan_in_the_result_never_passes_a_bound_of_nan(rng):
