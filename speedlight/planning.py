@@ -274,6 +274,6 @@ def _seconds(x: float) -> str:
 
 def _scaled(x: float, units: Sequence[tuple[float, str]]) -> str:
     """In the largest unit of which there is one, else in the last: three digits, and more where that is no fraction."""
-    factor, unit = next((pair for pair in units if x >= pair[0]), units[-1])
+    factor, unit = ([pair for pair in units if x >= pair[0]] or units[-1:])[0]
     number = x / factor
     return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
