@@ -172,11 +172,13 @@ def main() -> None:
     model = Model(options.seed, options.dtype, options.checkpoint)
     print(options.prompt, end="", flush=True)
     start, seen = time.perf_counter(), 0.0
-    for n, letter in enumerate(
-        generate(model, options.prompt, options.tokens, options.chunk, options.seed, options.paged)
-    ):
-        seen = time.perf_counter() if n == 0 else seen
-        print(letter, end="", flush=True)
+    letters = generate(model, options.prompt, options.tokens, options.chunk, options.seed, options.paged)
+    try:
+        for n, letter in enumerate(letters):
+            seen = time.perf_counter() if n == 0 else seen
+            print(letter, end="", flush=True)
+    except (sl.ArgumentError, sl.ReservationError) as error:  # of the cache
+        parser.error(f"--tokens: no cache for so many and the prompt ({error})")
     seconds = time.perf_counter() - seen
     rate = f", {(options.tokens - 1) / seconds:.0f} tokens/s" if options.tokens > 1 else ""
     print(f"\n\n[{len(options.prompt)} tokens of prompt in {(seen - start) * 1e3:.0f} ms{rate}]", file=sys.stderr)

@@ -189,9 +189,9 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Sequences of a step.")] = 16,
     length: Annotated[int, typer.Option(min=1, help="Bytes of a sequence.")] = 256,
     learning_rate: Annotated[float, typer.Option(help="The highest.")] = 4e-3,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and what is generated.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Of weights, batches and what is generated.")] = 0,
     sdpa: Annotated[str, typer.Option(help="Whose attention: speedlight or torch.")] = "speedlight",
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: all.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, max=1024, help="Default: all.")] = None,
     reproducible: Annotated[
         bool, typer.Option(help="PyTorch's part on one thread: attention then has the same bits for any --threads.")
     ] = False,
@@ -201,6 +201,10 @@ def main(
     """Trains a byte-level transformer of 2 M parameters on Python's own help."""
     if sdpa not in ENGINES:
         raise typer.BadParameter(f"expected {' or '.join(ENGINES)}; got {sdpa!r}.", param_hint="--sdpa")
+    if not 0 < learning_rate < math.inf:
+        raise typer.BadParameter(
+            f"expected a finite number above 0; got {learning_rate}.", param_hint="--learning-rate"
+        )
     picture = output.with_suffix(".png") if curve is None else curve
     check_files(output, picture)
     if length >= len(text()):

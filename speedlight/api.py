@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from . import arrays, calls
 from . import engine as engines
 from .arrays import DTYPES
-from .checks import check_flag, check_precision
+from .checks import check_flag, check_planned, check_precision
 from .compiling import leaves_graph
 from .cpu.operands import Dense, Rows, Strides, stride_of
 from .distributed.model import asked_ranks
@@ -341,6 +341,7 @@ def plan(
         for name, x in zip(Sizes._fields, sizes, strict=True):
             if x is not None:
                 raise ArgumentError(f"{name}: expected either arrays or sizes; got both. Leave the sizes out.")
+        check_planned({"q": q, "k": k, "v": v})
         a, b, c = _described(q, k, v, gpu=True)
         device = a.device if device is None and a.device != "cpu" else device
         problem = from_arrays(a, b, c, options).problem

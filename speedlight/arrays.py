@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, pass_on, shown
+from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, has, pass_on, shown
 from .forks import importing
 
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
@@ -114,7 +114,7 @@ def on_gpu(x: Any) -> bool:
         return False
     if is_tensor(x):
         return x.is_cuda
-    return _has_dlpack(x) and _dlpack_device(x, "q")[0] == 2
+    return _has_dlpack(x, "q") and _dlpack_device(x, "q")[0] == 2
 
 
 def is_tensor(x: Any) -> bool:
@@ -134,15 +134,16 @@ def _described(x: Any, name: str) -> Array:
         return _from_numpy(x, name, "numpy", x)
     if is_tensor(x):
         return _from_torch(x, name, sys.modules["torch"])
-    if _has_dlpack(x):
+    if _has_dlpack(x, name):
         return _from_dlpack(x, name)
-    if not isinstance(x, type) and hasattr(x, "__array_interface__"):
+    if has(x, name, "__array_interface__"):
         array = _as_numpy(x, name)  # of a NumPy scalar a copy, which nobody else holds
         return _from_numpy(array, name, "numpy", array)
     _check_not_traced(x, name)
+    way = "" if x is None else f" Try numpy.asarray({name}, dtype='float32')."
     raise ArgumentTypeError(
         f"{name}: expected a NumPy array, a PyTorch tensor, or an object with DLPack or __array_interface__; "
-        f"got {type(x).__name__}. Try numpy.asarray({name}, dtype='float32')."
+        f"got {type(x).__name__}.{way}"
     )
 
 
@@ -186,7 +187,7 @@ def listed(x: Any, name: str, what: str) -> list[Any]:
         raise ArgumentTypeError(
             f"{name}: expected {what}; got a {type(x).__name__}. Use {name}.filled(0), or {name}.compressed()."
         )
-    elif isinstance(x, (type, str, bytes, bytearray)) or not (isinstance(x, Sequence) or hasattr(x, "tolist")):
+    elif isinstance(x, (type, str, bytes, bytearray)) or not (isinstance(x, Sequence) or has(x, name, "tolist")):
         raise ArgumentTypeError(f"{name}: expected {what}; got {type(x).__name__}.")
     try:
         count = len(x) if isinstance(x, Sequence) else math.prod(getattr(x, "shape", ()))
@@ -330,8 +331,8 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-def _has_dlpack(x: Any) -> bool:
-    return not isinstance(x, type) and hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__")
+def _has_dlpack(x: Any, name: str) -> bool:
+    return has(x, name, "__dlpack__", "__dlpack_device__")
 
 
 def _dlpack_device(x: Any, name: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import Array, check_plain_tensor, has_bytes, is_masked, is_tensor, listed, short_list
 from .checks import item_lengths
-from .errors import ArgumentError, ArgumentTypeError, pass_on
+from .errors import ArgumentError, ArgumentTypeError, has, pass_on
 
 _SHORT = 256  # bytes of a block table that is read number by number, if it has one row
 
@@ -72,7 +72,7 @@ def _block_table(x: Any) -> np.ndarray:
         what = "ints of shape (batch, most pages)"
         x = listed(x, "block_table", what)
         if not (x and isinstance(x[0], int)):  # a row alone is told below
-            x = [row if hasattr(row, "shape") else listed(row, "block_table", what) for row in x]
+            x = [row if has(row, "block_table", "shape") else listed(row, "block_table", what) for row in x]
     try:
         table = np.array(x.detach().cpu().numpy() if is_tensor(x) else x)
     except Exception as error:  # ragged lists, other libraries' code
@@ -85,7 +85,7 @@ def _block_table(x: Any) -> np.ndarray:
             ) from None
         raise ArgumentTypeError(f"block_table: expected an array of ints; got {type(x).__name__} ({error}).") from error
     if is_masked(x) or table.ndim != 2 or (table.size and table.dtype.kind not in "iu"):
-        of_what = f" of {table.dtype}, shape {table.shape}" if table.ndim or hasattr(x, "dtype") else ""
+        of_what = f" of {table.dtype}, shape {table.shape}" if table.ndim or has(x, "block_table", "dtype") else ""
         raise ArgumentTypeError(
             f"block_table: expected ints of shape (batch, most pages); got {type(x).__name__}{of_what}.{_way(table)}"
         )

@@ -140,6 +140,14 @@ def check_flag(name: str, x: Any) -> None:
         raise ArgumentTypeError(f"{name}: expected True or False; got {shown(x)}.")
 
 
+def check_planned(given: dict[str, Any]) -> None:
+    """All arrays of plan(), or all sizes that it cannot do without."""
+    missing = [n for n, x in given.items() if x is None]
+    if missing:
+        way = "plan(q, k, v), or plan(q_heads=…, q_len=…, head_dim=…)"
+        raise ArgumentTypeError(f"{missing[0]}: expected arrays or sizes, {way}; got no {', '.join(missing)}.")
+
+
 def check_layout(x: Any) -> None:
     """Where batch, heads, length and dim lie."""
     if not isinstance(x, str) or x not in LAYOUTS:

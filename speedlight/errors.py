@@ -41,6 +41,21 @@ def pass_on(error: Exception, refusals: type[Exception] | tuple[type[Exception],
         raise error
 
 
+def has(x: Any, name: str, *attributes: str) -> bool:
+    """Whether an argument has these attributes; of a class none counts. A property may fail as it likes."""
+    for attribute in () if isinstance(x, type) else attributes:
+        try:
+            found = hasattr(x, attribute)
+        except Exception as error:  # another library's code
+            pass_on(error)
+            raise ArgumentTypeError(
+                f"{name}: expected an array that can be read; {type(x).__name__}.{attribute} failed: {error}."
+            ) from error
+        if not found:
+            return False
+    return not isinstance(x, type)
+
+
 def of_a_handler(error: Exception) -> bool:
     """Whether a signal handler raised it: Python calls those with the frame that the signal interrupted."""
     interrupted, trace = None, error.__traceback__

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -167,16 +167,45 @@ def tally(rows: Rows) -> Tally:
 
 def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Walks the square of panels and tiles, adds to `total`, yields panels and tiles that only counting resolves."""
+    splits = _splits(rows)
+    square = np.array([[0, rows.panels, 0, -(-rows.keys // TILE)]], _type(rows)).T
+    for full, _, (p, t, kind) in _walk(rows, square):
+        _add_full(rows, total, *full)
+        if not splits and full.size:
+            yield full[0], full[2]
+        if p.size:
+            cut = _add_mixed(rows, total, p, t, kind)
+            yield p[cut | (not splits)], t[cut | (not splits)]
+
+
+def _splits(rows: Rows) -> bool:
+    """Whether a part of a visible box is visible."""
+    return hiding_condition(rows.problem.roots[1]) is None
+
+
+class _Told(NamedTuple):
+    """What a step of the walk tells of its boxes [p0, p1, t0, t1]."""
+
+    full: np.ndarray  # boxes that are visible as a whole
+    hidden: np.ndarray  # … that are hidden
+    single: tuple[np.ndarray, np.ndarray, np.ndarray]  # panel, tile and kind of single tiles that are neither
+
+
+def _walk(
+    rows: Rows, boxes: np.ndarray, wanted: Callable[[np.ndarray], np.ndarray] = lambda boxes: boxes
+) -> Iterator[_Told]:
+    """Halves these boxes of panels and tiles until they are hidden or visible, or single; `wanted` may drop some."""
     if not rows.panels or not rows.keys:
         return
-    splits = hiding_condition(rows.problem.roots[1]) is None  # a part of a visible box is visible
-    stack = [np.array([[0, rows.panels, 0, -(-rows.keys // TILE)]], _type(rows)).T]
+    splits, stack = _splits(rows), [boxes]
     while stack:
         boxes = stack.pop()
         if boxes.shape[1] > _BOXES:
             stack.append(boxes[:, _BOXES:])
             boxes = boxes[:, :_BOXES]
-        p0, p1, t0, t1 = boxes
+        p0, p1, t0, t1 = boxes = wanted(boxes)
+        if not boxes.size:
+            continue
         low, high = rows.first(p0), rows.last(p1 - 1)
         end = np.minimum(t1 * TILE, rows.limit(high))
         start = rows.problem.k_start
@@ -184,13 +213,8 @@ def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         kind = np.where(end > t0 * TILE, kind, 0)
         single = (p1 - p0 == 1) & (t1 - t0 == 1)
         whole = (kind == 2) & (rows.shared(p0, p1 - 1) >= np.minimum(t1 * TILE, rows.keys)) & (single | splits)
-        _add_full(rows, total, *boxes[:, whole])
-        if not splits and whole.any():
-            yield p0[whole], t0[whole]
         leaves = single & (kind > 0) & ~whole
-        if leaves.any():
-            cut = _add_mixed(rows, total, p0[leaves], t0[leaves], kind[leaves])
-            yield p0[leaves][cut | (not splits)], t0[leaves][cut | (not splits)]
+        yield _Told(boxes[:, whole], boxes[:, kind == 0], (p0[leaves], t0[leaves], kind[leaves]))
         rest = boxes[:, (kind > 0) & ~whole & ~single]
         if rest.size:
             stack.append(_halves(rest))
@@ -219,8 +243,20 @@ def _add_full(rows: Rows, total: Tally, p0: np.ndarray, p1: np.ndarray, t0: np.n
 
 
 def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.ndarray) -> np.ndarray:
-    """Adds single tiles that the mask or `causal` cuts, trimmed to parts as the kernel's `extent` does; returns which
-    are still mixed.
+    """Adds single tiles that the mask or `causal` cuts; returns which are still mixed when they are trimmed."""
+    keys, visible = _trimmed(rows, p, t, kind)
+    mixed = visible < keys
+    total.full += int(((keys > 0) & ~mixed).sum())
+    total.mixed += int(mixed.sum())
+    total.keys += int(keys.sum())
+    total.mixed_keys += int((keys - visible).sum())
+    total.full_pairs += int(((rows.end(p) - rows.begin(p)) * keys)[~mixed].sum())
+    return mixed
+
+
+def _trimmed(rows: Rows, p: np.ndarray, t: np.ndarray, kind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """How many keys of single tiles are computed, trimmed to parts as the kernel's `extent` does, and how many of those
+    without the mask.
     """
     start = rows.problem.k_start + t * TILE
     low, last, shared = rows.first(p), rows.last(p), rows.shared(p, p)
@@ -243,31 +279,33 @@ def _add_mixed(rows: Rows, total: Tally, p: np.ndarray, t: np.ndarray, kind: np.
         first[cut], end[cut] = from_ * PART, np.minimum(to * PART, high[cut])
         clear[cut], full[cut] = np.minimum(begin * PART, end[cut]), np.minimum(stop * PART, end[cut])
     full = np.maximum(np.minimum(shared - t * TILE, full), clear)  # keys [clear, full) are visible to all rows
-    keys = end - first
-    mixed = full - clear < keys
-    total.full += int(((keys > 0) & ~mixed).sum())
-    total.mixed += int(mixed.sum())
-    total.keys += int(keys.sum())
-    total.mixed_keys += int((keys - (full - clear)).sum())
-    total.full_pairs += int(((rows.end(p) - rows.begin(p)) * keys)[~mixed].sum())
-    return mixed
+    return end - first, full - clear
 
 
 def grid(rows: Rows, most: int = 600) -> tuple[np.ndarray, int, int]:
     """A map of one kv head of one item: the class of each cell, and how many query rows and keys a cell has.
 
-    A cell is a tile of a panel, or as many as keep the map within most x most cells.
+    A cell is a tile of a panel, or as many as keep the map within most x most cells: 0 where the tally skips all, 2
+    where it takes all for full, else 1.
     """
-    step_p, step_t = max(1, -(-rows.panels // most)), max(1, -(-rows.keys // (TILE * most)))
-    p = np.arange(0, rows.panels, step_p)[:, None]
-    t = np.arange(0, -(-rows.keys // TILE), step_t)[None, :]
-    last = np.minimum(p + step_p, rows.panels) - 1
-    low, high = rows.first(p), rows.last(last)
-    first, end = t * TILE, np.minimum(np.minimum((t + step_t) * TILE, rows.keys), rows.limit(high))
-    start = rows.problem.k_start
-    kinds = classes(rows, (low, high), (start + first, start + np.maximum(end, first + 1) - 1))
-    cut = rows.shared(p, last) < np.minimum((t + step_t) * TILE, rows.keys)
-    return np.where(end <= first, 0, np.where(cut, np.minimum(kinds, 1), kinds)), step_p * rows.panel, step_t * TILE
+    panels, tiles = rows.panels, -(-rows.keys // TILE)
+    step_p, step_t = max(1, -(-panels // most)), max(1, -(-tiles // most))
+    p, t = np.meshgrid(np.arange(0, panels, step_p), np.arange(0, tiles, step_t), indexing="ij")
+    ends = np.minimum(p + step_p, panels), np.minimum(t + step_t, tiles)
+    has = np.zeros((3, *p.shape), bool)  # of each cell, whether tiles are skipped, mixed, full
+
+    def undecided(boxes: np.ndarray) -> np.ndarray:
+        cell = boxes[0] // step_p, boxes[2] // step_t
+        return boxes[:, ~(has[1][cell] | (has[0][cell] & has[2][cell]))]
+
+    boxes = np.stack([p, ends[0], t, ends[1]]).reshape(4, -1).astype(_type(rows))
+    for full, hidden, (panel, tile, kind) in _walk(rows, boxes, undecided):
+        has[2][full[0] // step_p, full[2] // step_t] = True
+        has[0][hidden[0] // step_p, hidden[2] // step_t] = True
+        if panel.size:
+            keys, visible = _trimmed(rows, panel, tile, kind)
+            has[np.where(keys == 0, 0, np.where(visible < keys, 1, 2)), panel // step_p, tile // step_t] = True
+    return np.where(has[1] | (has[0] & has[2]), 1, 2 * has[2]), step_p * rows.panel, step_t * TILE
 
 
 def pairs(rows: Rows) -> int | None:

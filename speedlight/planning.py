@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -147,11 +147,11 @@ class Plan:
                 f"{_si(self.full_flops, 'FLOP')} full, {_si(self.mixed_flops, 'FLOP')} mixed, "
                 f"{_si(self.skipped_flops, 'FLOP')} skipped",
             ),
-            ("bytes", f"{_bytes(self.bytes_read)} read, {_bytes(self.bytes_written)} written, at least"),
-            ("workspace", f"{_bytes(self.workspace_bytes)}{limits}"),
+            ("bytes", f"{size_text(self.bytes_read)} read, {size_text(self.bytes_written)} written, at least"),
+            ("workspace", f"{size_text(self.workspace_bytes)}{limits}"),
             (
                 "materialised",
-                f"{_bytes(self.materialised_bytes)} for {what}: {self.memory_ratio:,.1f} x the workspace",
+                f"{size_text(self.materialised_bytes)} for {what}: {self.memory_ratio:,.1f} x the workspace",
             ),
         ]
         if self.origin:
@@ -178,9 +178,9 @@ def spread_rows(spread: Spread) -> list[tuple[str, str]]:
         ),
         (
             "rank sends",
-            f"{_bytes(max(way.bytes_sent))} at most, {_bytes(sum(way.bytes_sent) / spread.ranks)} on average",
+            f"{size_text(max(way.bytes_sent))} at most, {size_text(sum(way.bytes_sent) / spread.ranks)} on average",
         ),
-        ("rank memory", f"{_bytes(max(way.memory_bytes))} at most, beyond its shards and results"),
+        ("rank memory", f"{size_text(max(way.memory_bytes))} at most, beyond its shards and results"),
         ("load", f"{', '.join(f'{name} {x:.3g}' for name, x in spread.balance.items())}: the most over the mean"),
         ("ways", ", ".join(f"{name} {_seconds(x)}" for name, x in best.items())),
         ("link", f"{link.bandwidth / 1e9:,.3g} GB/s, {_seconds(link.latency)}{', assumed' * spread.assumed}"),
@@ -255,22 +255,25 @@ def _range(lengths: tuple[int, ...]) -> str:
     return f"{low:,}" if low == high else f"{low:,}-{high:,}"
 
 
+_PREFIXES = "EPTGMk"
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
+
+
 def _si(x: float, unit: str) -> str:
-    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if x >= factor:
-            return f"{x / factor:.3g} {prefix}{unit}"
-    return f"{x:.3g} {unit}"
+    return _scaled(x, [(1e3 ** (6 - n), prefix + unit) for n, prefix in enumerate(_PREFIXES)] + [(1.0, unit)])
 
 
-def _bytes(x: float) -> str:
-    for factor, unit in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if x >= factor:
-            return f"{x / factor:.3g} {unit}"
-    return f"{x:.0f} B"
+def size_text(x: float) -> str:
+    """Bytes as people say them."""
+    return _scaled(x, [(1 << (60 - 10 * n), f"{c.upper()}iB") for n, c in enumerate(_PREFIXES)] + [(1, "B")])
 
 
 def _seconds(x: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
-        if x >= factor:
-            return f"{x / factor:.3g} {unit}"
-    return f"{x * 1e9:.3g} ns"
+    return _scaled(x, _SECONDS)
+
+
+def _scaled(x: float, units: Sequence[tuple[float, str]]) -> str:
+    """In the largest unit of which there is one, else in the last: three digits, and more where that is no fraction."""
+    factor, unit = ([pair for pair in units if x >= pair[0]] or units[-1:])[0]
+    number = x / factor
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"

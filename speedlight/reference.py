@@ -23,7 +23,19 @@ from .accuracy_backward import (
     summed_bound,
     terms_of,
 )
-from .checks import MOST, cache_dtype, check_index, check_tokens, dropout_of, integer, seed_of, states_of
+from .checks import (
+    MOST,
+    cache_dtype,
+    check_flag,
+    check_index,
+    check_precision,
+    check_tokens,
+    dropout_of,
+    integer,
+    seed_of,
+    size,
+    states_of,
+)
 from .errors import ArgumentError, ArgumentTypeError
 from .gradients import SINKS
 from .hints import unknown
@@ -54,6 +66,7 @@ def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: An
     >>> sl.reference.attention(x, x, x)[0, 0, 0, 0]
     np.float64(1.0)
     """
+    check_flag("return_lse", return_lse)
     case = _case(attention, q, k, v, options)
     out, lse = case.results()
     lse[...] = -np.inf
@@ -136,6 +149,7 @@ def backward_bound(
     >>> bool((sl.reference.backward_bound(x, x, x, x, lse, x).dv < 1e-5).all())
     True
     """
+    check_flag("dot", dot)
     case = _case(backward_bound, q, k, v, options)
     flow, arithmetic = Flow(case, q, (out, lse, d_out, d_lse), grads), Arithmetic(case.problem, dot=dot)
     dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
@@ -194,6 +208,10 @@ def error_bound(
     >>> bool((sl.reference.error_bound(x, x, x).out < 1e-5).all())
     True
     """
+    for name, x in (("proven", proven), ("dot", dot), ("int8", int8)):
+        check_flag(name, x)
+    check_precision(precision)
+    tile = None if tile is None else size("tile", tile, 1)
     if proven and tile is not None:
         raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
     case = _case(error_bound, q, k, v, options)

@@ -58,10 +58,7 @@ def from_sizes(sizes: Sizes, options: Options) -> Problem:
         k_len = q_len
     k_len = _longest("k_len", k_len, "cu_seqlens_k", "k_lengths", o)
     given = {"q_heads": sizes.q_heads, "q_len": q_len, "head_dim": sizes.head_dim}
-    missing = [n for n, x in given.items() if x is None]
-    if missing:
-        way = "plan(q, k, v), or plan(q_heads=…, q_len=…, head_dim=…)"
-        raise ArgumentTypeError(f"{missing[0]}: expected arrays or sizes, {way}; got no {', '.join(missing)}.")
+    checks.check_planned(given)
     q_heads, q_len, k_len = (
         checks.size(n, x) for n, x in (("q_heads", sizes.q_heads), ("q_len", q_len), ("k_len", k_len))
     )
@@ -141,7 +138,7 @@ def _stated(sizes: Sizes, options: Options) -> Stated:
     mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
     problem = _expressed(problem, mask, options.score, packed, square)
     last = problem.k_start + (max(k_lens, default=0) if packed else sizes.k_len)
-    _check_padding(problem, last, exactly=not (packed or problem.k_start))
+    _check_items(problem, last, exactly=not (packed or problem.k_start))
     return Stated(problem, cu_q, cu_k)
 
 
@@ -252,7 +249,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         own = _mask(mask, problem, packed, square)
         mask = stored.hiding if own is None else stored.hiding & own
     problem = _expressed(problem, mask, options.score, packed, square)
-    _check_padding(problem)
+    _check_items(problem)
     return problem
 
 
@@ -368,18 +365,20 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
     return replace(problem, mask=hiding, score=found)
 
 
-def _check_padding(problem: Problem, k_len: int | None = None, *, exactly: bool = False) -> None:
-    """That sl.padding() is of this batch and these keys. A cache, whose keys come one by one, has no number of them."""
-    for table in () if problem.mask is None else problem.mask.tables:
-        rows, n = table.shape if table.of_keys else (0, 0)
+def _check_items(problem: Problem, k_len: int | None = None, *, exactly: bool = False) -> None:
+    """That padding() and documents() are of this batch; padding of these keys, too. A cache has no number of them."""
+    for table in [] if problem.mask is None else [t for t in problem.mask.tables if t.of_items]:
+        rows, n = table.shape
         fits = rows == problem.batch if problem.items is None else rows > max(problem.items, default=0)
-        if not table.of_keys or (fits and (k_len is None or n == k_len or (n > k_len and not exactly))):
+        if fits and (not table.of_keys or k_len is None or n == k_len or (n > k_len and not exactly)):
             continue
         batch = problem.batch if problem.items is None else f"at least {max(problem.items) + 1}"
-        keys = "any" if k_len is None else k_len if exactly else f"at least {k_len}"
+        keys = "any" if k_len is None or not table.of_keys else k_len if exactly else f"at least {k_len}"
+        what, way = "length", "Give ids for each item of the call, or one row, of shape (length,), for all"
+        if table.of_keys:
+            what, way = "k_len", "Write sl.padding(attention_mask) of all its items and keys, earlier tokens' included"
         raise ArgumentError(
-            f"{table.name}: expected shape (batch, k_len) = ({batch}, {keys}) in this call; got {table.shape}. Write "
-            "sl.padding(attention_mask) of all its items and keys, those of earlier tokens included."
+            f"{table.name}: expected shape (batch, {what}) = ({batch}, {keys}) in this call; got {table.shape}. {way}."
         )
 
 

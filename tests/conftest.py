@@ -28,11 +28,15 @@ os.environ.setdefault(
 
 os.environ.setdefault("SPEEDLIGHT_TUNING", "0")  # of whoever runs them: schedules are as they ship
 
-from engines import CPU, Engine, one_vector, tuned
-from problems import DIMS, DTYPES, LENGTHS
+# pytest rewrites asserts, so that they say what differs, of modules that it collects; of what those import, if told so
+HELPERS = sorted({x.stem for x in Path(__file__).parent.glob("*.py") if not x.stem.startswith(("test_", "conftest"))})
+pytest.register_assert_rewrite(*HELPERS)
 
-from speedlight.cpu import compile as compiling
-from speedlight.machine import Isa, host_isas
+from engines import CPU, Engine, one_vector, tuned  # noqa: E402
+from problems import DIMS, DTYPES, LENGTHS  # noqa: E402
+
+from speedlight.cpu import compile as compiling  # noqa: E402
+from speedlight.machine import Isa, host_isas  # noqa: E402
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
 

@@ -135,6 +135,27 @@ def test_bad_dlpack_capsules_are_named(fields):
             sl.attention(**({"q": q, "k": q, "v": q} | {name: Capsule(**fields)}))
 
 
+@pytest.mark.parametrize("attribute", ["__array_interface__", "__dlpack__", "__dlpack_device__"])
+def test_properties_that_fail_are_named(attribute):
+    """hasattr() lets through what is no AttributeError."""
+
+    def failing(error):
+        def read(self):
+            raise error
+
+        return type("Odd", (), {"__dlpack__": None, "shape": property(read), attribute: property(read)})()
+
+    q = Capsule().array
+    for name in ("q", "k", "v", "out"):
+        with pytest.raises(sl.ArgumentTypeError, match=f"^{name}: .*Odd.{attribute} failed: no") as caught:
+            sl.attention(**({"q": q, "k": q, "v": q} | {name: failing(RuntimeError("no"))}))
+        assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(OSError, match="gone"):  # says nothing of the argument
+        sl.attention(q, failing(OSError("gone")), q)
+    with pytest.raises(sl.ArgumentTypeError, match=r"^mask: .*Odd.shape failed: no"):
+        sl.causal() & failing(RuntimeError("no"))
+
+
 def test_a_gpu_array_of_negative_strides_is_named():
     """PyTorch, asked to take one, would end the process."""
     q = Capsule().array

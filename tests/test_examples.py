@@ -45,6 +45,21 @@ def test_the_example_as_a_person_runs_it():
     assert wrong.returncode == 2 and "--prompt: no token for" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("generate", ("--tokens", "99999999999999")),
+        ("train_bytes", ("--learning-rate", "nan")),
+        ("train_bytes", ("--learning-rate", "-1")),
+        ("train_bytes", ("--seed", str(1 << 63))),
+        ("train_bytes", ("--threads", "1025")),
+    ],
+)
+def test_wrong_numbers_are_named(name, arguments):
+    done = run(name, *arguments)
+    assert done.returncode == 2 and arguments[0] in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.fixture(scope="module")
 def train_bytes():
     return loaded("train_bytes")

@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 
 from speedlight.expressions.tree import evaluate
+from speedlight.panels import Rows, grid, integers_of
+from speedlight.problem import TILE
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "gallery.md"
@@ -57,3 +59,27 @@ def test_plans_count_what_is_visible(title):
         seen = seen & np.broadcast_to(evaluate(p.mask.root, where, np.float32, seen=False), seen.shape)
     assert plan.visible_pairs == seen.sum()
     assert plan.tile_flops >= plan.flops
+
+
+def mapped(plan, most: int) -> tuple[np.ndarray, int, int]:
+    """The map of the first head of the first item, and how many panels and tiles a cell has."""
+    kinds, queries, keys = grid(Rows(plan.problem, 0, 0, plan.panel, integers_of(plan.problem)), most)
+    return kinds, queries // plan.panel, keys // TILE
+
+
+GROUPED = {  # tiles that only the plan's trimming makes full, and heads side by side
+    "grouped": {"q_heads": 3, "kv_heads": 1, "q_len": 700, "k_len": 900, "causal": True},
+    "trimmed": {"q_heads": 1, "q_len": 500, "mask": lambda b, h, i, j: j % 128 < 48},
+}
+
+
+@pytest.mark.parametrize("title", [*SECTIONS, *GROUPED])
+def test_pictures_have_the_tiles_of_their_plans(title):
+    plan = GALLERY.planned(SECTIONS[title]) if title in SECTIONS else GALLERY.sl.plan(head_dim=64, **GROUPED[title])
+    kinds, *cell = mapped(plan, 1 << 20)
+    counts = plan.tiles_skipped, plan.tiles_mixed, plan.tiles_full
+    assert cell == [1, 1] and np.bincount(kinds.ravel(), minlength=3).tolist() == list(counts)
+    wide, down, across = mapped(plan, 3)  # a cell is of a class if all its tiles are; else mixed
+    for at, kind in np.ndenumerate(wide):
+        tiles = {*kinds[at[0] * down : (at[0] + 1) * down, at[1] * across : (at[1] + 1) * across].ravel().tolist()}
+        assert kind == (tiles.pop() if len(tiles) == 1 else 1)

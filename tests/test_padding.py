@@ -157,6 +157,23 @@ def test_masks_of_other_shapes(rng, mask, message):
         sl.plan(batch=2, q_heads=1, q_len=9, k_len=N, head_dim=8, mask=sl.padding(mask))
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_ids_of_other_batches(rng, rows):
+    """documents() as padding(); a table that it was given serves calls of any batch."""
+    ids = sl.table(np.zeros((rows, N), np.int64), "ids")
+    mask, (q, k, v) = sl.documents(ids), arrays(rng)
+    message = rf"ids: expected shape \(batch, length\) = \(2, any\) in this call; got \({rows}, 300\). Give ids"
+    with pytest.raises(sl.ArgumentError, match=message):
+        sl.attention(q, k, v, mask=mask & sl.causal())
+    with pytest.raises(sl.ArgumentError, match=message):
+        sl.plan(batch=2, q_heads=1, q_len=9, head_dim=8, mask=mask)
+    cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=16, capacity=N)
+    with pytest.raises(sl.ArgumentError, match=message):
+        cache.attend(0, q, k, v, mask=mask)
+    free = sl.attention(q, k, v, mask=lambda b, h, i, j: ids[b // 2, i] == ids[b // 2, j])
+    assert cache.length(0) == 0 and free.tobytes() == sl.attention(q, k, v).tobytes()
+
+
 def test_masks_that_are_none():
     for given, message in (
         (LEFT * 1.0, "expected bool, or the integers 0 and 1; got dtype float64. Use attention_mask != 0"),

@@ -248,6 +248,17 @@ def test_a_plan_takes_arrays_or_sizes():
             sl.plan(x, x, x, **{name: 3})
     with pytest.raises(sl.ArgumentError, match="^batch: expected 1 for layout='lhd'"):
         sl.plan(batch=2, q_heads=1, q_len=5, head_dim=4, layout="lhd")
+    for sizes, missing in (
+        ({"q": x}, "k, v"),
+        ({"v": x}, "q, k"),
+        ({"q": x, "v": x}, "k"),
+        ({}, "q_heads, q_len, head_dim"),
+    ):
+        message = rf"^{missing.split(',')[0]}: expected arrays or sizes, plan\(q, k, v\), or .*; got no {missing}\.$"
+        with pytest.raises(sl.ArgumentTypeError, match=message):
+            sl.plan(**sizes)
+    with pytest.raises(sl.ArgumentTypeError, match=r"^k: expected a NumPy array.*; got NoneType\.$"):
+        sl.attention(x, None, x)
 
 
 def test_planning_a_window_of_a_million_keys_is_quick_and_small():
@@ -274,6 +285,21 @@ def test_the_plan_is_frozen_and_prints_as_a_table():
     for word in ("flops", "tiles", "workspace", "materialised", "time at least", plan.kernel):
         assert word in text
     assert plan.materialised_bytes == 2 * 32 * 8192 * 8192 * 2 and plan.seconds_at_least > 0
+
+
+@pytest.mark.parametrize(
+    ("length", "heads", "flops", "size"),
+    [
+        (16, 1, "65.5 kFLOP", "2 KiB"),
+        (361, 1, "33.4 MFLOP", "1,018 KiB"),  # not 1.02e+03
+        (100_000, 1, "2.56 TFLOP", "74.5 GiB"),
+        (100_000, 1_000_000, "2.56 EFLOP", "71.1 PiB"),
+        (100_000, 1_000_000_000, "2,560 EFLOP", "69.4 EiB"),
+    ],
+)
+def test_large_numbers_print_in_larger_units(length, heads, flops, size):
+    rows = dict(sl.plan(q_heads=heads, q_len=length, head_dim=64).rows())
+    assert rows["flops"].startswith(f"{flops} visible, ") and rows["materialised"].startswith(f"{size} for ")
 
 
 @pytest.mark.parametrize(("keys", "batch", "threads", "heads"), [

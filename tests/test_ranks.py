@@ -269,7 +269,7 @@ def test_memory_without_any_other_rank():
         ({"ranks": 2.0}, "ranks: expected an int"),
         ({"ranks": 4096}, "ranks: expected 1 to 2,048; got 4096"),
         ({"ranks": 2, "method": "exact", "shard": "stripe"}, "shard: expected 'zigzag', 'contiguous' or 'auto' for"),
-        ({"ranks": 2, "method": "exact", "backward": True}, "method: expected another than 'exact' with backward"),
+        ({"ranks": 2, "method": "exact", "backward": True}, "method: expected 'ring', 'ulysses', 'gather' or 'auto'"),
         ({"ranks": 2, "link_bandwidth": 0}, "link_bandwidth: expected bytes per second, finite and above 0; got 0.0"),
         ({"ranks": 2, "link_bandwidth": float("nan")}, "link_bandwidth: expected .*, finite and above 0; got nan"),
         ({"ranks": 2, "link_bandwidth": float("inf")}, "link_bandwidth: expected .*, finite and above 0; got inf"),
@@ -278,7 +278,7 @@ def test_memory_without_any_other_rank():
         ({"ranks": 2, "latency": "1ms"}, "latency: expected seconds; got str"),
         ({"ranks": 2, "shard": "striped"}, "shard: expected 'auto' or one of 'contiguous', 'zigzag', 'stripe'"),
         ({"ranks": 2, "method": None}, "method: expected 'auto' or one of 'ring', 'ulysses', 'gather', 'exact', 'm"),
-        ({"ranks": 3, "method": "mesh"}, "method: expected another than 'mesh' for 3 ranks: a mesh is ring x"),
+        ({"ranks": 3, "method": "mesh"}, "method: expected 'ring', 'gather', 'exact' or 'auto' for 3 ranks: a"),
         (
             {"ranks": 4, "method": "mesh", "shard": "stripe"},
             "shard: expected 'zigzag', 'contiguous' or 'auto' for method='mesh'; got 'stripe'",
@@ -290,7 +290,8 @@ def test_memory_without_any_other_rank():
         ({"ranks": 4, "mesh": (2, 2)}, "mesh: expected the arguments of plan.+Use method='mesh' beside ranks="),
         ({"shard": "zigzag"}, "shard: expected ranks= beside it; got 'zigzag' alone"),
         ({"latency": 1e-5}, "latency: expected ranks= beside it; got 1e-05 alone"),
-        ({"ranks": 3, "method": "ulysses"}, "method: expected 'ring', 'gather' or 'auto' where 3 ranks cannot have"),
+        ({"ranks": 3, "method": "ulysses"}, "method: expected 'ring', 'gather', 'exact' or 'auto' where 3 r"),
+        ({"ranks": 6, "method": "ulysses"}, "method: expected 'ring', 'gather', 'exact', 'mesh' or 'auto' where 6 r"),
     ],
 )
 def test_errors(options, words):

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
+from conftest import HELPERS
 from problems import qkv
 from tolerance import assert_accurate, assert_within
 
 import speedlight as sl
 from speedlight import reference
 from speedlight.reference_case import attention_row
+
+TESTS = Path(__file__).parent
 
 
 def test_whole_matrix_and_row_by_row_agree(rng):
@@ -59,6 +65,13 @@ def test_the_harness_sees_broken_results(rng, break_it):
         assert_within(out, want, bound)
 
 
+def test_asserts_of_the_harness_say_what_differs():
+    """They are in modules that tests import."""
+    here = [x for name, x in sys.modules.items() if name in HELPERS and Path(x.__file__ or "").parent == TESTS]
+    assert {x.__name__ for x in here} >= {"engines", "problems", "tolerance"}
+    assert {type(x.__loader__).__name__ for x in here} == {"AssertionRewritingHook"}
+
+
 def test_nan_in_the_result_never_passes_a_bound_of_nan(rng):
     with pytest.raises(AssertionError):
         assert_within(np.array([1.0]), np.array([2.0]), np.array([np.nan]))
@@ -75,3 +88,20 @@ def test_rows_are_summed_in_pairs():
     row, _ = attention_row(k[0, 0] @ q[0, 0, 0], v[0, 0], np.ones(4096, bool))
     for got in (row, reference.attention(q, k, v)[0, 0, 0]):
         assert abs(got - v[0, 0, 0]).max() <= 2.0**-53 * 24 * 1.44
+
+
+def test_options_of_the_reference_are_checked():
+    x, lse = np.ones((1, 1, 4, 8), np.float32), np.zeros((1, 1, 4), np.float32)
+    for name in ("proven", "dot", "int8"):
+        with pytest.raises(sl.ArgumentTypeError, match=f"^{name}: expected True or False; got 1"):
+            reference.error_bound(x, x, x, **{name: 1})
+    with pytest.raises(sl.ArgumentTypeError, match="^dot: expected True or False; got None"):
+        reference.backward_bound(x, x, x, x, lse, x, dot=None)
+    with pytest.raises(sl.ArgumentTypeError, match="^return_lse: expected True or False; got 'no'"):
+        reference.attention(x, x, x, return_lse="no")
+    for option, message in (
+        ({"tile": 0}, "tile: expected a size from 1"),
+        ({"precision": "tf16"}, "precision: expected"),
+    ):
+        with pytest.raises(sl.ArgumentError, match=f"^{message}"):
+            reference.error_bound(x, x, x, **option)

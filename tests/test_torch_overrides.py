@@ -227,3 +227,5 @@ def test_sdpa_takes_a_bool(enabled):
     """Refused where it is called, not where it is entered."""
     with pytest.raises(sl.ArgumentError, match="^enabled: expected True or False; got"):
         sdpa(enabled)
+    with pytest.raises(sl.ArgumentTypeError, match="^reset: expected True or False; got"):
+        report(reset=enabled)

@@ -372,7 +372,7 @@ class KVCache:
         return check_index("layer", layer, self.layers)
 
     def _sequence(self, layer: Any, item: Any) -> Placement:
-        return self._placed[self._layer(layer)][check_index("batch index", item, self.batch)]
+        return self._placed[self._layer(layer)][check_index("item", item, self.batch)]
 
     def _agreed(self, call: str, checked: Callable[[], _Checked]) -> tuple[Any, list[int]]:
         """What a call was asked for, and each rank's own number, once all mean the same by it."""

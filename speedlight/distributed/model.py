@@ -98,16 +98,20 @@ def spread(
         for name in SHARDS
     }
     apart = packed or len(set(problem.q_starts)) > 1  # attention() makes zigzag shards of such stripes
-    found = [
-        x
-        for method in METHODS
-        for shard, case in cases.items()
-        if asked.method in ("auto", method) and asked.shard in ("auto", shard)
-        if not (apart and asked.ranks > 1 and shard == "stripe" and method != "ulysses")
-        for x in _ways(method, case)
-    ]
+
+    def on_shards(method: str) -> list[Way]:
+        return [
+            x
+            for shard, case in cases.items()
+            if asked.shard in ("auto", shard)
+            if not (apart and asked.ranks > 1 and shard == "stripe" and method != "ulysses")
+            for x in _ways(method, case)
+        ]
+
+    found = [x for method in METHODS if asked.method in ("auto", method) for x in on_shards(method)]
     if not found:
-        raise UnsupportedError(_why_none(problem, asked, packed, backward))
+        others = [method for method in METHODS if on_shards(method)]
+        raise UnsupportedError(_why_none(problem, asked, packed, backward, others))
     least = min((x.slowest for x in found if x.method != "exact"), default=0.0)
     own = next(iter(cases.values()))
     alone = own.computing(own.seen.pairs.sum(), own.queries.sum(), own.keys.sum())
@@ -138,31 +142,34 @@ def _ways(method: str, case: costs.Case) -> list[Way]:
     return [] if found is None else [found]
 
 
-def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool) -> str:
-    """Why no way does what was asked for."""
-    if asked.method == "exact" and backward:
-        return "method: expected another than 'exact' with backward=True, whose sums have no order of one process."
-    if asked.method == "exact" and packed:
-        return (
-            "method: expected 'ulysses', 'gather' or 'auto' for packed sequences, whose spans begin anywhere; got "
-            "'exact'. 'ulysses' and 'gather' have the bits of one process."
-        )
-    if asked.shard == "stripe" and asked.method not in ("ulysses", "mesh"):
+def _why_none(problem: Problem, asked: Asked, packed: bool, backward: bool, others: list[str]) -> str:
+    """Why no way does what was asked for; `others`: methods that do on such shards."""
+    expected = f"method: expected {', '.join(map(repr, others))} or 'auto'"
+    if asked.shard == "stripe" and (asked.method not in ("ulysses", "mesh") or not others):
         why = "for method='exact'" if asked.method == "exact" else "here, where sequences begin at several positions"
         return (
             f"shard: expected 'zigzag', 'contiguous' or 'auto' {why}: attention() makes zigzag shards of stripes "
             "first, and stripes of its results, which the model has no figures for; got 'stripe'."
         )
-    if asked.method == "mesh":
-        if asked.shard == "stripe":
+    match asked.method:
+        case "exact" if backward:
+            return f"{expected} with backward=True, whose sums have no order of one process; got 'exact'."
+        case "exact" if packed:
+            same = " and ".join(repr(x) for x in others if x in ("ulysses", "gather"))
+            return (
+                f"{expected} for packed sequences, whose spans begin anywhere; got 'exact'. The bits of one process "
+                f"come of {same}."
+            )
+        case "mesh" if asked.shard == "stripe":
             return "shard: expected 'zigzag', 'contiguous' or 'auto' for method='mesh'; got 'stripe'."
-        return (
-            f"method: expected another than 'mesh' for {asked.ranks} ranks: a mesh is ring x ulysses, both 2 at least, "
-            f"and ulysses divides the {problem.q_heads} heads of q. Use 'auto'."
-        )
+        case "mesh":
+            return (
+                f"{expected} for {asked.ranks} ranks: a mesh is ring x ulysses, both 2 at least, and ulysses divides "
+                f"the {problem.q_heads} heads of q; got 'mesh'."
+            )
     return (
-        f"method: expected 'ring', 'gather' or 'auto' where {asked.ranks} ranks cannot have as many whole heads "
-        f"each, of {problem.q_heads} of q and {problem.kv_heads} of k and v; got {asked.method!r}."
+        f"{expected} where {asked.ranks} ranks cannot have as many whole heads each, of {problem.q_heads} of q and "
+        f"{problem.kv_heads} of k and v; got {asked.method!r}."
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import numbers
 from typing import Any
 
@@ -59,15 +60,17 @@ def prefix(n: int) -> Expression:
 
 
 def documents(ids: Any) -> Expression:
-    """Query and key in the same document: ids[i] == ids[j], one id per absolute position; or ids[b, i] == ids[b, j].
+    """Query and key in the same document: ids[i] == ids[j], one id per absolute position; or ids[b, i] == ids[b, j], a
+    row for each item of the call.
 
     >>> import speedlight as sl
     >>> sl.documents([0, 0, 1, 1]) & sl.causal()
     mask ((ids[i] == ids[j]) & (j <= i))
     """
-    of = _table(ids, "ids", ("bool", "int"), (1, 2))
+    of = copy.copy(_table(ids, "ids", ("bool", "int"), (1, 2)))  # a table that is given stays as it is
     of.way = of.way or "Give an id for every token, those of queries and of keys: as many as the longest of them."
     if of.array.ndim == 2:
+        of.of_items = True
         return expression(lambda b, h, i, j: of[b, i] == of[b, j])
     return expression(lambda b, h, i, j: of[i] == of[j])
 
@@ -105,7 +108,7 @@ def padding(attention_mask: Any) -> Expression:
             "sl.documents(ids) for numbers of documents."
         )
     of, n = Table(entries != 0, "attention_mask"), given.shape[1]
-    of.of_keys = True
+    of.of_items = of.of_keys = True
     return expression(lambda b, h, i, j: (j >= n) | of[b, minimum(j, n - 1)])
 
 

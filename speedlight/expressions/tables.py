@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
 from ..compiling import check_outside
-from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, pass_on, shown
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, pass_on, shown
 from ..hints import of_masks
 from . import foreign
 from .operations import INT_MAX
@@ -51,8 +51,10 @@ class Table:
         "kind",
         "name",
         "of_heads",
+        "of_items",
         "of_keys",
         "origin",
+        "place",
         "tensor",
         "version",
         "watched",
@@ -66,12 +68,14 @@ class Table:
             None  # what lies on a GPU and stays there; `array` then has its shape and dtype, and no values
         )
         self.copies: dict[str, Any] = {}  # by device
-        self.of_keys = False  # whether its shape has to be (batch, k_len) of the call
+        self.of_items = False  # whether it has to have a row for each item of the batch
+        self.of_keys = False  # … and that an entry for each key
         self.of_heads = False  # whether it has to have an entry for each query head
         self.way = ""  # out of an index beyond it, where a pattern knows better than the rule
         self.origin: Any = None  # the tensor of floats that these are the numbers of
         self.version = 0  # of its numbers
         self.watched: Any = None if copy else array  # the tensor, or array, whose memory these numbers are in
+        self.place: Any = None  # where those of a tensor were
         if is_tensor(array) and is_traced(array):
             self.origin, self.watched, copy = array, None, False
             array = np.broadcast_to(np.ones((), _torch_dtype(array, name)), tuple(map(int, array.shape)))
@@ -82,6 +86,7 @@ class Table:
             array = array.detach()
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)
+            self.place = None if copy else _place(self.watched)
         array = (
             _entries(array, name)
             if self.tensor is None
@@ -183,7 +188,16 @@ class Table:
         return self.watched is None
 
     def read_again(self) -> None:
-        """What others hold is read where it lies; of bfloat16, which was widened, the numbers that it has now."""
+        """What others hold is read where it lies; of bfloat16, which was widened, the numbers that it has now.
+
+        Raises ArgumentError where a tensor lies elsewhere by now.
+        """
+        if self.place is not None and self.place != _place(self.watched):
+            raise ArgumentError(
+                f"{self.name}: expected the tensor's memory, shape and strides as they were when the function was "
+                "traced; they are others by now (set_, resize_, t_, .data = …). Change its numbers in place, or trace "
+                "the function anew."
+            )
         if self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16"):
             x = self.watched.detach() if is_tensor(self.watched) else self.watched
             self.array[...] = _entries(x, self.name).reshape(self.array.shape)
@@ -287,6 +301,11 @@ def wrong_count(table: Table, index: tuple[Any, ...]) -> ExpressionError:
     return ExpressionError(f"{table.name}: expected {table.array.ndim} indices; got {len(index)}.")
 
 
+def _place(x: Any) -> tuple[Any, ...]:
+    """Where a tensor's numbers are."""
+    return x.data_ptr(), x.untyped_storage().nbytes(), x.dtype, tuple(x.shape), x.stride()
+
+
 def _entries(x: Any, name: str) -> np.ndarray:
     """What NumPy reads of an array, a tensor or a list."""
     if is_masked(x):
@@ -323,7 +342,7 @@ table.__doc__ = Table.__doc__
 
 def check_dense(name: str, x: Any) -> None:
     """That a mask or a score which is no expression is an array."""
-    if is_tensor(x) or isinstance(x, Table) or (hasattr(x, "dtype") and hasattr(x, "shape")):
+    if is_tensor(x) or isinstance(x, Table) or has(x, name, "dtype", "shape"):
         return
     such, ours = "sl.softcap(30.0)", "A factor of scores is scale="
     if name == "mask":

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..compiling import check_outside
-from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, shown
+from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, shown
 from .captured import LIBRARIES, Tables, called
 from .operations import LOOKUP_COST, OPERATIONS
 from .symbols import LOOKUP, OF_JAX, Symbol, node_of
@@ -95,7 +95,9 @@ class Expression:
         if callable(other) and not isinstance(other, Expression):
             other = expression(other)
         if not isinstance(other, Expression) or self.role != "mask" or other.role != "mask":
-            way = " An array of (batch, k_len) is sl.padding(array), a mask, too." if hasattr(other, "shape") else ""
+            way = (
+                " An array of (batch, k_len) is sl.padding(array), a mask, too." if has(other, "mask", "shape") else ""
+            )
             raise ExpressionError(f"{OPERATIONS[op].symbol}: expected two masks; got {self!r} and {shown(other)}.{way}")
         return _checked("mask", Node(op, "bool", (self.root, other.root)), self.size + other.size)
 

@@ -124,7 +124,7 @@ class KVCache:
 
     def length(self, layer: int, item: int = 0) -> int:
         """Tokens of one sequence."""
-        return self._now()[self._layer(layer)][0][self._item(item)]
+        return self._now()[self._layer(layer)][0][check_index("item", item, self.batch)]
 
     def keys(self, layer: int) -> Any:
         """A copy: (batch, kv_heads, longest, head_dim); zeros past a sequence's length. Of codes, codes · scales in
@@ -382,7 +382,9 @@ class KVCache:
 
     def select(self, batch_indices: Sequence[int]) -> KVCache:
         """A new cache of these sequences, in this order and as often: for beams."""
-        indices = [self._item(i) for i in check_list("batch_indices", batch_indices, "ints")]
+        indices = [
+            check_index("batch_indices", i, self.batch) for i in check_list("batch_indices", batch_indices, "ints")
+        ]
         if not indices:
             raise ArgumentError("batch_indices: expected at least one sequence; got none.")
         sizes = self._sizes() | {"batch": len(indices)}
@@ -428,6 +430,3 @@ class KVCache:
 
     def _layer(self, layer: Any) -> int:
         return check_index("layer", layer, self.layers)
-
-    def _item(self, item: Any) -> int:
-        return check_index("batch index", item, self.batch)

@@ -14,7 +14,7 @@ import speedlight as sl
 from .. import engine, machine
 from ..cpu.operands import Strides
 from ..errors import ArgumentError, FileError
-from ..planning import Roofs
+from ..planning import Roofs, size_text
 from .options import (
     Backward,
     Batch,
@@ -37,7 +37,7 @@ from .options import (
     hidden_by,
     on_unit,
 )
-from .reports import print_json, print_rows, progress, size_text
+from .reports import print_json, print_rows, progress
 
 
 def info(

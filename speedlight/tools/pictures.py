@@ -66,7 +66,7 @@ def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float,
         axes.set_ylabel(f"query position, {_heads_drawn(plan.problem, head)}")
     axes.set_title(f"{fill(text, 75)}\n{visible}{work}", fontsize=9 if small else 11)
     shown = f"a cell: {queries:g} queries x {keys} keys"
-    names = {"full": "full: all visible", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
+    names = {"full": "full: without the mask", "mixed": "mixed: under the mask", "skipped": "skipped: nothing visible"}
     handles = [
         Patch(facecolor=_COLOURS[n], edgecolor="#666666", label=n if small else label) for n, label in names.items()
     ]

@@ -96,11 +96,3 @@ def spread_figures(spread: Spread) -> dict[str, Any]:
 def plan_rows(plan: Plan) -> list[tuple[str, str]]:
     """The lines of its table, in the command's words."""
     return [(name, text.replace("exact=True", "`speedlight plan --exact`")) for name, text in plan.rows()]
-
-
-def size_text(n: float) -> str:
-    """Bytes as people say them."""
-    for factor, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if n >= factor:
-            return f"{n / factor:.3g} {unit}"
-    return f"{n:.0f} B"

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 
+from ..checks import check_flag
 from ..errors import ArgumentError
 from . import fast_path, flash_kernels
 from .dot_product import only_pytorch_takes, scaled_dot_product_attention
@@ -103,6 +104,7 @@ def report(reset: bool = False) -> Report:
     >>> speedlight.torch.report(reset=True).left
     {}
     """
+    check_flag("reset", reset)
     return counted(reset)
 
 
