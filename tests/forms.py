@@ -63,8 +63,14 @@ def table(array: Any) -> sl.Table:
 # --- masks
 
 
-def _documents(rng: Any, *shape: int) -> Any:
-    return sl.documents(ids(rng, *shape))
+def _documents(rng: Any) -> Any:
+    return sl.documents(ids(rng))
+
+
+def _documents_of_items(rng: Any) -> Any:
+    """As sl.documents() has it, of more items than the batch may have."""
+    of = table(ids(rng, ITEMS))
+    return E(lambda b, h, i, j: of[b, i] == of[b, j])
 
 
 def _prefix(rng: Any) -> Any:
@@ -257,7 +263,7 @@ FORMS = (
     Form("window to the left", "bfloat16", nothing, "cached", window=(True, False)),
     Form("window to the right", "float16", mask(lambda rng: sl.causal()), "decode", window=(False, True)),
     Form("documents", "float32", mask(_documents), "cached", tables=True),
-    Form("documents of items", "float64", mask(lambda rng: _documents(rng, ITEMS)), tables=True),
+    Form("documents of items", "float64", mask(_documents_of_items), tables=True),
     Form("prefix", "bfloat16", mask(_prefix)),
     Form("dilated", "float32", mask(lambda rng: sl.dilated(n(rng, 1, 300))), "decode", far=1.0),
     Form("floor of negatives", "float32", mask(_negative_floor)),
