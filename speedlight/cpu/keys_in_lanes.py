@@ -20,6 +20,7 @@ from . import conversions
 from .layout import BLOCK
 from .products import (
     add_weights,
+    by_pairs,
     cached_row,
     load_pair,
     load_scales,
@@ -285,7 +286,7 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
         if s.quantised and ahead is not None:
             k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
-        def rows(i: Value, j: Value = j, block: Value = block, ahead: Value | None = ahead, count: int = 1) -> None:
+        def rows(i: Value, count: int = 1, j: Value = j, block: Value = block, ahead: Value | None = ahead) -> None:
             """Steps i and on, so many that lie together."""
             row = i * step_row
             if ahead is not None:
@@ -295,12 +296,11 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
             step(j + i, [at] if count > 1 else cached_row(k, s, at, i, step_row), count)
 
         count = k.min(p["end"] - j, k.i64(size))
-        pairs = count & -2 if s.parts_pairs else k.i64(0)
         if s.parts_pairs:
-            with k.range(0, pairs, 2) as i:
-                rows(i, count=2)
-        with k.range(pairs, count) as i:
-            rows(i)
+            by_pairs(k, count, rows)
+        else:
+            with k.range(0, count) as i:
+                rows(i)
 
 
 def _rows_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) -> None:

@@ -9,6 +9,8 @@ Hidden keys weigh -0, which no visible key can: their values are not touched (0 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from llvmlite import ir
 
 from ..arrays import STORAGE_BYTES
@@ -99,7 +101,7 @@ def load_unit(
 def load_keys(k: Function, s: Shape, block: Value, t: Value, lane: int, count: int) -> list[Value]:
     """`count` units, which lie together, of `lanes` keys of a cache's block."""
     if s.parts_pairs:
-        return [x.bits(s.vector) for x in parted(k.load(s.ivector, block, t * (2 * BLOCK) + 4 * lane))[:count]]
+        return parted(k.load(s.ivector, block, t * (2 * BLOCK) + 4 * lane))[:count]
     return [load_units(k, s, k.at(block, t * (BLOCK * s.stored_bytes)), k.i64(lane), stored=True)]
 
 
@@ -125,7 +127,7 @@ def load_scales(k: Function, s: Shape, block: Value, offset: Value | int = 0, la
 
 def load_pair(k: Function, s: Shape, row: Value, column: Value) -> list[Value]:
     """One vector of columns of both units' values of a cache's row of parted pairs."""
-    return [x.bits(s.vector) for x in parted(k.load(s.ivector, row, column * 4))]
+    return parted(k.load(s.ivector, row, column * 4))
 
 
 def load_values(k: Function, s: Shape, rows: list[Value], column: Value) -> Value:
@@ -149,9 +151,18 @@ def part_of(k: Function, s: Shape, pairs: Value, i: Value) -> Value:
     return ((pairs >> shift) << 16).bits(s.vector)
 
 
-def parted(pairs: Value) -> tuple[Value, Value]:
-    """The bits of both elements of pairs of bf16, as f32."""
-    return pairs << 16, pairs & -65536
+def parted(pairs: Value) -> list[Value]:
+    """Both elements of pairs of bf16, in f32."""
+    return [x.bits(like(x, F32)) for x in (pairs << 16, pairs & -65536)]
+
+
+def by_pairs(k: Function, count: Value, body: Callable[[Value, int], None]) -> None:
+    """body(index, 2) of units that lie in parted pairs; body(index, 1) of the last, where their number is odd."""
+    pairs = count & -2
+    with k.range(0, pairs, 2) as t:
+        body(t, 2)
+    with k.when(pairs < count):
+        body(pairs, 1)
 
 
 def paired(low: Value, high: Value, keep: Value) -> Value:

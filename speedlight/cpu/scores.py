@@ -11,7 +11,7 @@ from typing import Any
 
 from ..problem import TILE
 from .layout import BLOCK
-from .products import load_keys, load_scales, load_unit, load_units, multiply_add, parted, whole_units
+from .products import by_pairs, load_keys, load_scales, load_unit, load_units, multiply_add, parted, whole_units
 from .shape import Shape
 from .vector import I64, PTR, Function, Module, Value
 
@@ -40,7 +40,7 @@ def score_rows(module: Module, s: Shape) -> Any:
     k = module.function("score_rows", _SCORE_PARAMS)
     p, n = k.p, s.lanes
     rows, column = k.buffer(I64, n), k.buffer(s.unit, n)
-    whole, in_pairs = whole_units(s, p["head_dim"]), s.stored == "bf16" and s.elements == 1
+    whole, in_pairs = whole_units(s, p["head_dim"]), s.widens_pairs
     pairs = whole // (2 * n) * (2 * n) if in_pairs else k.i64(0)
     # keys some groups on are fetched line after line where rows lie side by side, and row by row where not
     dense = p["key_row"].equals(p["head_dim"] * s.key_bytes)
@@ -76,7 +76,7 @@ def score_rows(module: Module, s: Shape) -> Any:
                 both = transposed(ahead, t, 4 * n, lambda row, t=t: k.load(s.ivector, row, t * 2))
                 for half in (0, 1):  # as many vectors as there is room for
                     some = both[half * (n // 2) :][: n // 2]
-                    each_row(j, t + half * n, [y.bits(s.vector) for x in some for y in parted(x)])
+                    each_row(j, t + half * n, [y for x in some for y in parted(x)])
         with k.range(pairs, whole, n) as t:
             width = n * s.stored_bytes
             each_row(j, t, transposed(ahead, t, width, lambda row, t=t: load_units(k, s, row, t, stored=True)))
@@ -156,11 +156,7 @@ def _score_groups(
                         total.set(multiply_add(k, s, query, x[u], total.get()))
 
     if s.parts_pairs:
-        pairs = p["units"] & -2
-        with k.range(0, pairs, 2) as t:
-            units(t, 2)
-        with k.when(pairs < p["units"]):
-            units(pairs)
+        by_pairs(k, p["units"], units)
     else:
         k.unrolled(0, p["units"], units)
     for (numbers, _), (vectors, rows) in zip(groups, sums, strict=True):

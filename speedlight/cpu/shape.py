@@ -93,9 +93,14 @@ class Shape:
         return self.key_bytes * self.elements
 
     @property
+    def widens_pairs(self) -> bool:
+        """Whether keys and values are bf16 that is multiplied one by one, and not in pairs."""
+        return self.stored == "bf16" and self.product == "fma" and not self.quantised
+
+    @property
     def parts_pairs(self) -> bool:
-        """Whether a cache's pairs of bf16 are parted: they are multiplied one by one."""
-        return self.cached and self.stored == "bf16" and self.product == "fma" and not self.quantised
+        """Whether a cache's pairs of bf16 are parted."""
+        return self.cached and self.widens_pairs
 
     @property
     def together(self) -> int:

@@ -126,9 +126,9 @@ MUTATIONS = (
     ),
     Mutation(
         "a pair of keys is multiplied whole where only its first is there",
-        "cpu/keys_in_lanes.py",
-        "pairs = count & -2 if s.parts_pairs",
-        "pairs = count if s.parts_pairs",
+        "cpu/products.py",
+        "pairs = count & -2",
+        "pairs = count",
         "tests/test_caches.py -k truncated_cache_still_holds",
     ),
     Mutation(
