@@ -36,6 +36,7 @@ from engines import CPU, Engine, one_vector, tuned  # noqa: E402
 from problems import DIMS, DTYPES, LENGTHS  # noqa: E402
 
 from speedlight.cpu import compile as compiling  # noqa: E402
+from speedlight.cpu import workers  # noqa: E402
 from speedlight.machine import Isa, host_isas  # noqa: E402
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
@@ -43,6 +44,9 @@ FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
 # Many tests' kernels have a part in common, which takes LLVM longer than the rest: what became of it is kept, of more
 # of them than in use.
 compiling._compiled = functools.lru_cache(maxsize=None)(compiling._compiled.__wrapped__)
+
+# Threads that share a CPU meet in more ways: tests run on as many as they ask for.
+workers._limit = lambda: 1024
 
 # not every system and Python has these; where one is missing, what is about it is left out
 _ABOUT = {"jax": "test_jax.py", "transformers": "test_transformers*.py", "triton": "test_gpu*.py"}

@@ -4,6 +4,7 @@ no memory to be had.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -90,6 +91,45 @@ def test_environment_variables_are_checked():
 def test_set_threads_counts():
     sl.set_threads(3)
     assert workers.get_threads() == 3
+
+
+def test_no_more_threads_than_cpus(monkeypatch):
+    """Threads that share a CPU wait for each other in the middle of tasks: they are neither planned for nor woken."""
+    monkeypatch.setattr(workers, "_limit", lambda: 2)
+    sl.set_threads(64)
+    assert sl.get_threads() == 2 and sl.plan(q_heads=8, q_len=4096, head_dim=64).threads == 2
+    sl.set_threads(1)
+    assert sl.get_threads() == 1
+    sl.set_threads(None)
+    monkeypatch.setenv("SPEEDLIGHT_THREADS", "64")
+    assert sl.get_threads() == 2
+
+
+@pytest.mark.skipif(
+    len(os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ()) < 2, reason="needs two CPUs and Linux"
+)
+def test_cpus_are_counted_again():
+    """`taskset` and containers move a process while it runs; OpenMP binds threads, and others may go elsewhere."""
+    code = """import os, threading, speedlight as sl
+from speedlight import machine
+def count():
+    machine._cpus = 0.0, 1  # a second has passed
+    return sl.get_threads()
+every = os.sched_getaffinity(0)
+some, gate = set(sorted(every)[:2]), threading.Event()
+os.sched_setaffinity(0, some)
+other = threading.Thread(target=gate.wait)
+other.start()
+print(count())
+os.sched_setaffinity(0, {min(some)})  # the main thread is bound, the other is not
+print(count())
+os.sched_setaffinity(other.native_id, {min(some)})
+print(count())
+sl.set_threads(64)
+print(sl.get_threads())
+gate.set()
+"""
+    assert run(code).split() == ["2", "2", "1", "1"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")

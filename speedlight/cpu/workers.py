@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError, ArgumentTypeError, pass_on, shown
 from ..forks import importing
-from ..machine import available_threads, setting
+from ..machine import setting, usable_cpus
 from .compile import Kernel
 from .layout import LEFT, LIMIT, TICKET, WORKER
 
@@ -41,12 +41,14 @@ _warned = False
 
 
 def set_threads(n: int | None) -> None:
-    """Use `n` threads from now on, in this process; None goes back to SPEEDLIGHT_THREADS or the machine's own count.
+    """Use up to `n` threads from now on, in this process; None goes back to SPEEDLIGHT_THREADS or every CPU.
+
+    A call never runs on more threads than there are CPUs that the process may use at that time.
 
     >>> import speedlight as sl
-    >>> sl.set_threads(2)
+    >>> sl.set_threads(1)
     >>> sl.get_threads()
-    2
+    1
     >>> sl.set_threads(None)
     """
     global _threads
@@ -59,21 +61,24 @@ def set_threads(n: int | None) -> None:
 
 
 def get_threads() -> int:
-    """Threads a call may use: set_threads, else SPEEDLIGHT_THREADS, else the CPUs this process may run on.
+    """Threads a call may use now: set_threads, else SPEEDLIGHT_THREADS, but no more than the CPUs this process may use.
 
     >>> import speedlight as sl
     >>> sl.get_threads() >= 1
     True
     """
-    if _threads is not None:
-        return _threads
-    return _default_threads(setting("SPEEDLIGHT_THREADS"))
+    wanted = _threads or _threads_named(setting("SPEEDLIGHT_THREADS"))
+    return min(wanted, _limit()) if wanted else usable_cpus()
+
+
+_limit = usable_cpus  # threads that share a CPU take turns in the middle of tasks; tests want that
 
 
 @functools.cache
-def _default_threads(text: str) -> int:
+def _threads_named(text: str) -> int:
+    """The number that SPEEDLIGHT_THREADS says; 0 where it says nothing."""
     if not text:
-        return available_threads()
+        return 0
     if not text.isdecimal() or not 1 <= int(text) <= 1024:
         raise ArgumentError(
             f"SPEEDLIGHT_THREADS: expected a number from 1 to 1024; got {text!r}. Unset it to use every CPU."
