@@ -102,7 +102,7 @@ if TYPE_CHECKING:
     Sequence = PagedSequence  # its name until 0.2
 
 __version__ = "0.1.0"
-ARITHMETIC = 1  # the canonical order of operations; docs/numerics.md
+ARITHMETIC = 2  # the canonical order of operations; docs/numerics.md
 
 _HOMES = {
     "append_paged": "appending",

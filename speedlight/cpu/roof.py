@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from ..arrays import pages
-from ..machine import Isa, cpu_identity
+from ..machine import Isa, cpu_identity, host_isas
 from ..planning import Roofs
 from .compile import Kernel, _host_triple, cache_directory, compile_ir, keep, read_kept
 from .layout import HEAD, LEFT, LIMIT, TICKET, WORKER, Record
@@ -140,6 +140,19 @@ def measure(isa: Isa, storage: str, threads: int) -> Roofs:
     if path := _path(isa, storage, threads):
         keep(path, json.dumps(found._asdict() | {"machine": cpu_identity()}).encode())
     return found
+
+
+def bf16_peaks() -> dict[str, float]:
+    """Measures one thread's FLOP/s of products of bfloat16 on every unit of this machine, in turn: the best of each."""
+    kinds = {x: "bf16" if x.product("bf16") == "pairs" else "f32" for x in host_isas()}
+    turns = [{x.name: peak_flops(x, kind, 1) for x, kind in kinds.items()} for _ in range(16)]
+    return {x.name: max([turn[x.name] for turn in turns]) for x in kinds}
+
+
+def faster_unit(unit: Isa, peaks: dict[str, float]) -> str | None:
+    """Names the unit whose peak is a fifth or more above that of `unit`, the highest; None if there is none."""
+    best = max(peaks, key=lambda name: peaks[name])
+    return best if peaks[best] > 1.2 * peaks[unit.name] else None
 
 
 def kept_roofs(isa: Isa, storage: str, threads: int) -> Roofs | None:

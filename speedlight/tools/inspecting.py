@@ -55,6 +55,7 @@ def info(
     with on_unit(isa):
         unit, threads = machine.current_isa(), sl.get_threads()
     tuning, known = tuning_of(unit), _roofs(unit, threads, again=measure)
+    products = bf16_report(unit) if measure else {}
     cached = compile.cached_kernels()
     removed = compile.clear_kernels() if clear else None  # what measuring has compiled, too
     peaks, read = {x: r.flops for x, r in known.items()}, max(r.bytes for r in known.values())
@@ -70,7 +71,7 @@ def info(
         "kernels": {"directory": str(directory) if directory else None, "count": len(cached),
                     "bytes": sum(cached.values())},
         "loaded": {"count": len(compile.loaded_kernels()), "most": compile.MOST_LOADED},
-        "removed": removed,
+        "removed": removed, **products,
     }  # fmt: skip
     if as_json:
         print_json(report)
@@ -97,10 +98,30 @@ def info(
             + f", {threads} threads, measured {known['float32'].date} (--measure: again)",
         ),
         ("plain read", f"{read / 1e9:,.1f} GB/s"),
+        *bf16_rows(products),
         ("kernels", where),
         ("loaded", f"{report['loaded']['count']} in this process; {compile.MOST_LOADED} at most in any"),
     ]
     print_rows(rows if removed is None else [*rows, ("removed", f"{removed} kernels")])
+
+
+def bf16_report(unit: machine.Isa) -> dict[str, Any]:
+    """Measures how fast each unit multiplies bfloat16, and names the one to ask for instead of `unit`, if any."""
+    from ..cpu import roof
+
+    peaks = roof.bf16_peaks()
+    return {"bfloat16_thread_flops": peaks, "recommended_isa": roof.faster_unit(unit, peaks)}
+
+
+def bf16_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Prints bf16_report(): which unit is chosen changes bits of bfloat16, so that nothing but the user changes it."""
+    if not report:
+        return []
+    peaks, other = report["bfloat16_thread_flops"], report["recommended_isa"]
+    advice = f"; SPEEDLIGHT_ISA={other} is faster here (other last bits: docs/numerics.md)" if other else ""
+    return [
+        ("bfloat16", ", ".join(f"{name} {x / 1e9:,.0f} GFLOP/s" for name, x in peaks.items()) + " a thread" + advice)
+    ]
 
 
 def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:

@@ -10,6 +10,7 @@ import typer
 
 from .. import engine, machine
 from ..errors import ArgumentError
+from .inspecting import bf16_report, bf16_rows
 from .options import Device, Json, Unit, check_device, on_unit
 from .reports import print_json, print_rows, progress
 
@@ -88,10 +89,11 @@ def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:
     missed = [x.name for x in trials.trials_of(unit)[len(outcomes) :]]
     # "as shipped, the best" is what a file without parts says: it takes every trial
     path = keep_tuning(unit, parts) if parts or not missed else None
+    products = bf16_report(unit)
     report = {
         "cpu": machine.cpu_name(), "isa": unit.name, "shipped_for": base.family,
         "seconds": time.perf_counter() - start, "parts": parts, "kept_in": str(path) if path else None,
-        "not_measured": missed,
+        "not_measured": missed, **products,
         "trials": [
             {"name": x.trial, "kept": x.kept, "gain": x.confirmed.gain if x.confirmed and x.kept else 1.0,
              "candidates": {name: row._asdict() for name, row in x.verdicts.items()}}
@@ -105,7 +107,7 @@ def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:
     rows += [(x.trial, _text(x)) for x in outcomes] + [(name, "not measured: no time was left") for name in missed]
     if missed:
         rows.append(("measured", f"{len(outcomes)} of {len(outcomes) + len(missed)}: try again while little else runs"))
-    print_rows([*rows, ("kept", _where(parts, path, bool(missed)))])
+    print_rows([*rows, *bf16_rows(products), ("kept", _where(parts, path, bool(missed)))])
 
 
 def _text(outcome: Any) -> str:
