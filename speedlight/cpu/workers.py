@@ -23,8 +23,9 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, ArgumentTypeError, pass_on, shown
+from ..errors import ArgumentError, pass_on
 from ..forks import importing
+from ..integers import integer
 from ..machine import available_threads, setting
 from .compile import Kernel
 from .layout import LEFT, LIMIT, TICKET, WORKER
@@ -51,11 +52,10 @@ def set_threads(n: int | None) -> None:
     """
     global _threads
     if n is not None:
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise ArgumentTypeError(f"n: expected an int or None; got {type(n).__name__}.")
+        n = integer("n", n)
         if not 1 <= n <= 1024:
-            raise ArgumentError(f"n: expected 1 to 1024 threads; got {shown(n)}.")
-    _threads = None if n is None else int(n)
+            raise ArgumentError(f"n: expected 1 to 1024 threads; got {n}.")
+    _threads = n
 
 
 def get_threads() -> int:
