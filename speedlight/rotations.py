@@ -225,7 +225,7 @@ def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:
         if abs(first) > MOST:
             raise ArgumentError(f"positions: expected positions below 2^46; got {first}.")
         return slice(first, first + sizes.length)
-    if is_masked(given) or (is_tensor(given) and lib is np and given.ndim):
+    if is_masked(given) or (is_tensor(given) and lib is np and getattr(given, "shape", ())):
         raise ArgumentTypeError(f"positions: expected an int, a list or {_ARRAY} as x; got {type(given).__name__}.")
     try:
         at = np.asarray(given) if lib is np else lib.as_tensor(given, device=x.device)
