@@ -56,8 +56,13 @@ ISAS = (
     Isa("avx512bf16", "x86_64",  64, 32, "x86-64-v4", "+avx512bf16,-prefer-256-bit", (*_AVX512, "avx512bf16"), _BF16),
     Isa("avx512",     "x86_64",  64, 32, "x86-64-v4", "-prefer-256-bit",             _AVX512),
     Isa("avx2",       "x86_64",  32, 16, "x86-64-v3", "",                            ("avx2", "fma", "f16c")),
-    Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ()),
+    Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ("neon",)),
 )  # fmt: skip
+# LLVM's names of what Arm's CPUs have, where Linux ("Features") and macOS (hw.optional.arm.FEAT_…) have others
+_ARM_LINUX = {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "asimdfhm": "fp16fml", "atomics": "lse",
+              "svebf16": "sve-bf16", "svei8mm": "sve-i8mm"}  # fmt: skip
+_ARM_MACOS = {"AdvSIMD": "neon", "DotProd": "dotprod", "FP16": "fullfp16", "FHM": "fp16fml", "BF16": "bf16",
+              "I8MM": "i8mm", "LSE": "lse", "SME": "sme", "SME2": "sme2"}  # fmt: skip
 
 
 def isa_named(name: str) -> Isa:
@@ -78,9 +83,7 @@ def host_arch() -> str:
 def host_isas() -> tuple[Isa, ...]:
     """The levels this machine can run, best first."""
     arch = host_arch()
-    if arch == "aarch64":
-        return tuple(i for i in ISAS if i.arch == arch)
-    if arch != "x86_64":
+    if arch not in ("x86_64", "aarch64"):
         raise UnsupportedError(f"machine: expected x86-64 or 64-bit Arm; got {platform.machine()!r}.")
     have = _features()
     levels = tuple(i for i in ISAS if i.arch == arch and have.issuperset(i.needs))
@@ -93,10 +96,19 @@ def host_isas() -> tuple[Isa, ...]:
 
 def _features() -> set[str]:
     """Of the host's CPU, by LLVM's names. Linux says them, too, in a millisecond; LLVM takes twenty to load."""
+    if host_arch() == "aarch64":
+        return {"neon", *_arm_features()}  # which all of 64 bits have
     said = _cpuinfo().get("flags", "").split()
     if said:
         return {name.replace("avx512_", "avx512") for name in said}
     return host_features()
+
+
+def _arm_features() -> set[str]:
+    if sys.platform == "darwin":
+        return {ours for theirs, ours in _ARM_MACOS.items() if any(_sysctl(f"hw.optional.arm.FEAT_{theirs}"))}
+    said = _cpuinfo().get("Features", "").split()
+    return {_ARM_LINUX.get(name, name) for name in said} or host_features()
 
 
 @functools.cache
@@ -141,7 +153,10 @@ def _chosen_isa(wanted: str) -> Isa:
 
 
 def available_threads() -> int:
-    """CPUs this process may use: its affinity, cut by a cgroup quota."""
+    """CPUs this process may use: its affinity, cut by a cgroup quota; of Apple's, the fast cores."""
+    fast = _sysctl("hw.perflevel0.logicalcpu") if sys.platform == "darwin" else b""
+    if fast:
+        return max(1, int.from_bytes(fast, "little"))
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as f:
@@ -187,9 +202,14 @@ def _sysctl(name: str) -> bytes:
     """What macOS says of itself, as it lies in memory: a number, or text that ends in a zero; empty if it does not."""
     import ctypes
 
-    system, size = ctypes.CDLL(None), ctypes.c_size_t(256)
+    size = ctypes.c_size_t(256)
     found = ctypes.create_string_buffer(size.value)
-    failed = system.sysctlbyname(name.encode(), found, ctypes.byref(size), None, ctypes.c_size_t(0))
+    try:
+        ask = ctypes.CDLL(None).sysctlbyname
+    except (OSError, AttributeError) as error:
+        pass_on(error, Exception)
+        return b""
+    failed = ask(name.encode(), found, ctypes.byref(size), None, ctypes.c_size_t(0))
     return b"" if failed else found.raw[: size.value]
 
 
@@ -234,7 +254,8 @@ def cpu_family() -> str:
 def cpu_identity() -> str:
     """What tells this model of CPU from others. Its name may not: virtual machines often have a general one."""
     words = _cpuinfo()
-    numbers = [words[x] for x in ("vendor_id", "cpu family", "model", "stepping") if x in words]
+    x86, arm = ("vendor_id", "cpu family", "model", "stepping"), ("implementer", "part", "variant", "revision")
+    numbers = [words[x] for x in (*x86, *(f"CPU {x}" for x in arm)) if x in words]
     return ", ".join([cpu_name(), *numbers])
 
 
