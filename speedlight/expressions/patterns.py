@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import is_tensor
 from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from ..integers import integer, whole
+from ..integers import whole
 from .functions import minimum, tanh
 from .tables import Table, table
 from .tracing import Expression, expression
@@ -196,9 +196,11 @@ def _limit(name: str, x: Any) -> int:
 
 
 def _integer(name: str, x: Any, least: int) -> int:
-    value = integer(name, x)
+    value = whole(x)
+    if value is None:
+        raise ArgumentTypeError(f"{name}: expected an int; got {shown(x)}.")
     if not least <= value <= _MOST:
-        raise ArgumentError(f"{name}: expected an int from {least} to 2^46; got {value}.")
+        raise ArgumentError(f"{name}: expected an int from {least} to 2^46; got {shown(x)}.")
     return value
 
 
