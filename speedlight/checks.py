@@ -13,20 +13,12 @@ import numpy as np
 from .arrays import CODES, DTYPES, Array, code_cache, conversion, describe, listed
 from .errors import ArgumentError, ArgumentTypeError, CacheFull, pass_on, shown
 from .hints import of_layout, of_window
+from .integers import integer, is_one, whole
 from .problem import LAYOUTS, MOST_SEEDS
 from .signatures import DtypeName
 
 MOST = 1 << 46  # of sizes and positions
 MOST_SCALE = 1e30
-
-
-def integer(name: str, x: Any) -> int:
-    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Integral):
-        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
-    value = int(x)
-    if value.bit_length() > 64:  # and Python may refuse to print it
-        raise ArgumentError(f"{name}: expected an int of at most 64 bits; got one of {value.bit_length()} bits.")
-    return value
 
 
 def size(name: str, x: Any, least: int = 0) -> int:
@@ -92,13 +84,13 @@ def item_lengths(
     """Lengths of a padded batch, copied before they are checked."""
     if x is None:
         return (most,) * batch
-    if not getattr(x, "ndim", 0) and isinstance(x, numbers.Integral) and not isinstance(x, bool):
+    if is_one(x):
         way = f"One for each of the items: [{shown(x)}] * {batch}."
         raise ArgumentTypeError(f"{name}: expected a sequence of ints; got {type(x).__name__}. {way}")
     values = listed(x, name, "a sequence of ints")
     if len(values) == batch and set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= most:
         return tuple(values)
-    if values and isinstance(values[0], (list, tuple, np.ndarray)):
+    if values and (isinstance(values[0], (list, tuple)) or getattr(values[0], "shape", ())):
         raise ArgumentTypeError(
             f"{name}: expected {batch} lengths, one per batch item; got {len(values)} rows. A tokenizer's mask of "
             "(batch, k_len) is mask=sl.padding(attention_mask), which needs no lengths."
@@ -160,7 +152,7 @@ def window_sides(window: Any) -> tuple[int | None, int | None]:
         n: int = window if type(window) is int else 0
         way = f" A sliding window of {n} tokens is window=({n - 1}, None) beside causal=True." if 0 < n < MOST else ""
         raise ArgumentTypeError(f"window: expected a pair (left, right) of ints or None; got {shown(window)}.{way}")
-    negative = [isinstance(x, numbers.Integral) and int(x) < 0 for x in window]
+    negative = [(whole(x) or 0) < 0 for x in window]
     if any(negative):
         ours = tuple(None if no_limit else x for x, no_limit in zip(window, negative, strict=True))
         raise ArgumentError(
@@ -193,11 +185,10 @@ _DTYPES_ELSEWHERE = {
 
 def check_index(name: str, x: Any, count: int) -> int:
     """One of `count` places, by name."""
-    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-        raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
-    if not 0 <= x < count:
-        raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {shown(x)}.")
-    return int(x)
+    at = integer(name, x)
+    if not 0 <= at < count:
+        raise ArgumentError(f"{name}: expected 0 to {count - 1}; got {at}.")
+    return at
 
 
 def check_list(name: str, x: Any, of: str) -> list[Any]:
@@ -212,13 +203,9 @@ def check_list(name: str, x: Any, of: str) -> list[Any]:
         raise ArgumentTypeError(f"{name}: expected a list of {of}; got {type(x).__name__} ({error}).") from error
 
 
-def check_sizes(sizes: dict[str, Any], least: int = 1) -> None:
-    """Sizes of a cache, by name."""
-    for name, x in sizes.items():
-        if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
-            raise ArgumentTypeError(f"{name}: expected an int; got {type(x).__name__}.")
-        if not least <= x <= MOST:
-            raise ArgumentError(f"{name}: expected a size from {least} to 2^46; got {shown(x)}.")
+def checked_sizes(sizes: dict[str, Any]) -> list[int]:
+    """Sizes of a cache, by name: one or more of each."""
+    return [size(name, x, 1) for name, x in sizes.items()]
 
 
 def cache_dtype(dtype: Any) -> DtypeName:
@@ -293,14 +280,16 @@ def packed_counts(name: str, x: Any, sequences: int, total: int) -> list[int]:
 def each_count(x: Any, sequences: int, name: str = "new_lengths") -> list[int]:
     """An int for each sequence, as Python's: sums of NumPy's narrow ones would wrap."""
     what = f"{sequences} ints, one per sequence"
-    if type(x) is int:
-        raise ArgumentTypeError(f"{name}: expected {what}; got int. One for each: [{shown(x)}] * {sequences}.")
-    values = listed(x, name, what)
-    if any([isinstance(n, bool) or not isinstance(n, (int, np.integer)) for n in values]):
+    if is_one(x):
+        raise ArgumentTypeError(
+            f"{name}: expected {what}; got {type(x).__name__}. One for each: [{shown(x)}] * {sequences}."
+        )
+    counts = [whole(n) for n in listed(x, name, what)]
+    if None in counts:
         raise ArgumentTypeError(f"{name}: expected {what}; got {shown(x)}.")
-    if len(values) != sequences:
-        raise ArgumentError(f"{name}: expected {what}; got {len(values)}.")
-    return [int(n) for n in values]
+    if len(counts) != sequences:
+        raise ArgumentError(f"{name}: expected {what}; got {len(counts)}.")
+    return counts  # type: ignore[return-value]
 
 
 def new_totals(layer: int, lengths: list[int], counts: list[int], capacity: int) -> list[int]:
@@ -335,14 +324,13 @@ def cache_sizes(
         if window is None:
             raise ArgumentError("capacity: expected the most tokens of a sequence, or a window.")
         capacity = MOST
-    sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
-    sizes |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
-    check_sizes(sizes)
+    given = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim}
+    given |= {"value_dim": head_dim if value_dim is None else value_dim, "capacity": capacity}
+    sizes = checked_sizes(given)
     window_size(window)
-    check_sizes({"keep_first": keep_first}, least=0)
-    if window is None and keep_first:
+    if size("keep_first", keep_first) and window is None:
         raise ArgumentError(f"keep_first: expected 0 without a window; got {keep_first}.")
-    return tuple(map(int, sizes.values()))  # type: ignore[return-value]
+    return tuple(sizes)  # type: ignore[return-value]
 
 
 def window_size(x: Any) -> int | None:
@@ -358,25 +346,24 @@ def shorter_lengths(length: Any, lengths: list[list[int]], lost: Callable[[int, 
     lost(item, n): a window has forgotten what token n would see.
     """
     batch = len(lengths[0])
-    whole = length is None or isinstance(length, (str, int, np.integer))  # of these only ints are lengths: seen below
-    wanted: list[Any] = [length] * batch if whole else check_list("length", length, "ints, or one int")
+    one = length is None or isinstance(length, str) or is_one(length)  # of these only ints are lengths: seen below
+    given = [length] * batch if one else check_list("length", length, "ints, or one int")
+    wanted = [integer("length", n) for n in given]
     if len(wanted) != batch:
         raise ArgumentError(f"length: expected one int, or {batch} (one per sequence); got {len(wanted)}.")
     for item, n in enumerate(wanted):
-        if isinstance(n, bool) or not isinstance(n, (int, np.integer)):
-            raise ArgumentTypeError(f"length: expected an int; got {type(n).__name__}.")
         least = min(x[item] for x in lengths)
         if not 0 <= n <= least:
             raise ArgumentError(
-                f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {shown(n)}."
+                f"length: expected 0 to {least}, the tokens of sequence {item} in every layer; got {n}."
             )
-        if lost(item, int(n)):
+        if lost(item, n):
             raise ArgumentError(
                 f"length: expected one whose window is still there; of sequence {item} the cache has forgotten what "
                 f"token {n} would "
                 "see. clear() it, or make a cache of a longer window."
             )
-    return [int(n) for n in wanted]
+    return wanted
 
 
 def states_of(out1: Any, lse1: Any, out2: Any, lse2: Any, *, gpu: bool = True) -> tuple[list[Array], list[Array]]:

@@ -14,6 +14,7 @@ from .arrays import Array, conversion, is_followed, is_tensor, is_traced, listed
 from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from .expressions.tables import Table
 from .expressions.tracing import Expression, expression
+from .integers import is_one, whole
 from .layouts import are_widened, check_beside
 from .problem import LAYOUTS, Options, Problem, scores_of
 
@@ -90,11 +91,12 @@ def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
     options = known.options
     mask = _expression(options.mask, "mask")
     names = ("q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
-    lengths = {name: _read(getattr(options, name), name) for name in names}
+    ints = {name: _read(getattr(options, name), name) for name in names}
+    ints |= {name: _one(getattr(options, name)) for name in ("k_start", "seed")}
     window, sinks = options.window, options.sink_logits
     options = options._replace(
-        mask=mask, window=tuple(window) if isinstance(window, list) else window,
-        sink_logits=list(sinks) if isinstance(sinks, list) else sinks, **lengths,
+        mask=mask, window=tuple(map(_one, window)) if isinstance(window, (list, tuple)) else window,
+        sink_logits=list(sinks) if isinstance(sinks, list) else sinks, **ints,
     )  # fmt: skip
     read: list[Any] = [] if is_tensor(known.sinks) else [options.sink_logits]
     for x in (mask, *scores_of(options.score)):
@@ -124,7 +126,13 @@ def _version(x: Any) -> Any:
 
 
 def _read(x: Any, name: str) -> Any:
-    return x if x is None or isinstance(x, int) else listed(x, name, "ints")
+    return _one(x) if x is None or is_one(x) else [_one(n) if is_one(n) else n for n in listed(x, name, "ints")]
+
+
+def _one(x: Any) -> Any:
+    """A whole number as it is now; of anything else the call itself says what is wrong."""
+    n = whole(x)
+    return x if n is None else n
 
 
 def _traced(x: Any) -> Any:

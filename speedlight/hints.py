@@ -192,18 +192,24 @@ def of_mask(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> str:
     return ""
 
 
-_MANY_HEADS = 256  # of keys: no model has as many, nor anybody 16 for each token
+# Keys and values of models have up to 128 heads, and those with more than 64 have head dims of 128 and above.
+_MOST_HEADS, _MOST_NARROW_HEADS, _NARROW = 128, 64, 64
+_USUAL_HEADS = frozenset((4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128))  # of models
 
 
 def warn_if_swapped(layout: str, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
     """Heads and length in each other's place give numbers, and wrong ones. Told where a call is prepared: few tokens
-    of many heads are common (a step of decoding, a short prompt), hundreds of heads for a handful of tokens are not.
+    of many heads are common (a step of decoding, a short prompt), more heads of keys than models have are not.
     """
     if layout not in ("bhld", "blhd") or not len(q_shape) == len(k_shape) == 4:
         return
     heads, length = (1, 2) if layout == "bhld" else (2, 1)
     count, q_len, k_len = q_shape[heads], q_shape[length], k_shape[length]
-    if not count == k_shape[heads] >= _MANY_HEADS or count < 16 * max(q_len, k_len) or not k_len or q_len % k_len:
+    most = _MOST_NARROW_HEADS if q_shape[3] <= _NARROW else _MOST_HEADS
+    if not count == k_shape[heads] > most or not k_len or q_len % k_len:
+        return  # heads of q that divide by those of k, the other way round, too
+    many = count >= 2 * _MOST_HEADS and count >= 16 * q_len  # even of a single token
+    if not many and (q_len not in _USUAL_HEADS or count <= q_len):
         return
     other = "blhd" if layout == "bhld" else "bhld"
     warnings.warn(

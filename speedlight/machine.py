@@ -58,8 +58,13 @@ ISAS = (
     Isa("avx512bf16", "x86_64",  64, 32, "x86-64-v4", "+avx512bf16,-prefer-256-bit", (*_AVX512, "avx512bf16"), _BF16),
     Isa("avx512",     "x86_64",  64, 32, "x86-64-v4", "-prefer-256-bit",             _AVX512),
     Isa("avx2",       "x86_64",  32, 16, "x86-64-v3", "",                            ("avx2", "fma", "f16c")),
-    Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ()),
+    Isa("neon",       "aarch64", 16, 32, "generic",   "+neon",                       ("neon",)),
 )  # fmt: skip
+# LLVM's names of what Arm's CPUs have, where Linux ("Features") and macOS (hw.optional.arm.FEAT_…) have others
+_ARM_LINUX = {"asimd": "neon", "asimddp": "dotprod", "asimdhp": "fullfp16", "asimdfhm": "fp16fml", "atomics": "lse",
+              "svebf16": "sve-bf16", "svei8mm": "sve-i8mm"}  # fmt: skip
+_ARM_MACOS = {"AdvSIMD": "neon", "DotProd": "dotprod", "FP16": "fullfp16", "FHM": "fp16fml", "BF16": "bf16",
+              "I8MM": "i8mm", "LSE": "lse", "SME": "sme", "SME2": "sme2"}  # fmt: skip
 
 # What a family of CPUs takes, where that is not the best that it has: Intel's multiply pairs of bfloat16 at half the
 # rate of float32 or less (154 against 369 GFLOP/s on two cores of a Xeon, model 207).
@@ -84,9 +89,7 @@ def host_arch() -> str:
 def host_isas() -> tuple[Isa, ...]:
     """The levels this machine can run, best first."""
     arch = host_arch()
-    if arch == "aarch64":
-        return tuple(i for i in ISAS if i.arch == arch)
-    if arch != "x86_64":
+    if arch not in ("x86_64", "aarch64"):
         raise UnsupportedError(f"machine: expected x86-64 or 64-bit Arm; got {platform.machine()!r}.")
     have = _features()
     levels = tuple(i for i in ISAS if i.arch == arch and have.issuperset(i.needs))
@@ -99,10 +102,19 @@ def host_isas() -> tuple[Isa, ...]:
 
 def _features() -> set[str]:
     """Of the host's CPU, by LLVM's names. Linux says them, too, in a millisecond; LLVM takes twenty to load."""
+    if host_arch() == "aarch64":
+        return {"neon", *_arm_features()}  # which all of 64 bits have
     said = _cpuinfo().get("flags", "").split()
     if said:
         return {name.replace("avx512_", "avx512") for name in said}
     return host_features()
+
+
+def _arm_features() -> set[str]:
+    if sys.platform == "darwin":
+        return {ours for theirs, ours in _ARM_MACOS.items() if any(_sysctl(f"hw.optional.arm.FEAT_{theirs}"))}
+    said = _cpuinfo().get("Features", "").split()
+    return {_ARM_LINUX.get(name, name) for name in said} or host_features()
 
 
 @functools.cache
@@ -157,6 +169,13 @@ def usable_cpus() -> int:
 
 
 _cpus = 0.0, 1  # until when it counts, and how many
+
+
+@functools.cache
+def slow_cores() -> int:
+    """Apple's slow cores, which calls leave alone unless they are asked for."""
+    fast = int.from_bytes(_sysctl("hw.perflevel0.logicalcpu"), "little") if sys.platform == "darwin" else 0
+    return max(0, (os.cpu_count() or 1) - fast) if fast else 0
 
 
 def _count_cpus() -> int:
@@ -225,9 +244,14 @@ def _sysctl(name: str) -> bytes:
     """What macOS says of itself, as it lies in memory: a number, or text that ends in a zero; empty if it does not."""
     import ctypes
 
-    system, size = ctypes.CDLL(None), ctypes.c_size_t(256)
+    size = ctypes.c_size_t(256)
     found = ctypes.create_string_buffer(size.value)
-    failed = system.sysctlbyname(name.encode(), found, ctypes.byref(size), None, ctypes.c_size_t(0))
+    try:
+        ask = ctypes.CDLL(None).sysctlbyname
+    except (OSError, AttributeError) as error:
+        pass_on(error, Exception)
+        return b""
+    failed = ask(name.encode(), found, ctypes.byref(size), None, ctypes.c_size_t(0))
     return b"" if failed else found.raw[: size.value]
 
 
@@ -272,7 +296,8 @@ def cpu_family() -> str:
 def cpu_identity() -> str:
     """What tells this model of CPU from others. Its name may not: virtual machines often have a general one."""
     words = _cpuinfo()
-    numbers = [words[x] for x in ("vendor_id", "cpu family", "model", "stepping") if x in words]
+    x86, arm = ("vendor_id", "cpu family", "model", "stepping"), ("implementer", "part", "variant", "revision")
+    numbers = [words[x] for x in (*x86, *(f"CPU {x}" for x in arm)) if x in words]
     return ", ".join([cpu_name(), *numbers])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import numbers
 import operator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from .expressions.symbols import Symbol, where
 from .expressions.tables import Table, check_dense
 from .expressions.tracing import Expression, expression, score_chain
 from .hints import of_causal, of_heads, of_items, of_mask
+from .integers import integer, is_one
 from .layouts import AXES, are_widened, batch_of, check_batch, check_dimensions, check_together
 from .modes import standard
 from .philox import MOST_POSITIONS
@@ -82,7 +82,7 @@ def _longest(name: str, length: Any, offsets: str, lengths: str, options: Option
     for its_name in (offsets, lengths):
         given = getattr(options, its_name)
         if length is None and given is not None:
-            return max((checks.integer(its_name, n) for n in listed(given, its_name, "a sequence of ints")), default=0)
+            return max((integer(its_name, n) for n in listed(given, its_name, "a sequence of ints")), default=0)
     return length
 
 
@@ -262,7 +262,7 @@ def _problem(sizes: Sizes, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...
     if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
         what = "False, True or 'bottom-right' (aligned at the end) or 'top-left'"
         raise ArgumentError(f"causal: expected {what}; got {shown(causal)}.{of_causal(causal)}")
-    k_start = checks.integer("k_start", options.k_start)
+    k_start = integer("k_start", options.k_start)
     if causal == "top-left" and options.q_start is not None:
         raise ArgumentError("q_start: expected None with causal='top-left', which means q_start=0.")
     if k_start < 0 or k_start % SPAN or k_start > checks.MOST:
@@ -301,10 +301,10 @@ def _starts(q_start: Any, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]
     """Absolute positions of each item's first query; by default its last query is its last key's."""
     if q_start is None:
         starts = tuple(k - q for q, k in zip(q_lengths, k_lengths, strict=True))
-    elif isinstance(q_start, numbers.Integral):
-        starts = (checks.integer("q_start", q_start),) * len(q_lengths)
+    elif is_one(q_start):
+        starts = (integer("q_start", q_start),) * len(q_lengths)
     else:
-        starts = tuple(checks.integer("q_start", x) for x in listed(q_start, "q_start", "an int or a sequence of ints"))
+        starts = tuple(integer("q_start", x) for x in listed(q_start, "q_start", "an int or a sequence of ints"))
         if len(starts) != len(q_lengths):
             raise ArgumentError(
                 f"q_start: expected one int, or {len(q_lengths)} (one per batch item); got {len(starts)}."

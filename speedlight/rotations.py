@@ -225,7 +225,7 @@ def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:
         if abs(first) > MOST:
             raise ArgumentError(f"positions: expected positions below 2^46; got {first}.")
         return slice(first, first + sizes.length)
-    if is_masked(given) or (is_tensor(given) and lib is np):
+    if is_masked(given) or (is_tensor(given) and lib is np and getattr(given, "shape", ())):
         raise ArgumentTypeError(f"positions: expected an int, a list or {_ARRAY} as x; got {type(given).__name__}.")
     try:
         at = np.asarray(given) if lib is np else lib.as_tensor(given, device=x.device)
@@ -237,6 +237,8 @@ def _positions(x: Any, options: Options, sizes: _Sizes) -> Any:
         if 0 in at.shape:  # an empty list is of floats
             return converted(at, "int64")
         raise ArgumentTypeError(f"positions: expected ints; got {kind}. For fractions give cos and sin.")
+    if at.ndim == 0:  # the first token's
+        at = converted(at, "int64") + lib.arange(sizes.length, **({} if lib is np else {"device": x.device}))
     shape = tuple(at.shape)
     wanted = [(n,) for n in (sizes.length, 1)]
     if len(options.layout) == 4:

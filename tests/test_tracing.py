@@ -378,3 +378,34 @@ def test_an_interrupt_while_a_function_is_traced():
     for n in places(trace, ("tracing.py", "captured.py")):
         interrupted(trace, n, ("tracing.py", "captured.py"))
         assert table[2] == 2.0, f"place {n}"
+
+
+@pytest.mark.parametrize(
+    ("role", "function"),
+    [
+        ("mask", lambda i, j, b, h: j <= i),
+        ("mask", lambda h, b, i, j: h < 2),
+        ("mask", lambda b, h, j, i: j <= i),
+        ("score", lambda b, h, i, j, s: s),
+        ("score", lambda s, i, j, b, h: s + (j - i)),
+    ],
+)
+def test_our_names_in_another_order_are_refused(role, function):
+    """They come by place: the function would compute something else."""
+    x, names = np.ones((1, 2, 3, 4), np.float32), "b, h, i, j" if role == "mask" else "s, b, h, i, j"
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=4, capacity=8)
+    calls = (
+        lambda: sl.expression(function),
+        lambda: sl.attention(x, x, x, **{role: function}),
+        lambda: sl.plan(x, x, x, **{role: function}),
+        lambda: cache.attend(0, x, x, x, **{role: function}),
+        lambda: sl.reference.attention(x, x, x, **{role: function}),
+    )
+    for call in calls:
+        with pytest.raises(sl.ExpressionError, match=rf"{role}: expected .* in this order; .*\({names}\)"):
+            call()
+
+
+def test_other_names_and_defaults_are_no_order():
+    assert sl.expression(lambda q, k, x, y: y <= x) == sl.causal()
+    assert sl.expression(lambda b, h, i, j, n=0: j <= i) == sl.causal()

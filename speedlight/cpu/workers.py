@@ -23,9 +23,10 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ArgumentError, ArgumentTypeError, pass_on, shown
+from ..errors import ArgumentError, pass_on
 from ..forks import importing
-from ..machine import setting, usable_cpus
+from ..integers import integer
+from ..machine import setting, slow_cores, usable_cpus
 from .compile import Kernel
 from .layout import LEFT, LIMIT, TICKET, WORKER
 
@@ -53,11 +54,10 @@ def set_threads(n: int | None) -> None:
     """
     global _threads
     if n is not None:
-        if not isinstance(n, int) or isinstance(n, bool):
-            raise ArgumentTypeError(f"n: expected an int or None; got {type(n).__name__}.")
+        n = integer("n", n)
         if not 1 <= n <= 1024:
-            raise ArgumentError(f"n: expected 1 to 1024 threads; got {shown(n)}.")
-    _threads = None if n is None else int(n)
+            raise ArgumentError(f"n: expected 1 to 1024 threads; got {n}.")
+    _threads = n
 
 
 def get_threads() -> int:
@@ -68,7 +68,7 @@ def get_threads() -> int:
     True
     """
     wanted = _threads or _threads_named(setting("SPEEDLIGHT_THREADS"))
-    return min(wanted, _limit()) if wanted else usable_cpus()
+    return min(wanted, _limit()) if wanted else max(1, usable_cpus() - slow_cores())
 
 
 _limit = usable_cpus  # threads that share a CPU take turns in the middle of tasks; tests want that

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..checks import cache_sizes, check_flag, check_index, check_sizes, shorter_lengths
+from ..checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths
 from ..errors import ArgumentError
 from ..hints import explained, refuses_others, unknown
+from ..integers import whole
 from ..kv import saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
@@ -102,14 +103,16 @@ class KVCache:
         sizes = {"layers": layers, "batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
 
         def made() -> _Checked:
-            check_sizes({"capacity": capacity, "piece": piece})
+            checked_sizes({"capacity": capacity, "piece": piece})
             *_, most = cache_sizes(**sizes, capacity=capacity, window=None, keep_first=0)
             local = Local(**sizes, capacity=placement.room(most, self.ranks, piece), dtype=dtype, device=device)
             form = {**sizes, "capacity": capacity, "piece": piece, "dtype": local.dtype, **carried(self._peers, local)}
-            return _Checked({name: str(x) for name, x in form.items()}, local)
+            return _Checked({name: str(x if whole(x) is None else whole(x)) for name, x in form.items()}, local)
 
         local, _ = self._agreed("KVCache", made)
-        self._holds(local, int(capacity), int(piece), [[placement.empty(self.ranks)] * batch for _ in range(layers)])
+        self._holds(
+            local, int(capacity), int(piece), [[placement.empty(self.ranks)] * local.batch for _ in range(local.layers)]
+        )
 
     def _joins(self, group: Any) -> None:
         self._peers = Peers(group)

@@ -12,6 +12,7 @@ import numpy as np
 from ..arrays import is_tensor, listed
 from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression
+from ..integers import is_one
 from ..problem import Options, scores_of
 
 _DEFAULTS = Options()._asdict()
@@ -47,7 +48,7 @@ def _bytes(x: Any) -> bytes:
 def _value(name: str, x: Any) -> str:
     if name == "sink_logits" and is_tensor(x) and x.requires_grad:
         return f"a tensor that requires grad: {_value(name, x.detach())}"
-    if name in _LISTS and not isinstance(x, int):
+    if name in _LISTS and not is_one(x):
         values = listed(x, name, "numbers")
         return repr(values) if len(values) <= 16 else f"{len(values)} numbers ({_digest(repr(values).encode())})"
     return repr(x)

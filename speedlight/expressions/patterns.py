@@ -11,6 +11,7 @@ import numpy as np
 from ..arrays import is_tensor
 from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, shown
+from ..integers import whole
 from .functions import minimum, tanh
 from .tables import Table, table
 from .tracing import Expression, expression
@@ -186,7 +187,7 @@ def relative_bias(bias: Any) -> Expression:
 
 def _limit(name: str, x: Any) -> int:
     """Of a window. -1, elsewhere no limit, would be a mask that hides the query's own key."""
-    if isinstance(x, numbers.Integral) and x < 0:
+    if (whole(x) or 0) < 0:
         raise ArgumentError(
             f"{name}: expected an int from 0 to 2^46, or None for no limit, flash-attn's -1; got {shown(x)}. Keys "
             "strictly before the query are mask=lambda b, h, i, j: j < i."
@@ -195,11 +196,12 @@ def _limit(name: str, x: Any) -> int:
 
 
 def _integer(name: str, x: Any, least: int) -> int:
-    if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Integral):
+    value = whole(x)
+    if value is None:
         raise ArgumentTypeError(f"{name}: expected an int; got {shown(x)}.")
-    if not least <= int(x) <= _MOST:
+    if not least <= value <= _MOST:
         raise ArgumentError(f"{name}: expected an int from {least} to 2^46; got {shown(x)}.")
-    return int(x)
+    return value
 
 
 def _table(x: Any, name: str, kinds: tuple[str, ...], dims: tuple[int, ...]) -> Table:

@@ -166,6 +166,7 @@ def expression(function: MaskFunction | ScoreFunction | Expression, role: str | 
         raise ArgumentTypeError(f"{role or 'function'}: expected a function; got the class {function.__name__}.")
     role = _role(function, role)
     names = ("b", "h", "i", "j") if role == "mask" else ("s", "b", "h", "i", "j")
+    _check_order(function, role, names)
     result = _called(function, [Symbol(Node("symbol", SYMBOLS[n], value=n)) for n in names])
     if isinstance(result, Expression):
         return expression(result, role)
@@ -202,6 +203,16 @@ def _role(function: Callable[..., Any], role: str | None) -> str:
         got = f"{count} argument{'s' * (count != 1)}"
         raise ExpressionError(f"{found or 'function'}: expected {expected}; got a function of {got}.")
     return found
+
+
+def _check_order(function: Callable[..., Any], role: str, names: tuple[str, ...]) -> None:
+    """Refuses our own names of the arguments in another order than they come in: it would compute something else."""
+    given = _positional(function) or ()
+    if given != names and sorted(given) == sorted(names):
+        raise ExpressionError(
+            f"{role}: expected {_TAKES[role]}, in this order; got a function{_origin(function)} of "
+            f"({', '.join(given)}). Arguments come by place: write its arguments as ({', '.join(names)})."
+        )
 
 
 def check_returned(name: str, function: Callable[..., Any], result: Any) -> None:
@@ -311,14 +322,21 @@ def _cost(node: Node) -> int:
 
 
 def _arity(function: Callable[..., Any]) -> int | None:
-    """Positional arguments without defaults; None where Python cannot say."""
+    """How many positional arguments have no defaults; None where Python cannot say."""
+    names = _positional(function)
+    return None if names is None else len(names)
+
+
+def _positional(function: Callable[..., Any]) -> tuple[str, ...] | None:
+    """Names of positional arguments without defaults; None where Python cannot say."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
     if any([p.kind is p.VAR_POSITIONAL for p in parameters]):
         return None
-    return sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty for p in parameters)
+    by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return tuple([p.name for p in by_place if p.default is p.empty])
 
 
 def score_chain(scores: Sequence[Expression]) -> Expression | None:

@@ -14,6 +14,7 @@ from ..checks import check_flag, integer, item_lengths, packed_lengths
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedError
 from ..expressions.tables import Table
 from ..expressions.tracing import expression
+from ..integers import is_one
 from ..turning import rotary
 from .options import check_tensors, overlaps_itself
 from .sequences import PageNames, Side, attended, attended_pages
@@ -102,7 +103,7 @@ def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], quer
 
 def check_given(q: Any, cache: Cache, new: New, qv: Any = None, offsets: Any = None, hint: str = "") -> None:
     """Every argument that should be a tensor is one."""
-    seqlens = None if isinstance(cache.seqlens, int) and not isinstance(cache.seqlens, bool) else cache.seqlens
+    seqlens = None if is_one(cache.seqlens) else cache.seqlens
     check_tensors(
         {"q": q, "k_cache": cache.k, "v_cache": cache.v},
         {"k": new.k, "v": new.v, "qv": qv, "rotary_cos": new.cos, "rotary_sin": new.sin},
@@ -219,7 +220,7 @@ def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ..
         if new.k is not None:
             raise ArgumentError("cache_seqlens: expected the lengths of the cache beside k; got None.")
         return (capacity,) * batch
-    given = [given] * batch if isinstance(given, int) else given
+    given = [given] * batch if is_one(given) else given
     return item_lengths("cache_seqlens", given, batch, capacity, "what the cache holds")
 
 

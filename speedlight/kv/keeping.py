@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import listed
-from ..checks import integer, shorter_lengths
+from ..checks import shorter_lengths
 from ..errors import ArgumentError, ArgumentTypeError, shown
+from ..integers import integer, is_one
 from ..tokens import Moves
 from ..windows import Ring
 from .query import busy
@@ -79,7 +80,7 @@ def path_of(indices: Any, start: Any, least: int) -> tuple[int, list[int]]:
 def _starts(start: Any, batch: int) -> list[int]:
     """Tokens before the speculated ones."""
     what = "an int" if batch == 1 else f"one int, or {batch} (one per sequence)"
-    if isinstance(start, (int, np.integer)):
+    if is_one(start):
         return [integer("start", start)] * batch
     starts = [integer("start", n) for n in listed(start, "start", what)]
     if len(starts) != batch:
@@ -91,7 +92,7 @@ def _paths(indices: Any, batch: int) -> list[list[int]]:
     """Of every sequence the indices that are kept: one list for all, or one for each."""
     what = "ints" + f", or a list of them for each of {batch} sequences" * (batch > 1)
     given = listed(indices, "indices", what)
-    if not any([hasattr(x, "__len__") and not isinstance(x, np.generic) for x in given]):
+    if not any([hasattr(x, "__len__") and not is_one(x) and not isinstance(x, np.generic) for x in given]):
         return [[_index(n) for n in given]] * batch
     if len(given) != batch:
         raise ArgumentError(f"indices: expected {what}; got {len(given)} lists.")

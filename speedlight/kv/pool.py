@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from ..checks import cache_dtype, check_index, check_list, check_sizes, packed_counts
+from ..checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
 from ..compiling import in_graph, outside
 from ..cpu.layout import BLOCK
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, shown
@@ -76,12 +76,12 @@ class PagePool:
         engine = storage_of(device)
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "kv_heads": kv_heads, "head_dim": head_dim}
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
-        check_sizes(sizes)
-        if page_size % BLOCK:
+        self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = checked_sizes(sizes)
+        if self.page_size % BLOCK:
             raise ArgumentError(
-                f"page_size: expected a multiple of {BLOCK}; got {page_size}. Use {-(-page_size // BLOCK) * BLOCK}."
+                f"page_size: expected a multiple of {BLOCK}; got {self.page_size}. Use "
+                f"{-(-self.page_size // BLOCK) * BLOCK}."
             )
-        self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = map(int, sizes.values())
         self.dtype = cache_dtype(dtype)
         shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
         self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: the reservation may fail

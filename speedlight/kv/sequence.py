@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..errors import ArgumentTypeError
+from ..integers import integer
 from .keeping import keep_in_pages
 
 
@@ -64,9 +63,7 @@ class PagedSequence:
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""
-        if isinstance(length, bool) or not isinstance(length, (int, np.integer)):
-            raise ArgumentTypeError(f"length: expected an int; got {type(length).__name__}.")
-        self.pool._shorten(self, int(length))
+        self.pool._shorten(self, integer("length", length))
 
     def keep(self, indices: Any, *, start: int) -> None:
         """Of the tokens from `start` on, keeps those at these indices, and forgets the others, in every layer.

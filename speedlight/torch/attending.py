@@ -26,6 +26,7 @@ from ..gradients import (
     tables_of,
 )
 from ..hints import explained
+from ..integers import integer
 from ..problem import Options, new_options, our_causal, our_layout, padded_alike
 from ..signatures import AttentionOptions, Causal, Int, Ints, Layout, Mask, Precision, Scores, Sinks, Window
 from . import further, ops
@@ -116,7 +117,7 @@ def attention(
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         q, k, v = cast(q, k, v)
     if is_tensor(options.seed) and not is_traced(options.seed):
-        options = options._replace(seed=int(options.seed))
+        options = options._replace(seed=integer("seed", options.seed))
     if _is_plain(q, k, v):
         if torch.is_grad_enabled():
             known = followed(options)

@@ -22,6 +22,7 @@ from ..expressions.operations import KINDS, OPERATIONS
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import SYMBOLS, Node, order
+from ..integers import integer, is_one, whole
 from ..problem import MOST_SEEDS, Options, scores_of
 
 _LISTS = ("window", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
@@ -113,9 +114,11 @@ def is_same_for_items(text: str, tables: list[torch.Tensor]) -> bool:
 
 def _number(x: Any, name: str) -> Any:
     """An option as text holds it; what is wrong with it the call itself says, by name."""
-    if name in _LISTS and not isinstance(x, int):
+    if name in _LISTS and not is_one(x):
         x = listed(x, name, "a sequence of ints") if not isinstance(x, tuple) else list(x)
-        return [x if x is None else x.__index__() for x in x]
+        return [None if one is None else integer(name, one) for one in x]
+    if whole(x) is not None:
+        return integer(name, x)
     if isinstance(x, np.generic):
         x = x.item()
     if not isinstance(x, (bool, int, float, str)):

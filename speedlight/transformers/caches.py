@@ -12,7 +12,7 @@ import transformers.cache_utils as theirs
 from torch.utils._pytree import tree_map
 
 from ..arrays import CODES, code_cache
-from ..checks import cache_dtype, check_sizes, new_totals
+from ..checks import cache_dtype, checked_sizes, new_totals
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..kv.cache import KVCache
 from ..signatures import Dtype, DtypeName
@@ -325,7 +325,7 @@ class Cache(theirs.DynamicCache):
         config = config.get_text_config(decoder=True)
         kinds, options = theirs.get_layer_types_and_kwargs(config)
         room = _capacity(config) if capacity is None else capacity
-        check_sizes({"capacity": room})
+        (room,) = checked_sizes({"capacity": room})
         kept = None if dtype is None else cache_dtype(dtype)
         layers = [_layer(kind, of, room, kept) for kind, of in zip(kinds, options, strict=True)]
         theirs.Cache.__init__(self, layers=layers)
