@@ -45,6 +45,7 @@ class Stored(NamedTuple):
     items: tuple[int, ...] | None = None  # what a mask calls the sequences, where not 0, 1, …
     shortest: int | None = None  # what is made of the problem is used for any k_lengths from this to those given
     keeper: str = "the cache"  # in messages
+    most: int | None = None  # keys that a sequence can have
 
 
 @standard
@@ -249,7 +250,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         own = _mask(mask, problem, packed, square)
         mask = stored.hiding if own is None else stored.hiding & own
     problem = _expressed(problem, mask, options.score, packed, square)
-    _check_items(problem)
+    _check_items(problem, stored.most, room=True)
     return problem
 
 
@@ -365,15 +366,20 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
     return replace(problem, mask=hiding, score=found)
 
 
-def _check_items(problem: Problem, k_len: int | None = None, *, exactly: bool = False) -> None:
-    """That padding() and documents() are of this batch; padding of these keys, too. A cache has no number of them."""
+def _check_items(problem: Problem, k_len: int | None, *, exactly: bool = False, room: bool = False) -> None:
+    """Raises unless padding() and documents() are of this batch; padding of these keys, too.
+
+    `room`: k_len is what a cache has room for. Its padding may end anywhere before: later keys are visible.
+    """
     for table in [] if problem.mask is None else [t for t in problem.mask.tables if t.of_items]:
         rows, n = table.shape
         fits = rows == problem.batch if problem.items is None else rows > max(problem.items, default=0)
-        if fits and (not table.of_keys or k_len is None or n == k_len or (n > k_len and not exactly)):
+        enough = k_len is None or n == k_len or (n < k_len if room else n > k_len and not exactly)
+        if fits and (enough or not table.of_keys):
             continue
         batch = problem.batch if problem.items is None else f"at least {max(problem.items) + 1}"
-        keys = "any" if k_len is None or not table.of_keys else k_len if exactly else f"at least {k_len}"
+        least = f"at {'most' if room else 'least'} {k_len}"
+        keys = "any" if k_len is None or not table.of_keys else k_len if exactly else least
         what, way = "length", "Give ids for each item of the call, or one row, of shape (length,), for all"
         if table.of_keys:
             what, way = "k_len", "Write sl.padding(attention_mask) of all its items and keys, earlier tokens' included"

@@ -15,10 +15,11 @@ class TokenShape(NamedTuple):
     head_dim: int
     value_dim: int
     dtype: str  # of arrays.CODES: codes, with a scale for each token and head
+    most: int | None = None  # tokens that a sequence has room for; None where old ones make room
 
     def stored(self, lengths: list[int], **more: Any) -> Stored:
         """So many tokens of each sequence, to whom it concerns; more: as Stored has it."""
-        return Stored(self.dtype, self.kv_heads, self.head_dim, self.value_dim, tuple(lengths), **more)
+        return Stored(self.dtype, self.kv_heads, self.head_dim, self.value_dim, tuple(lengths), most=self.most, **more)
 
 
 class Piece(NamedTuple):

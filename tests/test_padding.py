@@ -137,7 +137,7 @@ def test_a_pool_takes_it_by_the_place_in_the_list(rng):
     got = pool.attend(0, sequences, *packed, new_lengths=[N, N], mask=sl.padding(LEFT))
     want = sl.attention(q, k, v, causal=True, mask=sl.padding(LEFT))
     assert got.swapaxes(0, 1).tobytes() == np.concatenate(list(want), axis=1).tobytes()
-    with pytest.raises(sl.ArgumentError, match=r"\(batch, k_len\) = \(at least 2, any\) in this call; got \(1, 300\)"):
+    with pytest.raises(sl.ArgumentError, match=r"\(batch, k_len\) = \(at least 2, at most 640\) in this call; got \(1, 300\)"):
         pool.attend(0, sequences, *(x[:2] for x in packed), new_lengths=[1, 1], mask=sl.padding(LEFT[:1]))
 
 
@@ -189,9 +189,15 @@ def test_masks_that_are_none():
 def test_caches_and_packed_sequences_of_other_batches(rng):
     q, k, v = (x[:, :, :10] for x in arrays(rng))
     cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=16, capacity=N)
-    with pytest.raises(sl.ArgumentError, match=r"= \(2, any\) in this call; got \(1, 10\)"):
+    with pytest.raises(sl.ArgumentError, match=rf"= \(2, at most {N}\) in this call; got \(1, 10\)"):
         cache.attend(0, q, k, v, mask=sl.padding(LEFT[:1, :10]))
+    longer = np.ones((2, N + 1), bool)  # than a sequence can become: it is of something else
+    with pytest.raises(sl.ArgumentError, match=rf"= \(2, at most {N}\) in this call; got \(2, {N + 1}\)"):
+        cache.attend(0, q, k, v, mask=sl.padding(longer))
     assert cache.length(0) == 0
+    pool = sl.PagePool(layers=1, pages=2, page_size=16, kv_heads=2, head_dim=16)
+    with pytest.raises(sl.ArgumentError, match=r"at most 32\) in this call; got \(1, 33\)"):
+        pool.attend(0, [pool.sequence()], *(x[0].swapaxes(0, 1) for x in (q, k, v)), mask=sl.padding(longer[:1, :33]))
     packed = [x[0].swapaxes(0, 1) for x in (q, k, v)]
     with pytest.raises(sl.ArgumentError, match=r"= \(2, at least 6\) in this call; got \(2, 5\)"):
         sl.attention(*packed, layout="lhd", cu_seqlens_q=[0, 4, 10], mask=sl.padding(LEFT[:, :5]))

@@ -82,7 +82,9 @@ class KVCache:
         self.window, self.keep_first = None if window is None else int(window), int(keep_first)
         self.dtype: DtypeName = cache_dtype(dtype)
         self._ring = ring_of(self.window, self.keep_first)
-        shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
+        shape = TokenShape(
+            self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, None if window else self.capacity
+        )
         self._storage = engine.CacheStorage(shape, self.batch, self.capacity, self._ring, device)
         # A call takes effect by one store of a layer's pair. Its lists never change; the second: what rings overwrote.
         self._held: list[_Lengths] = [([0] * self.batch, [0] * self.batch) for _ in range(self.layers)]

@@ -83,7 +83,9 @@ class PagePool:
                 f"{-(-self.page_size // BLOCK) * BLOCK}."
             )
         self.dtype = cache_dtype(dtype)
-        shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype)
+        shape = TokenShape(
+            self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, self.pages * self.page_size
+        )
         self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: the reservation may fail
         self._held: dict[int, Held] = {}  # by the number of the handle
         # When nobody has a handle any more, C puts its number into _gone: in whichever thread, at whatever moment,
