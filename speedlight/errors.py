@@ -68,7 +68,7 @@ def of_a_handler(error: Exception) -> bool:
 
 
 class Error(Exception):
-    """Base class of everything speedlight raises on purpose.
+    """Base class of everything speedlight raises on purpose. Every one can be pickled and copied.
 
     >>> import numpy as np, speedlight as sl
     >>> try:
@@ -114,7 +114,8 @@ class FileError(Error, OSError):
 class CacheFull(Error, MemoryError):
     """A key-value cache has no room. `needed` and `free` count tokens (or pages); nothing has been written."""
 
-    def __init__(self, message: str, needed: int, free: int) -> None:
+    # pickle and copy make an error of its message alone, and then set its attributes: others have defaults
+    def __init__(self, message: str, needed: int = 0, free: int = 0) -> None:
         super().__init__(message)
         self.needed, self.free = needed, free
 
