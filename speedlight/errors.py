@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -135,3 +136,12 @@ class CommunicationError(Error, RuntimeError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+def not_pickled(name: str, way: str) -> Callable[[Any], NoReturn]:
+    """A class's __reduce__: pickle, and copy, would take memory that handles or processes share for plain data."""
+
+    def refuse(self: Any) -> NoReturn:
+        raise UnsupportedError(f"{name}: expected neither pickle nor the copy module; {way}.")
+
+    return refuse
