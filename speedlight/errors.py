@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import reprlib
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -68,7 +69,7 @@ def of_a_handler(error: Exception) -> bool:
 
 
 class Error(Exception):
-    """Base class of everything speedlight raises on purpose.
+    """Base class of everything speedlight raises on purpose. Every one can be pickled and copied.
 
     >>> import numpy as np, speedlight as sl
     >>> try:
@@ -114,7 +115,8 @@ class FileError(Error, OSError):
 class CacheFull(Error, MemoryError):
     """A key-value cache has no room. `needed` and `free` count tokens (or pages); nothing has been written."""
 
-    def __init__(self, message: str, needed: int, free: int) -> None:
+    # pickle and copy make an error of its message alone, and then set its attributes: others have defaults
+    def __init__(self, message: str, needed: int = 0, free: int = 0) -> None:
         super().__init__(message)
         self.needed, self.free = needed, free
 
@@ -134,3 +136,12 @@ class CommunicationError(Error, RuntimeError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+def not_pickled(name: str, way: str) -> Callable[[Any], NoReturn]:
+    """A class's __reduce__: pickle, and copy, would take memory that handles or processes share for plain data."""
+
+    def refuse(self: Any) -> NoReturn:
+        raise UnsupportedError(f"{name}: expected neither pickle nor the copy module; {way}.")
+
+    return refuse

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import uuid
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .arrays import numpy_dtype
-from .errors import FileError, pass_on
+from .errors import Error, FileError, UnsupportedError, pass_on
+from .forks import importing
 
 _UNPACKED, _RATIO = (
     64 << 20,
@@ -38,7 +39,7 @@ def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:
                         found[path.stem] = _read_npy(f, path.stat().st_size, path.name)
                 case _:
                     raise FileError(f"{path}: expected a .safetensors, .npz or .npy file.")
-        except FileError:
+        except Error:
             raise
         except OSError as error:
             pass_on(error, OSError)
@@ -49,11 +50,22 @@ def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:
     return found
 
 
-def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    import safetensors
+def _safetensors() -> Any:
+    """The package, which is imported when a file is read or written."""
+    try:
+        with importing:
+            import safetensors.numpy
+    except ImportError as error:
+        raise UnsupportedError(
+            f"safetensors: expected the package that reads and writes .safetensors files; it cannot be imported "
+            f"({error}). Install it: pip install safetensors"
+        ) from error
+    return safetensors
 
-    found = {}
-    for name, tensor in safetensors.deserialize(path.read_bytes()):  # its NumPy reader does not know BF16
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    package, found = _safetensors(), {}
+    for name, tensor in package.deserialize(path.read_bytes()):  # its NumPy reader does not know BF16
         kind = _SAFETENSORS.get(tensor["dtype"])
         if kind is not None:
             found[name] = np.frombuffer(tensor["data"], numpy_dtype(kind)).reshape(tensor["shape"])
@@ -106,10 +118,9 @@ def _read_npy(f: Any, size: int, name: str) -> np.ndarray:
 
 def read_metadata(path: Path) -> dict[str, str]:
     """The words that a .safetensors file carries beside its arrays."""
-    import safetensors
-
+    package = _safetensors()
     try:
-        with safetensors.safe_open(path, "np") as f:
+        with package.safe_open(path, "np") as f:
             return f.metadata() or {}
     except OSError as error:
         pass_on(error, OSError)
@@ -120,31 +131,32 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
-    """Writes under a temporary name, then renames: a reader sees the old file or the whole new one."""
+    """Writes under a temporary name, then renames: a reader sees the old file or the whole new one, and whatever is
+    raised, by a signal, too, nothing else is left.
+    """
     if path.suffix not in (".safetensors", ".npz", ".npy"):
         raise FileError(f"{path}: expected an output name that ends in .safetensors, .npz or .npy.")
-    temporary = None
+    write = _writer(path.suffix, metadata)
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:12]}")  # known before there is such a file
     try:
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        with os.fdopen(descriptor, "wb") as f:
-            _writer(path.suffix, metadata)(f, {name: np.ascontiguousarray(x) for name, x in found.items()})
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
+        with temporary.open("xb") as f:
+            write(f, {name: np.ascontiguousarray(x) for name, x in found.items()})
         os.replace(temporary, path)
-    except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         pass_on(error, OSError)
         raise FileError(f"{path}: {error.strerror or error}.") from error
 
 
 def _writer(suffix: str, metadata: dict[str, str] | None) -> Callable[[BinaryIO, dict[str, np.ndarray]], None]:
-    def safetensors_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
-        from safetensors.numpy import save
+    package = _safetensors() if suffix == ".safetensors" else None
 
-        f.write(save(found, metadata))
+    def safetensors_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
+        assert package is not None
+        f.write(package.numpy.save(found, metadata))
 
     def npz_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
         np.savez(f, **found)  # type: ignore[arg-type]

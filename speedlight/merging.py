@@ -15,7 +15,7 @@ from .compiling import leaves_graph
 from .errors import ArgumentError, ArgumentTypeError
 from .forks import importing
 from .machine import current_isa
-from .results import empty_like, like_input
+from .results import empty_like, like_input, overlap
 from .rotations import check_array, check_out, converted
 from .signatures import AnyArray, ArrayOf, T, V
 
@@ -109,6 +109,8 @@ def merge_states(
             raise ArgumentTypeError(f"out: expected (v, s), two arrays; got {type(out).__name__}.")
         for x, like in zip(out, (vs[0], ss[0]), strict=True):
             check_out(x, like)
+        if overlap(*[arrays.describe(x.detach() if arrays.is_tensor(x) else x, "out", gpu=True) for x in out]):
+            raise ArgumentError("out: expected memory of its own for each of v and s; got arrays that share some.")
     natural = ss
     if base2:
         wide = "float32" if arrays.on_gpu(ss[0]) else "float64"

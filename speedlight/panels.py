@@ -7,17 +7,21 @@ memory follow the edges of a mask and not the square: the walk of bounds.py, ove
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .errors import UnsupportedError
 from .expressions.bounds import Exact, HalfPlane, Integers, integers, terms
 from .expressions.program import hiding_condition, visibility
 from .expressions.tree import Node, evaluate
 from .problem import PART, SPAN, TILE, Problem
 
+_MOST_BOXES, _TILES = 1 << 21, 1 << 25  # that are looked at where there are more tiles than that: about a second
 _BOXES = 8192  # classified at once: their arrays stay in the cache
 
 
@@ -158,17 +162,38 @@ class Tally:
 
 
 def tally(rows: Rows) -> Tally:
-    """Counts of one head of one item."""
-    total = Tally()
-    for _ in _mixed(rows, total):
-        pass
-    return total
+    """Counts of one head of one item. Between two turns of the edges of half-planes, panels that are a whole number of
+    tiles apart differ by as many tiles: of many such, three are looked at.
+    """
+
+    def counted(begin: int, end: int) -> np.ndarray:
+        part = Tally()
+        for _ in _mixed(rows, part, begin, end):
+            pass
+        return np.array([part.full, part.mixed, part.keys, part.mixed_keys, part.full_pairs], dtype=object)
+
+    total, period = np.zeros(5, dtype=object), rows.heads * TILE // math.gcd(rows.panel, rows.heads * TILE)
+    planes = _planes(rows) if rows.panels > 8 * period else None
+    ends, margin = {0, 1, rows.panels - 1, rows.panels}, TILE + 2 * rows.panel
+    for turn in () if planes is None else _turns(rows, planes):
+        at = (turn - rows.problem.q_starts[rows.item]) * rows.heads + rows.lead
+        ends |= {(at + n * rows.heads) // rows.panel for n in (-margin, margin)}
+    for begin, end in itertools.pairwise(sorted([n for n in ends if 0 <= n <= rows.panels])):
+        times = (end - begin) // period
+        if planes is not None and times > 3:
+            at = [begin + n * period for n in (0, 1, times - 1)]
+            first, second, last = [counted(x, x + period) for x in at]
+            if (last == first + (second - first) * (times - 1)).all():
+                total += first * times + (second - first) * (times * (times - 1) // 2)
+                begin += times * period
+        total += counted(begin, end)
+    return Tally(*map(int, total))
 
 
-def _mixed(rows: Rows, total: Tally) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Walks the square of panels and tiles, adds to `total`, yields panels and tiles that only counting resolves."""
+def _mixed(rows: Rows, total: Tally, begin: int = 0, end: Any = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Walks these panels against all tiles, adds to `total`, yields panels and tiles that only counting resolves."""
     splits = _splits(rows)
-    square = np.array([[0, rows.panels, 0, -(-rows.keys // TILE)]], _type(rows)).T
+    square = np.array([[begin, rows.panels if end is None else end, 0, -(-rows.keys // TILE)]], _type(rows)).T
     for full, _, (p, t, kind) in _walk(rows, square):
         _add_full(rows, total, *full)
         if not splits and full.size:
@@ -197,7 +222,7 @@ def _walk(
     """Halves these boxes of panels and tiles until they are hidden or visible, or single; `wanted` may drop some."""
     if not rows.panels or not rows.keys:
         return
-    splits, stack = _splits(rows), [boxes]
+    splits, stack, looked = _splits(rows), [boxes], 0
     while stack:
         boxes = stack.pop()
         if boxes.shape[1] > _BOXES:
@@ -206,6 +231,12 @@ def _walk(
         p0, p1, t0, t1 = boxes = wanted(boxes)
         if not boxes.size:
             continue
+        looked += boxes.shape[1]
+        if looked > _MOST_BOXES and rows.panels * -(-rows.keys // TILE) > _TILES:
+            raise UnsupportedError(
+                f"q_len: expected fewer tokens, or a mask of fewer edges; {rows.count:,} rows x {rows.keys:,} keys are "
+                "too many to plan under this one."
+            )
         low, high = rows.first(p0), rows.last(p1 - 1)
         end = np.minimum(t1 * TILE, rows.limit(high))
         start = rows.problem.k_start
@@ -310,20 +341,41 @@ def grid(rows: Rows, most: int = 600) -> tuple[np.ndarray, int, int]:
 
 def pairs(rows: Rows) -> int | None:
     """Visible pairs of query row and key, where a closed form exists: any and/or of half-planes in i, j and i - j."""
+    p, planes = rows.problem, _planes(rows)
+    if planes is None or not rows.count:
+        return None if planes is None else 0
+    first, last = p.q_starts[rows.item], p.q_starts[rows.item] + p.q_lengths[rows.item] - 1
+    turns = np.array(sorted({first, last, *[i for i in _turns(rows, planes) if first <= i <= last]}))
+    total = int(_union(rows, turns, planes).sum())
+    # between two turns the count changes by as much with each row
+    begins, ends = (x[np.diff(turns) > 1] for x in (turns[:-1] + 1, turns[1:] - 1))
+    for a, b, x, y in zip(begins, ends, _union(rows, begins, planes), _union(rows, ends, planes), strict=True):
+        total += (int(b) - int(a) + 1) * (int(x) + int(y)) // 2
+    return total * rows.heads
+
+
+def _planes(rows: Rows) -> list[list[Any]] | None:
+    """What is visible, beside `causal`, as a union of meets of half-planes; None where it is no such."""
     p = rows.problem
     if _hiding(p) is not None:
         return None
     unions = [()] if p.mask is None else terms(p.mask.root, True, lambda node: id(node) in rows.integers.followed)
-    if unions is None:
-        return None
-    planes = [[_plane(rows, atom) for atom in term] for term in unions]
-    if any([x is None for term in planes for x in term]):
-        return None
-    total, step = 0, 1 << 13
-    for begin in range(0, p.q_lengths[rows.item], step):
-        i = p.q_starts[rows.item] + np.arange(begin, min(begin + step, p.q_lengths[rows.item]))
-        total += int(_union(rows, i, planes).sum())
-    return total * rows.heads
+    planes = None if unions is None else [[_plane(rows, atom) for atom in term] for term in unions]
+    return None if planes is None or any([x is None for term in planes for x in term]) else planes
+
+
+def _turns(rows: Rows, planes: list[list[Any]]) -> set[int]:
+    """Positions of rows where ends of intervals cross, or half-planes of i alone begin; and those beside them."""
+    p = rows.problem
+    lines = {(0, p.k_start), (0, p.k_start - 1), (0, p.k_start + rows.keys - 1)} | ({(1, 0)} if p.causal else set())
+    turns = set()
+    for i_sign, j_sign, c in [plane for term in planes for plane in term]:
+        if j_sign:
+            lines.add((-j_sign * i_sign, -j_sign * c))
+        elif i_sign:
+            turns.add(-i_sign * c)
+    turns |= {(d - c) // (a - b) for (a, c), (b, d) in itertools.combinations(lines, 2) if a != b}
+    return {i + n for i in turns for n in range(-2, 3)}
 
 
 def _plane(rows: Rows, atom: Any) -> tuple[int, int, int] | None:
@@ -368,8 +420,7 @@ def _union(rows: Rows, i: np.ndarray, planes: list[list[Any]]) -> np.ndarray:
 
 def counted_pairs(rows: Rows, watch: Callable[[int], None] = lambda tiles: None) -> int:
     """Visible pairs, element by element in mixed tiles: the time grows with those. `watch` hears how many were done."""
-    p = rows.problem
-    total, count = Tally(), 0
+    p, total, count = rows.problem, Tally(), 0
     for panels, keys in _mixed(rows, total):
         for panel, tile in zip(panels.tolist(), keys.tolist(), strict=True):
             r = np.arange(rows.begin(panel), rows.end(panel))

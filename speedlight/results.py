@@ -27,7 +27,9 @@ class Results:
         inputs: tuple[Array, ...],
         staged: bool = False,
     ) -> None:
-        """out: the caller's own array, or None. `staged`: the call may fail after it has begun to write."""
+        """out: the caller's own array, or None. `staged`: the call may fail after it has begun to write, or read what
+        it writes over.
+        """
         self._q, self._given = q, out is not None
         self._out, self.out = out_for(q, shape, out, inputs, staged=staged)
         self._lse, self.lse = None, None
@@ -81,7 +83,7 @@ def out_for(
 ) -> tuple[Any, Array]:
     """What a call with these queries returns, a new array or the caller's own, and where kernels write.
 
-    `staged`: the call may fail after it has begun to write; then the caller's own array is written by deliver() alone.
+    `staged`: as of Results; then the caller's own array is written by deliver() alone.
     """
     if out is None:
         return empty_like(q, shape, q.dtype)
@@ -123,8 +125,6 @@ def overlap(a: Array, b: Array) -> bool:
     b_low, b_high = b.extent()
     if a_low >= b_high or b_low >= a_high or a.device != b.device:
         return False
-    if a.device != "cpu":
-        return True
     try:
         limit: Any = 10_000
         return bool(np.shares_memory(a.numpy(), b.numpy(), max_work=limit))
@@ -175,7 +175,10 @@ def like_input(x: Array, result: Any) -> Any:
 def results_for(
     q: Array, problem: Problem, options: Options, return_lse: bool, out: Any, inputs: tuple[Array, ...]
 ) -> Results:
-    """Where a call writes. Only kernels learn that a lookup is out of range: where one may be, `out` is staged."""
+    """Where a call writes. `out` is staged where kernels may learn that a lookup is out of range, and where they read
+    numbers that others hold: `out` may be among those.
+    """
     lse_shape = tuple(q.shape[x] for x in LAYOUTS[options.layout][:-1]) if return_lse else None
-    staged = out is not None and problem.program is not None and problem.program.may_fail
+    program = problem.program if out is not None else None
+    staged = program is not None and (program.may_fail or not all([t.is_own for t in program.tables]))
     return Results(q, (*q.shape[:-1], problem.value_dim), lse_shape, out, inputs, staged)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -9,9 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import STORAGE_BYTES
+from .errors import UnsupportedError
 from .machine import number_bytes
 from .panels import Rows, counted_pairs, integers_of, lead_of, pairs, tally
 from .problem import TILE, Problem
+
+_PANELS = 1 << 21  # that are counted at once
 
 
 class Work(NamedTuple):
@@ -132,20 +137,48 @@ def _count_item(lengths: _Lengths, causal: bool, heads: int, panel: int, alone: 
     """Of one of its Rows: visible pairs, full, mixed and skipped tiles, keys of all tiles, keys of mixed tiles."""
     q_len, k_len, start, lead = lengths
     rows = q_len * heads
-    first = np.arange(-lead if rows else 0, rows, panel, dtype=np.int64)
-    last = np.minimum(first + panel, rows) - 1
-    if causal:
-        low, high = (np.clip(start + np.maximum(r, 0) // heads + 1, 0, k_len) for r in (first, last))
-        limits = np.clip(start + np.arange(q_len, dtype=np.int64) + 1, 0, k_len)
-        pairs = int(limits.sum()) * heads
-    else:
+    count = -(-(rows + lead) // panel) if rows else 0
+    pairs = (_keys_up_to(start + q_len, k_len) - _keys_up_to(start, k_len)) * heads if causal else rows * k_len
+    # Between these panels, those `period` further see as many keys more, and as many tiles
+    period = heads * TILE // math.gcd(panel, heads * TILE) if causal else 1
+    edges = [(x - start) * heads for x in (-1, 0, k_len - 1, k_len)] if causal else []
+    near = {0, 1, count - 1, count, *[(x + lead) // panel + n for x in edges for n in range(-2, 3)]}
+    ends = sorted([n for n in near if 0 <= n <= count])
+    if rows + lead >= 1 << 62 or any([min(b - a, 2 * period) > _PANELS for a, b in itertools.pairwise(ends)]):
+        raise UnsupportedError(f"q_heads: expected fewer heads of a key's, or queries, to plan; got {q_len} x {heads}.")
+
+    def counted(begin: int, end: int) -> np.ndarray:
+        """Of these panels: full tiles, all tiles, keys of them, keys of mixed tiles."""
+        first = np.arange(begin, end, dtype=np.int64) * panel - lead
+        last = np.minimum(first + panel, rows) - 1
         low = high = np.full(len(first), k_len, dtype=np.int64)
-        pairs = rows * k_len
-    if alone:  # lanes without a query see nothing
-        low = np.where((first >= 0) & (last - first == panel - 1), low, 0)
-    run = -(-high // TILE)
-    full = np.where(low < high, low // TILE, run)
-    keys = int(high.sum())
-    mixed_keys = int((high - np.where(low < high, full * TILE, high)).sum())
-    tiles = -(-k_len // TILE) * len(first)
-    return pairs, int(full.sum()), int((run - full).sum()), tiles - int(run.sum()), keys, mixed_keys
+        if causal:
+            low, high = (np.clip(start + np.maximum(r, 0) // heads + 1, 0, k_len) for r in (first, last))
+        if alone:  # lanes without a query see nothing
+            low = np.where((first >= 0) & (last - first == panel - 1), low, 0)
+        run = -(-high // TILE)
+        full = np.where(low < high, low // TILE, run)
+        mixed_keys = high - np.where(low < high, full * TILE, high)
+        return np.array([_sum(x) for x in (full, run, high, mixed_keys)], dtype=object)
+
+    total = np.zeros(4, dtype=object)
+    for begin, end in itertools.pairwise(ends):
+        times = (end - begin) // period
+        if times < 3:
+            total += counted(begin, end)
+            continue
+        one, next_one = counted(begin, begin + period), counted(begin + period, begin + 2 * period)
+        total += one * times + (next_one - one) * (times * (times - 1) // 2) + counted(begin + times * period, end)
+    full, run, keys, mixed_keys = map(int, total)
+    return pairs, full, run - full, -(-k_len // TILE) * count - run, keys, mixed_keys
+
+
+def _keys_up_to(n: int, most: int) -> int:
+    """Sum of 1 … n, none of them beyond `most`."""
+    within = min(max(n, 0), most)
+    return within * (within + 1) // 2 + max(n - most, 0) * most
+
+
+def _sum(x: np.ndarray) -> int:
+    """Sum that does not wrap: numbers of one period are near the first."""
+    return int((x - x[:1]).sum()) + len(x) * int(x[0]) if len(x) else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,11 @@ def main() -> None:
     out, lse = sl.attention(q, k, v, causal=True, return_lse=True)
     want, bound = (f(q, k, v, causal=True) for f in (sl.reference.attention, sl.reference.error_bound))
     assert lse.shape == (1, 2, 100) and (np.abs(out - want) <= bound.out).all(), "an element is outside its bound"
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=100)
+    cache.append(0, k, v)
+    with tempfile.TemporaryDirectory() as folder:
+        cache.save(Path(folder) / "c.safetensors")
+        assert sl.KVCache.load(Path(folder) / "c.safetensors").keys(0).tobytes() == k.tobytes()
     assert not {"torch", "triton", "typer"} & set(sys.modules) and (place.parent / "py.typed").exists()
     told = subprocess.run([sys.executable, "-m", "speedlight.tools.cli"], capture_output=True, text=True, check=False)
     assert told.returncode and "pip install 'speedlight[cli]'" in told.stderr, told.stderr

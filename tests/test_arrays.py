@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import math
 
 import numpy as np
@@ -11,6 +12,8 @@ import torch
 from problems import qkv
 
 import speedlight as sl
+from speedlight import arrays
+from speedlight.results import overlap
 
 SHAPE = (1, 2, 8, 16)
 
@@ -162,3 +165,91 @@ def test_a_gpu_array_of_negative_strides_is_named():
     steps = (ctypes.c_int64 * 4)(256, 128, -16, 1)
     with pytest.raises(sl.ArgumentTypeError, match=r"^q: expected strides that are not negative on a GPU. Use q.copy"):
         sl.attention(Capsule(device=(2, 0), device_type=2, strides=steps, byte_offset=7 * 64), q, q)
+
+
+def _tokens(x):
+    """(1, heads, length, dim) as the rows of a pool."""
+    return x[0].swapaxes(0, 1).copy()
+
+
+def _stepped(step, **sizes):
+    """A call of a cache, and the keys that it then has."""
+
+    def call(given, out):
+        cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, **sizes)
+        try:
+            return step(cache, given, out).copy(), cache.keys(0)
+        except sl.Error:
+            assert cache.length(0) == 0
+            raise
+
+    return call
+
+
+def _pooled(given, out):
+    pool = sl.PagePool(layers=1, pages=32, page_size=16, kv_heads=2, head_dim=16)
+    with pool.sequence() as sequence:
+        try:
+            bias, tokens = given["score"][0], [given[x] for x in "qkv"]
+            got = pool.attend(0, [sequence], *tokens, score=lambda s, b, h, i, j: s + bias[h, i, j], out=out)
+        except sl.Error:
+            assert sequence.length() == 0
+            raise
+        return got.copy(), sequence.keys(0)
+
+
+def _writing_calls():
+    """Calls that write to `out` what they make of arrays: these, and the call."""
+    rng = np.random.default_rng(5)
+    q, k, v, long = (rng.standard_normal((1, 2, n, 16), dtype=np.float32) for n in (192, 192, 192, 2500))
+    bias = rng.standard_normal((1, 2, 192, 192), dtype=np.float32)
+    pages = [x[0].swapaxes(0, 1).reshape(12, 16, 2, 16).copy() for x in (k, v)]
+    cos, sin = rng.standard_normal((2, 2500, 8), dtype=np.float32)
+    lse = rng.standard_normal((2, 2, 192), dtype=np.float32)
+    named = {"q": q, "k": k, "v": v, "score": bias}
+    paged = {"q": q, "k_pages": pages[0], "v_pages": pages[1], "score": bias}
+    chunk, options = {"q": long, "k": long + 1, "v": long - 1}, {"window": 64}
+    return {
+        "attention": (named, lambda x, out: (sl.attention(**x, out=out),)),
+        "attention_paged": (
+            paged, lambda x, out: (sl.attention_paged(**x, block_table=[[*range(12)]], k_lengths=[192], out=out),)
+        ),
+        "KVCache": (named, _stepped(lambda cache, x, out: cache.attend(0, **x, out=out), capacity=192)),
+        "KVCache(window)": (chunk, _stepped(lambda cache, x, out: cache.attend(0, **x, out=out), **options)),
+        "PagePool": ({n: x if n == "score" else _tokens(x) for n, x in named.items()}, _pooled),
+        "rotary": ({"x": long, "cos": cos, "sin": sin}, lambda x, out: (sl.rotary(**x, out=out),)),
+        "merge_states": (
+            {"v": np.concatenate((q, k)).swapaxes(0, 1), "s": lse.swapaxes(0, 1)},
+            lambda x, out: sl.merge_states(**x, out=(out, np.empty((2, 192), np.float32))),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _writing_calls())
+def test_results_over_an_argument_are_right_or_refused(name):
+    """Whatever lies in the memory of `out`: a mask's numbers, too, and tokens of which a part waits to be stored."""
+    given, call = _writing_calls()[name]
+    shape = next(iter(given.values())).shape
+    shape = shape if name != "merge_states" else (2, 192, 16)
+    want = call(given, np.empty(shape, np.float32))
+    for at, x in given.items():
+        for shift in (0, 1, x.size // 2, x.size - 1):
+            room = np.zeros(shift + max(x.size, math.prod(shape)), np.float32)
+            lent = room[: x.size].reshape(x.shape)
+            lent[...] = x
+            before = room.copy()
+            try:
+                got = call(given | {at: lent}, room[shift : shift + math.prod(shape)].reshape(shape))
+            except sl.Error as error:
+                assert str(error).startswith(f"out: expected memory of its own; it overlaps {at}.")
+                assert (room == before).all()
+            else:
+                assert all(a.tobytes() == b.tobytes() for a, b in zip(got, want, strict=True)), f"{at}, {shift}"
+
+
+def test_arrays_on_a_gpu_overlap_where_they_share_a_byte():
+    """Where they lie tells, not what is there: pages of keys beside pages of values do not."""
+    room = arrays.Array("k", 1 << 40, (9, 16, 2, 8), (1024, 32, 16, 2), "float16", "torch", True, None, "cuda:0")
+    assert not overlap(room, dataclasses.replace(room, address=room.address + 512))
+    assert overlap(room, dataclasses.replace(room, address=room.address + 510))
+    assert not overlap(room, dataclasses.replace(room, device="cuda:1"))

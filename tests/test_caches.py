@@ -4,7 +4,9 @@ fails.
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from caches import OPTIONS, made
 from conftest import FULL
+from pools import check_accounts
 from problems import DTYPES, Pack, numpy_dtype, qkv
 
 import speedlight as sl
@@ -300,6 +303,34 @@ def test_a_copy_may_use_another_vector_unit(rng, monkeypatch, dtype):
     cache.append(0, *(x if dtype == "int8" else x.astype(numpy_dtype(dtype)) for x in (k, v)))
     for name in units:
         monkeypatch.setenv("SPEEDLIGHT_ISA", name)
-        copy = cache.select([1, 0])
-        assert copy.attend(0, q[::-1]).tobytes() == cache.attend(0, q)[::-1].tobytes()
-        assert copy._storage.isa.name == name
+        other = cache.select([1, 0])
+        assert other.attend(0, q[::-1]).tobytes() == cache.attend(0, q)[::-1].tobytes()
+        assert other._storage.isa.name == name
+
+
+def test_copies_are_independent_and_pickles_are_refused(rng):
+    """By Python's own ways: each has memory of its own, or it is told which call does it."""
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 20, 20, 16, 16)
+    cache = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=64)
+    pool = sl.PagePool(layers=1, pages=8, page_size=16, kv_heads=2, head_dim=16)
+    sequence, rows = pool.sequence(), [x[0].swapaxes(0, 1) for x in (k, v)]
+    cache.append(0, k, v)
+    pool.append(0, [sequence], *rows)
+    for way in (copy.copy, copy.deepcopy):
+        other, fork = way(cache), way(sequence)
+        other.append(0, v, k)
+        pool.append(0, [fork], *rows)
+        assert (other.length(0), fork.length()) == (40, 40) and (cache.length(0), sequence.length()) == (20, 20)
+        assert cache.keys(0).tobytes() == sequence.keys(0).tobytes() == k.tobytes()
+        both = way([cache, cache]) if way is copy.deepcopy else [other, other]
+        assert both[0] is both[1] is not cache
+        with pytest.raises(
+            sl.UnsupportedError, match="^PagePool: expected neither pickle nor the copy module; its seq"
+        ):
+            way(pool)
+    del fork
+    for x, told in ((cache, r"KVCache: .* save\(\) it"), (pool, "PagePool: "), (sequence, r"PagedSequence: .* fork\(")):
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            with pytest.raises(sl.UnsupportedError, match=f"^{told}"):
+                pickle.dumps(x, protocol)
+    check_accounts(pool, [sequence])

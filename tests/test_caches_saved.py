@@ -18,7 +18,6 @@ pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at a
 
 @pytest.mark.parametrize(("dtype", "d"), [*((x, 16) for x in DTYPES), ("bfloat16", 17)])  # 17: a key's last is no pair
 def test_saved_caches_come_back(rng, tmp_path, dtype, d):
-    pytest.importorskip("safetensors")
     q, k, v = qkv(rng, dtype, 2, 4, 2, 40, 40, d, 20)
     cache = made(dtype, d, 20, layers=2, batch=2)
     cache.append(0, k, v, new_lengths=[40, 7])
@@ -32,7 +31,6 @@ def test_saved_caches_come_back(rng, tmp_path, dtype, d):
 
 
 def test_damaged_files_are_named(rng, tmp_path):
-    pytest.importorskip("safetensors")
     _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
     cache, path = made("float32"), tmp_path / "c.safetensors"
     cache.append(0, k, v)
@@ -76,7 +74,6 @@ def written(path, change):
 @pytest.mark.parametrize("kind", [{}, {"window": 70, "keep_first": 5, "capacity": None}])
 def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
     """Every size is held against the file before anything is made: at once, and in little memory."""
-    pytest.importorskip("safetensors")
     _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
     cache, path = made("float32", **kind), tmp_path / "c.safetensors"
     cache.append(0, k, v)
@@ -111,19 +108,32 @@ def test_no_size_of_a_file_is_believed(rng, tmp_path, kind):
             assert time.process_time() - start < 2, (name, size)
 
 
-def test_a_ring_that_was_written_less_far_than_it_is_long_is_refused(rng, tmp_path):
-    safetensors = pytest.importorskip("safetensors")
-    save = pytest.importorskip("safetensors.numpy").save_file
-    _, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
+def test_a_ring_that_was_written_less_far_or_further_than_its_lengths_say_is_refused(rng, tmp_path):
+    """Past its length a ring may hold tokens that were forgotten, as far as they came round to none that are seen."""
+    import safetensors.numpy
+
+    _, k, v = qkv(rng, "float32", 1, 4, 2, 1000, 1000, 16, 16)
     cache, path = made("float32", window=70, keep_first=5, capacity=None), tmp_path / "c.safetensors"
     cache.append(0, k, v)
     cache.save(path)
     with safetensors.safe_open(path, "np") as file:
         words, stored = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    stored["written"][0, 0] -= 1
-    save(stored, path, words)
-    with pytest.raises(sl.FileError, match="expected what a sequence of 9 tokens sees; of 8 that were there"):
-        sl.KVCache.load(path)
+    least = next(n for n in range(1000, -1, -1) if cache._ring.lost(n, n, 1000)) + 1
+    for lengths, written, fits in (
+        (1000, 1000, True),
+        (1000, 999, False),
+        (least, 1000, True),
+        (least - 1, 1000, False),
+    ):
+        stored["lengths"][0, 0], stored["written"][0, 0] = lengths, written
+        safetensors.numpy.save_file(stored, path, words)
+        if fits:
+            wanted = cache.copy()
+            wanted.truncate(lengths)
+            assert sl.KVCache.load(path).keys(0).tobytes() == wanted.keys(0).tobytes()
+        else:
+            with pytest.raises(sl.FileError, match=f"sequence of {lengths} tokens sees; of {written} that were there"):
+                sl.KVCache.load(path)
 
 
 def test_an_empty_file_of_many_layers_is_refused_at_once(tmp_path):

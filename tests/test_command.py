@@ -15,6 +15,7 @@ from problems import qkv
 from test_cli import EXAMPLE, here  # noqa: F401
 
 import speedlight as sl
+from speedlight.files import read_arrays, write_arrays
 from speedlight.tools import attending, cli, options, pictures, reports, typed
 
 GROUP = cli.command()
@@ -281,6 +282,65 @@ def test_a_pipe_that_knows_few_letters():
         env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0 and "QK?)V" in done.stdout, done.stderr
+
+
+def _output(kind):
+    if kind == "full":
+        return open("/dev/full", "w")
+    reads, writes = os.pipe()
+    os.close(reads)
+    return os.fdopen(writes, "w")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device here")
+@pytest.mark.parametrize(("kind", "code", "told"), [
+    ("full", 2, "speedlight: the output cannot be written: No space left on device.\n"), ("unread", 1, ""),
+])  # fmt: skip
+def test_no_command_prints_a_traceback_where_stdout_takes_nothing(here, tmp_path, monkeypatch, kind, code, told):  # noqa: F811
+    calls = [["attend", EXAMPLE], ["plan", "--q-len", 300], ["view", "--causal", "-o", tmp_path / "v.png"]]
+    calls += [[*call, "--json"] for call in calls] + [["--version"], *([name, "--help"] for name in COMMANDS)]
+    for words in calls:
+        with _output(kind) as out, monkeypatch.context() as here_alone:
+            here_alone.setattr(sys, "stdout", out)
+            done = here(*words)
+        assert done.stderr == told and done.returncode == code, words
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no such device here")
+@pytest.mark.parametrize(("to", "code"), [(">/dev/full", 2), (">&-", 0), ("| true; exit ${PIPESTATUS[0]}", 1)])
+def test_python_has_nothing_to_say_when_it_ends(to, code):
+    command = f"sleep 0.2; {shlex.quote(sys.executable)} -m speedlight plan --q-len 300 {to}"
+    done = subprocess.run(["bash", "-c", command], stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == code and done.stderr.count("\n") == (code == 2) and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_what_is_read_is_not_written_over(here, tmp_path, link):  # noqa: F811
+    """Its q, k and v would be gone."""
+    x = np.ones((1, 2, 3, 4), np.float32)
+    write_arrays(tmp_path / "x.npz", {"q": x, "k": x, "v": x})
+    if link:
+        (tmp_path / "y.npz").symlink_to("x.npz")
+    done = here("attend", tmp_path / "x.npz", "-o", tmp_path / ("y.npz" if link else "x.npz"))
+    assert done.returncode == 2 and "--output: expected another file than those that are read" in done.stderr
+    assert sorted(read_arrays([tmp_path / "x.npz"])) == ["k", "q", "v"]
+
+
+def test_a_check_that_fails_by_an_overflow_says_so(here, tmp_path, monkeypatch):  # noqa: F811
+    """An element of NaN is outside its bound, and no error of 0."""
+    x, attended, wrong = np.ones((1, 2, 3, 4), np.float32), attending._attend, [0.0]
+
+    def broken(*given):
+        out, lse, seconds = attended(*given)
+        out[0, 0, 0, 0], out[0, 1, 2] = wrong[0], wrong[0]
+        return out, lse, seconds
+
+    monkeypatch.setattr(attending, "_attend", broken)
+    write_arrays(tmp_path / "x.npz", {"q": x, "k": x, "v": x})
+    for wrong[0], told in ((np.nan, "infinite or NaN"), (np.inf, "infinite or NaN"), (3.0, "largest error 2, ")):
+        done = here("attend", tmp_path / "x.npz", "--check")
+        line = next(x for x in done.stdout.splitlines() if x.startswith("check"))
+        assert done.returncode == 1 and "FAILED: 5 of 24 elements outside their bounds" in line and told in line
 
 
 def test_shells_complete():

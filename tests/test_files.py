@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 import zipfile
 
 import numpy as np
 import pytest
 from conftest import FULL
+from injection import interrupted, needs_places, places
 
 import speedlight as sl
 from speedlight.files import read_arrays, write_arrays
@@ -85,3 +87,56 @@ def test_damaged_files_are_named_at_once(rng, tmp_path, suffix):
             assert sum(x.nbytes for x in found.values()) <= len(data)
         assert time.process_time() - start < 1
     assert refusals > 20
+
+
+@needs_places
+@pytest.mark.parametrize("suffix", [".npz", ".npy", ".safetensors"])
+def test_a_file_is_the_old_one_or_the_new_wherever_an_interrupt_comes(tmp_path, suffix):
+    path, contents = tmp_path / f"a{suffix}", [{"out": np.full(9, n)} for n in range(2)]
+    within = ("speedlight/files",)
+
+    def write():
+        write_arrays(path, contents[1])
+
+    write()
+    for n in places(write, within):
+        write_arrays(path, contents[0])
+        assert interrupted(write, n, within)
+        assert [x.name for x in tmp_path.iterdir()] == [path.name], f"place {n}"
+        (found,) = read_arrays([path]).values()
+        assert found[0] in (0, 1) and (found == found[0]).all()
+
+
+def test_a_disk_that_is_full_keeps_the_old_file(tmp_path):
+    """Whatever a limit leaves room for."""
+    resource = pytest.importorskip("resource")
+    cache, x = sl.KVCache(layers=1, kv_heads=1, head_dim=8, capacity=64), np.ones((1, 1, 64, 8), np.float32)
+    cache.save(tmp_path / "c.safetensors")
+    cache.append(0, x, x)
+    before, (_, most) = (tmp_path / "c.safetensors").read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for room in (0, 1, 1000):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+        try:
+            with pytest.raises(sl.FileError, match=r"c\.safetensors: "):
+                cache.save(tmp_path / "c.safetensors")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        assert [x.name for x in tmp_path.iterdir()] == ["c.safetensors"]
+        assert (tmp_path / "c.safetensors").read_bytes() == before
+
+
+def test_without_safetensors_a_file_is_not_called_damaged(tmp_path, monkeypatch):
+    cache, path = sl.KVCache(layers=1, kv_heads=1, head_dim=8, capacity=64), tmp_path / "c.safetensors"
+    cache.save(path)
+    for name in [x for x in sys.modules if x.split(".")[0] == "safetensors"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    before = path.read_bytes()
+    for call in (
+        lambda: cache.save(path),
+        lambda: sl.KVCache.load(path),
+        lambda: read_arrays([path]),
+        lambda: write_arrays(path, {}),
+    ):
+        with pytest.raises(sl.UnsupportedError, match=r"^safetensors: .* pip install safetensors$"):
+            call()
+    assert [x.name for x in tmp_path.iterdir()] == [path.name] and path.read_bytes() == before

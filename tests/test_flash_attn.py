@@ -264,6 +264,8 @@ def test_gradients_are_written_where_they_fit_or_nowhere(dv):
     dq, dk = torch.zeros_like(q), torch.zeros_like(k)
     with pytest.raises(sl.ArgumentError, match="^dv: expected shape .* of floats, each in memory of its own"):
         fa._flash_attn_backward(out, q, k, v, out, lse, dq, dk, dv, 0.0, None, False, -1, -1, 0.0, None, False)
+    with pytest.raises(sl.ArgumentError, match="^dk: expected memory of its own for every element; got some of dq's"):
+        fa._flash_attn_backward(out, q, k, v, out, lse, dq, dq, dk, 0.0, None, False, -1, -1, 0.0, None, False)
     assert not dq.any() and not dk.any()
 
 

@@ -214,15 +214,30 @@ def test_what_is_given_may_lie_in_the_cache():
     assert torch.equal(k, seen) and torch.equal(v, values) and torch.equal(out, expected)
 
 
-@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
-def test_an_expanded_cache_holds_no_new_tokens(name):
-    given = {x: torch.zeros(2, 8, KV, D) for x in ("k_cache", "v_cache")}
-    given[name] = torch.zeros(1, 8, KV, D).expand(2, -1, -1, -1)
+ROOM = torch.zeros(3, 8, KV, D)
+SHARING = {
+    "k_cache, expanded": (ROOM[:1].expand(2, -1, -1, -1), torch.zeros(2, 8, KV, D)),
+    "v_cache, expanded": (torch.zeros(2, 8, KV, D), ROOM[:1].expand(2, -1, -1, -1)),
+    "v_cache, rows a token apart": (torch.zeros(2, 8, KV, D), ROOM.as_strided((2, 8, KV, D), (KV * D, KV * D, D, 1))),
+    "v_cache, which is k_cache": (ROOM[:2], ROOM[:2]),
+    "v_cache, a row of k_cache": (ROOM[:2], ROOM[1:]),
+}
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_memory_that_tokens_share_holds_no_new_ones(name):
+    k_cache, v_cache = SHARING[name]
     q, k = torch.ones(2, 1, HEADS, D), torch.ones(2, 1, KV, D)
-    with pytest.raises(sl.ArgumentError, match=f"^{name}: expected memory of its own"):
-        fa.flash_attn_with_kvcache(q, **given, k=k, v=k, cache_seqlens=3)
-    assert not any(x.any() for x in given.values())
-    assert fa.flash_attn_with_kvcache(q, **given, cache_seqlens=3).shape == q.shape
+    with pytest.raises(sl.ArgumentError, match=f"^{name.split(',')[0]}: expected memory of its own"):
+        fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cache_seqlens=3)
+    assert not k_cache.any() and not v_cache.any()
+    assert fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=3).shape == q.shape
+
+
+def test_halves_of_one_tensor_are_two_caches():
+    room, q, k = torch.zeros(2, 8, KV, 2 * D), torch.ones(2, 1, HEADS, D), torch.ones(2, 1, KV, D)
+    fa.flash_attn_with_kvcache(q, room[..., :D], room[..., D:], k, k * 2, cache_seqlens=3)
+    assert (room[:, 3, :, :D] == 1).all() and (room[:, 3, :, D:] == 2).all() and room.count_nonzero() == 2 * KV * 2 * D
 
 
 def test_a_wrong_place_for_results_leaves_the_cache_alone():

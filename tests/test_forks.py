@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 
@@ -55,6 +58,38 @@ def test_multiprocessing(rng, method):
     for c in children:
         c.join(30)
         assert c.exitcode == 0
+
+
+def _errors() -> list[sl.Error]:
+    """One of every class, with a number for each parameter beside the message."""
+    kinds, found = [sl.Error], []
+    for kind in kinds:
+        kinds += [x for x in kind.__subclasses__() if x.__module__.startswith("speedlight")]
+        more = list(inspect.signature(kind).parameters)[1:] if "__init__" in vars(kind) else []
+        found.append(kind("what was expected", *range(3, 3 + len(more))))
+    return found
+
+
+def _overflow(room: int) -> None:
+    x = np.zeros((1, 1, room + 1, 4), np.float32)
+    sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=room).append(0, x, x)
+
+
+@pytest.mark.parametrize("error", _errors(), ids=lambda error: type(error).__name__)
+def test_every_error_comes_back_from_a_pickle_and_a_copy(error):
+    error.note = "a caller's own"
+    ways = [lambda x, n=n: pickle.loads(pickle.dumps(x, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)]
+    for again in [way(error) for way in (*ways, copy.copy, copy.deepcopy)]:
+        assert again is not error and type(again) is type(error) and str(again) == str(error)
+        assert again.args == error.args and vars(again) == vars(error)
+
+
+def test_a_pools_worker_may_raise_any_error():
+    """One that cannot be unpickled would keep the parent waiting for ever."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with pytest.raises(sl.CacheFull, match="16") as caught:
+            pool.apply_async(_overflow, (16,)).get(60)
+        assert (caught.value.needed, caught.value.free) == (17, 16)
 
 
 @pytest.mark.parametrize("with_torch", [False, True] if FULL else [True])

@@ -143,6 +143,9 @@ def test_states_in_one_array(kind, base2):
     assert found[0] is mine[0] and found[1] is mine[1] and same(found, (out, lse)) and same((v[:, 0], s[:, 0]), found)
 
 
+SHARED = np.ones(170, np.float32)
+
+
 @pytest.mark.parametrize(
     ("given", "name"),
     [
@@ -153,6 +156,7 @@ def test_states_in_one_array(kind, base2):
         ({"base2": 2}, "base2"),
         ({"out": np.ones((5, 4, 8), np.float32)}, "out"),
         ({"out": (np.ones((5, 4, 9), np.float32), np.ones((5, 4), np.float32))}, "out"),
+        ({"out": (SHARED[:160].reshape(5, 4, 8), SHARED[150:170].reshape(5, 4))}, "out"),
         ({"s": np.ones((5, 2, 4), np.float32)}, "lses"),
     ],
 )

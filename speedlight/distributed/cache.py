@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths
-from ..errors import ArgumentError
+from ..errors import ArgumentError, not_pickled
 from ..hints import explained, refuses_others, unknown
 from ..integers import whole
 from ..kv import saved
@@ -332,6 +332,7 @@ class KVCache:
             raise
 
     # --- files
+    __reduce__: Any = not_pickled("KVCache", "it is of its group's processes: save() it, and load() it on as many")
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file of each rank: for "x.safetensors" rank 0 of 2 writes "x.0-of-2.safetensors".

@@ -16,7 +16,7 @@ from ..expressions.tables import Table
 from ..expressions.tracing import expression
 from ..integers import is_one
 from ..turning import rotary
-from .options import check_tensors, overlaps_itself
+from .options import check_apart, check_tensors
 from .sequences import PageNames, Side, attended, attended_pages
 
 
@@ -141,11 +141,8 @@ def _check(q: Any, cache: Cache, new: New) -> None:
                 f"{name}: expected 4 dimensions, (batch, length, heads, dim) or (pages, page, heads, dim), the first "
                 f"three as k_cache has; got {tuple(x.shape)} beside {tuple(cache.k.shape)}."
             )
-        if new.k is not None and overlaps_itself(x):
-            raise ArgumentError(
-                f"{name}: expected memory of its own for every token that is put there; got an expanded tensor. Use "
-                ".clone()."
-            )
+    if new.k is not None:
+        check_apart({"k_cache": cache.k, "v_cache": cache.v})
     if (new.k is None) != (new.v is None):
         missing, given = ("v", "k") if new.v is None else ("k", "v")
         raise ArgumentError(f"{missing}: expected a tensor beside {given}; got None.")

@@ -12,7 +12,7 @@ from ..arrays import listed
 from ..backward import attention_backward
 from ..checks import packed_offsets
 from ..errors import ArgumentError
-from .options import check_tensors, check_written, dropped_weights, infinite_where_empty, options_of
+from .options import check_apart, check_tensors, check_written, dropped_weights, infinite_where_empty, options_of
 from .sequences import Side, attended, attended_pages, check_offsets
 
 
@@ -95,6 +95,7 @@ def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], sa
         for name, x, y in zip(("dq", "dk", "dv"), to, found, strict=True):
             if x is not None:
                 check_written(name, x, y.shape)
+        check_apart({name: x for name, x in zip(("dq", "dk", "dv"), to, strict=True) if x is not None})
         for x, y in zip(to, found, strict=True):
             if x is not None:
                 x.copy_(y)

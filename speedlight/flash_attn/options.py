@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..arrays import Array, describe
 from ..checks import MOST_SCALE, check_flag, integer, number
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.patterns import softcap as softcap_score
+from ..results import overlap, overlaps_itself
 from ..torch.attending import attention
 from ..torch.dot_product import drawn_seed
 from ..torch.flash_kernels import alibi_of, window_of
@@ -121,14 +123,29 @@ def refuse(*given: tuple[str, Any, str]) -> None:
             raise UnsupportedError(f"{name}: expected None; got {type(x).__name__}. {why}")
 
 
-def overlaps_itself(x: Tensor) -> bool:
-    """Whether elements share memory, as those of an expanded tensor do."""
-    return any([step == 0 and size > 1 for step, size in zip(x.stride(), x.shape, strict=True)])
+def placed(x: Tensor, name: str) -> Array:
+    """Where a tensor lies that will be written to."""
+    return describe(x.detach(), name, gpu=True)
+
+
+def check_apart(tensors: dict[str, Tensor]) -> None:
+    """Raises unless what is written to one tensor changes none of the others, nor another element of its own."""
+    arrays = [placed(x, name) for name, x in tensors.items()]
+    for n, x in enumerate(arrays):
+        other = next((y for y in arrays[:n] if overlap(x, y)), None)
+        if other is not None or overlaps_itself(x):
+            got = "elements that share some" if other is None else f"some of {other.name}'s"
+            raise ArgumentError(f"{x.name}: expected memory of its own for every element; got {got}. Use .clone().")
 
 
 def check_written(name: str, x: Any, shape: Any) -> None:
     """What results are written to: of this shape, of floats, in memory of its own."""
-    if not isinstance(x, Tensor) or x.shape != torch.Size(shape) or not x.is_floating_point() or overlaps_itself(x):
+    if (
+        not isinstance(x, Tensor)
+        or x.shape != torch.Size(shape)
+        or not x.is_floating_point()
+        or overlaps_itself(placed(x, name))
+    ):
         got = f"{tuple(x.shape)} of {x.dtype}, strides {x.stride()}" if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentError(f"{name}: expected shape {tuple(shape)} of floats, each in memory of its own; got {got}.")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_totals
 from ..compiling import in_graph, outside
-from ..errors import ArgumentError, CacheFull
+from ..errors import ArgumentError, CacheFull, not_pickled
 from ..forks import renew_after_fork
 from ..hints import explained, refuses_others, unknown
 from ..problem import Options, new_options
@@ -381,6 +381,14 @@ class KVCache:
     def copy(self) -> KVCache:
         """An independent cache with the same content."""
         return self.select(range(self.batch))
+
+    def __copy__(self) -> KVCache:
+        return self.copy()
+
+    def __deepcopy__(self, memo: Any) -> KVCache:
+        return self.copy()
+
+    __reduce__: Any = not_pickled("KVCache", "copy() it here, or save() it, and load() it where it is wanted")
 
     def select(self, batch_indices: Sequence[int]) -> KVCache:
         """A new cache of these sequences, in this order and as often: for beams."""

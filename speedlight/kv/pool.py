@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from ..checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
 from ..compiling import in_graph, outside
 from ..cpu.layout import BLOCK
-from ..errors import ArgumentError, ArgumentTypeError, CacheFull, shown
+from ..errors import ArgumentError, ArgumentTypeError, CacheFull, not_pickled, shown
 from ..forks import renew_after_fork
 from ..hints import explained, refuses_others, unknown
 from ..problem import Options, new_options
@@ -101,10 +101,11 @@ class PagePool:
         renew_after_fork(self)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(
-            f"{n}={getattr(self, n)}" for n in ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim")
-        )
+        names = ("layers", "pages", "page_size", "kv_heads", "head_dim", "value_dim")
+        sizes = ", ".join(f"{n}={getattr(self, n)}" for n in names)
         return f"PagePool({sizes}, dtype={self.dtype!r}, {self.free_pages} pages free)"
+
+    __reduce__: Any = not_pickled("PagePool", "its sequences would not come along: fork() them, or make another pool")
 
     # --- accounts
 
@@ -430,8 +431,7 @@ class PagePool:
                 if copies:  # as far as is known: those who shared pages may have gone
                     self._count_dropped()
                     copies = shared_pages(before, starts, totals, size, others)
-                missing = [-(-n // size) - len(x.pages) for x, n in zip(before, totals, strict=True)]
-                fresh = [n if n > 0 else 0 for n in missing]
+                fresh = [max(-(-n // size) - len(x.pages), 0) for x, n in zip(before, totals, strict=True)]
                 needed = sum(fresh) + len(copies)
                 if needed:
                     taken = self._take(f"layer {layer}", needed)

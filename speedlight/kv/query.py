@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..arrays import describe
 from ..checks import check_flag, check_tokens, item_lengths, new_counts
 from ..errors import ArgumentError, CacheBusy
 from ..problem import Options
@@ -69,12 +70,17 @@ def piece_of(query: Query, before: list[int], after: list[int], written: list[in
     return Piece(slice(0, rows), before, after, None if counts.count(rows) == len(counts) else counts)
 
 
-def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...]) -> Results:
-    """New arrays, or the caller's own where it can be written."""
-    q, options = query.q, query.options
-    staged = not (options.mask is options.score is None)  # a lookup may turn out, while kernels run, to be out of range
+def results_of(query: Query, value_dim: int, lse_shape: tuple[int, ...], k: Any, v: Any) -> Results:
+    """New arrays, or the caller's own where it can be written: apart from q, and from new tokens, of which a later
+    piece may still be to be stored.
+    """
+    q, options, inputs = query.q, query.options, [query.q]
+    if query.out is not None and k is not None:
+        inputs += [describe(x, name, gpu=True) for x, name in ((k, "k"), (v, "v"))]
+    # a lookup may turn out, while kernels run, to be out of range, or be in what they write
+    staged = not (options.mask is options.score is None)
     shape = (*q.shape[:-1], value_dim)
-    return Results(q, shape, lse_shape if query.return_lse else None, query.out, (q,), staged)
+    return Results(q, shape, lse_shape if query.return_lse else None, query.out, tuple(inputs), staged)
 
 
 def _turned(name: str, shape: tuple[int, ...], expected: tuple[int | str, ...], axis: int) -> str:
@@ -155,7 +161,7 @@ def attended(storage: Any, layer: int, query: Query, pieces: list[Piece], k: Any
             if k is not None:
                 storage.put(layer, first.before, first.new, k, v)
             return step.run(layer, q, query.q.address, first.after, query.return_lse, options.seed_word())
-    results = results_of(query, storage.shape.value_dim, query.q.shape[:-1])
+    results = results_of(query, storage.shape.value_dim, query.q.shape[:-1], k, v)
     calls = [storage.prepare(query.q, x, query.options, results.out.strides) for x in pieces]
     for piece, call in zip(pieces, calls, strict=True):
         if k is not None:
@@ -220,7 +226,7 @@ def run_packed(storage: Any, layer: int, batch: Batch, packed: Packed) -> Any:
     if packed.usual:
         storage.remember(query.given, query.q, packed.k, packed.v, batch, query.options)
     q = query.q
-    results = results_of(query, storage.shape.value_dim, (q.shape[1], q.shape[0]))
+    results = results_of(query, storage.shape.value_dim, (q.shape[1], q.shape[0]), packed.k, packed.v)
     storage.attend(layer, q, batch, query.options, results)
     return results.returned()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ArgumentTypeError
+from ..errors import ArgumentTypeError, not_pickled
 from ..integers import integer
 from .keeping import keep_in_pages
 
@@ -60,6 +60,14 @@ class PagedSequence:
     def fork(self) -> PagedSequence:
         """Another sequence of the same tokens. Pages are shared until one of the two writes to them."""
         return self.pool._fork(self)
+
+    def __copy__(self) -> PagedSequence:
+        return self.fork()
+
+    def __deepcopy__(self, memo: Any) -> PagedSequence:
+        return self.fork()
+
+    __reduce__: Any = not_pickled("PagedSequence", "its tokens are its pool's: fork() it, or save keys() and values()")
 
     def truncate(self, length: int) -> None:
         """Forgets the tokens past `length` in every layer; pages that hold no others are returned."""

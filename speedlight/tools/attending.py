@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,8 @@ def attend(
         raise ArgumentError("--top-left: expected either --causal or --top-left; got both.")
     if output is not None and not output.parent.is_dir():
         raise ArgumentError(f"--output: expected a directory that exists; got {output.parent}.")
+    if output is not None and any([x.exists() and output.exists() and output.samefile(x) for x in files]):
+        raise ArgumentError(f"--output: expected another file than those that are read; got {output}.")
     check_seed(dropout, seed)
     found = read_arrays(files)
     arrays = named(found, {"--q": q, "--k": k, "--v": v})
@@ -158,17 +161,20 @@ def _check(
             bound = sl.reference.error_bound(*some, dot=dot, **options)
             bounds.append((bound.out, bound.lse))
             advance()
-    passed, share, largest = True, 0.0, 0.0
+    outside, share, largest = 0, 0.0, 0.0
     for got, expected, bound in zip((out, lse), _joined(wanted, layout), _joined(bounds, layout), strict=True):
         got = got.astype(np.float64)
-        same = (np.isnan(got) == np.isnan(expected)) & (~np.isinf(expected) | (got == expected))
-        finite = np.isfinite(expected)
-        error = np.abs(got[finite] - expected[finite])
-        passed = passed and bool(same.all()) and bool((error <= bound[finite]).all())
+        with np.errstate(invalid="ignore", over="ignore"):
+            same = (got == expected) | (np.isnan(got) & np.isnan(expected))
+            error = np.where(same, 0.0, np.abs(got - expected))
+            error[np.isnan(error)] = np.inf  # where one of the two is NaN
+            outside += int((~(same | (np.isfinite(error) & (error <= bound)))).sum())
+            shares = np.where(same, 0.0, error / np.maximum(bound, 1e-320))
         if error.size:
-            share = max(share, float((error / np.maximum(bound[finite], 1e-320)).max()))
+            share = max(share, float(shares.max()))
             largest = max(largest, float(error.max())) if expected.ndim == out.ndim else largest
-    return {"passed": passed, "largest_error": largest, "share_of_bound": share, "elements": int(out.size)}
+    figures = {"passed": not outside, "outside": outside, "largest_error": largest, "share_of_bound": share}
+    return figures | {"elements": int(out.size)}
 
 
 def _rows(report: dict[str, Any], plan: sl.Plan) -> list[tuple[str, str]]:
@@ -183,7 +189,11 @@ def _rows(report: dict[str, Any], plan: sl.Plan) -> list[tuple[str, str]]:
         c = report["check"]
         word = "passed" if c["passed"] else "FAILED"
         error = f"largest error {c['largest_error']:.2g}, {c['share_of_bound']:.0%} of its bound"
-        rows.append(("check", f"{word}: {c['elements']:,} elements against float64, {error}"))
+        if not math.isfinite(c["share_of_bound"]):
+            error = "some of them infinite or NaN where float64 has a number, or the other way round"
+        count = f"{c['outside']:,} of {c['elements']:,}" if c["outside"] else f"{c['elements']:,}"
+        told = f"{count} elements {'outside their bounds ' if c['outside'] else ''}against float64"
+        rows.append(("check", f"{word}: {told}, {error}"))
     if plan.seconds_at_least is not None and seconds < plan.seconds_at_least:
         rows.append(("faster", "than “time at least” below: the machine was busy while that was measured"))
     return rows

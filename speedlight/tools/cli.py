@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -234,25 +235,51 @@ def command() -> Any:
 
 
 def main() -> None:
-    """Runs the command: errors are one line on stderr and exit code 2."""
-    group, words = command(), sys.argv[1:]
+    """Runs the command: errors are one line on stderr and exit code 2, whatever stdout is."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: what is opened next would be taken for it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a pipe may know fewer letters than ᵀ and µ
+    code, out = _run(sys.argv[1:]), sys.stdout
+    try:
+        out.flush()
+    except OSError as error:  # full, or a pipe that nobody reads any more
+        code = code or _unwritten(error)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())  # Python flushes once more when it ends
+    raise SystemExit(code)
+
+
+def _run(words: list[str]) -> int:
+    """The exit code."""
+    group = command()
     try:
         code = group.main(words or ["--help"], prog_name="speedlight", standalone_mode=False)
-        raise SystemExit(code or (0 if words else 2))
+        return code or (0 if words else 2)
     except Error as error:
         print(f"speedlight: {as_typed(str(error), group, words)}", file=sys.stderr)
-        raise SystemExit(2) from None
+        return 2
     except _UsageError as error:
         print(f"speedlight: {usage(error, words)}", file=sys.stderr)
-        raise SystemExit(2) from None
+        return 2
+    except OSError as error:
+        return _unwritten(error)
     except (KeyboardInterrupt, typer.Abort, SystemExit) as end:
         if isinstance(end, SystemExit) and end.code != 130:  # Typer makes that of an interrupt
-            raise
+            if not isinstance(end.code, int):
+                raise
+            return end.code
         print("speedlight: interrupted; nothing was written.", file=sys.stderr)
-        raise SystemExit(130) from None
+        return 130
+
+
+def _unwritten(error: OSError) -> int:
+    """The exit code where stdout cannot be written to; who has closed a pipe knows of it."""
+    if isinstance(error, BrokenPipeError):
+        return 1
+    print(f"speedlight: the output cannot be written: {error.strerror or error}.", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

@@ -145,4 +145,18 @@ MUTATIONS = (
         "        x = x[...]\n",
         "tests/test_caches_saved.py -k come_back",
     ),
+    Mutation(
+        "a file may hold a ring that has lost what is still seen",
+        "kv/saved.py",
+        "if w < n or ring.lost(n, n, w):",
+        "if w < n:",
+        "tests/test_caches_saved.py -k written_less_far",
+    ),
+    Mutation(
+        "results may lie in new tokens that are still to be stored",
+        "kv/query.py",
+        "if query.out is not None and k is not None:",
+        "if query.out is None and k is not None:",
+        "tests/test_arrays.py -k over_an_argument",
+    ),
 )

@@ -39,6 +39,14 @@ MUTATIONS = (
         "tests/test_cli.py -k 'promises or damaged'",
     ),
     Mutation(
+        "an interrupt leaves a file under its temporary name",
+        "files.py",
+        "            temporary.unlink(missing_ok=True)\n        if not isinstance(error, OSError):",
+        "            if isinstance(error, OSError):\n                temporary.unlink(missing_ok=True)\n"
+        "        if not isinstance(error, OSError):",
+        "tests/test_files.py -k wherever_an_interrupt",
+    ),
+    Mutation(
         "a tuning is believed whatever its sum says",
         "cpu/tuned.py",
         "if data[:_HEADER] != _MAGIC + _sum(path, body):",
