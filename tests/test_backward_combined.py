@@ -12,7 +12,6 @@ import os
 import sys
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 from conftest import FULL
@@ -56,8 +55,7 @@ class Gradients(Call):
             assert bits(g) == bits(again), f"{name}: NaN and infinities that are hidden matter"
             unclear = np.isnan(plain(g)) & np.isinf(w)  # a weight that float32 has as 0, times an infinity
             w = np.where(unclear, np.nan, w)
-            beyond = np.isinf(plain(g)) & (np.abs(w) > float(ml_dtypes.finfo(g.dtype).max))  # float16's largest
-            assert_within(g, np.where(beyond, np.copysign(np.inf, w), w), bound, name, zeros_allowed=True)
+            assert_within(g, w, bound, name, zeros_allowed=True)
         raise Checked
 
     def flow(self, arrays: list[np.ndarray], options: dict[str, Any]) -> list[Any]:
