@@ -92,8 +92,8 @@ def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...
         np.where(pairs.seen, np.minimum(off + a.u_weights * (np.abs(x) + off), _MOST), 0.0)
         for x, off in ((weights, weights_off), (pairs.raw, raw_off))
     ]
-    fars = [far | (off == _MOST) for far, off in zip(_overflows(head, given, pairs, p_off, a), offs, strict=True)]
-    return Terms(head, given, pairs, weights, *offs, ds_off, *fars)
+    far, ds_far = (x | (y == _MOST) for x, y in zip(_overflows(head, given, pairs, p_off, a), offs, strict=True))
+    return Terms(head, given, pairs, weights, offs[0], offs[1], ds_off, far, ds_far)
 
 
 def _overflows(
