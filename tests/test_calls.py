@@ -131,7 +131,7 @@ def test_a_call_counts_the_tables_that_it_keeps():
 
 
 def test_a_tensor_to_be_negated_is_not_taken_for_another():
-    """PyTorch's negative bit is no stride and no dtype: a call that was made before would read the numbers as they lie."""
+    """PyTorch's negative bit is no stride and no dtype: a call that was made before would read what lies there."""
     q = torch.randn(1, 2, 8, 16)
     sl.attention(q, q, q)
     for n in range(3):
