@@ -13,8 +13,13 @@ from .problem import SPAN, TILE, Problem
 # unit roundoff of a result in each dtype, and half its smallest subnormal
 ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 TINY = {"float64": 2.0**-1074, "float32": 2.0**-150, "float16": 2.0**-25, "bfloat16": 2.0**-134}
-
-_MOST = float(np.finfo(np.float64).max)
+# the largest number that each has
+LARGEST = {
+    "float64": float(np.finfo(np.float64).max),
+    "float32": float(np.finfo(np.float32).max),
+    "float16": 65504.0,
+    "bfloat16": 2.0**128 - 2.0**120,
+}
 
 # of float32 products on tensor cores: of S for the scores, and of M for the sum of values
 _COARSE = {"ieee": 0.0, "tf32x3": 2.0**-19, "tf32": 2.0**-9}
@@ -63,6 +68,11 @@ class Arithmetic:
         return 2.0**-1022 if self.wide else 2.0**-126
 
     @property
+    def room(self) -> float:
+        """What no sum leaves, however it is rounded, whose terms have a sum without signs of this at most."""
+        return LARGEST["float64" if self.wide else "float32"] / 2
+
+    @property
     def tiny(self) -> float:
         """What an operation may be off whose result is subnormal."""
         return self.normal if self.dot else TINY["float64" if self.wide else "float32"]
@@ -99,7 +109,7 @@ def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
         errors = np.concatenate([errors, 2 * a.u * np.abs(score[:, -1:])], axis=1)
     visible = head.visible & (score != -np.inf)
     score = np.where(visible, score, -np.inf)
-    top = np.maximum(score.max(axis=1, keepdims=True), -_MOST)
+    top = np.maximum(score.max(axis=1, keepdims=True), -LARGEST["float64"])
     weight = np.exp(score - top)
     total = weight.sum(axis=1, keepdims=True)
     logs = np.abs(np.where(total == 0, 0, top + np.log(total)))
@@ -120,7 +130,12 @@ def bounds_of(head: Any, arithmetic: Arithmetic) -> Bounds:
             out, lse = _first_order(a, found, head)
         case _:
             out, lse = _on_gpu(a, found, keys)
-    return Bounds(out + _floor(a, found, keys), lse[:, 0])
+    far = products_overflow(head, a).any(axis=1, keepdims=True)
+    terms = (head.visible * factors) @ finite(values)
+    return Bounds(
+        np.where(far | (terms > a.room), np.inf, out + _floor(a, found, keys)),
+        np.where(far, np.inf, lse)[:, 0],
+    )
 
 
 def _proven(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
@@ -129,7 +144,8 @@ def _proven(a: Arithmetic, x: _Softmax, keys: int) -> tuple[Any, Any]:
     shared = error + _powers(a, x) + a.u_weights
     sums = a.u * 2 * min(keys, TILE) + _merging(a, x)
     relative = np.expm1(1.01 * (2 * shared + sums + _dividing(a))) * (1 + a.u_out) + a.u_out
-    return relative * x.mean, 1.01 * (shared + sums) + 4 * a.u * x.logs
+    out = np.where(np.isinf(relative), np.inf, relative * x.mean)  # even where the mean is 0
+    return out, 1.01 * (shared + sums) + 4 * a.u * x.logs
 
 
 def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
@@ -142,16 +158,15 @@ def _first_order(a: Arithmetic, x: _Softmax, head: Any) -> tuple[Any, Any]:
     largest = np.maximum(np.where(np.isfinite(head.v), x.values, 0).max(axis=0, initial=0.0), 1e-300)
     v = head.v / largest
     out, square = (x.weight * x.factors) @ v, (x.weight * x.factors * x.factors) @ (v * v)
-    deviation = np.sqrt(np.maximum(square - out * out, 2.0**-50 * square)) * largest
-    out = np.abs(out) * largest
+    deviation = np.sqrt(np.maximum(square - out * out, 2.0**-50 * square))
     rms = np.sqrt((x.weight * shared * shared).sum(axis=1, keepdims=True))
     chain = x.weight * _chain_steps(x.visible, len(head.k))
     steps = chain.sum(axis=1, keepdims=True)
     sums = _merging(a, x)
-    moved = (rms + a.u_weights) * deviation + a.u * ((chain * x.factors) @ x.values + steps * out)
-    moved += (sums + _dividing(a)) * x.mean
+    moved = (rms + a.u_weights) * deviation + a.u * ((chain * x.factors) @ np.abs(v) + steps * np.abs(out))
+    moved = moved * largest + (sums + _dividing(a)) * x.mean
     lse = (x.weight * shared).sum(axis=1, keepdims=True) + a.u_weights + a.u * (steps + 2 * x.logs) + sums
-    return 1.01 * moved + a.u_out * (out + moved), 1.01 * lse
+    return 1.01 * moved + a.u_out * (np.abs(out) * largest + moved), 1.01 * lse
 
 
 def _powers(a: Arithmetic, x: _Softmax) -> float:
@@ -210,6 +225,20 @@ def product_errors(head: Any, a: Arithmetic, products: np.ndarray) -> np.ndarray
         off = u * (partial_sums(head.q, head.k) * abs(p.scale) + (2 + a.dot + 2 * a.int8) * size)
     off += p.head_dim * a.tiny * abs(p.scale)
     return off + flushed(a, q, k) * abs(p.scale)
+
+
+def products_overflow(head: Any, a: Arithmetic) -> np.ndarray:
+    """[q_len, k_len]: which visible scores may be infinite, or NaN, though q and k are finite."""
+    k = finite(head.k)
+    if a.int8:  # the chain is over codes, of 448 at most
+        k *= np.maximum(1.0, 448 / np.maximum(k.max(axis=1, keepdims=True), a.normal))
+    size = finite(head.q) @ k.T
+    return head.visible[:, : len(head.k)] & (size * max(1.0, abs(a.problem.scale)) > a.room)
+
+
+def finite(x: np.ndarray) -> np.ndarray:
+    """Sizes; without what is NaN or infinite already, and comes out where the specification has it."""
+    return np.where(np.isfinite(x), np.abs(x), 0.0)
 
 
 def flushed(a: Arithmetic, x: np.ndarray, y: np.ndarray) -> Any:

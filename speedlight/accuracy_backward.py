@@ -6,11 +6,22 @@ docs/numerics.md, "Gradients", has the order of operations and the formulas.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .accuracy import ROUNDOFF, TINY, Arithmetic, flushed, partial_sums, product_errors
+from .accuracy import (
+    LARGEST,
+    ROUNDOFF,
+    TINY,
+    Arithmetic,
+    finite,
+    flushed,
+    partial_sums,
+    product_errors,
+    products_overflow,
+)
 from .expressions.tables import Table
 from .expressions.tree import FLOW, Node, rounding_error
 from .gradients import SINKS
@@ -51,6 +62,8 @@ class Terms(NamedTuple):
     weights_off: np.ndarray
     raw_off: np.ndarray
     ds_off: np.ndarray
+    far: np.ndarray  # of which pairs the weight may overflow, though what it is made of is finite
+    ds_far: np.ndarray  # … and what flows into the score
 
 
 class Sums(NamedTuple):
@@ -75,17 +88,31 @@ def terms_of(head: Any, given: Returned, a: Arithmetic, tables: tuple[Table, ...
     weights, weights_off = dropped(pairs.p, given.keep), dropped(p_off, given.keep)
     if given.keep is not None:
         weights_off = weights_off + 2 * a.u * weights
-    offs = (
+    offs = [
         np.where(pairs.seen, np.minimum(off + a.u_weights * (np.abs(x) + off), _MOST), 0.0)
         for x, off in ((weights, weights_off), (pairs.raw, raw_off))
-    )
-    return Terms(head, given, pairs, weights, next(offs), next(offs), ds_off)
+    ]
+    far, ds_far = (x | (y == _MOST) for x, y in zip(_overflows(head, given, pairs, p_off, a), offs, strict=True))
+    return Terms(head, given, pairs, weights, offs[0], offs[1], ds_off, far, ds_far)
+
+
+def _overflows(
+    head: Any, given: Returned, pairs: Pairs, p_off: np.ndarray, a: Arithmetic
+) -> tuple[np.ndarray, np.ndarray]:
+    """[q_len, k_len]: of which seen pairs the weight may overflow, and what flows into their score."""
+    p = finite(pairs.p) + np.where(p_off < _MOST, p_off, 0.0)
+    far = products_overflow(head, a) | (dropped(p, given.keep) > a.room)
+    dp = dropped(finite(given.d_out) @ finite(head.v).T, given.keep)
+    difference = dp + (finite(given.d_out * given.out).sum(axis=1) + finite(given.d_lse))[:, None]
+    ds_far = far | (difference * np.maximum(1.0, p) > a.room) | (finite(pairs.raw) > a.room)
+    return far & pairs.seen, ds_far & pairs.seen
 
 
 def query_bound(x: Terms, a: Arithmetic) -> np.ndarray:
     """[q_len, head_dim]: of dq. Tiles of keys, ascending."""
     tiles = _blocks(x.head.env["j"][0], TILE)
-    return _scaled(x.head, *_sum_bound(x.head, x.pairs.raw, x.raw_off, x.head.k, x.pairs.seen, tiles, a), a)
+    total, off = _sum_bound(x.head, x.pairs.raw, x.raw_off, x.head.k, x.pairs.seen, x.ds_far, tiles, a)
+    return _scaled(x.head, total, off, a)
 
 
 def key_bounds(group: list[Terms], a: Arithmetic) -> tuple[np.ndarray, np.ndarray]:
@@ -98,15 +125,16 @@ def key_bounds(group: list[Terms], a: Arithmetic) -> tuple[np.ndarray, np.ndarra
     ends = itertools.accumulate((end - first for first, end in blocks for _ in group), initial=0)
     steps = list(itertools.pairwise(ends))
 
-    def joined(several: list[np.ndarray]) -> np.ndarray:
+    def joined(several: Iterable[np.ndarray]) -> np.ndarray:
         return np.concatenate([x[first:end] for first, end in blocks for x in several])
 
-    def summed(terms: list[np.ndarray], off: list[np.ndarray], rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        return _sum_bound(head, joined(terms).T, joined(off).T, joined(rows), seen, steps, a)
+    def summed(*several: tuple[np.ndarray, ...]) -> tuple[np.ndarray, np.ndarray]:
+        terms, off, far, rows = (joined(x) for x in several)
+        return _sum_bound(head, terms.T, off.T, rows, seen, far.T, steps, a)
 
     seen = joined([x.pairs.seen for x in group]).T
-    dk = summed([x.pairs.raw for x in group], [x.raw_off for x in group], [x.head.q for x in group])
-    dv = summed([x.weights for x in group], [x.weights_off for x in group], [x.given.d_out for x in group])
+    dk = summed(*zip(*((x.pairs.raw, x.raw_off, x.ds_far, x.head.q) for x in group), strict=True))
+    dv = summed(*zip(*((x.weights, x.weights_off, x.far, x.given.d_out) for x in group), strict=True))
     return _scaled(head, *dk, a), _rounded(*dv, a)
 
 
@@ -121,7 +149,7 @@ def shared_bound(sums: Sums, off: np.ndarray, a: Arithmetic) -> np.ndarray:
     dtype = a.problem.dtype
     off = off + 2.02 * ROUNDOFF["float64"] * sums.terms * (sums.size + off)
     u = 0.0 if a.wide else ROUNDOFF[dtype] + (ROUNDOFF["float32"] if a.u_out else 0.0)
-    return off + u * (np.abs(sums.total) + off) + TINY[dtype]
+    return _stored(sums.total, off, u, dtype)
 
 
 def add_terms(sums: Sums, x: Terms, grad: Table | str, a: Arithmetic) -> None:
@@ -140,8 +168,9 @@ def summed_bound(sums: Sums, grad: Table | str, a: Arithmetic) -> np.ndarray:
     """
     both = 2.02 if a.wide or grad == SINKS else 1.01
     off = both * sums.off + 2.02 * ROUNDOFF["float64"] * sums.terms * (sums.size + sums.off)
-    u, tiny = (x["float64" if a.wide else "float32"] for x in (ROUNDOFF, TINY))
-    return off + (0.0 if a.wide else u) * (np.abs(sums.total) + off) + tiny
+    dtype = "float64" if a.wide else "float32"
+    u = 0.0 if a.wide else ROUNDOFF[dtype]
+    return _stored(sums.total, off, u, dtype)
 
 
 def _add_entries(sums: Sums, x: Terms, table: Table, a: Arithmetic) -> None:
@@ -151,6 +180,7 @@ def _add_entries(sums: Sums, x: Terms, table: Table, a: Arithmetic) -> None:
             at = tuple(entries_read(head, lookup, pairs))
             flow = flow_through(head, tree, pairs.products, pairs.ds, pairs.seen)
             off = np.minimum(_through_score(head, pairs, tree, x.ds_off, a), _MOST)
+            off = np.where(x.ds_far | (finite(flow) > a.room), np.inf, off)
             for y, term in zip(sums, (flow, np.abs(flow), off, np.ones(flow.shape)), strict=True):
                 np.add.at(y, at, term[pairs.seen])
 
@@ -214,9 +244,19 @@ def _through_score(head: Any, pairs: Pairs, back: Node | None, ds_off: np.ndarra
 
 
 def _sum_bound(
-    head: Any, weights: np.ndarray, off: np.ndarray, x: np.ndarray, seen: np.ndarray, blocks: Blocks, a: Arithmetic
+    head: Any,
+    weights: np.ndarray,
+    off: np.ndarray,
+    x: np.ndarray,
+    seen: np.ndarray,
+    far: np.ndarray,
+    blocks: Blocks,
+    a: Arithmetic,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of weights @ x, of seen pairs alone: the sum, and how far it may be off; the roundings of its chains included."""
+    """Of weights @ x, of seen pairs alone: the sum, and how far it may be off; the roundings of its chains included.
+
+    Infinite where it may overflow, by its terms or as those that are `far` may.
+    """
     total, rounded = np.zeros((len(weights), x.shape[1])), np.zeros((len(weights), x.shape[1]))
     for first, end in blocks:
         partial = np.zeros(total.shape)
@@ -230,7 +270,9 @@ def _sum_bound(
     lost = a.tiny * (len(x) + len(blocks))
     if a.dot:  # subnormal numbers count as zeros
         lost = lost + sum_of_seen(head, np.abs(weights), np.where(size < a.normal, size, 0), seen)
-    return total, sum_of_seen(head, off, size, seen) + a.u * rounded + lost
+    terms = (finite(weights) + np.where(off < _MOST, off, 0.0)) @ finite(x)
+    off = sum_of_seen(head, off, size, seen) + a.u * rounded + lost
+    return total, np.where(far.any(axis=1, keepdims=True) | (terms > a.room), np.inf, off)
 
 
 def _scaled(head: Any, total: np.ndarray, off: np.ndarray, a: Arithmetic) -> np.ndarray:
@@ -242,4 +284,10 @@ def _scaled(head: Any, total: np.ndarray, off: np.ndarray, a: Arithmetic) -> np.
 
 def _rounded(total: np.ndarray, off: np.ndarray, a: Arithmetic) -> np.ndarray:
     off = off * (2.02 if a.wide else 1.01)  # the specification is rounded to float64, too
-    return off + a.u_out * (np.abs(total) + off) + TINY[a.problem.dtype]
+    return _stored(total, off, a.u_out, a.problem.dtype)
+
+
+def _stored(total: np.ndarray, off: np.ndarray, u: float, dtype: str) -> np.ndarray:
+    """Of a sum that is off by `off`, once rounded to a dtype; infinite where it may be beyond all numbers of that."""
+    off = off + (u * (np.abs(total) + off) if u else 0.0) + TINY[dtype]
+    return np.where(finite(total) + off > LARGEST[dtype], np.inf, off)

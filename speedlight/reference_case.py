@@ -15,6 +15,7 @@ from .problem import LAYOUTS, Options, Problem, padded_alike
 from .reference_backward import Returned
 from .resolve import from_arrays
 
+_LARGE = 2.0**900  # values beyond are summed in units of this
 _BEYOND = 2.0**128 - 2.0**103  # rounds to infinity in float32, in which a score's expression is computed
 
 
@@ -166,6 +167,14 @@ class Head:
 
     def solve(self, out: np.ndarray, lse: np.ndarray) -> None:
         score = self.add_sink(self.scores())
+        if np.abs(self.v[np.isfinite(self.v)]).max(initial=0.0) > _LARGE:  # their sum may not be a float
+            self.v = self.v / _LARGE
+            self.solve_scores(score, out, lse)
+            out[self.at] *= _LARGE
+        else:
+            self.solve_scores(score, out, lse)
+
+    def solve_scores(self, score: np.ndarray, out: np.ndarray, lse: np.ndarray) -> None:
         seen = self.visible & (score != -np.inf)
         if np.isfinite(score[seen]).all() and np.isfinite(self.v).all() and seen.any(axis=1).all() and score.size:
             score[~seen] = -np.inf  # the definition for all rows at once

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from conftest import FULL
 from problems import DTYPES, numpy_dtype, qkv
-from test_bound import FILLS
+from test_bound import FILLS, near_the_largest
 from tolerance import assert_within, flat
 
 import speedlight as sl
@@ -271,6 +271,37 @@ def test_scores_that_are_huge(rng, kind, size):
     emulated_shares(arrays, returned, options, kind, rng)
     bounds = reference.backward_bound(*arrays, *returned, dot=kind.endswith("dot"), **options)
     assert all(x.max() < 1e5 for x in bounds)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sums_near_the_largest_number(kind, monkeypatch):
+    """Where one may overflow the bound is infinite; everywhere else it holds."""
+    rng, unit, endless, held = np.random.default_rng(12), unit_of(kind), 0, 0
+    for _ in range(1000 if FULL else 30):
+        _, arrays, (*_, d_out, d_lse), _, options = problem(rng, kind)
+        if "score" in options:
+            continue
+        q, k, v = near_the_largest(rng, arrays, kind.split()[0])
+        if kind == "float64":  # what the specification's own sums bear
+            v, d_out = v * 1e-150, d_out * 1e140
+        elif kind != "float16" and rng.random() < 0.5:
+            v = (v.astype(np.float64) * 1e-12).astype(v.dtype)
+            d_out = (d_out.astype(np.float64) * rng.choice([1, 1e12, 1e20])).astype(v.dtype)
+        with np.errstate(all="ignore"):
+            out, lse = reference.attention(q, k, v, return_lse=True, **options)
+            given = (q, k, v, out.astype(q.dtype), lse.astype(np.float64 if kind == "float64" else np.float32))
+            given = (*given, d_out, d_lse)
+            want = reference.backward(*given, **options)
+            bounds = reference.backward_bound(*given, dot=kind.endswith("dot"), **options)
+            results = [emulated(given[:3], given[3:], (), options, kind, rng)]
+            if unit is not None:
+                monkeypatch.setenv("SPEEDLIGHT_ISA", unit)
+                results.append(sl.attention_backward(*given, **options))
+            for got in results:
+                shares(got, want, bounds, ())
+        endless += sum(int(np.isinf(x).sum()) for x in bounds)
+        held += sum(int(np.isfinite(x).sum()) for x in bounds)
+    assert held and (endless or kind == "float64")
 
 
 def test_layouts_have_one_bound(rng):

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from conftest import FULL
@@ -110,6 +111,39 @@ def test_structured_problems(kind):
     rng = np.random.default_rng(3)
     for _ in range(60):
         one_problem(rng, kind)
+
+
+def near_the_largest(rng: Random, arrays: Arrays, dtype: str) -> Arrays:
+    """v, or q and k, times so much that sums of theirs are around the largest number there is, or beyond.
+
+    Codes times scales are numbers, too.
+    """
+    kind, wide = numpy_dtype(dtype), dtype == "float64"
+    most = 0.99 * float(ml_dtypes.finfo(kind).max)
+    q, k, v = (x.astype(np.float64) for x in arrays)
+    sizes = [max(float(np.abs(x).max(initial=0)), 1e-30) for x in (q, k, v)]
+    if wide or rng.random() < 0.7:
+        v = v / sizes[2] * most * rng.choice([1, 0.5, 0.1, 1e-3, 1e-4])
+    else:
+        q, k = (x / size * np.sqrt(most) * rng.choice([1, 0.5, 0.1]) for x, size in ((q, sizes[0]), (k, sizes[1])))
+    return q.astype(kind), k.astype(kind), v.astype(kind)
+
+
+@pytest.mark.parametrize("kind", [*DTYPES, *CODES])
+def test_sums_near_the_largest_number(kind):
+    """Where one may overflow the bound is infinite; everywhere else it holds."""
+    rng, endless, held, overflowed = np.random.default_rng(12), 0, 0, 0
+    codes = kind if kind in CODES else None
+    for _ in range(1000 if FULL else 40):
+        _, arrays, options = structured_problem(rng, taken(kind))
+        arrays = near_the_largest(rng, arrays, taken(kind))
+        with np.errstate(all="ignore"):
+            shares(arrays, options, codes)
+            arrays, (out, _) = computed(arrays, options, codes)
+            bound = reference.error_bound(*arrays, int8=codes is not None, proven=True, **options).out
+        endless, held = endless + np.isinf(bound).sum(), held + np.isfinite(bound).sum()
+        overflowed += (~np.isfinite(out.astype(np.float64))).sum()
+    assert held and (kind == "float16" or (endless and overflowed))
 
 
 @pytest.mark.skipif(not FULL, reason="a quarter of an hour")

@@ -130,6 +130,16 @@ def test_a_call_counts_the_tables_that_it_keeps():
     api._prepared.clear()
 
 
+def test_a_tensor_to_be_negated_is_not_taken_for_another():
+    """PyTorch's negative bit is no stride and no dtype: a call that was made before would read what lies there."""
+    q = torch.randn(1, 2, 8, 16)
+    sl.attention(q, q, q)
+    for n in range(3):
+        given = [torch._neg_view(q) if at == n else q for at in range(3)]
+        with pytest.raises(sl.ArgumentTypeError, match=f"^{'qkv'[n]}: expected a plain tensor; got a lazily negated"):
+            sl.attention(*given)
+
+
 def test_packed_calls_are_repeated_too():
     q = np.random.default_rng(0).standard_normal((7, 2, 16), dtype=np.float32)
     api._prepared.clear()

@@ -12,7 +12,8 @@ from conftest import FULL
 from engines import tuned
 from problems import flow_of, qkv
 from test_memory import Guarded
-from tolerance import assert_gradients
+from tolerance import assert_gradients, flat
+from ways import poisoned
 
 import speedlight as sl
 from speedlight import reference
@@ -45,11 +46,14 @@ def problem(dtype, rng, score, *, batch=2, q_len=200, k_len=300, **more):
 def test_tables_and_sinks(rng, name, dtype):
     score, tables = FORMS[name]
     sinks = rng.standard_normal(Q_HEADS)
-    arrays, options = problem(dtype, rng, score, sink_logits=sinks, dropout=0.2, seed=5)
+    arrays, options = problem(dtype, rng, score, q_len=199, k_len=351, sink_logits=sinks, dropout=0.2, seed=5)
     grads = (*tables, "sink_logits")
     got = assert_gradients(arrays[:3], arrays[3:], grads=grads, **options)
     plain = sl.attention_backward(*arrays, **options)
     assert all((x == y).all() for x, y in zip(got, plain, strict=False))
+    for _ in range(3):
+        hiding = sl.attention_backward(*poisoned(arrays[:3], arrays[3:], options, rng), grads=grads, **options)
+        assert all((x == y).all() for x, y in zip(got, flat(hiding), strict=True))
 
 
 def test_patterns_take_tables_and_results_are_of_the_kind_of_q(rng):

@@ -132,6 +132,27 @@ def test_a_table_that_is_out_of_date():
         slopes += 1
     with pytest.raises(sl.ArgumentError, match="^slopes: expected a table of the numbers that its tensor has now"):
         speedlight.torch.attention(q, k, v, score=score)
+    large = torch.rand(4, 4097, requires_grad=True)  # too many numbers to compare
+    score = sl.expression(lambda s, b, h, i, j, of=sl.table(large, "large"): s + of[h, j])
+    with torch.no_grad():
+        large += 1
+    with pytest.raises(sl.ArgumentError, match="^large: expected a table of the numbers that its tensor has now"):
+        speedlight.torch.attention(q, k, v, score=score)
+
+
+def test_one_tensor_behind_two_tables():
+    """What flows to both flows to it."""
+    q, k, v = tensors(torch.float64, grad=False)
+    slopes = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    one, other = sl.table(slopes), sl.table(slopes)
+    out, want = (
+        speedlight.torch.attention(q, k, v, score=lambda s, b, h, i, j, t=t: s * one[h] - t[h] * sl.abs(i - j))
+        for t in (other, one)
+    )
+    (want,) = torch.autograd.grad(want.sin().sum(), slopes)
+    for again in (False, True):
+        (got,) = torch.autograd.grad(out.sin().sum(), slopes, retain_graph=True, create_graph=again)
+        close(got, want)
 
 
 def test_what_cannot_follow_says_so():

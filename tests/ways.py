@@ -284,12 +284,38 @@ def seen_keys(p: Combined) -> list[np.ndarray]:
     arrays, options = for_reference(p)
     seen = [np.zeros(x.k.shape[:2], bool) for x in p.parts]
     for head in reference.Case(*arrays, options).heads():
-        visible = head.visible
-        if head.problem.score is not None:
-            nothing = np.full(visible.shape, np.nan)
-            visible = visible & (evaluate(head.problem.score.root, head.env | {"s": nothing}, seen=visible) != -np.inf)
-        seen[int(head.env["b"])][int(head.env["h"]) // head.problem.group] |= visible.any(axis=0)
+        seen[int(head.env["b"])][int(head.env["h"]) // head.problem.group] |= may_see(head).any(axis=0)
     return seen
+
+
+def may_see(head: Any) -> np.ndarray:
+    """Of one head of the reference, [q_len, k_len]: which pairs are not hidden, whatever q and k hold."""
+    score, seen = head.problem.score, head.visible
+    if score is None:
+        return seen
+    scores = (np.full(seen.shape, x) for x in (np.nan, np.inf, -np.inf))
+    with np.errstate(all="ignore"):
+        found = [evaluate(score.root, head.env | {"s": s}, seen=seen) != -np.inf for s in scores]
+    return seen & np.logical_or.reduce(np.broadcast_arrays(*found))
+
+
+def poisoned(arrays: Sequence[np.ndarray], flow: Sequence[Any], options: dict[str, Any], rng: Any) -> list[Any]:
+    """Copies of q, k, v, out, lse, d_out and d_lse: in some of them NaN and infinities wherever no visible pair reads.
+    Where other arrays are finite kernels take shorter ways.
+    """
+    case, copies = reference.Case(*arrays, options), [None if x is None else x.copy() for x in (*arrays, *flow)]
+    rows, keys = (np.zeros(x.shape[:-1], bool) for x in (case.q, case.k))
+    own = rows.copy()  # rows that there are; of those that see nothing, lse says so
+    for head in case.heads():
+        seen = may_see(head) & (flow[1][head.at] != -np.inf)[:, None]
+        own[head.at] = True
+        rows[head.at] |= seen.any(axis=1)
+        keys[head.keys] |= seen.any(axis=0)
+    for n, (x, there) in enumerate(zip(copies, (rows, keys, keys, rows, own, rows, rows), strict=True)):
+        if x is not None and rng.random() < 0.5:
+            inward = x if n in (4, 6) else case.inward(x)
+            inward[~there] = rng.choice([np.nan, np.inf, -np.inf], inward[~there].shape).astype(x.dtype)
+    return copies
 
 
 def assert_right(p: Combined, got: Results, unit: str) -> None:

@@ -209,7 +209,7 @@ class _Task(PairWork):
             key_row = a.head_dim * s.number_bytes
             keys = k.at(self.part("key_units"), units_of(s, first) * key_row)
         flows = panel.pairs("flow_units" if s.elements > 1 else "flows")
-        dq = (panel.part("dq"), flows, keys, key_row, units_of(s, count), a.head_dim, panel.pairs("scores"))
+        dq = (panel.part("dq"), flows, keys, key_row, count, a.head_dim, panel.pairs("scores"))
         with k.either(careful) as (predicated, plain):
             with predicated:
                 k.call(parts.into_queries[1], *dq)

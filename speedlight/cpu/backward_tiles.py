@@ -21,6 +21,7 @@ from llvmlite import ir
 from ..problem import FAR_LSE
 from .layout import QUERY_ENDS, SUMS
 from .products import (
+    first_alone,
     multiply_add,
     packed,
     rounded,
@@ -215,16 +216,18 @@ def make_units(module: Module, s: Shape) -> Any:
 
 
 def into_queries(module: Module, s: Shape, *, predicated: bool) -> Any:
-    """acc[column, :] += Σ_j keys[j, column] · flows[j, :], ascending j from +0; a step of j is a unit of keys.
+    """acc[column, :] += Σ_j keys[j, column] · flows[j, :], ascending j from +0; a step is a unit of `n_keys` keys.
 
     `predicated`: a lane leaves out keys that it does not see, by the marks in `scores`.
     Columns past the width repeat the last one into rows that nothing reads.
     """
-    names = ("key_row", "steps", "width")
+    names = ("key_row", "n_keys", "width")
     params = {"acc": PTR, "flows": PTR, "keys": PTR} | dict.fromkeys(names, I64) | {"scores": PTR}
     k = module.function("into_queries" + "_predicated" * predicated, params)
     p = k.p
     last, rows = p["width"] - 1, max(1, s.rows // 2) if predicated else s.rows
+    units = units_of(s, p["n_keys"])
+    whole = units if predicated else unit_of(s, p["n_keys"])  # a missing key is marked as hidden
 
     def marks(j: Value, v: int) -> list[Value]:
         first = j * (s.elements * s.row_bytes)
@@ -234,12 +237,15 @@ def into_queries(module: Module, s: Shape, *, predicated: bool) -> Any:
         offsets = [k.min(column + m, last) * s.number_bytes for m in range(rows)]
         total = accumulators(k, s, rows)
 
-        def step(j: Value, offsets: list[Value] = offsets, total: list[list[Variable]] = total) -> None:
+        def step(
+            j: Value, offsets: list[Value] = offsets, total: list[list[Variable]] = total, alone: bool = False
+        ) -> None:
             flows = [k.load(s.units, p["flows"], j * s.row_bytes + s.lane_offset(v)) for v in range(s.vectors)]
             seen = [seen_units(k, s, marks(j, v)) for v in range(s.vectors)] if predicated else []
             row = k.at(p["keys"], j * p["key_row"])
             for m in range(rows):
-                key = k.splat(k.load(s.unit, row, offsets[m]), s.lanes)
+                unit = k.load(s.unit, row, offsets[m])
+                key = k.splat(first_alone(s, unit) if alone else unit, s.lanes)
                 for v in range(s.vectors):
                     x = total[m][v].get()
                     new = (
@@ -249,7 +255,10 @@ def into_queries(module: Module, s: Shape, *, predicated: bool) -> Any:
                     )
                     total[m][v].set(new)
 
-        k.unrolled(0, p["steps"], step)
+        k.unrolled(0, whole, step)
+        if s.elements > 1 and not predicated:
+            with k.when(whole < units):  # the next key is hidden: it may be NaN
+                step(whole, alone=True)
         for m in range(rows):
             for v in range(s.vectors):
                 at = k.at(p["acc"], (column + m) * s.row_bytes + s.lane_offset(v))

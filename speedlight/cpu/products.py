@@ -67,6 +67,11 @@ def whole_units(s: Shape, length: Value) -> Value:
     return length // (s.elements * s.lanes) * s.lanes
 
 
+def first_alone(s: Shape, unit: Value) -> Value:
+    """One unit, with zeros for all of its elements but the first."""
+    return unit if s.elements == 1 else unit & ((1 << 32 // s.elements) - 1)
+
+
 def step_bytes(s: Shape, row: Value) -> Value:
     """From a unit of values to the next, where neighbouring keys' values are kept together."""
     return row if s.elements == 1 else row * s.elements

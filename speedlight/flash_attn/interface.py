@@ -43,7 +43,8 @@ def flash_attn_func(
     Returns:
         out, shaped as q; or (out, softmax_lse, S_dmask): log-sum-exps (batch, nheads, seqlen) in float32, +inf in a row
         that sees nothing (its out is 0), and the weights (batch, nheads, seqlen, seqlen_k), negative where they were
-        dropped, or an empty tensor without dropout. Gradients flow, to and through softmax_lse, too.
+        dropped, or an empty tensor without dropout. Gradients flow, to and through softmax_lse, too. On a CPU with the
+        dot instruction the log-sum-exps of bfloat16 are off by 1e-3 or so: of weights that are rounded.
 
     Raises:
         speedlight.Error: the argument, what was expected and what came.

@@ -25,6 +25,13 @@ MUTATIONS = (
         "tests/test_backward.py -k every_option",
     ),
     Mutation(
+        "the key beside the last that a panel sees is multiplied",
+        "cpu/products.py",
+        "return unit if s.elements == 1 else unit & ((1 << 32 // s.elements) - 1)",
+        "return unit",
+        "tests/test_backward_combined.py -k every_unit",
+    ),
+    Mutation(
         "dq forgets the ranges of keys before",
         "cpu/backward.py",
         "with k.either(self.range.equals(0) & ",
