@@ -87,7 +87,7 @@ def options_of(
     return Options(**options), tables
 
 
-_texts: Memo[dict[str, Any]] = Memo(512, 16 << 20)
+_texts: Memo[dict[str, Any]] = Memo(512, 64 << 20)
 
 
 def _read(text: str) -> dict[str, Any]:

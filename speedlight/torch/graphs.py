@@ -27,6 +27,7 @@ from .forms import ARRAY, text_of
 
 _BESIDE = ("mask", "score", "sink_logits", "seed")  # options that have a way of their own
 _OF_TENSORS = ("q_start", "k_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
+_WIDE = torch.float64
 
 
 class _Seen:
@@ -100,8 +101,9 @@ def _fixed(x: Any, name: str, seen: _Seen) -> Any:
 def _sinks(x: Any, seen: _Seen) -> Any:
     if x is None or isinstance(x, (torch.Tensor, np.ndarray)):
         return x if x is None else _tensor(x)
-    if isinstance(x, (list, tuple)) and all([isinstance(y, (int, float)) for y in x]):
-        return torch.tensor([guard_scalar(y) for y in x], dtype=torch.float64)
+    if isinstance(x, (list, tuple)) and x and all([isinstance(y, (int, float, np.ndarray)) for y in x]):
+        every = [_tensor(y) if isinstance(y, np.ndarray) else torch.tensor(guard_scalar(y), dtype=_WIDE) for y in x]
+        return torch.stack([y.to(_WIDE) for y in every])
     seen.why = "sink_logits: expected a tensor, an array or a list of numbers in a graph."
     return None
 
