@@ -144,8 +144,8 @@ def context_parallel(
     belongs inside, too. There is none inside another one.
 
     Raises:
-        speedlight.UnsupportedError: as ring_ops() does; an attn_mask, dropout, another value_dim; a call in a graph of
-            torch.compile(fullgraph=True); another context_parallel() around this one, which PyTorch's would end.
+        speedlight.UnsupportedError: as ring_ops() does; an attn_mask, dropout, another value_dim; a call under
+            torch.compile; another context_parallel() around this one, which PyTorch's would end.
         speedlight.ArgumentError: no buffers, or not a dimension of each; lengths that do not divide by the ranks.
 
     >>> import torch, torch.distributed as dist
@@ -214,9 +214,8 @@ def _checking(inner: Any) -> Any:
     ) -> Any:  # fmt: skip
         if torch.compiler.is_dynamo_compiling():
             raise UnsupportedError(
-                "context_parallel: expected scaled_dot_product_attention() outside of a graph, as its ring has messages "
-                "that no graph holds; got a call under torch.compile(fullgraph=True). Compile without fullgraph, which "
-                "leaves this call out, or what is around it."
+                "context_parallel: expected scaled_dot_product_attention() outside of a graph: its ring has messages, "
+                "which no graph holds; got a call under torch.compile. Compile what is around it."
             )
         if attn_mask is not None or dropout_p:
             raise _refused("dropout_p" if attn_mask is None else "attn_mask")
