@@ -244,9 +244,9 @@ def memos() -> dict[str, Any]:
         if ELSEWHERE & set(info.name.split(".")):
             continue
         for name, x in vars(importlib.import_module(info.name)).items():
-            if isinstance(x, (REMEMBERS, Memo, dict, list, WeakKeyDictionary, threading.local)):
-                if not name.startswith("__"):
-                    found[f"{info.name}.{name}"] = x
+            kept = isinstance(x, (REMEMBERS, Memo, dict, list, WeakKeyDictionary, threading.local))
+            if kept and not name.startswith("__"):
+                found[f"{info.name}.{name}"] = x
     return found
 
 
