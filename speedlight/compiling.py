@@ -35,10 +35,14 @@ def in_graph() -> bool:
     """Whether torch.compile is looking at this call, or would at what it calls: a frame without tensors it passes by,
     and from then on every frame of the same code.
     """
+    return "torch._dynamo" in sys.modules and (sys.modules["torch"].compiler.is_compiling() or passed_by())
+
+
+def passed_by() -> bool:
+    """Whether this runs as it is, in a frame that torch.compile left alone, and would look at what is called here."""
     if "torch._dynamo" not in sys.modules:
         return False
-    torch = sys.modules["torch"]
-    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+    return sys.modules["torch"]._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
 def constant(function: _F) -> _F:

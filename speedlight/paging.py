@@ -198,7 +198,7 @@ class _Form(NamedTuple):
 
 
 _numbers = itertools.count()
-_forms: Memo[_Form] = Memo(256, 256)  # by what key_of() says, which knows all but tables, lengths and seeds
+_forms: Memo[_Form] = Memo(256, 64 << 20)  # by what key_of() says, which knows all but tables, lengths and seeds
 _steps: Memo[_Step] = Memo(256, 64 << 20)
 
 
@@ -219,7 +219,7 @@ def _remember(
     inline = prepared.inline_bytes // (row * max(1, max(problem.q_lengths) // 8))
     repeatable = Repeatable(prepared.run, options.layout, [q, k, v, results.out])
     _steps.put(at, _Step(prepared, repeatable, inline), prepared.size)
-    _forms.put(key, form, 1)
+    _forms.put(key, form, options.table_bytes())
 
 
 def _paged(

@@ -70,6 +70,10 @@ class Options(NamedTuple):
         """The seed of a call that has a key: 0 without dropout, where it says nothing."""
         return self.seed if self.dropout else 0
 
+    def table_bytes(self) -> int:
+        """Of what masks and scores that may be part of a key look up, which whoever keeps the key holds, too."""
+        return sum([t.array.nbytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
+
     def key(self) -> tuple[Any, ...] | None:
         """Equal for options that mean the same to the bit; None where one is of a type that may change or is odd.
 

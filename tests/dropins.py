@@ -105,6 +105,9 @@ def case_context_parallel_refusals() -> None:
     assert "attn_mask: expected none under context_parallel()" in refused(lambda: attend(x, x, x, x))
     assert "dropout_p: expected none under context_parallel()" in refused(lambda: attend(x, x, x, None, 0.1))
     assert "value: expected head_dim 4, as query has" in refused(lambda: attend(x, x, x[..., :2]))
+    compiled = torch.compile(lambda x: attend(x, x, x), backend="eager", fullgraph=True)
+    said = refused(lambda: compiled(x), torch._dynamo.exc.Unsupported)
+    assert "context_parallel: expected scaled_dot_product_attention() outside of a graph" in said, said
 
 
 def case_other_releases() -> None:

@@ -302,7 +302,7 @@ def full(*_: Any) -> None:
     raise sl.FileError("x: No space left.")
 
 
-def refused(call: Any, kind: type[sl.Error] = sl.Error) -> str:
+def refused(call: Any, kind: type[Exception] = sl.Error) -> str:
     try:
         call()
     except kind as error:

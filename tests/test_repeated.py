@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import gc
+import importlib
+import pkgutil
+import threading
+import types
 import warnings
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +20,7 @@ from conftest import FULL
 from problems import qkv
 
 import speedlight as sl
+import speedlight.torch
 from speedlight import api
 from speedlight.calls import Memo, Repeatable
 from speedlight.machine import host_isas
@@ -218,3 +227,81 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
         assert got == want, options
         monkeypatch.setattr(api, "_prepared", memo)
     assert hits > 20 and ran > 40
+
+
+# --- what memos hold
+
+MOST_HELD = 72 << 20  # bytes of arrays and texts in any memo of the package: the largest limit that one names, and keys
+# what needs libraries that forks of this process could not stand: it remembers calls by short texts and numbers alone
+REMEMBERS = type(functools.cache(min))
+ELSEWHERE = {"gpu", "jax", "xla", "onnx", "transformers", "__main__"}
+
+
+def memos() -> dict[str, Any]:
+    """Every memo of the package that stays as long as the process: functions that remember, Memos, dicts, lists."""
+    found: dict[str, Any] = {}
+    for info in pkgutil.walk_packages(sl.__path__, "speedlight."):
+        if ELSEWHERE & set(info.name.split(".")):
+            continue
+        for name, x in vars(importlib.import_module(info.name)).items():
+            kept = isinstance(x, (REMEMBERS, Memo, dict, list, WeakKeyDictionary, threading.local))
+            if kept and not name.startswith("__"):
+                found[f"{info.name}.{name}"] = x
+    return found
+
+
+def held_by(memo: Any) -> int:
+    """Bytes of the arrays, tensors and texts that are reached from it, but through modules, classes and code."""
+    known: set[int] = set()
+    total, left = 0, [memo.__dict__ if isinstance(memo, threading.local) else memo]
+    while left:
+        x = left.pop()
+        if id(x) in known or isinstance(x, (types.ModuleType, type, types.CodeType, types.FrameType)):
+            continue
+        known.add(id(x))
+        if isinstance(x, np.ndarray):
+            total += x.nbytes if x.base is None else 0
+            left += [] if x.base is None else [x.base]
+        elif isinstance(x, torch.Tensor):
+            total += x.untyped_storage().nbytes()
+        elif isinstance(x, (str, bytes, bytearray)):
+            total += len(x)
+        elif isinstance(x, types.FunctionType):
+            left += [*(x.__closure__ or ()), *(x.__defaults__ or ())]
+        else:
+            left += gc.get_referents(x)
+    return total
+
+
+def test_memos_are_bounded_in_bytes():
+    """Many calls with large tables of their own, by every way that remembers something of a call."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 1, 8, 8)
+    step, pages, rows = torch.randn(1, 1, 1, 64), torch.randn(2, 4, 1, 64), np.int32([[0, 1]])
+    entries, count = 1 << 20, 40 if FULL else 12  # of eight bytes
+
+    def learn(q: torch.Tensor, mask: Any) -> torch.Tensor:
+        return speedlight.torch.attention(q, q, q, mask=mask).sum()
+
+    for n in range(count):
+        array = np.full(entries, n)
+        array[0] = 0
+        ids = sl.table(array)
+        mask = sl.expression(lambda b, h, i, j, ids=ids: ids[j] <= i)
+        for _ in range(2):
+            sl.attention(q, q, q, mask=mask)
+            sl.plan(q, q, q, mask=mask)
+            sl.attention_paged(step, pages, pages, rows, [8], mask=mask)
+            cache = sl.KVCache(layers=1, batch=1, kv_heads=1, head_dim=8, capacity=16)
+            cache.attend(0, q, q, q, mask=mask)
+            learn(q.clone().requires_grad_(), mask).backward()
+            flex = speedlight.torch.create_block_mask(mask, 1, 1, 8, 8, device="cpu")
+            speedlight.torch.flex_attention(q, q, q, block_mask=flex)
+        torch.func.grad(learn)(q, mask)
+    del mask, ids, array, cache, flex
+    gc.collect()
+    known = memos()
+    assert len(known) > 20 and any(x.endswith("forms._texts") for x in known)
+    held = {name: held_by(x) for name, x in known.items()}
+    assert {name: size for name, size in held.items() if size > MOST_HELD} == {}
+    assert max(held.values()) > 8 * entries  # or nothing was looked at

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -13,6 +14,9 @@ from conftest import FULL
 
 import speedlight as sl
 import speedlight.torch
+import speedlight.transformers
+from speedlight.expressions.tables import Table
+from speedlight.expressions.tracing import Expression
 from speedlight.problem import Options
 from speedlight.torch.forms import options_of, tensors_of, text_of
 
@@ -113,10 +117,123 @@ def test_numbers_of_a_graph(q):
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
     for numbers in ((5, 1), (7, 2), (7, 3)):
         assert torch.equal(compiled(q, *numbers), function(q, *numbers))
-    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="lengths and offsets as Python's ints"):
-        torch.compile(lambda q, n: attention(q, q, q, k_lengths=n), fullgraph=True, backend="aot_eager")(
-            q, torch.tensor([3, 4])
-        )
+
+
+def compiled_with(**options):
+    """attention() of a graph, and beside it, with options of which one comes with each call."""
+    torch._dynamo.reset()
+
+    def function(q, name, x):
+        return attention(q, q, q, **{**options, name: x})
+
+    return torch.compile(function, fullgraph=True, backend="aot_eager"), function
+
+
+@pytest.mark.parametrize("name", ["lengths", "q_start", "sink_logits", "scale", "seed", "window", "cu_seqlens_q"])
+@pytest.mark.parametrize("kind", ["array", "tensor", "scalars", "written"])
+def test_numbers_that_a_graph_reads_at_each_call(q, name, kind):
+    """NumPy's arrays and scalars, and tensors, of which no guard of Dynamo's tells that they have other numbers."""
+    values = {
+        "lengths": ([3, 4], [12, 1]), "q_start": ([5, 0], [2, 30]), "sink_logits": ([0.5, 3.0], [-1.0, 2.0]),
+        "scale": (0.5, 2.0), "seed": (1, 2), "window": ((3, 0), (1, 2)), "cu_seqlens_q": ([0, 5, 24], [0, 20, 24]),
+    }[name]  # fmt: skip
+    scalar = not isinstance(values[0], list)
+    if (kind == "tensor" and name in ("scale", "window")) or (kind == "written" and scalar):
+        pytest.skip("no tensors, or nothing that could be written to")
+    options = {"seed": {"dropout": 0.5}, "cu_seqlens_q": {"layout": "lhd"}, "window": {"causal": True}}.get(name, {})
+    dtype = np.float32 if name in ("scale", "sink_logits") else np.int64
+    x = q.transpose(1, 2).flatten(0, 1) if name == "cu_seqlens_q" else q
+    kept = np.array(values[0], dtype)
+    compiled, function = compiled_with(**options)
+    for plain in (*values, values[0]):
+        given = kept
+        if kind == "written":
+            kept[...] = plain
+        elif kind == "tensor":
+            given = torch.tensor(plain)
+        elif kind == "scalars" or not isinstance(plain, list):
+            given = type(plain)(map(dtype, plain)) if isinstance(plain, (list, tuple)) else dtype(plain)
+        else:
+            given = np.array(plain, dtype)
+        assert torch.equal(compiled(x, name, given), function(x, name, plain))
+
+
+def test_a_backward_pass_has_the_lengths_of_its_forward(q):
+    """Also where whoever gave them has written others into the array since."""
+    compiled, function = compiled_with(causal=True)
+    for kind in (np.array, torch.tensor):
+        lengths, grads = kind([3, 4]), []
+        for call, given in ((compiled, lengths), (function, [3, 4])):
+            x = q.clone().requires_grad_()
+            loss = call(x, "lengths", given).sin().sum()
+            lengths[:] = 12
+            loss.backward()
+            grads.append(x.grad)
+            lengths[:] = kind([3, 4])
+        assert torch.equal(*grads)
+
+
+def test_masks_that_come_and_go(q):
+    """One in the memory of another that is gone has a graph of its own."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q):
+            return attention(q, q, q, mask=self.mask, score=self.score)
+
+    layer = Layer()
+    compiled = torch.compile(layer, backend="aot_eager")
+    for n in range(7):
+        layer.mask = layer.score = None
+        gc.collect()
+        layer.mask, layer.score = sl.window(n, 0), sl.table(np.cos(np.arange(12) * n).reshape(1, 12))
+        want = attention(q, q, q, window=(n, 0), score=torch.cos(torch.arange(12) * n)[None])
+        assert torch.allclose(compiled(q), want, atol=1e-6)
+
+
+def test_public_objects_can_be_watched():
+    """Dynamo knows an object by its address, and by a weak reference that it is the one that it has seen."""
+    packages = [sl, speedlight.torch, speedlight.transformers]
+    found = {getattr(package, name) for package in packages for name in package.__all__}
+    plan = type(sl.plan(q_heads=1, q_len=1, head_dim=1))
+    classes = {x for x in found if isinstance(x, type)} | {Expression, Table, plan}
+    watched = [x for x in classes if not issubclass(x, (tuple, dict, int))]
+    assert len(watched) > 20 and [x for x in watched if not x.__weakrefoffset__] == []
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_beyond_the_limit_of_graphs(q, grad):
+    """More masks than Dynamo makes graphs of: the calls go on without one, as PyTorch's own do."""
+
+    def function(q, mask, k_lengths):
+        return attention(q, q, q, mask=mask, k_lengths=k_lengths, q_start=0)
+
+    def near(n):
+        return lambda b, h, i, j: sl.where(i > n, j < i, j < 9)
+
+    compiled = torch.compile(function, backend="aot_eager")
+    for n in range(6):
+        x = q.clone().requires_grad_(grad)
+        assert torch.equal(compiled(x, near(n), [3 + n, 4]), function(q, near(n), [3 + n, 4]))
+
+
+@pytest.mark.parametrize("what", ["array", "tensor"])
+def test_what_no_graph_holds_leaves_it(q, what):
+    """A function that looks up numbers which may change: with fullgraph=True an error, otherwise computed as it is."""
+    numbers = np.ones(2, np.float32) if what == "array" else torch.ones(2)
+
+    def function(q):
+        return attention(q * 2, q, q, score=lambda s, b, h, i, j: sl.where(i > j, s, s * numbers[h])).cos()
+
+    def look(s, b, h, i, j):
+        return sl.where(i > j, s, s * numbers[h])
+
+    compiled = torch.compile(lambda q: attention(q * 2, q, q, score=look).cos(), backend="aot_eager")
+    for _ in range(2):
+        assert torch.equal(compiled(q), function(q))
+        numbers *= 3
+    with pytest.raises(sl.ArgumentError, match="^q_lengths: expected lengths from 0 to 12"):
+        torch.compile(lambda q: attention(q, q, q, q_lengths=[13, 1], k_lengths=[1, 1]), backend="aot_eager")(q)
 
 
 class Exported(torch.nn.Module):

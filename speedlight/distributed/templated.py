@@ -144,8 +144,8 @@ def context_parallel(
     belongs inside, too. There is none inside another one.
 
     Raises:
-        speedlight.UnsupportedError: as ring_ops() does; an attn_mask, dropout, another value_dim; another
-            context_parallel() around this one, which PyTorch's would end.
+        speedlight.UnsupportedError: as ring_ops() does; an attn_mask, dropout, another value_dim; a call under
+            torch.compile; another context_parallel() around this one, which PyTorch's would end.
         speedlight.ArgumentError: no buffers, or not a dimension of each; lengths that do not divide by the ranks.
 
     >>> import torch, torch.distributed as dist
@@ -212,6 +212,11 @@ def _checking(inner: Any) -> Any:
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
+        if torch.compiler.is_dynamo_compiling():
+            raise UnsupportedError(
+                "context_parallel: expected scaled_dot_product_attention() outside of a graph: its ring has messages, "
+                "which no graph holds; got a call under torch.compile. Compile what is around it."
+            )
         if attn_mask is not None or dropout_p:
             raise _refused("dropout_p" if attn_mask is None else "attn_mask")
         if value.shape[-1] != query.shape[-1]:

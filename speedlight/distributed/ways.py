@@ -30,7 +30,7 @@ Method: TypeAlias = Literal["ring", "ulysses", "gather", "auto"]
 METHODS = ("ring", "ulysses", "gather", "auto")
 _SMALL = 1 << 20  # bytes of all keys and values, which are gathered without much ado
 
-_cores: Memo[Core] = Memo(64, 64)
+_cores: Memo[Core] = Memo(64, 64 << 20)
 
 
 class Way(NamedTuple):
@@ -118,7 +118,7 @@ class Way(NamedTuple):
         found = _cores.get(key)
         if found is None:
             found = new
-            _cores.put(key, new, 1)
+            _cores.put(key, new, self.known.options.table_bytes())
         return found
 
     def _gathered(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

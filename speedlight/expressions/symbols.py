@@ -138,7 +138,7 @@ class Symbol:
     mask ((j <= i) & ((i - j) < 4))
     """
 
-    __slots__ = ("node",)
+    __slots__ = ("__weakref__", "node")
 
     def __init__(self, node: Node) -> None:
         self.node = node

@@ -45,6 +45,7 @@ class Table:
     """
 
     __slots__ = (
+        "__weakref__",  # by which torch.compile knows that a graph's is gone
         "_ends",
         "array",
         "copies",

@@ -45,7 +45,7 @@ class Expression:
     (True, mask ((j <= i) & (j < 2)))
     """
 
-    __slots__ = ("__dict__", "role", "root", "size")
+    __slots__ = ("__dict__", "__weakref__", "role", "root", "size")
     __array_ufunc__ = None  # array & mask is ours to refuse, not NumPy's to do entry by entry
 
     def __init__(self, role: str, root: Node, size: int) -> None:

@@ -13,6 +13,7 @@ from ..api import attention as forward
 from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
+from ..compiling import outside, passed_by
 from ..errors import ArgumentTypeError, UnsupportedError
 from ..gradients import (
     SINKS,
@@ -114,7 +115,9 @@ def attention(
     ))  # fmt: skip
     if torch.compiler.is_dynamo_compiling():
         q, k, v = cast(q, k, v)
-        return in_graph(q, k, v, options, return_lse)
+        return in_graph(attention, q, k, v, options, return_lse)
+    if passed_by():
+        return outside(attention, q, k, v, return_lse=return_lse, **options._asdict())
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         q, k, v = cast(q, k, v)
     if is_tensor(options.seed) and not is_traced(options.seed):

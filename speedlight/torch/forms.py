@@ -1,13 +1,13 @@
 """A call without its tensors, as text: what graphs and exported programs carry.
 
 The text has every option that is not its default, and the trees of mask and score. Tables of arrays are in it; those of
-tensors that are followed, or read where they lie, are numbers of tensors beside it. It means the same in any process.
+tensors that are followed, or read where they lie, are numbers of tensors beside it, and so are lengths and offsets of
+which only each call knows the values. It means the same in any process.
 """
 
 from __future__ import annotations
 
 import base64
-import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..arrays import is_tensor, listed
+from ..arrays import is_tensor, is_traced, listed
+from ..calls import Memo
 from ..errors import ArgumentError, ArgumentTypeError
 from ..expressions.operations import KINDS, OPERATIONS
 from ..expressions.tables import Table
@@ -29,7 +30,7 @@ _LISTS = ("window", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_l
 _DEFAULTS = Options()._asdict()
 
 
-ARRAY = ...  # in place of an array that is added to scores, or hides
+ARRAY = ...  # in place of an array: one that is added to scores, or hides, or of numbers that a graph does not know
 
 
 def text_of(options: Options) -> str:
@@ -42,22 +43,25 @@ def text_of(options: Options) -> str:
         elif name == "score" and x is not None:
             kept[name] = [_written(one, name, slots) for one in scores_of(x)]
         elif name not in ("sink_logits", "seed") and not (x is None or x is _DEFAULTS[name]):
-            kept[name] = _number(x, name)
+            kept[name] = _number(x, name, slots)
     return json.dumps(kept)
 
 
 def tensors_of(options: Options) -> list[torch.Tensor]:
-    """What mask and score look up, in the order of the text's numbers."""
-    parts = [] if options.mask is None else [(options.mask, "mask")]
-    parts += [] if options.score is None else [(x, "score") for x in scores_of(options.score)]
+    """What mask and score look up, and numbers that only each call knows, in the order of the text's numbers."""
     found: list[torch.Tensor] = []
-    for x, role in parts:
-        if isinstance(x, Table):
-            found += [] if x.given is None else [x.given]
-        elif isinstance(x, Expression) or callable(x):
-            found += [t.given for t in expression(x, role).tables if t.given is not None]
-        else:
-            found.append(x if is_tensor(x) else torch.tensor(np.asarray(x)))
+    for name, option in options._asdict().items():
+        if name in _LISTS and is_tensor(option) and is_traced(option):
+            found.append(option)
+        if name not in ("mask", "score") or option is None:
+            continue
+        for x in scores_of(option) if name == "score" else [option]:
+            if isinstance(x, Table):
+                found += [] if x.given is None else [x.given]
+            elif isinstance(x, Expression) or callable(x):
+                found += [t.given for t in expression(x, name).tables if t.given is not None]
+            else:
+                found.append(x if is_tensor(x) else torch.tensor(np.asarray(x)))
     return found
 
 
@@ -70,7 +74,9 @@ def options_of(
         seed = int(tensors[-1])  # drawn in a graph
     for table in tables:
         table.origin = None  # whoever follows it has the tensor
-    options = {name: x for name, x in kept.items() if name not in ("mask", "score")}
+    options = {name: _filled(x, tensors) for name, x in kept.items() if name not in ("mask", "score")}
+    if "window" in options:
+        options["window"] = tuple(options["window"])
     if "mask" in kept:
         options["mask"] = kept["mask"].over(tables)
     if "score" in kept:
@@ -82,17 +88,31 @@ def options_of(
     return Options(**options), tables
 
 
-@functools.lru_cache(maxsize=512)
+_texts: Memo[dict[str, Any]] = Memo(512, 64 << 20)
+
+
 def _read(text: str) -> dict[str, Any]:
-    """The options of a text; windows are tuples, mask and scores parts."""
-    kept = json.loads(text)
-    if "window" in kept:
-        kept["window"] = tuple(kept["window"])
-    if "mask" in kept:
-        kept["mask"] = Part(kept["mask"], "mask")
-    if "score" in kept:
-        kept["score"] = [Part(x, "score") for x in kept["score"]]
+    """The options of a text; mask and scores are parts."""
+    kept = _texts.get(text)
+    if kept is None:
+        kept = json.loads(text)
+        if "mask" in kept:
+            kept["mask"] = Part(kept["mask"], "mask")
+        if "score" in kept:
+            kept["score"] = [Part(x, "score") for x in kept["score"]]
+        parts = [kept["mask"]] if "mask" in kept else []
+        _texts.put(text, kept, len(text) + sum([x.size for x in parts + kept.get("score", [])]))
     return kept
+
+
+def _filled(x: Any, tensors: list[torch.Tensor]) -> Any:
+    """An option as text holds it, with the numbers that come beside it."""
+    if isinstance(x, list):
+        return [_filled(one, tensors) for one in x]
+    if isinstance(x, dict):
+        tensor = tensors[x["tensor"]]
+        return tensor.detach() if tensor.ndim else tensor.item()
+    return x
 
 
 def layout_of(text: str) -> str:
@@ -105,18 +125,22 @@ def is_same_for_items(text: str, tables: list[torch.Tensor]) -> bool:
     if (
         len(kept.get("layout", "bhld")) == 3
         or kept.get("dropout")
-        or any([isinstance(kept.get(x), list) for x in _LISTS[1:]])
+        or any([isinstance(kept.get(x), (list, dict)) for x in _LISTS[1:]])
     ):
         return False
     parts = [kept["mask"]] if "mask" in kept else []
     return not any([x.tells_items(tables) for x in parts + kept.get("score", [])])
 
 
-def _number(x: Any, name: str) -> Any:
-    """An option as text holds it; what is wrong with it the call itself says, by name."""
+def _number(x: Any, name: str, slots: Iterator[int]) -> Any:
+    """An option as text holds it, or the number of a tensor that has it; what is wrong with it the call itself says,
+    by name.
+    """
+    if x is ARRAY or (name in _LISTS and is_tensor(x) and is_traced(x)):
+        return {"tensor": next(slots)}
     if name in _LISTS and not is_one(x):
         x = listed(x, name, "a sequence of ints") if not isinstance(x, tuple) else list(x)
-        return [None if one is None else integer(name, one) for one in x]
+        return [one if one is None else _number(one, name, slots) if one is ARRAY else integer(name, one) for one in x]
     if whole(x) is not None:
         return integer(name, x)
     if isinstance(x, np.generic):
@@ -151,6 +175,9 @@ def _entries(table: Table, slots: Iterator[int]) -> Any:
     return [table.name, array.dtype.name, array.shape, base64.b64encode(array.tobytes()).decode()]
 
 
+_NODE = 1 << 10  # bytes of a node as text has it and as a tree does, at most
+
+
 class Part:
     """A mask or a score as text has it, which may come from a file. Tables of arrays are made once."""
 
@@ -161,6 +188,12 @@ class Part:
         tables = text["tables"] if isinstance(text, dict) else [text]
         self._tables = [x if isinstance(x, int) else _table_of(*x) for x in tables]
         self._known = None if [x for x in self._tables if isinstance(x, int)] else self._restored([])
+
+    @property
+    def size(self) -> int:
+        """Bytes that it holds, about."""
+        arrays = [x.array.nbytes for x in self._tables if not isinstance(x, int)]
+        return sum(arrays) + _NODE * (1 + len(self.nodes or ()))
 
     def over(self, tables: list[Table]) -> Any:
         """An expression, or a table, of these tensors."""

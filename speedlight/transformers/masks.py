@@ -52,7 +52,9 @@ class MaskSpec:
     MaskSpec(batch=1, q_len=8, k_len=8, q_offset=0, kv_offset=0, causal=True, window=(3, None))
     """
 
-    __slots__ = ("_in_cache", "_options", "batch", "k_len", "kv_offset", "padded", "pattern", "q_len", "q_offset")
+    __slots__ = (
+        "__weakref__", "_in_cache", "_options", "batch", "k_len", "kv_offset", "padded", "pattern", "q_len", "q_offset",
+    )  # fmt: skip
 
     def __init__(
         self, batch: int, lengths: tuple[int, int], offsets: tuple[int, int], pattern: _Pattern, padded: Any
