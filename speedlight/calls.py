@@ -18,7 +18,7 @@ import numpy as np
 from . import arrays
 from .forks import renew_after_fork
 from .problem import LAYOUTS, Options
-from .results import deliver, fresh
+from .results import count_write, deliver, fresh
 
 T = TypeVar("T")
 
@@ -137,6 +137,8 @@ class Repeatable:
             new, at = fresh(q, self.shape, alike=self.alike)
         else:
             new, at = out, addresses[3]
+            if type(out) is not np.ndarray:
+                count_write(out)
         lse, lse_at = None, 0
         if return_lse:
             lse, lse_at = fresh(q, tuple(q.shape[a] for a in LAYOUTS[self.layout][:-1]), logarithms=True)
