@@ -269,6 +269,62 @@ def test_autocast():
     assert torch.autograd.grad(out.sum(), q)[0].dtype == torch.float32
 
 
+DOORS = {
+    "sl.attention": sl.attention,
+    "speedlight.torch.attention": speedlight.torch.attention,
+    "vmap": lambda q, k, v: torch.func.vmap(speedlight.torch.attention)(q[None], k[None], v[None])[0],
+    "compile": lambda q, k, v: torch.compile(speedlight.torch.attention, backend="eager", fullgraph=True)(q, k, v),
+    "scaled_dot_product_attention": lambda q, k, v: speedlight.torch.scaled_dot_product_attention(
+        q, k, v, enable_gqa=True
+    ),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("door", DOORS)
+def test_autocast_is_one_rule_for_all_doors(door, grad):
+    """Of tensors of two dtypes, too; a repeated call is cast like the first; NumPy's arrays are as they are."""
+    q, k, v = tensors(torch.float32, grad=grad)
+    want = sl.attention(*(x.detach().bfloat16() for x in (q, k, v)))
+    wide = sl.attention(*(x.detach() for x in (q, k, v)))
+    narrow, double = ([x.detach().to(to).requires_grad_(grad) for x in (k, v)] for to in (torch.bfloat16, torch.double))
+    given = {"one dtype": (q, k, v), "two": (q, *narrow), "wide": (q, *double)}
+    for how in ("one dtype", "one dtype", "two"):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = DOORS[door](*given[how])
+        assert torch.equal(out.detach(), want), how
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(Exception, match=r"(k|key|v|value): expected .*dtype"):
+        DOORS[door](*given["wide"])
+    with torch.autocast("cpu", torch.bfloat16):
+        arrays = sl.attention(*(x.detach().numpy() for x in (q, k, v)))
+    assert np.array_equal(arrays, wide)
+    if grad and door != "compile":
+        torch.autograd.grad(out.float().sum(), q)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_two_dtypes_without_autocast_are_one_rule_for_all_doors(door):
+    """Keys are widened where nobody asks for gradients."""
+    q, k, v = (x.detach() for x in tensors(torch.float32))
+    k, v = k.bfloat16(), v.bfloat16()
+    assert torch.equal(DOORS[door](q, k, v), sl.attention(q, k.float(), v.float()))
+    with pytest.raises(Exception, match=r"k(ey)?: expected dtype float32, as q(uery)? has, where gradients are computed"):
+        torch.autograd.grad(DOORS[door](q.requires_grad_(), k, v).sum(), q)
+
+
+def test_autocast_leaves_graphs_and_kernels_as_they_were_made():
+    """What a program was exported with counts, wherever it runs."""
+    q, k, v = (x.detach() for x in tensors(torch.float32))
+    form = text_of(Options())
+    want = sl.attention(q, k, v)
+    with torch.autocast("cpu", torch.bfloat16):
+        out, _ = torch.ops.speedlight.attention(q, k, v, None, [], form, None)
+        with speedlight.torch.sdpa():
+            whole = [x.repeat_interleave(2, 1) for x in (k, v)]
+            theirs, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *whole)
+    assert torch.equal(out, want) and theirs.dtype == torch.float32
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant):
     q, k, v = tensors()

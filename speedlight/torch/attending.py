@@ -9,7 +9,7 @@ import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..api import attention as forward
+from ..api import compute
 from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
@@ -113,7 +113,7 @@ def attention(
     if torch.compiler.is_dynamo_compiling():
         q, k, v = cast(q, k, v)
         return in_graph(q, k, v, options, return_lse)
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q, k, v)
     if is_tensor(options.seed) and not is_traced(options.seed):
         options = options._replace(seed=int(options.seed))
@@ -125,12 +125,14 @@ def attention(
             options = known.options
         else:
             check_fresh(tables_of(options.score))
-        return forward(q, k, v, return_lse=return_lse, **options._asdict())
+        return compute(q, k, v, options, return_lse)
     return _as_operation(q, k, v, options, return_lse)
 
 
 def cast(*tensors: Any) -> Any:
-    """Under autocast what PyTorch's own attention does: all but float64 becomes its dtype."""
+    """Under autocast what PyTorch's own attention does: all but float64 becomes its dtype. Of every call that autograd
+    could follow, followed or not; what is kept (caches, pages) has its dtype.
+    """
     device = tensors[0].device.type if is_tensor(tensors[0]) else "cpu"
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -204,7 +206,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: Followed, read: Any, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
-        out, lse = forward(*map(_alone, (q, k, v)), return_lse=True, **_plain(known))
+        out, lse = compute(_alone(q), _alone(k), _alone(v), _plain(known), True)
         ctx.known, ctx.read = known, read
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)
@@ -223,7 +225,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = (x.detach() for x in saved[:5])
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
         grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
-        options = _plain(known)
+        options = _plain(known)._asdict()
         del options["precision"]
         dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, flows[1], grads=tuple(grads), **options)
         found = dict(zip(grads, more[0] if more else (), strict=True))
@@ -262,9 +264,6 @@ def _alone(x: Any) -> Any:
     return x.detach() if is_tensor(x) else x
 
 
-def _plain(known: Followed) -> dict[str, Any]:
+def _plain(known: Followed) -> Options:
     """The options of a call that nobody follows."""
-    options = known.options._asdict()
-    if known.sinks is not None:
-        options["sink_logits"] = known.sinks.detach()
-    return options
+    return known.options if known.sinks is None else known.options._replace(sink_logits=known.sinks.detach())

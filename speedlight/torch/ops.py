@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from ..api import attention as forward
+from ..api import compute
 from ..backward import attention_backward as backward
 from ..gradients import SINKS as SINK_LOGITS
+from ..gradients import check_one_dtype
 from ..problem import LAYOUTS, MOST_SEEDS
 from ..signatures import Grads
 from . import further
@@ -30,7 +31,7 @@ SINKS = -1  # in `wanted`
 )
 def attention_op(q: Any, k: Any, v: Any, sinks: Any, tables: Any, form: Any, seed: Any) -> Any:
     options, _ = options_of(form, tables, sinks, seed)
-    return forward(q.detach(), k.detach(), v.detach(), return_lse=True, **options._asdict())
+    return compute(q.detach(), k.detach(), v.detach(), options, True)
 
 
 @attention_op.register_fake
@@ -79,6 +80,7 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, sinks, tables, ctx.form, ctx.seed = inputs
+    check_one_dtype(*(str(x.dtype).removeprefix("torch.") for x in (q, k)))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, sinks, *tables)
 
