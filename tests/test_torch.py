@@ -302,13 +302,41 @@ def test_autocast_is_one_rule_for_all_doors(door, grad):
         torch.autograd.grad(out.float().sum(), q)
 
 
+def second(f, q, k, v):
+    """Derivatives of a derivative, which computes the forward anew."""
+    return torch.autograd.grad((torch.autograd.grad(f(q, k, v).sum(), q, create_graph=True)[0] ** 2).sum(), q)[0]
+
+
+DERIVED = {
+    "jvp": lambda f, q, k, v: torch.func.jvp(lambda x: f(x, k, v), (q,), (k.repeat(1, 2, 1, 1),))[0],
+    "vmap": lambda f, q, k, v: torch.func.vmap(lambda x: f(x, k, v))(q[None])[0],
+    "func.grad": lambda f, q, k, v: torch.func.grad(lambda x: f(x, k, v).sum())(q),
+    "compile": lambda f, q, k, v: torch.compile(f, backend="eager", fullgraph=True)(q, k, v),
+    "create_graph": second,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+@pytest.mark.parametrize("way", DERIVED)
+def test_sinks_of_a_list_are_not_rounded(way):
+    q, k, v = (x.detach().requires_grad_(way == "create_graph") for x in tensors())
+    sinks = [0.1, 1 / 3, -0.7, 2.3]
+
+    def attend(given):
+        return lambda q, k, v: speedlight.torch.attention(q, k, v, sink_logits=given)
+
+    want = DERIVED[way](attend(torch.tensor(sinks, dtype=torch.float64)), q, k, v)
+    for given in (sinks, tuple(sinks)) if way == "compile" else (sinks, tuple(sinks), np.array(sinks)):
+        close(DERIVED[way](attend(given), q, k, v), want, atol=1e-15)
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_two_dtypes_without_autocast_are_one_rule_for_all_doors(door):
     """Keys are widened where nobody asks for gradients."""
     q, k, v = (x.detach() for x in tensors(torch.float32))
     k, v = k.bfloat16(), v.bfloat16()
     assert torch.equal(DOORS[door](q, k, v), sl.attention(q, k.float(), v.float()))
-    with pytest.raises(Exception, match=r"k(ey)?: expected dtype float32, as q(uery)? has, where gradients are computed"):
+    with pytest.raises(Exception, match=r"expected dtype float32, as q(uery)? has, where gradients are"):
         torch.autograd.grad(DOORS[door](q.requires_grad_(), k, v).sum(), q)
 
 

@@ -170,8 +170,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
 def _as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
     """The call as PyTorch's machinery has it; forward mode passes operations by, and takes another way."""
     form, tables, sinks, seed = text_of(options), tensors_of(options), options.sink_logits, options.seed
-    if sinks is not None and not is_tensor(sinks):
-        sinks = torch.tensor(listed(sinks, "sink_logits", "numbers, one per query head"))
+    sinks = _tensor_of(sinks)
     if is_tensor(seed):  # of a trace, which has no number yet
         tables, seed = [*tables, seed], None
     elif options.dropout:
@@ -190,6 +189,13 @@ def _as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) ->
     else:
         results = Transformed.apply(form, ops.signed(seed), q, k, v, sinks, *tables)
     return results if return_lse else results[0]
+
+
+def _tensor_of(sinks: Any) -> Any:
+    """Sinks as operations take them, to the last bit of Python's numbers."""
+    if sinks is None or is_tensor(sinks):
+        return sinks
+    return torch.tensor(listed(sinks, "sink_logits", "numbers, one per query head"), dtype=torch.float64)
 
 
 def _has_tangents(tensors: tuple[Any, ...]) -> bool:
@@ -245,8 +251,7 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
         places[n] = at
         for slot in at:
             tables[slot] = sources[n]
-    if sinks is None and known.options.sink_logits is not None:
-        sinks = torch.as_tensor(known.options.sink_logits)
+    sinks = _tensor_of(known.options.sink_logits) if sinks is None else sinks
     wanted = [slot for n, at in places.items() if needed[5 + n] for slot in at] + [ops.SINKS] * needed[4]
     form, seed = text_of(known.options), ops.signed(known.options.seed)
     if peek_interpreter_stack() is None:

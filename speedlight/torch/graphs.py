@@ -35,7 +35,7 @@ def in_graph(q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:
     rest = [_fixed(x) for n, x in enumerate(options) if n not in (2, 3, 4, 15)]
     form = _text(len(rest), *rest, *handles)
     if sinks is not None and not isinstance(sinks, torch.Tensor):
-        sinks = torch.tensor([_fixed(x) for x in sinks])
+        sinks = torch.tensor([_fixed(x) for x in sinks], dtype=torch.float64)
     if isinstance(seed, torch.Tensor):
         tables.append(seed)
         seed = None
