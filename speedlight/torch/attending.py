@@ -144,6 +144,7 @@ def _is_plain(*tensors: Any) -> bool:
     """Whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not any([type(x) not in _PLAIN and is_tensor(x) and is_traced(x) for x in tensors])
