@@ -10,8 +10,12 @@ from test_torch import close, tensors
 
 import speedlight as sl
 import speedlight.torch
+from speedlight.expressions.tracing import expression
+from speedlight.expressions.tree import evaluate
 from speedlight.problem import Options
-from speedlight.torch.forms import text_of
+from speedlight.torch import further
+from speedlight.torch.forms import tensors_of, text_of
+from speedlight.torch.values import value_of
 
 pytestmark = [pytest.mark.usefixtures("one_kernel"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
 
@@ -216,3 +220,98 @@ def test_traces_of_torchscript(grad):
     assert torch.equal(traced(2 * q, k, v), speedlight.torch.attention(2 * q, k, v, causal=True))
     with pytest.raises(sl.UnsupportedError, match="^q: expected .* torch.jit.trace"):
         torch.jit.trace(sl.attention, tuple(x.detach() for x in (q, k, v)))
+
+
+INTEGERS = {
+    "<<": lambda i, j: i << j, ">>": lambda i, j: i >> j, "//": lambda i, j: i // j, "%": lambda i, j: i % j,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("operation", INTEGERS)
+def test_integers_at_their_ends_in_pytorch_s_operations(operation):
+    """Shifts out of range, divisors 0 and -1, the least integer: what the table of operations says."""
+    i = np.array([-(2**63), 2**63 - 1, -7, -1, 0, 3, 1 << 40])[:, None]
+    j = np.array([-(2**63), -70, -64, -2, -1, 0, 1, 5, 62, 63, 64, 65, 2**63 - 1])
+    root = expression(lambda b, h, i, j: INTEGERS[operation](i, j) == b, "mask").root.args[0]
+    want = evaluate(root, {"i": i, "j": j})
+    got = value_of(root, {"i": torch.from_numpy(i), "j": torch.from_numpy(j)}, {}, torch.float64, True)
+    assert np.array_equal(got.numpy(), want)
+
+
+@pytest.mark.parametrize("operation", [sl.sin, sl.cos, sl.tan])
+def test_angles_at_their_end_in_pytorch_s_operations(operation):
+    """Beyond 2^40 they have no sine."""
+    s = np.array([0.5, 2.0**40, -(2.0**40), np.nextafter(2.0**40, np.inf), -(2.0**41), 1e300, np.inf, np.nan])
+    root = expression(lambda s, b, h, i, j: operation(s), "score").root
+    got = value_of(root, {"s": torch.from_numpy(s)}, {}, torch.float64, True)
+    want = torch.from_numpy(evaluate(root, {"s": s}))
+    assert torch.equal(got.isnan(), want.isnan()) and int(want.isnan().sum()) == 5
+    close(got.nan_to_num(), want.nan_to_num())
+
+
+FURTHER = {
+    "dropout": {"dropout": 0.4, "seed": 3, "causal": True},
+    "dropout, first query": {"dropout": 0.4, "seed": 3, "q_start": 7},
+    "sinks beyond all scores": {"sink_logits": torch.tensor([2000.0, -2000.0, 0.0, 800.0], dtype=torch.float64)},
+    "sinks, nothing seen": {
+        "sink_logits": torch.tensor([2000.0, -2000.0, 0.0, 800.0], dtype=torch.float64), "mask": sl.window(0, 0),
+        "q_start": 40,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_further_derivatives_are_of_the_same_function(name, monkeypatch):
+    """Over several blocks of rows, and where the sink is the greatest of a row."""
+    monkeypatch.setattr(further, "QUERY_BLOCK", 5)
+    q, k, v = (x.detach() for x in tensors())
+    options = Options(**FURTHER[name])
+    given = further.Tensors(q, k, v, tensors_of(options), options.sink_logits)
+    got = further.attention_of(text_of(options), options.seed, given)
+    for x, y in zip(got, sl.attention(q, k, v, return_lse=True, **FURTHER[name]), strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("dims", [(0, None, None), (0, 0, 0), (1, 0, None)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_vmap_where_items_share_their_keys(dims, grad):
+    """No examples of such are items of one batch."""
+    generator = torch.Generator().manual_seed(3)
+
+    def drawn(batch, heads, at):
+        shape = [batch, heads, 6, 8]
+        return torch.randn(shape if at is None else [*shape[:at], 3, *shape[at:]], generator=generator).double()
+
+    given = [drawn(n, h, at) for n, h, at in zip((2, 1, 1), (4, 2, 2), dims, strict=True)]
+
+    def function(q, k, v):
+        return (speedlight.torch.attention(q, k, v) ** 2).sum() if grad else speedlight.torch.attention(q, k, v)
+
+    run = torch.func.grad(function, (0, 1, 2)) if grad else function
+    got = torch.func.vmap(run, dims)(*given)
+    for n in range(3):
+        want = run(*(x if at is None else x.select(at, n) for x, at in zip(given, dims, strict=True)))
+        for x, y in zip(got, want, strict=True) if grad else [(got, want)]:
+            close(x[n], y)
+
+
+def test_flows_that_are_lazily_negated():
+    """Of tensors that autograd hands on."""
+    q, k, v = tensors()
+    flow = torch.randn(q.shape, dtype=torch.complex128).conj().imag
+    lse_flow = torch.randn(q.shape[:-1], dtype=torch.complex128).conj().imag
+    assert flow.is_neg() and lse_flow.is_neg()
+    out, lse = speedlight.torch.attention(q, k, v, return_lse=True)
+    got = torch.autograd.grad((out, lse), (q, k, v), (flow, lse_flow), retain_graph=True)
+    want = torch.autograd.grad((out, lse), (q, k, v), (flow.resolve_neg(), lse_flow.resolve_neg()))
+    for x, y in zip(got, want, strict=True):
+        assert torch.equal(x, y)
+    q, k, v = (x.detach() for x in (q, k, v))
+    direct = sl.attention_backward(q, k, v, out.detach(), lse.detach(), flow, lse_flow)
+    for x, y in zip(direct, want, strict=True):
+        assert torch.equal(x, y)
+    operation = torch.ops.speedlight.attention_backward(
+        q, k, v, out.detach(), lse.detach(), flow, lse_flow, None, [], text_of(Options()), None, []
+    )
+    for x, y in zip(operation, want, strict=True):
+        assert torch.equal(x, y)

@@ -18,6 +18,7 @@ from ..backward import attention_backward as backward
 from ..gradients import SINKS as SINK_LOGITS
 from ..gradients import check_one_dtype
 from ..problem import LAYOUTS, MOST_SEEDS
+from ..results import order_of
 from ..signatures import Grads
 from . import further
 from .forms import layout_of, options_of
@@ -43,7 +44,12 @@ def results_like(q: Any, v: Any, layout: str) -> Any:
     """New tensors of the shapes and dtypes of out and lse."""
     number = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty([q.shape[a] for a in LAYOUTS[layout][:-1]], dtype=number)
-    return q.new_empty([*q.shape[:-1], v.shape[-1]]), lse
+    return new_like(q, [*q.shape[:-1], v.shape[-1]]), lse
+
+
+def new_like(x: Any, shape: Any) -> Any:
+    """As the engine makes it."""
+    return torch.empty_permuted(shape, order_of(x.shape, x.stride()), dtype=x.dtype, device=x.device)
 
 
 @torch.library.custom_op(
@@ -75,7 +81,7 @@ def _(
     wanted: Any,
 ) -> Any:  # fmt: skip
     others = [sinks if n == SINKS else tables[n] for n in wanted]
-    return [x.new_empty(x.shape) for x in (q, k, v, *others)]
+    return [*(new_like(x, x.shape) for x in (q, k, v)), *(x.new_empty(x.shape) for x in others)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
