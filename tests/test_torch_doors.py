@@ -13,7 +13,7 @@ import speedlight.torch
 from speedlight.expressions.tracing import expression
 from speedlight.expressions.tree import evaluate
 from speedlight.problem import Options
-from speedlight.torch import further
+from speedlight.torch import further, ops
 from speedlight.torch.forms import tensors_of, text_of
 from speedlight.torch.values import value_of
 
@@ -97,7 +97,7 @@ def test_autocast_leaves_graphs_and_kernels_as_they_were_made():
     form = text_of(Options())
     want = sl.attention(q, k, v)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = torch.ops.speedlight.attention(q, k, v, None, [], form, None)
+        out, _ = ops.attention_op(q, k, v, None, [], form, None)
         with speedlight.torch.sdpa():
             whole = [x.repeat_interleave(2, 1) for x in (k, v)]
             theirs, _ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, *whole)
@@ -310,7 +310,7 @@ def test_flows_that_are_lazily_negated():
     direct = sl.attention_backward(q, k, v, out.detach(), lse.detach(), flow, lse_flow)
     for x, y in zip(direct, want, strict=True):
         assert torch.equal(x, y)
-    operation = torch.ops.speedlight.attention_backward(
+    operation = ops.attention_backward_op(
         q, k, v, out.detach(), lse.detach(), flow, lse_flow, None, [], text_of(Options()), None, []
     )
     for x, y in zip(operation, want, strict=True):

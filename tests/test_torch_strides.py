@@ -12,6 +12,7 @@ from torch.nn.attention import flex_attention as flex
 import speedlight as sl
 import speedlight.torch
 from speedlight.problem import Options
+from speedlight.torch import ops
 from speedlight.torch.forms import text_of
 
 pytestmark = pytest.mark.usefixtures("one_kernel")
@@ -69,7 +70,7 @@ def test_results_lie_as_the_query(laid, value_dim):
         assert out.stride() == want.stride()
         flows = torch.autograd.grad(out.sum(), grads)
         assert [x.stride() for x in flows] == [dense(x).stride() for x in (q, k, v)]
-    assert torch.ops.speedlight.attention(q, k, v, None, [], form, None)[0].stride() == want.stride()
+    assert ops.attention_op(q, k, v, None, [], form, None)[0].stride() == want.stride()
     assert sl.attention(q, k, v, out=torch.empty(out.shape)).is_contiguous()
     assert torch.equal(sl.attention(q, k, v), sl.attention(*(x.contiguous() for x in (q, k, v))))
 
@@ -86,11 +87,11 @@ def test_graphs_are_told_how_results_lie(laid):
     """Forwards and backwards: what an operation says of its results is what it gives."""
     q, k, v = (LAID[laid](H, D).detach().requires_grad_() for _ in range(3))
     arguments = (q, k, v, None, [], text_of(Options(causal=True)), None)
-    torch.library.opcheck(torch.ops.speedlight.attention.default, arguments)
-    out, lse = torch.ops.speedlight.attention(*arguments)
+    torch.library.opcheck(ops.attention_op, arguments)
+    out, lse = ops.attention_op(*arguments)
     given = [x.detach() for x in (q, k, v, out, lse, torch.ones_like(out), lse)]
     torch.library.opcheck(
-        torch.ops.speedlight.attention_backward.default, (*given, None, [], arguments[5], None, []),
+        ops.attention_backward_op, (*given, None, [], arguments[5], None, []),
         test_utils=("test_schema", "test_faketensor"),
     )  # fmt: skip
 
