@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from . import arrays, calls
@@ -160,6 +161,15 @@ def attention(
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, precision, dropout, seed,
     ))  # fmt: skip
+    if arrays.is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
+        with importing:
+            from .torch.attending import cast
+
+        q, k, v = cast(q, k, v)
+    return _computed(q, k, v, options, return_lse, out, engine)
+
+
+def _computed(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None, engine: Any = None) -> Any:
     if engine is not None or arrays.on_gpu(q):
         at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)
         if engines.chosen(engine, at) != "cpu" or engine == "cuda":
@@ -169,7 +179,7 @@ def attention(
     key = calls.key_of(tensors, options, (threads, isa.name))
     if key is not None and type(return_lse) is bool:
         repeated = _prepared.get(key)
-        results = None if repeated is None else repeated.again(tensors, return_lse, seed if dropout else 0)
+        results = None if repeated is None else repeated.again(tensors, return_lse, options.seed_word())
         if results is not None:
             return results
     check_flag("return_lse", return_lse)
@@ -193,6 +203,9 @@ def attention(
         repeatable = calls.Repeatable(prepared.run, options.layout, [a, b, c, results.out])
         _prepared.put(key, repeatable, prepared.size)
     return results.returned()
+
+
+compute = leaves_graph(_computed)  # attention() with its options in one, of tensors as they are under autocast, too
 
 
 def _is_followed(q: Any, k: Any, v: Any, known: Followed) -> bool:

@@ -81,6 +81,8 @@ def append_paged(
     if on_gpu and all([engines.gpu().is_resident(x, place) for x in (block_table, k_lengths)]):
         table, lengths = engines.gpu().checked_tables(block_table, k_lengths)
         _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
+        for x in (pages_k, pages_v):
+            tell_written(x)
         return engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), ours, table, lengths, new_lengths)
     table = block_table_of(block_table)
     _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
@@ -88,12 +90,12 @@ def append_paged(
     before, after = _lengths(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
     _check_places(table, before, counts, pages_k)
     now, pages, new = _as_given(k_lengths, after), (pages_k, pages_v), (new_k, new_v)
+    for x in pages:
+        tell_written(x)
     if on_gpu:
         engines.gpu().append_paged(pages, new, ours, table, np.array(before, np.int64), counts)
     else:
         engines.raw_pages().append_paged(pages, new, ours, table, list(before), counts)
-        for x in (pages_k, pages_v):
-            tell_written(x)
     return now
 
 

@@ -308,6 +308,8 @@ def _from_torch(x: Any, name: str, torch: Any) -> Array:
     if x.device.type not in ("cpu", "cuda"):
         way = "Make it where it has numbers." if x.device.type == "meta" else f"Use {name}.cpu()."
         raise UnsupportedError(f"{name}: expected a tensor on the CPU or a CUDA device; got one on {x.device}. {way}")
+    if torch._C._get_tracing_state() is not None:
+        raise UnsupportedError(f"{name}: expected no torch.jit.trace, which speedlight.torch.attention() alone takes.")
     check_plain_tensor(x, name)
     dtype = _check_dtype(name, str(x.dtype).removeprefix("torch."))
     size = DTYPES[dtype][1]

@@ -12,7 +12,7 @@ from . import engine as engines
 from .compiling import leaves_graph
 from .cpu.operands import Operands
 from .errors import UnsupportedError
-from .gradients import Given, asked
+from .gradients import Given, asked, resolved
 from .machine import current_isa
 from .modes import standard
 from .problem import Options, new_options, padded_alike
@@ -122,6 +122,7 @@ def attention_backward(
         causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
         q_lengths, k_lengths, "ieee", dropout, seed,
     ))  # fmt: skip
+    d_out, d_lse = resolved(d_out), resolved(d_lse)
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
     given = [arrays.describe(x, name, gpu=True) for x, name in zip(tensors, _NAMES, strict=False)]
@@ -152,8 +153,8 @@ def attention_backward(
 
 
 def _gradient_of(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:
-    """A new array for what flows to x, of as many batch items as another array has."""
-    return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype)
+    """A new array for what flows to x, which lies as x does, of as many batch items as another array has."""
+    return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype, ordered=True)
 
 
 @standard
@@ -165,7 +166,7 @@ def _summed(x: arrays.Array) -> Any:
         for item in each:
             total += item
         total = total if x.dtype == "float64" else total.astype(np.float32)
-        result, to = empty_like(x, total.shape, x.dtype)
+        result, to = empty_like(x, total.shape, x.dtype, ordered=True)
         to.numpy()[...] = total
     return result
 

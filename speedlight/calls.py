@@ -7,6 +7,7 @@ overlap are checked each time; the seed is an argument of each call.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import numpy as np
 from . import arrays
 from .forks import renew_after_fork
 from .problem import LAYOUTS, Options
-from .results import deliver, fresh
+from .results import count_write, deliver, fresh
 
 T = TypeVar("T")
 
@@ -113,13 +114,16 @@ class Repeatable:
     reach: of q, k, v and out the first byte and one past the last, relative to the address.
     """
 
-    __slots__ = ("alike", "ends", "layout", "reach", "run", "shape", "staged")
+    __slots__ = ("alike", "ends", "layout", "reach", "run", "shape", "staged", "steps")
 
     def __init__(self, run: Callable[..., None], layout: str, given: list[arrays.Array]) -> None:
         self.run, self.layout = run, layout
         out = given[-1]
         self.shape, self.alike = out.shape, (out.shape, out.strides) == (given[0].shape, given[0].strides)
         self.staged = out.final is not None
+        size = arrays.DTYPES[out.dtype][1]
+        whole = [math.prod(out.shape[d + 1 :]) * size for d in range(len(out.shape))]
+        self.steps = None if list(out.strides) == whole else tuple([x // size for x in out.strides])
         self.reach = [
             (low - x.address, high - x.address) for x in (*given[:-1], out.final or out) for low, high in (x.extent(),)
         ]
@@ -134,9 +138,11 @@ class Repeatable:
             return None
         q, out = tensors[0], tensors[3] if len(tensors) == 4 else None
         if out is None or self.staged:
-            new, at = fresh(q, self.shape, alike=self.alike)
+            new, at = fresh(q, self.shape, alike=self.alike, steps=self.steps)
         else:
             new, at = out, addresses[3]
+            if type(out) is not np.ndarray:
+                count_write(out)
         lse, lse_at = None, 0
         if return_lse:
             lse, lse_at = fresh(q, tuple(q.shape[a] for a in LAYOUTS[self.layout][:-1]), logarithms=True)

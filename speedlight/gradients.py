@@ -146,6 +146,11 @@ def _expression(x: Any, role: str) -> Any:
     return expression(x, role) if callable(x) and not isinstance(x, Expression) else x
 
 
+def resolved(flow: Any) -> Any:
+    """What flows back, which autograd may hand on negated lazily."""
+    return flow.resolve_neg() if is_tensor(flow) and flow.is_neg() else flow
+
+
 class Given(NamedTuple):
     """Queries, what attention() returned for them, and what flows back into that."""
 

@@ -75,7 +75,7 @@ def test_guard_pages(isa, guarded, no_gap, dtype, monkeypatch):
     """Inputs sealed, outputs and scratch full of NaN, guards on both sides of all: a fault kills the process."""
     rng, kind, side = np.random.default_rng(7), numpy_dtype(dtype), "over"
 
-    def made(x: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    def made(x: Any, shape: tuple[int, ...], dtype: str, *, ordered: bool) -> Any:
         new = next(outputs).array(shape, numpy_dtype(dtype), side)
         return new, arrays.describe(new, "out")
 

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import speedlight as sl
 from speedlight import api
+from speedlight.cpu.prepare import Call
 from speedlight.results import fresh
 
 SHAPE = (1, 2, 8, 16)
@@ -163,3 +164,110 @@ def test_new_tensors_may_be_what_a_mode_makes_of_them():
         assert type(new) is Mine and address == new.data_ptr()
         got = sl.attention(q, k, v)
     assert type(got) is Mine and torch.equal(got, want)
+
+
+def pages_of(x):
+    """Of (batch, heads, length, dim) one page for each item, and its table."""
+    return x.transpose(1, 2).contiguous(), [[n] for n in range(len(x))]
+
+
+def cache_of(k, v):
+    cache = sl.KVCache(layers=1, batch=len(k), kv_heads=k.shape[1], head_dim=k.shape[3], capacity=99)
+    cache.append(0, k.numpy(), v.numpy())
+    return cache
+
+
+def pool_of(k, v):
+    pool = sl.PagePool(layers=1, pages=9, page_size=16, kv_heads=k.shape[1], head_dim=k.shape[3])
+    sequence = pool.sequence()
+    pool.append(0, [sequence], *(x[0].transpose(0, 1).numpy() for x in (k, v)))
+    return pool, [sequence]
+
+
+def paged(q, k, v, out, **options):
+    (k_pages, table), (v_pages, _) = pages_of(k), pages_of(v)
+    return sl.attention_paged(q, k_pages, v_pages, table, [k.shape[2]] * len(k), out=out, **options)
+
+
+def pooled(q, k, v, out, **options):
+    pool, sequences = pool_of(k, v)
+    turned = out[0].transpose(0, 1)
+    return pool.attend(0, sequences, q[0].transpose(0, 1), q_lengths=[q.shape[2]], out=turned, **options)
+
+
+WRITERS = {
+    "attention": lambda q, k, v, out, **options: sl.attention(q, k, v, out=out, **options),
+    "attention_paged": paged,
+    "KVCache.attend": lambda q, k, v, out, **options: cache_of(k, v).attend(0, q, out=out, **options),
+    "PagePool.attend": pooled,
+}
+OTHER_WRITERS = {
+    "merge_states": lambda x: sl.merge_states(
+        [x[0], torch.ones_like(x[0])], [torch.zeros(2, 8)] * 2, out=(x[0], torch.empty(2, 8))
+    ),
+    "rotary": lambda x: sl.rotary(x, out=x),
+    "rotary in pieces": lambda x: sl.rotary(torch.ones(1, 2, 9000, 16), out=x),
+}
+
+
+def saved(x):
+    """Something whose gradient needs the numbers that x has now."""
+    return (x * torch.ones_like(x, requires_grad=True)).sum()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", WRITERS)
+def test_autograd_hears_what_is_written(name, fails):
+    """What was saved of `out` for a backward pass is no more; a repeated call says so, too."""
+    q, k, v = tensors()
+    table = sl.table(torch.arange(8.0))
+    options = {"score": lambda s, b, h, i, j: s + table[j]} if fails else {}  # goes to `out` by way of other memory
+    out = torch.zeros(SHAPE)
+    for _ in range(3):
+        flow = saved(out)
+        WRITERS[name](q, k, v, out, **options)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            flow.backward()
+    with torch.inference_mode():
+        inferred = torch.zeros(SHAPE)
+    for _ in range(2):
+        WRITERS[name](q, k, v, inferred, **options)
+    assert torch.equal(inferred, out)
+
+
+@pytest.mark.parametrize("name", OTHER_WRITERS)
+def test_autograd_hears_what_others_write(name):
+    x = torch.zeros(1, 2, 9000, 16) if "pieces" in name else torch.zeros(SHAPE)
+    flow = saved(x)
+    OTHER_WRITERS[name](x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        flow.backward()
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_autograd_hears_of_a_kernel_that_is_stopped(repeated, monkeypatch):
+    """`out` may be half written then. Where a call is refused, or a lookup is out of range, it is as it was."""
+    q, k, v = tensors()
+    out, table = torch.zeros(SHAPE), sl.table(torch.arange(7.0))
+    api._prepared.clear()
+    if repeated:
+        sl.attention(q, k, v, out=out)
+    flow = saved(out)
+    with pytest.raises(sl.ArgumentError, match=r"^out: expected memory of its own"):
+        sl.attention(out, k, v, out=out)
+    for _ in range(2):
+        with pytest.raises(sl.ArgumentError, match="^table: expected index 1"):
+            sl.attention(q, k, v, out=out, score=lambda s, b, h, i, j: s + table[j])
+    flow.backward()
+
+    def stopped(*_given, **_options):
+        raise KeyboardInterrupt
+
+    flow = saved(out)
+    monkeypatch.setattr(Call, "run", stopped)
+    for known in api._prepared._held.values():
+        monkeypatch.setattr(known.value, "run", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        sl.attention(q, k, v, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        flow.backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 
 import pytest
@@ -184,6 +185,18 @@ def test_left_to_pytorch(why):
     with sdpa():
         got = run()
     assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want
+    assert report() == ({}, {(SDPA, why): 1})
+
+
+@pytest.mark.parametrize("why", ["tensors of fewer than two dimensions", "tensors of several dtypes"])
+def test_what_pytorch_refuses_is_left(why):
+    """In its own words and class."""
+    q = torch.ones(1, 2, 8, 8)
+    given = (q[0, 0, 0], q, q) if "fewer" in why else (q, q.double(), q)
+    with pytest.raises(RuntimeError) as theirs:
+        F.scaled_dot_product_attention(*given)
+    with sdpa(), pytest.raises(RuntimeError, match=re.escape(str(theirs.value))):
+        F.scaled_dot_product_attention(*given)
     assert report() == ({}, {(SDPA, why): 1})
 
 

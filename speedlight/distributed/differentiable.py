@@ -9,7 +9,7 @@ import torch
 from ..arrays import is_tensor
 from ..errors import ArgumentError, UnsupportedError
 from ..expressions.tree import lazily
-from ..gradients import Followed, check_unwritten
+from ..gradients import Followed, check_unwritten, resolved
 from ..problem import LAYOUTS
 from . import joining, ring
 from .plans import Plan, Sharded, plan_of
@@ -77,6 +77,7 @@ class _Attention(torch.autograd.Function):
                 "create_graph: expected False, as attention over processes has first derivatives alone; got True. "
                 "speedlight.torch.attention() of the whole sequence in one process has second ones."
             )
+        d_out, d_lse = resolved(d_out), resolved(d_lse)
         context, needed = ctx.context, ctx.needs_input_grad[1:]
         check_unwritten(context.read)
         given: list[Any] = [x if x is None else x.detach() for x in ctx.saved_tensors[:6]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import numbers
 import sys
 from collections.abc import Iterator
@@ -84,7 +85,8 @@ class Table:
             check_plain_tensor(array, name, followed=True)
             if array.is_floating_point() and not array.is_inference():  # which nothing ever flows to
                 self.origin, self.version = array, array._version
-            array = array.detach()
+            with plainly():
+                array = array.detach()
             if array.device.type != "cpu" and not copy:
                 self.tensor = array if array.ndim else array.reshape(1)
             self.place = None if copy else _place(self.watched)
@@ -152,8 +154,8 @@ class Table:
             return False
         if self.array.size > _FEW:
             return source._version != self.version
-        now = source.detach().cpu().double().numpy().reshape(self.array.shape)
-        return not np.array_equal(now, self.array.astype(np.float64), equal_nan=True)
+        now = _entries(source, self.name).reshape(self.array.shape)
+        return not np.array_equal(now.astype(np.float64), self.array.astype(np.float64), equal_nan=True)
 
     def reshaped(self, shape: tuple[int, ...]) -> None:
         """Takes another shape with leading ones."""
@@ -200,8 +202,7 @@ class Table:
                 "the function anew."
             )
         if self.watched is not None and self.tensor is None and str(self.watched.dtype).endswith("bfloat16"):
-            x = self.watched.detach() if is_tensor(self.watched) else self.watched
-            self.array[...] = _entries(x, self.name).reshape(self.array.shape)
+            self.array[...] = _entries(self.watched, self.name).reshape(self.array.shape)
 
     def known_ends(self) -> tuple[int, int] | None:
         """Least and greatest entry of integers that stay what they are."""
@@ -307,6 +308,19 @@ def _place(x: Any) -> tuple[Any, ...]:
     return x.data_ptr(), x.untyped_storage().nbytes(), x.dtype, tuple(x.shape), x.stride()
 
 
+@contextlib.contextmanager
+def plainly() -> Iterator[None]:
+    """Outside of torch.func's transforms, which wrap what is made inside, of tensors that are none of theirs, too."""
+    functorch = sys.modules["torch"]._C._functorch
+    if functorch.peek_interpreter_stack() is None:
+        yield
+        return
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    with temporarily_clear_interpreter_stack():
+        yield
+
+
 def _entries(x: Any, name: str) -> np.ndarray:
     """What NumPy reads of an array, a tensor or a list."""
     if is_masked(x):
@@ -315,8 +329,9 @@ def _entries(x: Any, name: str) -> np.ndarray:
         )
     try:
         if is_tensor(x):
-            x = x.cpu()
-            return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
+            with plainly():
+                x = x.detach().cpu()
+                return x.float().numpy() if str(x.dtype) == "torch.bfloat16" else x.numpy()
         return np.asarray(x)
     except Exception as error:  # lists of different lengths, quantised tensors, another library's code
         pass_on(error)

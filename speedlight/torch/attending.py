@@ -9,7 +9,7 @@ import torch
 from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ..api import attention as forward
+from ..api import compute
 from ..arrays import is_tensor, is_traced, listed
 from ..backward import attention_backward as backward
 from ..checks import seed_of
@@ -118,7 +118,7 @@ def attention(
         return in_graph(attention, q, k, v, options, return_lse)
     if passed_by():
         return outside(attention, q, k, v, return_lse=return_lse, **options._asdict())
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if torch._C._is_any_autocast_enabled():
         q, k, v = cast(q, k, v)
     if is_tensor(options.seed) and not is_traced(options.seed):
         options = options._replace(seed=integer("seed", options.seed))
@@ -130,12 +130,14 @@ def attention(
             options = known.options
         else:
             check_fresh(tables_of(options.score))
-        return forward(q, k, v, return_lse=return_lse, **options._asdict())
+        return compute(q, k, v, options, return_lse)
     return _as_operation(q, k, v, options, return_lse)
 
 
 def cast(*tensors: Any) -> Any:
-    """Under autocast what PyTorch's own attention does: all but float64 becomes its dtype."""
+    """Under autocast what PyTorch's own attention does: all but float64 becomes its dtype. Of every call that autograd
+    could follow, followed or not; what is kept (caches, pages) has its dtype.
+    """
     device = tensors[0].device.type if is_tensor(tensors[0]) else "cpu"
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -147,6 +149,7 @@ def _is_plain(*tensors: Any) -> bool:
     """Whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
     return (
         torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
         and peek_interpreter_stack() is None
         and forward_ad._current_level < 0
         and not any([type(x) not in _PLAIN and is_tensor(x) and is_traced(x) for x in tensors])
@@ -173,8 +176,7 @@ def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed,
 def _as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
     """The call as PyTorch's machinery has it; forward mode passes operations by, and takes another way."""
     form, tables, sinks, seed = text_of(options), tensors_of(options), options.sink_logits, options.seed
-    if sinks is not None and not is_tensor(sinks):
-        sinks = torch.tensor(listed(sinks, "sink_logits", "numbers, one per query head"))
+    sinks = _tensor_of(sinks)
     if is_tensor(seed):  # of a trace, which has no number yet
         tables, seed = [*tables, seed], None
     elif options.dropout:
@@ -195,6 +197,13 @@ def _as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) ->
     return results if return_lse else results[0]
 
 
+def _tensor_of(sinks: Any) -> Any:
+    """Sinks as operations take them, to the last bit of Python's numbers."""
+    if sinks is None or is_tensor(sinks):
+        return sinks
+    return torch.tensor(listed(sinks, "sink_logits", "numbers, one per query head"), dtype=torch.float64)
+
+
 def _has_tangents(tensors: tuple[Any, ...]) -> bool:
     """In forward mode, of torch.func or of torch.autograd."""
     if [x for x in get_interpreter_stack() or () if x.key() == TransformType.Jvp]:
@@ -209,7 +218,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, known: Followed, read: Any, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
-        out, lse = forward(*map(_alone, (q, k, v)), return_lse=True, **_plain(known))
+        out, lse = compute(_alone(q), _alone(k), _alone(v), _plain(known), True)
         ctx.known, ctx.read = known, read
         ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
         ctx.set_materialize_grads(False)
@@ -228,7 +237,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = (x.detach() for x in saved[:5])
         d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
         grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
-        options = _plain(known)
+        options = _plain(known)._asdict()
         del options["precision"]
         dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, flows[1], grads=tuple(grads), **options)
         found = dict(zip(grads, more[0] if more else (), strict=True))
@@ -248,8 +257,7 @@ def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any
         places[n] = at
         for slot in at:
             tables[slot] = sources[n]
-    if sinks is None and known.options.sink_logits is not None:
-        sinks = torch.as_tensor(known.options.sink_logits)
+    sinks = _tensor_of(known.options.sink_logits) if sinks is None else sinks
     wanted = [slot for n, at in places.items() if needed[5 + n] for slot in at] + [ops.SINKS] * needed[4]
     form, seed = text_of(known.options), ops.signed(known.options.seed)
     if peek_interpreter_stack() is None:
@@ -267,9 +275,6 @@ def _alone(x: Any) -> Any:
     return x.detach() if is_tensor(x) else x
 
 
-def _plain(known: Followed) -> dict[str, Any]:
+def _plain(known: Followed) -> Options:
     """The options of a call that nobody follows."""
-    options = known.options._asdict()
-    if known.sinks is not None:
-        options["sink_logits"] = known.sinks.detach()
-    return options
+    return known.options if known.sinks is None else known.options._replace(sink_logits=known.sinks.detach())

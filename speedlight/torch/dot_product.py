@@ -85,7 +85,10 @@ def scaled_dot_product_attention(
     except Error as error:
         rename(error, _NAMES)
         raise
-    return out if len(shape) == 4 else out.reshape(*shape[:-1], value.shape[-1])
+    usual = len(shape) == 4 and not dropout_p and query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0]
+    if usual and not (attn_mask is not None and attn_mask.requires_grad):
+        return out  # in query's order, as PyTorch's own kernel has it; where it has none, its formula is contiguous
+    return out.reshape(*shape[:-1], value.shape[-1]).contiguous()
 
 
 def drawn_seed() -> Any:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..api import attention
+from ..api import compute
+from ..problem import Options
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, ours
 
@@ -60,9 +61,10 @@ def _taken(
         heads = functional.linear(rows, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))
         q, k, v = heads.unbind(-3)
         if lengths is None:
-            out = attention(q, k, v, layout="blhd", mask=_visible(mask, mask_type))
+            options = Options(layout="blhd", mask=_visible(mask, mask_type))
         else:
-            out = attention(q, k, v, layout="lhd", cu_seqlens_q=list(itertools.accumulate(lengths, initial=0)))
+            options = Options(layout="lhd", cu_seqlens_q=list(itertools.accumulate(lengths, initial=0)))
+        out = compute(q, k, v, options, False)
         out = functional.linear(out.flatten(-2), proj_weight, proj_bias)
     count_taken(FAST_PATH)
     return out if lengths is None else torch.nested.as_nested_tensor(list(out.split(lengths)))

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import attention
+from ..api import compute
 from ..backward import attention_backward
 from ..errors import ArgumentError, UnsupportedError
 from ..expressions.tables import table
 from ..expressions.tracing import Expression, expression
 from ..paging import attention_paged
+from ..problem import Options
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, ours
 
@@ -62,7 +63,7 @@ def _flash_of_ours(
         return None
     with torch.no_grad():
         out = torch.empty_like(query)
-        _, lse = attention(query, key, value, out=out, return_lse=True, **_options(is_causal, attn_mask, scale))
+        _, lse = compute(query, key, value, Options(**_options(is_causal, attn_mask, scale)), True, out)
         found = _marked(lse)
     count_taken(FLASH)
     return out, found
@@ -133,24 +134,26 @@ def _varlen_out(
         )
     if dropout_p or return_debug_mask:
         raise UnsupportedError("dropout_p: expected 0, and no debug mask; speedlight's kernel has neither.")
-    window = window_of(window_size_left, window_size_right)
-    said = {"causal": is_causal, "score": alibi_of(alibi_slopes), "scale": scale, "return_lse": True, "out": out}
+    said: dict[str, Any] = {
+        "causal": is_causal, "score": alibi_of(alibi_slopes), "scale": scale,
+        "window": window_of(window_size_left, window_size_right),
+    }  # fmt: skip
     with torch.no_grad():
         if block_table is not None:
             if cum_seq_q is None or seqused_k is None:
                 raise ArgumentError("seqused_k: expected lengths of sequences, and cum_seq_q, beside block_table.")
-            said |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "window": window}
+            said |= {"layout": "lhd", "cu_seqlens_q": cum_seq_q, "return_lse": True, "out": out}
             lse = attention_paged(query, key, value, block_table, seqused_k, **said)[1]
         elif cum_seq_q is None:
             if seqused_k is not None:
                 used = seqused_k.tolist()
                 said |= {"k_lengths": used, "q_start": [n - query.shape[1] for n in used]}
-            lse = attention(query, key, value, layout="blhd", window=window, **said)[1]
+            lse = compute(query, key, value, Options(layout="blhd", **said), True, out)[1]
         else:
             if seqused_k is not None:
                 key, value, cum_seq_k = _used(key, value, cum_seq_k, seqused_k)
             said |= {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
-            lse = attention(query, key, value, layout="lhd", window=window, **said)[1]
+            lse = compute(query, key, value, Options(layout="lhd", **said), True, out)[1]
     count_taken(VARLEN)
     return lse
 

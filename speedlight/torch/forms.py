@@ -61,8 +61,26 @@ def tensors_of(options: Options) -> list[torch.Tensor]:
             elif isinstance(x, Expression) or callable(x):
                 found += [t.given for t in expression(x, name).tables if t.given is not None]
             else:
-                found.append(x if is_tensor(x) else torch.tensor(np.asarray(x)))
+                found.append(x if is_tensor(x) else _tensor_of(x, name))
     return found
+
+
+def _tensor_of(x: Any, role: str) -> torch.Tensor:
+    """A copy of an array that is added to scores, or hides."""
+    array = np.ascontiguousarray(x)
+    if not array.dtype.isnative:
+        raise ArgumentTypeError(
+            f"{role}: expected native byte order; got {array.dtype.str}. Use {role}.astype({array.dtype.name!r})."
+        )
+    try:
+        if array.dtype.name == "bfloat16":  # which PyTorch does not know of NumPy's
+            return torch.tensor(array.view(np.int16)).view(torch.bfloat16)
+        return torch.tensor(array)
+    except TypeError:
+        raise ArgumentTypeError(
+            f"{role}: expected bool or floats that PyTorch has, under its transforms and derivatives; got dtype "
+            f"{array.dtype}. Convert it first."
+        ) from None
 
 
 def options_of(

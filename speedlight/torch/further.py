@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..arrays import Array
-from ..expressions.tables import Table
+from ..expressions.tables import Table, plainly
 from ..philox import kept
 from ..problem import LAYOUTS, QUERY_BLOCK, Options, Problem
 from ..resolve import Stated, from_arrays
@@ -51,11 +51,13 @@ def _attention_of(options: Options, tables: list[Table], *tensors: Any) -> tuple
     stated = stated_of(options, q, k, v)
     axes, packed, alone = LAYOUTS[options.layout], options.layout == "lhd", len(options.layout) == 3
     q, k, v = (x.permute(axes).unsqueeze(0) if alone else x.permute(axes) for x in (q, k, v))
+    with plainly():
+        constant = {t: torch.tensor(t.host()) for t in looked_up(stated.problem) if t not in tables}
     outs, lses = [], []
     for item, (rows, keys) in enumerate(_items(stated)):
         at, of = 0 if packed else item, 0 if packed or stated.problem.shared else item
         queries, beside = q[at, :, rows], (k[of, :, keys], v[of, :, keys], *others)
-        blocks = [(_Block(stated.problem, tuple(tables), item, x), x) for x in _parts(stated.problem, item)]
+        blocks = [(_Block(stated.problem, tuple(tables), constant, item, x), x) for x in _parts(stated.problem, item)]
         parts = [Recomputed.apply(block, queries[:, part], *beside) for block, part in blocks]
         out, lse = (torch.cat([x[n] for x in parts], dim=1) for n in (0, 1)) if parts else _nothing(q, v)
         if not packed:
@@ -73,6 +75,11 @@ def stated_of(options: Options, *tensors: Any) -> Stated:
     """The problem, of tensors whose numbers may be nowhere; of a graph's symbolic sizes those that they have now."""
     described = [_shape_of(x, name) for x, name in zip(tensors, "qkv", strict=True)]
     return from_arrays(described[0], described[1], described[2], options)
+
+
+def looked_up(problem: Problem) -> list[Table]:
+    """The tables of mask and score."""
+    return [t for x in (problem.mask, problem.score) if x is not None for t in x.tables]
 
 
 def _shape_of(x: Any, name: str) -> Array:
@@ -115,7 +122,8 @@ class _Block:
     """Rows of queries of one item over all of its keys."""
 
     problem: Problem
-    tables: tuple[Table, ...]
+    tables: tuple[Table, ...]  # of tensors
+    constant: dict[Table, torch.Tensor]  # entries of the others
     item: int
     rows: slice
 
@@ -123,7 +131,7 @@ class _Block:
         """out [q_heads, rows, value_dim] and lse [q_heads, rows]."""
         p, number = self.problem, _number(q.dtype)
         heads, count, keys = (p.kv_heads, p.group), q.shape[1], k.shape[1]
-        tables = dict(zip(self.tables, others, strict=False))
+        tables = self.constant | dict(zip(self.tables, others, strict=False))
         env = self._places(count, keys)
         visible = self._visible(env, tables, number)
         any_row = visible.expand(*heads, count, keys).any(dim=2).any(dim=1)[..., None]

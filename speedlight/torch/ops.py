@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 
-from ..api import attention as forward
+from ..api import compute
 from ..backward import attention_backward as backward
 from ..gradients import SINKS as SINK_LOGITS
+from ..gradients import check_one_dtype
 from ..problem import LAYOUTS, MOST_SEEDS
+from ..results import order_of
 from ..signatures import Grads
 from . import further
 from .forms import layout_of, options_of
@@ -30,7 +32,7 @@ SINKS = -1  # in `wanted`
 )
 def attention_op(q: Any, k: Any, v: Any, sinks: Any, tables: Any, form: Any, seed: Any) -> Any:
     options, _ = options_of(form, tables, sinks, seed)
-    return forward(q.detach(), k.detach(), v.detach(), return_lse=True, **options._asdict())
+    return compute(q.detach(), k.detach(), v.detach(), options, True)
 
 
 @attention_op.register_fake
@@ -42,7 +44,12 @@ def results_like(q: Any, v: Any, layout: str) -> Any:
     """New tensors of the shapes and dtypes of out and lse."""
     number = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = q.new_empty([q.shape[a] for a in LAYOUTS[layout][:-1]], dtype=number)
-    return q.new_empty([*q.shape[:-1], v.shape[-1]]), lse
+    return new_like(q, [*q.shape[:-1], v.shape[-1]]), lse
+
+
+def new_like(x: Any, shape: Any) -> Any:
+    """As the engine makes it."""
+    return torch.empty_permuted(shape, order_of(x.shape, x.stride()), dtype=x.dtype, device=x.device)
 
 
 @torch.library.custom_op(
@@ -74,11 +81,12 @@ def _(
     wanted: Any,
 ) -> Any:  # fmt: skip
     others = [sinks if n == SINKS else tables[n] for n in wanted]
-    return [x.new_empty(x.shape) for x in (q, k, v, *others)]
+    return [*(new_like(x, x.shape) for x in (q, k, v)), *(x.new_empty(x.shape) for x in others)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     q, k, v, sinks, tables, ctx.form, ctx.seed = inputs
+    check_one_dtype(*(str(x.dtype).removeprefix("torch.") for x in (q, k)))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, *output, sinks, *tables)
 

@@ -170,7 +170,11 @@ def _taken(
 ) -> Tensor | None:
     why = only_pytorch_takes(query, dropout_p, scale)
     if why is None:
-        if attn_mask is not None and is_causal:
+        if min(query.dim(), key.dim(), value.dim()) < 2:
+            why = "tensors of fewer than two dimensions"
+        elif not query.dtype == key.dtype == value.dtype:
+            why = "tensors of several dtypes"
+        elif attn_mask is not None and is_causal:
             why = "attn_mask beside is_causal"
         elif not (query.shape[-1:].numel() and value.shape[-1:].numel()):
             why = "a head dim of 0"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -36,12 +37,11 @@ class Transformed(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
         form, seed, *tensors = given
         dims = in_dims[2:]
-        if _folds(form, dims[3:], tensors[4:]) and not _shares(tensors[:2], dims):
+        if info.batch_size and _folds(form, dims[3:], tensors[4:]) and not _shares(tensors[:2], dims):
             folded = [_folded(x, at, info.batch_size) for x, at in zip(tensors[:3], dims[:3], strict=True)]
             results = Transformed.apply(form, seed, *folded, *tensors[3:])
             return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)
-        each = [Transformed.apply(form, seed, *_one(tensors, dims, n)) for n in range(info.batch_size)]
-        return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0, 0)
+        return _each(functools.partial(Transformed.apply, form, seed), tensors, dims, info.batch_size), (0, 0)
 
 
 class TransformedBackward(torch.autograd.Function):
@@ -70,12 +70,14 @@ class TransformedBackward(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
         form, seed, wanted, *tensors = given
         dims = in_dims[3:]
-        if not wanted and _folds(form, dims[7:], tensors[8:]) and not _shares(tensors[4:6], dims[4:]):
+        folds = info.batch_size and not wanted and _folds(form, dims[7:], tensors[8:])
+        if folds and not _shares(tensors[4:6], dims[4:]):
             folded = [_folded(x, at, info.batch_size) for x, at in zip(tensors[:7], dims[:7], strict=True)]
             results = TransformedBackward.apply(form, seed, wanted, *folded, *tensors[7:])
             return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
-        each = [TransformedBackward.apply(form, seed, wanted, *_one(tensors, dims, n)) for n in range(info.batch_size)]
-        return tuple(torch.stack(x) for x in zip(*each, strict=True)), (0,) * len(each[0])
+        of_one = functools.partial(TransformedBackward.apply, form, seed, wanted)
+        results = _each(of_one, tensors, dims, info.batch_size)
+        return results, (0,) * len(results)
 
 
 def _folds(form: str, dims: Any, tables: Any) -> bool:
@@ -93,9 +95,15 @@ def _folded(x: Any, at: int | None, count: int) -> Any:
     return (x.unsqueeze(0).expand(count, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1)
 
 
-def _one(given: Any, dims: Any, n: int) -> list[Any]:
-    """Tensors of an example."""
-    return [x if at is None else x.select(at, n) for x, at in zip(given, dims, strict=True)]
+def _each(function: Callable[..., Any], given: Any, dims: Any, count: int) -> tuple[Any, ...]:
+    """What a function makes of every example's tensors; of none, what has its shapes and flows back."""
+    examples = [[_one(x, at, n) for x, at in zip(given, dims, strict=True)] for n in range(max(count, 1))]
+    return tuple(torch.stack(x)[:count] for x in zip(*[function(*one) for one in examples], strict=True))
+
+
+def _one(x: Any, at: int | None, n: int) -> Any:
+    """A tensor of an example; zeros, where there is none."""
+    return x if at is None else x.select(at, n) if x.shape[at] else x.sum(at).to(x.dtype)
 
 
 _private: Any = torch  # pyright minds its names

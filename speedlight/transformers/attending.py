@@ -116,7 +116,7 @@ def attention_forward(
         query = query.expand(key.shape[0], -1, -1, -1)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     try:
-        return attention(q, k, v, layout="blhd", **options), None
+        return attention(q, k, v, layout="blhd", **options).contiguous(), None
     except Error as error:
         added = "attention_mask" if position_bias is None else "position_bias"
         rename(error, _NAMES | {"score": added})
@@ -226,4 +226,4 @@ def _packed(
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     options = {name: x for name, x in options.items() if name not in ("cu_seqlens_q", "q_start")}
     out = attention(q, k, v, layout="lhd", cu_seqlens_q=offsets, cu_seqlens_k=of_keys, **options)
-    return out[None]
+    return out[None].contiguous()

@@ -1,6 +1,6 @@
 """Some hundred faults, a module for each room of the house; tests/mutations.py puts them into the code."""
 
-from . import caches, calls, files, gpu, gradients, kernels, lowering, shards, threads, tiles, transformers
+from . import caches, calls, derivatives, files, gpu, gradients, kernels, lowering, shards, threads, tiles, transformers
 from .mutation import ROOT, Mutation
 
 __all__ = ["MUTATIONS", "ROOT", "Mutation"]
@@ -8,6 +8,7 @@ __all__ = ["MUTATIONS", "ROOT", "Mutation"]
 MUTATIONS = (
     *kernels.MUTATIONS,
     *gradients.MUTATIONS,
+    *derivatives.MUTATIONS,
     *threads.MUTATIONS,
     *tiles.MUTATIONS,
     *lowering.MUTATIONS,

@@ -1,0 +1,83 @@
+"""Faults of PyTorch's transforms, and of attention in its operations."""
+
+from .mutation import Mutation
+
+MUTATIONS = (
+    Mutation(
+        "blocks of rows drop the weights of the first one",
+        "torch/further.py",
+        "i = range(first + self.rows.start, first + self.rows.stop)",
+        "i = range(first, first + self.rows.stop - self.rows.start)",
+        "tests/test_torch_doors.py -k same_function",
+    ),
+    Mutation(
+        "the sink is left out of a row's maximum",
+        "torch/further.py",
+        "top = torch.maximum(top, sinks.detach())",
+        "top = top + 0 * sinks.detach()",
+        "tests/test_torch_doors.py -k same_function",
+    ),
+    Mutation(
+        "a shift to the left by more than 63 goes round",
+        "torch/values.py",
+        "return torch.where(inside, a << torch.where(inside, n, 0), 0)",
+        "return a << (n & 63)",
+        "tests/test_torch_doors.py -k integers_at_their_ends",
+    ),
+    Mutation(
+        "a shift to the right by more than 63 goes round",
+        "torch/values.py",
+        "return a >> torch.where((n >= 0) & (n < 64), n, 63)",
+        "return a >> (n & 63)",
+        "tests/test_torch_doors.py -k integers_at_their_ends",
+    ),
+    Mutation(
+        "a quotient by -1 is not negated",
+        "torch/values.py",
+        "return torch.where(usual, quotient, torch.where(b == 0, 0, -a))",
+        "return torch.where(usual, quotient, torch.where(b == 0, 0, a))",
+        "tests/test_torch_doors.py -k integers_at_their_ends",
+    ),
+    Mutation(
+        "angles beyond all have sines",
+        "torch/values.py",
+        "return lambda x: function(torch.where(x.abs() <= MOST_ANGLE, x, torch.nan))",
+        "return function",
+        "tests/test_torch_doors.py -k angles_at_their_end",
+    ),
+    Mutation(
+        "examples whose items share keys are items of one batch",
+        "torch/transforms.py",
+        "    return q != k",
+        "    return False",
+        "tests/test_torch_doors.py -k share_their_keys",
+    ),
+    Mutation(
+        "out= is not told to autograd",
+        "results.py",
+        '    sys.modules["torch"]._C._increment_version((tensor,))',
+        "    assert tensor is not None",
+        "tests/test_tensors.py -k autograd",
+    ),
+    Mutation(
+        "autocast is for speedlight.torch alone",
+        "api.py",
+        'if arrays.is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():',
+        "if arrays.is_tensor(q) and False:",
+        "tests/test_torch_doors.py -k autocast",
+    ),
+    Mutation(
+        "graphs are told that results are contiguous",
+        "torch/ops.py",
+        "return torch.empty_permuted(shape, order_of(x.shape, x.stride()), dtype=x.dtype, device=x.device)",
+        "return x.new_empty(shape)",
+        "tests/test_torch_strides.py -k graphs",
+    ),
+    Mutation(
+        "results of repeated calls are contiguous",
+        "calls.py",
+        "new, at = fresh(q, self.shape, alike=self.alike, steps=self.steps)",
+        "new, at = fresh(q, self.shape)",
+        "tests/test_torch_strides.py -k lie_as",
+    ),
+)
