@@ -78,6 +78,14 @@ def test_the_sdist_has_what_its_tests_ask_for():
     assert all((ROOT / x).exists() for x in named)
 
 
+def test_the_lowest_releases_are_those_that_are_tested():
+    """Of what has an interface that changes: a job installs the bounds of pyproject.toml."""
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)\.\*$", (ROOT / "lowest.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    bounds = {name: re.findall(rf'"{name}>=([\d.]+)"', PROJECT)[0] for name in ("numpy", "llvmlite", "torch", "jax")}
+    assert pins == bounds
+    assert any("make test-lowest" in step.get("run", "") for _, job in jobs() for step in job["steps"])
+
+
 def test_what_is_not_there_yet_is_said():
     """Whoever reads about workflows and systems reads that they have not run."""
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
