@@ -6,6 +6,7 @@ objects, are marked as constants. torch.export without strict=True runs none of 
 
 from __future__ import annotations
 
+import re
 import types
 from typing import Any
 
@@ -23,9 +24,14 @@ from ..problem import Options
 from . import ops
 from .forms import ARRAY, text_of
 
+_FIRST = (2, 13)  # before it Dynamo takes the graph of another closure, which computes something else
+_IS_OLD = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < _FIRST
+
 
 def in_graph(q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:
     """attention() as Dynamo sees it; `options`: all of them, in a tuple."""
+    if _IS_OLD:
+        raise UnsupportedError("torch.compile: expected PyTorch 2.13 or newer; got an older one. Upgrade torch.")
     mask, score, sinks, seed = options[2], options[3], options[4], options[15]
     scores = [] if score is None else list(score) if isinstance(score, (list, tuple)) else [score]
     tables: list[Any] = []
