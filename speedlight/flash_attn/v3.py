@@ -275,8 +275,8 @@ def get_scheduler_metadata(*given: Any, **options: Any) -> Tensor:
     >>> speedlight.flash_attn.v3.get_scheduler_metadata(2, 1, 64, 8, 2, 16, torch.tensor([5, 7])).shape
     torch.Size([0])
     """
-    device = next((x.device for x in (*given, *options.values()) if isinstance(x, Tensor)), None)
-    return torch.empty(0, dtype=torch.int32, device=device)
+    devices = [x.device for x in (*given, *options.values()) if isinstance(x, Tensor)]
+    return torch.empty(0, dtype=torch.int32, device=devices[0] if devices else None)
 
 
 def absorbed(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
