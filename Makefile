@@ -7,7 +7,7 @@ RUN := $(BIN)/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all docs gallery scaling mutations bench readme package check-arm gpu-check gpu clean
+.PHONY: demo test test-lowest test-all docs gallery scaling mutations bench readme package check-arm gpu-check gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
@@ -44,6 +44,13 @@ test: $(VENV)/.test
 	mkdir -p build
 	$(BIN)/pyright >build/types.txt & types=$$!; $(RUN) -m pytest -n auto -m "not slow"; tests=$$?; \
 		wait $$types; types=$$?; cat build/types.txt; exit $$((tests | types))
+
+# with the lowest releases that pyproject.toml takes, in an environment of its own
+test-lowest:
+	$(PYTHON) -m venv build/lowest
+	build/lowest/bin/python -m pip install -q -c lowest.txt -e '.[test]'
+	build/lowest/bin/python -m pytest -n auto -m "not slow" tests/test_attention.py tests/test_cache.py tests/test_jax.py \
+		tests/test_llvm.py tests/test_flash_*.py tests/test_tensors.py tests/test_torch*.py
 
 test-all: $(VENV)/.test docs
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, has, pass_on, shown
+from .errors import ArgumentError, ArgumentTypeError, UnsupportedError, has, how_to_install, pass_on, shown
 from .forks import importing
 
 # our name, bytes; names as NumPy, ml_dtypes, PyTorch and the command line spell them
@@ -401,7 +401,7 @@ def _from_cuda(x: Any, name: str) -> Array:
         import torch
     except ImportError:
         raise UnsupportedError(
-            f"{name}: expected PyTorch beside arrays on a GPU; it is not installed. pip install 'speedlight[gpu]'"
+            f"{name}: expected PyTorch beside arrays on a GPU; it is not installed. Run {how_to_install('gpu')}."
         ) from None
     _, held = _dlpack_tensor(x, name)
     if held.strides and any([held.strides[i] < 0 for i in range(held.ndim)]):  # PyTorch would abort the process

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .arrays import Array
 from .checks import device_name
 from .cpu.operands import Strides
-from .errors import ArgumentError, UnsupportedError, shown
+from .errors import ArgumentError, UnsupportedError, how_to_install, shown
 from .forks import importing
 from .machine import interpreting
 from .problem import Problem
@@ -60,8 +60,8 @@ def gpu(name: str = "q", way: str = "q.cpu()") -> Any:
             from .gpu import prepare
     except ImportError as error:
         raise UnsupportedError(
-            f"{name}: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). pip install "
-            f"'speedlight[gpu]', or use {way}."
+            f"{name}: expected Triton, for arrays on a GPU; it cannot be loaded ({error}). Run "
+            f"{how_to_install('gpu')}, or use {way}."
         ) from None
     return prepare
 

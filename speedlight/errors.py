@@ -19,6 +19,11 @@ def shown(x: Any) -> str:
         return f"a value of type {type(x).__name__}"
 
 
+def how_to_install(extra: str) -> str:
+    """Returns the command that brings what an extra of pyproject.toml names. It is on no package index."""
+    return f"pip install '.[{extra}]' in a clone of speedlight's repository"
+
+
 # By these, libraries and arguments of every kind say that they cannot do what they were asked for
 _REFUSALS = (
     TypeError,

@@ -1,21 +1,37 @@
 """Python functions that XLA calls on the CPU: the call frames of its FFI, read as NumPy arrays where they lie.
 
 jax.pure_callback passes copies through JAX's own dispatch: twenty times the cost of a small call, and it can deadlock.
+
+A program may end before XLA has begun what it was asked for. A thread that asks for the GIL then never gets it, and JAX
+waits for its threads. So machine code stands before each Python function: once the program ends, it refuses calls.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.ffi
 import numpy as np
+from llvmlite import ir
 
 from .arrays import numpy_dtype
+from .cpu.layout import Record
+from .cpu.vector import I64, PTR, Function, Module, Value
+from .errors import UnsupportedError
+from .forks import renew_after_fork
+from .llvm import load
 
-# XLA_FFI_DataType; the structures are those of xla/ffi/api/c_api.h, whose fields keep their places
+# The structures are those of xla/ffi/api/c_api.h in this version. A later minor version only adds fields at the ends;
+# an XLA that no longer takes handlers of this one refuses them when they are registered.
+_VERSION = 0, 1
+# XLA_FFI_DataType
 _DTYPES = {
     code: numpy_dtype(name)
     for code, name in {
@@ -28,7 +44,8 @@ _DTYPES = {
         16: "bfloat16",
     }.items()
 }
-_INTERNAL = 13  # XLA_FFI_Error_Code
+_INTERNAL, _UNAVAILABLE = 13, 14  # XLA_FFI_Error_Code
+_METADATA = 1  # XLA_FFI_Extension_Type
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
@@ -66,7 +83,7 @@ class _Metadata(ctypes.Structure):
 
 
 class _Question(ctypes.Structure):
-    """The extension of a frame that asks what a handler was made for, and wants nothing computed."""
+    """An extension of a frame. That of `_METADATA` asks what a handler was made for, and wants nothing computed."""
 
     _fields_ = (
         ("struct_size", _SIZE),
@@ -77,25 +94,82 @@ class _Question(ctypes.Structure):
 
 
 _HANDLER = ctypes.CFUNCTYPE(_POINTER, ctypes.POINTER(_Frame))
-_registered: list[Any] = []  # XLA keeps their addresses
+_GATE = Record("inside", "closed")
+
+
+class _Gate:
+    """Counts the calls that are in Python, or on their way there; once it is closed, refuses them without the GIL."""
+
+    def __init__(self) -> None:
+        self._words = (ctypes.c_int64 * len(_GATE.names))()
+        message = b"Python is ending: speedlight's attention was not computed"
+        self._ended = _ErrorArgs(ctypes.sizeof(_ErrorArgs), None, message, _UNAVAILABLE)
+        renew_after_fork(self)
+        atexit.register(self.close)  # runs before those of JAX, which was imported first and waits for its threads
+
+    def before(self, name: str, handler: Any) -> Any:
+        """A handler that calls `handler` while the gate is open."""
+        module = Module(name)
+        k = module.function(name, {"frame": PTR}, I64, public=True)
+        words, found = k.pointer(k.i64(ctypes.addressof(self._words))), k.variable(k.i64(0))
+        k.fetch_add(words, _GATE.offset("inside"), 1)
+        closed = k.fetch_add(words, _GATE.offset("closed"), 0)
+        with k.either(closed.differs(0)) as (yes, no):
+            with yes:
+                api = k.load(PTR, k.p["frame"], _Frame.api.offset)
+                create = k.load(I64, api, _Api.create_error.offset)
+                found.set(_called(k, create, k.pointer(k.i64(ctypes.addressof(self._ended)))))
+            with no:
+                found.set(_called(k, k.i64(ctypes.cast(handler, _POINTER).value or 0), k.p["frame"]))
+        k.fetch_add(words, _GATE.offset("inside"), -1)
+        k.finish(found.get())
+        code = load((), (name,), str(module))
+        for kept in (self, handler, code):  # XLA's threads may call when the objects of Python's modules are gone
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+        return ctypes.cast(code[name], _HANDLER)
+
+    def close(self) -> None:
+        """Waits for what has effects, as JAX is about to, and for calls that are inside. Refuses all others."""
+        with contextlib.suppress(Exception):  # JAX tells of it
+            jax.effects_barrier()
+        self._words[_GATE.word("closed")] = 1
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                time.sleep(0.001)  # without the GIL, which they need
+                if not self._words[_GATE.word("inside")]:
+                    break
+            except BaseException as error:  # of a signal; who is inside would keep the process for ever
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def after_fork(self) -> None:
+        """None of the threads that were inside is here."""
+        self._words[_GATE.word("inside")] = 0
+
+
+def _called(k: Function, address: Value, argument: Value) -> Value:
+    """What a function at an address makes of a pointer: another, as a number."""
+    kind = ir.FunctionType(I64, [PTR]).as_pointer()
+    return Value(k, k.b.call(k.b.inttoptr(address.x, kind), [argument.x]))
+
+
+_gate = _Gate()
 
 
 def register(name: str, function: Callable[[list[np.ndarray], list[np.ndarray], bytes], None]) -> None:
     """Makes function(operands, results, text) what jax.ffi.ffi_call(name, …)(*operands, text=…) runs, on any thread.
 
-    It writes to the results; what it raises becomes the message of JAX's error.
+    It writes to the results; what it raises becomes the message of JAX's error. At the end of the program calls that
+    have not begun are refused, and those that have are waited for.
     """
 
     def handler(pointer: Any) -> int | None:
         frame = pointer.contents
         try:
-            if frame.extension_start:
-                question = _Question.from_address(frame.extension_start)
-                if question.kind == 1:
-                    question.metadata.contents.version.major = frame.api.contents.version.major
-                    question.metadata.contents.version.minor = frame.api.contents.version.minor
-                    question.metadata.contents.traits = 0
-                    return None
+            if _answered(frame.extension_start):
+                return None
             text = frame.attributes.items[0].contents
             function(_arrays(frame.args), _arrays(frame.results), ctypes.string_at(text.data, text.length))
         except BaseException as error:  # nothing may pass through XLA's frames
@@ -104,8 +178,27 @@ def register(name: str, function: Callable[[list[np.ndarray], list[np.ndarray], 
             return frame.api.contents.create_error(ctypes.byref(args))
         return None
 
-    _registered.append(_HANDLER(handler))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(_registered[-1]), platform="cpu")
+    capsule = jax.ffi.pycapsule(_gate.before(name, _HANDLER(handler)))
+    try:
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    except jax.errors.JaxRuntimeError as error:
+        raise UnsupportedError(
+            f"speedlight.jax: expected a JAX whose XLA takes handlers of version {_VERSION[0]}.{_VERSION[1]} of its "
+            f"FFI; JAX {jax.__version__} does not ({error}). docs/jax.md names those that were tested."
+        ) from error
+
+
+def _answered(extension: int | None) -> bool:
+    """Whether a frame asked for metadata. They say for which version of XLA's FFI a handler was made."""
+    while extension:
+        question = _Question.from_address(extension)
+        if question.kind == _METADATA:
+            metadata = question.metadata.contents
+            metadata.version.major, metadata.version.minor = _VERSION
+            metadata.traits = 0
+            return True
+        extension = question.next
+    return False
 
 
 def _arrays(buffers: Any) -> list[np.ndarray]:

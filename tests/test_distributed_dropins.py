@@ -101,10 +101,29 @@ def test_kept_tokens_stay_on_their_ranks():
             assert [start + path.index(i - start) for i in mine] == list(after.positions(rank)[first:])
 
 
+@pytest.mark.parametrize("shard", ["contiguous", "zigzag", "stripe"])
+def test_kept_tokens_join_no_run_before_them(shard):
+    """Those before `start` are where they were, also where the first that is kept is on the rank of the last run."""
+    p = placement.sharded(placement.empty(2), positions(12, 2, shard))
+    for start in range(12):
+        for index in range(12 - start):
+            after, _ = placement.kept(p, start, [index])
+            check(after, start + 1)
+            before = placement.shortened(p, start)
+            assert after.runs[:-1] == before.runs and len(after.runs[-1].at) == 1
+
+
 def test_new_tokens_go_where_the_fewest_are():
     p = placement.sharded(placement.empty(3), ((range(40),), (), (range(40, 50),)))
     p = placement.grown(p, 100, 16)
     assert max(p.counts) - min(p.counts) <= 16
+    # a run that began before the piece which tokens come into, as shards do, is not gone on with
+    for own in (((range(40),), ()), ((range(20), range(36, 40)), (range(20, 36),)), ((), (range(40),))):
+        p = placement.sharded(placement.empty(2), own)
+        counts = [len(x) for x in map(p.positions, range(2))]
+        begun = own == ((range(20), range(36, 40)), (range(20, 36),))  # inside of the piece
+        to = 0 if begun else counts.index(min(counts))
+        assert placement.grown(p, 8, 16).counts[to] == counts[to] + 8
     for ranks in (2, 3, 5):
         for capacity in (1, 16, 100, 1000):
             p = placement.grown(placement.empty(ranks), capacity, 16)

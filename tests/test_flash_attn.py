@@ -355,10 +355,13 @@ class TestInstall:
         fa.install((3, 4))
         import flash_attn_interface  # type: ignore
         from flash_attn.cute import flash_attn_func  # type: ignore
-        from flash_attn.cute.interface import flash_attn_varlen_func  # type: ignore
+        from flash_attn.cute.interface import flash_attn_varlen_func, get_scheduler_metadata  # type: ignore
 
         assert flash_attn_interface.flash_attn_func is v3.flash_attn_func
+        assert flash_attn_interface.get_scheduler_metadata(2, 1, 8, 4, 2, 16, torch.tensor([5, 7])).numel() == 0
         assert flash_attn_func is v4.flash_attn_func and flash_attn_varlen_func is v4.flash_attn_varlen_func
+        (x,), ahead = made(3, (7, 4, 8)), get_scheduler_metadata(4, 4, 4, 4, 8, 1, cu_seqlens_q=torch.tensor([0, 7]))
+        assert flash_attn_varlen_func(x, x, x, cu_seqlens_q=[0, 7], cu_seqlens_k=[0, 7], scheduler_metadata=ahead)
         fa.install()
         assert "flash_attn_interface" not in sys.modules and "flash_attn.cute" not in sys.modules
 

@@ -28,7 +28,8 @@ class Room:
         self.given = self.k.clone(), self.v.clone()
 
     def slot(self, item: int, at: int) -> tuple[int, int]:
-        return (self.rows[item], at) if self.table is None else (int(self.table[item, at // 4]), at % 4)
+        row = self.rows[item]
+        return (row, at) if self.table is None else (int(self.table[row, at // 4]), at % 4)
 
     def put(self, item: int, at: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Into the copies."""
@@ -40,9 +41,9 @@ class Room:
         return [torch.stack([x[p] for p in places]) if places else x[0, :0] for x in self.given]
 
     def options(self) -> dict:
-        if self.table is not None:
-            return {"block_table": self.table}
-        return {} if self.rows == [0, 1, 2] else {"cache_batch_idx": torch.tensor(self.rows, dtype=torch.int32)}
+        options = {} if self.table is None else {"block_table": self.table}
+        picked = {} if self.rows == [0, 1, 2] else {"cache_batch_idx": torch.tensor(self.rows, dtype=torch.int32)}
+        return options | picked
 
 
 def angles() -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,16 +63,19 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("where", ["contiguous", "rows", "paged", "left padding"])
+@pytest.mark.parametrize(
+    "where", ["contiguous", "rows", "paged", "left padding", "rows, left padding", "paged, rows, left padding"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_appends_and_attends(name, where):
     case = dict(CASES[name])
     n, sq, rotary, slopes = case.pop("n"), case.pop("sq"), case.pop("rotary", None), case.pop("slopes", None)
-    room = Room(where == "paged", [4, 0, 2] if where == "rows" else None)
+    paged, padded = "paged" in where, "left padding" in where
+    room = Room(paged, ([2, 0, 1] if paged else [4, 0, 2]) if "rows" in where else None)
     q, k, v = made(11, (3, sq, HEADS, D), (3, n, KV, D), (3, n, KV, D))
-    before, pads = [5, 0, 9] if where != "left padding" else [5, 3, 9], [0, 0, 0]
+    before, pads = [5, 3, 9] if padded else [5, 0, 9], [0, 0, 0]
     options = {"cache_seqlens": torch.tensor(before, dtype=torch.int32), **room.options()}
-    if where == "left padding":
+    if padded:
         pads = [2, 3, 0]
         options["cache_leftpad"] = torch.tensor(pads, dtype=torch.int32)
     if n:
@@ -104,11 +108,14 @@ def test_appends_and_attends(name, where):
 
 @pytest.mark.parametrize("paged", [False, True])
 def test_version_3_takes_packed_tokens(paged):
-    room = Room(paged)
+    """Beside pages with picked rows and padding on the left."""
+    room = Room(paged, [1, 2, 0] if paged else None)
     q, k, v = made(12, (6, HEADS, D), (4, KV, D), (4, KV, D))
     cu_q, cu_new, before, spin = flash.offsets(1, 3, 2), flash.offsets(2, 0, 2), [5, 1, 9], [3, 0, 1]
     cos, sin = angles()
-    table = {"page_table": room.table} if paged else {}
+    pads = [2, 0, 4] if paged else [0, 0, 0]
+    table = {"page_table": room.table, "cache_batch_idx": torch.tensor(room.rows)} if paged else {}
+    table |= {"cache_leftpad": torch.tensor(pads, dtype=torch.int32)} if paged else {}
     out, lse, *rest = v3.flash_attn_with_kvcache(
         q, room.k, room.v, k, v, None, cos, sin, torch.tensor(before), cu_seqlens_q=cu_q, cu_seqlens_k_new=cu_new,
         rotary_seqlens=torch.tensor(spin), causal=True, rotary_interleaved=False, return_softmax_lse=True, **table,
@@ -121,7 +128,7 @@ def test_version_3_takes_packed_tokens(paged):
         own_q = flash.turned(q[rows], cos, sin, [spin[item] + i for i in range(len(q[rows]))], False)
         for i in range(count):
             room.put(item, start + i, own_k[i], v[new][i])
-        true_out, true_lse = flash.attended(own_q, *room.read(item, 0, start + count), causal=True)
+        true_out, true_lse = flash.attended(own_q, *room.read(item, pads[item], start + count), causal=True)
         close(out[rows], true_out)
         close(lse[:, rows], true_lse)
     torch.testing.assert_close(room.k, room.given[0], atol=1e-6, rtol=1e-6)
@@ -167,7 +174,7 @@ WRONG = {
     "rotary_cos": {"rotary_cos": torch.ones(12, 8)},
     "rotary_cos ": {"rotary_cos": torch.ones(5, 8), "rotary_sin": torch.ones(5, 8)},
     "cache_batch_idx": {"cache_batch_idx": torch.tensor([0, 1, 5])},
-    "cache_batch_idx ": {"cache_batch_idx": torch.tensor([0, 1, 2]), "block_table": torch.zeros(3, 1).int()},
+    "cache_batch_idx ": {"cache_batch_idx": torch.tensor([0, 1, 3]), "block_table": torch.zeros(3, 1).int()},
     "block_table": {"block_table": torch.tensor([[0], [1], [5]], dtype=torch.int32)},
     "block_table ": {"block_table": torch.zeros(2, 1, dtype=torch.int32)},
     "cache_leftpad": {"cache_leftpad": torch.tensor([0, 5, 0])},

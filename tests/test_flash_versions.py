@@ -128,15 +128,101 @@ def test_private_calls_of_version_3():
     assert torch.equal(cache[0, 5], one[0, 0]) and out.shape == (2, 1, 4, 8)
 
 
-@pytest.mark.parametrize("window", [(None, None), (2, None), (None, 1), (3, 0), (-1, -1)])
+def seen(window, causal, apart):
+    """flash-attn 4's: sides are numbers, below 0, too; two that cross limit nothing."""
+    left, right = window[0], 0 if causal else window[1]
+    left, right = (None, None) if left is not None and right is not None and left + right < 0 else (left, right)
+    right = 0 if causal else right
+    return lambda i, j: (
+        ((left is None) | (j >= i + apart - (left or 0))) & ((right is None) | (j <= i + apart + (right or 0)))
+    )
+
+
+@pytest.mark.parametrize(
+    "window", [(None, None), (2, None), (None, 1), (3, 0), (-1, -1), (None, -2), (-1, None), (4, -1), (-2, 3), (-1, 0)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_version_4_windows(window, causal):
-    q, k, v = made(8, (1, 6, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8))
-    out, lse = v4.flash_attn_func(q, k, v, causal=causal, window_size=window, return_lse=True)
-    true = flash.batched(q, k, v, causal=causal, window=window)
+    for rows, keys in ((6, 4), (5, 9)):
+        q, k, v = made(8, (1, rows, 2, 8), (1, keys, 2, 8), (1, keys, 2, 8))
+        given = window if rows == 6 else tuple(n if n is None else torch.tensor(n) for n in window)
+        out, lse = v4.flash_attn_func(q, k, v, causal=causal, window_size=given, return_lse=True)
+        true = flash.batched(q, k, v, mask=seen(window, causal, keys - rows))
+        close(out, true[0])
+        close(lse, true[1])
+        ends = {"cu_seqlens_q": flash.offsets(rows), "cu_seqlens_k": flash.offsets(keys)}
+        packed, _ = v4.flash_attn_varlen_func(q[0], k[0], v[0], **ends, causal=causal, window_size=given)
+        close(packed, true[0][0])
+
+
+@pytest.mark.parametrize("name", ["q", "v", "qv", "learnable_sink"])
+def test_version_4_returns_log_sum_exps_where_there_is_a_gradient(name):
+    q, k, v, qv = made(17, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8), (2, 5, 4, 8))
+    given = {"q": q, "k": k, "v": v, "qv": qv if name == "qv" else None, "learnable_sink": torch.ones(4)}
+    assert v4.flash_attn_func(**given)[1] is None
+    given[name].requires_grad_()
+    out, lse = v4.flash_attn_func(**given)
+    assert out.requires_grad and not lse.requires_grad
+    assert torch.equal(lse, v4.flash_attn_func(**given, return_lse=True)[1])
+    ends = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), None)
+    assert torch.equal(lse, v4.flash_attn_varlen_func(**given, **ends)[1])
+
+
+def test_version_4_without_queries_and_keys():
+    """Then scores are of qv and v."""
+    qv, v = made(18, (2, 5, 4, 12), (2, 7, 2, 12), grad=True)
+    true = flash.batched(qv, v, v, causal=True)
+    out, lse = v4.flash_attn_func(None, None, v, qv, causal=True, return_lse=True)
     close(out, true[0])
-    close(lse, true[1])
-    assert v4.flash_attn_func(q, k, v)[1] is None
+    close(lse.transpose(1, 2), true[1])
+    for x, y in zip(flown((out, lse), (qv, v)), flown((true[0], true[1].transpose(1, 2)), (qv, v)), strict=True):
+        close(x, y)
+    ends_q, ends_k = flash.offsets(5, 5), flash.offsets(7, 7)
+    packed, _ = v4.flash_attn_varlen_func(
+        None, None, v.flatten(0, 1), qv.flatten(0, 1), cu_seqlens_q=ends_q, cu_seqlens_k=ends_k, causal=True
+    )
+    close(packed, true[0].flatten(0, 1))
+
+
+@pytest.mark.parametrize("used", [None, [6, 3]])
+@pytest.mark.parametrize("version", [2, 4])
+def test_pages_have_gradients(version, used):
+    """Of queries, of pages, and of what several sequences share; without lengths a sequence fills its pages."""
+    q, k, v = made(19, (7, 4, 8), (5, 3, 2, 8), (5, 3, 2, 8), grad=True)
+    table, ends, lens = torch.tensor([[4, 1], [4, 0]], dtype=torch.int32), flash.offsets(4, 3), used or [6, 6]
+    if version == 4:
+        given = None if used is None else torch.tensor(used, dtype=torch.int32)
+        out, lse = v4.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=ends, page_table=table, seqused_k=given, causal=True, return_lse=True
+        )
+    else:
+        out, lse, _ = fa.flash_attn_varlen_func(
+            q, k, v, ends, flash.offsets(*lens), 4, 6, causal=True, return_attn_probs=True, block_table=table
+        )
+    keys, values = (torch.cat([x[row].flatten(0, 1)[:n] for row, n in zip(table, lens, strict=True)]) for x in (k, v))
+    true = flash.ragged(q, keys, values, ends, flash.offsets(*lens), causal=True)
+    close(out, true[0])
+    close(lse, true[1].masked_fill(true[1] == -math.inf, math.inf) if version == 2 else true[1])
+    for x, y in zip(flown((out,), (q, k, v)), flown(true[:1], (q, k, v)), strict=True):
+        close(x, y)
+    with torch.no_grad():
+        again = v4.flash_attn_varlen_func(
+            q, k, v, cu_seqlens_q=ends, page_table=table, seqused_k=torch.tensor(lens), causal=True
+        )[0]
+    close(again, true[0])
+    with pytest.raises(sl.Error, match="^page_table: expected"):
+        v4.flash_attn_varlen_func(q, k, v, cu_seqlens_q=ends, page_table=table + 1, seqused_k=torch.tensor(lens))
+
+
+@pytest.mark.parametrize("call", [fa.flash_attn_func, v3.flash_attn_func, v4.flash_attn_func])
+def test_windows_may_be_tensors(call):
+    q, k, v = made(20, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
+    out = call(q, k, v, window_size=torch.tensor([2, 1]))
+    true = flash.batched(q, k, v, window=(2, 1))[0]
+    close(out[0] if call is v4.flash_attn_func else out, true)
+    for wrong in (torch.tensor([2, 1, 0]), torch.tensor([2.0, 1.0]), torch.tensor(3)):
+        with pytest.raises(sl.Error, match="^window_size: expected"):
+            call(q, k, v, window_size=wrong)
 
 
 def test_version_4_sinks():
@@ -229,6 +315,7 @@ def test_combine():
         v3.flash_attn_combine(out, lse, None, torch.int32)
 
 
+TABLE = torch.zeros(2, 1, dtype=torch.int32)
 REFUSED = [
     (v3.flash_attn_func, "q_descale", {"q_descale": torch.ones(2, 2)}),
     (v3.flash_attn_func, "attention_chunk", {"attention_chunk": 4}),
@@ -239,10 +326,12 @@ REFUSED = [
     (v4.flash_attn_func, "score_mod_bwd", {"score_mod_bwd": max}),
     (v4.flash_attn_func, "mask_mod", {"mask_mod": lambda b, h, m, n, info, aux: n < 3, "causal": True}),
     (v4.flash_attn_func, "softcap", {"score_mod": lambda s, b, h, m, n, info, aux: s, "softcap": 1.0}),
-    (v4.flash_attn_func, "window_size", {"window_size": (-1, 0)}),
-    (v4.flash_attn_func, "window_size", {"window_size": (4, -1)}),
+    (v4.flash_attn_func, "window_size", {"window_size": (4.0, 1)}),
+    (v4.flash_attn_func, "k", {"k": None}),
+    (v4.flash_attn_func, "qv", {"q": None, "k": None, "qv": torch.ones(2, 5, 4, 9)}),
     (v4.flash_attn_func, "learnable_sink", {"learnable_sink": torch.ones(3)}),
-    (v4.flash_attn_varlen_func, "seqused_k", {"page_table": torch.zeros(2, 1, dtype=torch.int32)}),
+    (v4.flash_attn_varlen_func, "cu_seqlens_k", {"page_table": TABLE, "cu_seqlens_k": flash.offsets(3, 4)}),
+    (v4.flash_attn_varlen_func, "page_table", {"page_table": TABLE[0]}),
     (v4.flash_attn_varlen_func, "seqused_q", {"seqused_q": torch.tensor([6, 1])}),
 ]
 
@@ -251,7 +340,7 @@ REFUSED = [
 def test_what_is_not_offered_is_named(call, name, options):
     q, k, v = made(14, (2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 8))
     with pytest.raises(sl.Error, match=f"^{name}: expected"):
-        call(q, k, v, **options)
+        call(**{"q": q, "k": k, "v": v, **options})
 
 
 def test_values_that_are_their_own_keys():
@@ -267,7 +356,6 @@ def test_values_that_are_their_own_keys():
 
 ENDS = flash.offsets(3, 4)
 PADDED, PACKED, CACHE = torch.ones(2, 5, 2, 8), torch.ones(7, 2, 8), torch.zeros(2, 6, 2, 8)
-TABLE = torch.zeros(2, 1, dtype=torch.int32)
 THREE, LIST = [PADDED] * 3, "those of speedlight.flash_attn"
 
 

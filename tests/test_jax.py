@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import doctest
 import functools
 import inspect
+import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -17,11 +22,13 @@ from conftest import FULL
 
 import speedlight as sl
 import speedlight.jax
+from speedlight import xla
 from speedlight.expressions.tree import evaluate
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 attend = speedlight.jax.dot_product_attention
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
+HAS_RESIDUAL = "return_residual" in inspect.signature(jax.nn.dot_product_attention).parameters
 SMALL = {"float32": 3e-5, "float16": 3e-3, "bfloat16": 2.5e-2}
 
 
@@ -119,8 +126,9 @@ def test_against_the_formula(seed):
 
 
 def test_signature():
-    """Names, order, what is keyword-only, and defaults are JAX's, in this version of it."""
-    own, theirs = (inspect.signature(f).parameters.values() for f in (attend, jax.nn.dot_product_attention))
+    """Names, order, what is keyword-only, and defaults are JAX's; older versions return no residual."""
+    own, theirs = (list(inspect.signature(f).parameters.values()) for f in (attend, jax.nn.dot_product_attention))
+    own = own if HAS_RESIDUAL else own[:-1]
     assert [(x.name, x.kind, x.default) for x in own] == [(x.name, x.kind, x.default) for x in theirs]
 
 
@@ -128,6 +136,7 @@ def normal(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
+@pytest.mark.skipif(not HAS_RESIDUAL, reason="this JAX returns no residual")
 def test_against_jax():
     """JAX itself, in what its documentation leaves open: rows that see nothing, and those that are all -inf."""
     q, k, v = normal(2, 5, 2, 8), normal(2, 5, 1, 8, seed=1), normal(2, 5, 1, 8, seed=2)
@@ -296,6 +305,88 @@ def test_derivatives_that_are_refused():
         jax.jvp(total, (q,), (q,))
     with pytest.raises(ValueError, match="speedlight_attention` cannot be differentiated"):
         jax.hessian(total)(q)
+
+
+# --- programs that end while calls are in flight
+
+LATE = """
+import atexit, os, signal, sys, threading, jax, jax.numpy as jnp, speedlight.jax
+from jax.experimental import io_callback
+q, w = jnp.ones((1, 64, 2, 8)), jnp.ones((800, 800))
+
+@jax.jit
+def late(q, w):  # attention that is asked for now, and begins after a while
+    for _ in range(8):
+        w = w @ w / 800
+    return speedlight.jax.dot_product_attention(q + w[0, 0], q, q)
+
+late(q, w).block_until_ready()
+y = late(q, w)
+"""
+ENDS = {  # the last lines, the exit code, what is printed
+    "shape": ("print(y.shape)", 0, "(1, 64, 2, 8)"),
+    "saved": ("jax.jit(lambda q: io_callback(lambda x: print(float(x)), None, late(q, w).sum()))(q)", 0, "1024.0"),
+    "several": ("z = [late(q + n, w) for n in range(5)], jax.jit(jax.grad(lambda q: late(q, w).sum()))(q)", 0, ""),
+    "dropped": ("del y", 0, ""),
+    "exit": ("sys.exit(3)", 3, ""),
+    "_exit": ("os._exit(4)", 4, ""),
+    "raise": ("raise MemoryError", 1, ""),
+    "interrupt": ("signal.signal(signal.SIGINT, signal.default_int_handler); os.kill(os.getpid(), signal.SIGINT)",
+                  -signal.SIGINT, ""),
+    "fork": ("if not (child := os.fork()): os._exit(5)\nprint(os.waitpid(child, 0)[1] >> 8)", 0, "5"),
+    "at exit": ("atexit.register(lambda: print(late(q, w).sum()))", 0, "1024.0"),
+    "error": ("speedlight.jax.attention = None\nz = late(q, w)", 0, ""),
+    "thread": ("threading.Thread(target=lambda: print(late(q, w).sum())).start()", 0, "1024.0"),
+}  # fmt: skip
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+ends = [pytest.param(x, marks=needs_fork) if x == "fork" else x for x in (ENDS if FULL else ["shape", "saved", "fork"])]
+
+
+@pytest.mark.parametrize("name", ends)
+def test_no_call_keeps_a_program_from_ending(name):
+    """The GIL is not to be had any more when XLA comes to the call. What JAX itself waits for is computed."""
+    last, code, printed = ENDS[name]
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", LATE + last], capture_output=True, text=True, timeout=60
+    )
+    assert (found.returncode, found.stdout.strip()) == (code, printed), found.stderr
+
+
+# --- the structures of XLA
+
+
+def test_structures_are_those_that_jax_ships():
+    """Each field of ours is where the header has it, in the version that handlers answer with and in this one."""
+    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h").read_text()
+    version = [int(re.search(rf"define XLA_FFI_API_{x} (\d+)", header)[1]) for x in ("MAJOR", "MINOR")]
+    assert version[0] == xla._VERSION[0] and version[1] >= xla._VERSION[1]
+    for structure, name in (
+        (xla._Buffer, "Buffer"), (xla._Buffers, "Args"), (xla._Buffers, "Rets"), (xla._Version, "Api_Version"),
+        (xla._ErrorArgs, "Error_Create_Args"), (xla._Api, "Api"), (xla._Attributes, "Attrs"), (xla._Frame, "CallFrame"),
+        (xla._Metadata, "Metadata"),
+    ):  # fmt: skip
+        body = re.search(rf"struct XLA_FFI_{name} {{(.*?)\n}};", header, re.DOTALL)[1]
+        fields = re.findall(r"(?:^|\n)\s*([^\n;/]*?)[;)]", re.sub(r"//[^\n]*", "", body))
+        kinds = [sizes_of(x, xla) for x in fields if x.strip()]
+        ours = [kind for _, kind in structure._fields_]
+        assert [ctypes.sizeof(x) for x in ours] == kinds[: len(ours)], name
+
+
+def sizes_of(field, xla):
+    """Of a declaration in C: its size in bytes."""
+    known = {"XLA_FFI_Args": xla._Buffers, "XLA_FFI_Rets": xla._Buffers, "XLA_FFI_Attrs": xla._Attributes,
+             "XLA_FFI_Api_Version": xla._Version, "int64_t": ctypes.c_int64, "size_t": ctypes.c_size_t}  # fmt: skip
+    kind = field.split()[0]
+    if "*" in field or "(" in field:
+        return ctypes.sizeof(ctypes.c_void_p)
+    return ctypes.sizeof(known.get(kind, ctypes.c_int))  # an enumeration, or int
+
+
+def test_a_jax_that_no_longer_takes_handlers_says_so(monkeypatch):
+    jax.devices()  # before, JAX only notes what is registered
+    monkeypatch.setattr(xla, "_VERSION", (99, 0))
+    with pytest.raises(sl.UnsupportedError, match=r"speedlight\.jax: expected a JAX .* 99\.0 of its FFI; JAX \d"):
+        xla.register("speedlight_of_tomorrow", lambda *_: None)
 
 
 @pytest.mark.parametrize("thing", [speedlight.jax, attend], ids=["module", "dot_product_attention"])

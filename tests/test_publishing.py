@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import speedlight as sl
+from speedlight.errors import how_to_install
 
 yaml = pytest.importorskip("yaml")
 ROOT = Path(__file__).parent.parent
@@ -77,12 +78,36 @@ def test_the_sdist_has_what_its_tests_ask_for():
     assert all((ROOT / x).exists() for x in named)
 
 
+def test_the_lowest_releases_are_those_that_are_tested():
+    """Of what has an interface that changes: a job installs the bounds of pyproject.toml."""
+    pins = dict(re.findall(r"^(\w+)==([\d.]+)\.\*$", (ROOT / "lowest.txt").read_text(encoding="utf-8"), re.MULTILINE))
+    bounds = {name: re.findall(rf'"{name}>=([\d.]+)"', PROJECT)[0] for name in ("numpy", "llvmlite", "torch", "jax")}
+    assert pins == bounds
+    assert any("make test-lowest" in step.get("run", "") for _, job in jobs() for step in job["steps"])
+
+
 def test_what_is_not_there_yet_is_said():
     """Whoever reads about workflows and systems reads that they have not run."""
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     promises = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
     assert "have not run" in contributing and "neither has run" in promises
     assert str(sl.ARITHMETIC) == "2" and "`sl.ARITHMETIC`" in promises
+
+
+def test_nobody_is_told_to_install_what_is_on_no_index():
+    """Commands for what extras bring are made in one place, work in a clone, and name extras that there are."""
+    places = [p for x in ("speedlight", "docs", "examples", "benchmarks", "tools") for p in (ROOT / x).rglob("*")]
+    texts = {p: p.read_text(encoding="utf-8") for p in (*places, *ROOT.glob("*.md")) if p.suffix in (".py", ".md")}
+    extras = set(re.findall(r"^([a-z]+) = \[", PROJECT.partition("[project.optional-dependencies]")[2], re.MULTILINE))
+    named = set()
+    for path, text in texts.items():
+        assert not re.search(r"pip install (-U )?['\"]?speedlight\b", text), path
+        if path.parts[len(ROOT.parts)] == "speedlight" and path.name != "errors.py":
+            assert not re.search(r"pip install ['\"]?(\.|torch|jax|onnx|typer|safetensors|triton)", text), path
+        found = re.findall(r"how_to_install\(['\"]([a-z]+)['\"]\)|pip install '\.\[([a-z,]+)\]'", text)
+        named |= {x for pair in found for words in pair for x in words.split(",") if x}
+    assert named and named <= extras, named - extras
+    assert how_to_install("gpu").startswith("pip install '.[gpu]' in a clone")
 
 
 @pytest.mark.parametrize("page", ["SECURITY.md", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "docs/promises.md"])

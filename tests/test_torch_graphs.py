@@ -18,6 +18,7 @@ import speedlight.transformers
 from speedlight.expressions.tables import Table
 from speedlight.expressions.tracing import Expression
 from speedlight.problem import Options
+from speedlight.torch import graphs
 from speedlight.torch.forms import options_of, tensors_of, text_of
 
 pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
@@ -108,6 +109,22 @@ def test_another_closure_is_another_graph(q):
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for mask in (near(3), near(5), sl.window(1, 0), sl.window(2, 0)):
         assert torch.equal(compiled(q, mask), function(q, mask))
+
+
+def test_an_older_pytorch_makes_no_graphs(q, monkeypatch):
+    """It would take that of another closure: it goes on uncompiled, or says so."""
+    monkeypatch.setattr(graphs, "_IS_OLD", True)
+
+    def function(q, n):
+        return attention(q, q, q, mask=lambda b, h, i, j: i - j < n)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException, match="expected PyTorch 2.13 or newer"):
+        torch.compile(function, fullgraph=True, backend="aot_eager")(q, 3)
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="aot_eager")
+    assert all([torch.equal(compiled(q, n), function(q, n)) for n in (3, 5)])
+    torch._dynamo.reset()
 
 
 def test_numbers_of_a_graph(q):

@@ -14,10 +14,13 @@ from small_llama import BATCH, DIM, HEADS, HOLES, KV_HEADS, LEFT, RIGHT, SIZES, 
 
 import speedlight as sl
 import speedlight.transformers
+from speedlight.expressions.tree import evaluate
 
 with warnings.catch_warnings():  # of a first import, about libraries that are missing
     warnings.simplefilter("ignore")
     from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM, masking_utils
+
+    from speedlight.transformers import masks
 
 __all__ = ["registered"]
 
@@ -231,6 +234,21 @@ def test_a_padding_mask_is_never_dropped():
     finally:
         AttentionInterface._global_mapping.pop("half", None)
         AttentionMaskInterface._global_mapping.pop("half", None)
+
+
+@pytest.mark.parametrize("seed", range(40) if FULL else range(4))
+def test_padding_of_this_mask(seed):
+    """It is of no mask before that begins alike: longer, shorter, or in a cache, where what is past its end is seen."""
+    r = torch.Generator().manual_seed(seed)
+    whole = torch.rand(2, 9, generator=r) < 0.5
+    whole[:, 4:] |= torch.rand(1, generator=r) < 0.5  # often nothing hidden in what one mask has more
+    for _ in range(60):
+        n, in_cache = int(torch.randint(1, 10, (), generator=r)), bool(torch.rand(1, generator=r) < 0.5)
+        keys = 12 if in_cache else n
+        shown = masks._padding(whole[:, :n], in_cache)
+        found = [[bool(evaluate(shown.root, {"b": b, "h": 0, "i": 0, "j": j})) for j in range(keys)] for b in range(2)]
+        assert found == [[j >= n or bool(whole[b, j]) for j in range(keys)] for b in range(2)], (n, in_cache)
+        assert in_cache or [x.shape for x in shown.tables] == [(2, n)]  # attention() takes no other
 
 
 def test_register(monkeypatch):

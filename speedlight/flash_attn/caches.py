@@ -63,7 +63,7 @@ def attended_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor |
     before = _seqlens(cache, new, batch, capacity)
     counts = _counts(new, batch)
     _check_room(cache, before, counts, capacity)
-    said = _with_leftpad(cache, before, counts, said)
+    said = _with_leftpad(cache, before, capacity, said)
     after = [a + b for a, b in zip(before, counts, strict=True)]
     queries = Side("q", offsets)
     if new.k is None:
@@ -180,17 +180,17 @@ def _known(cache: Cache, batch: int) -> Cache:
     """The same, its rows or pages as tensors that go with a batch."""
     name = cache.table_name
     if cache.table is not None:
-        for other, x in (("cache_batch_idx", cache.rows), ("cache_leftpad", cache.leftpad)):
-            if x is not None:
-                raise ArgumentError(f"{other}: expected None beside {name}; got {type(x).__name__}.")
         table = torch.as_tensor(cache.table)
-        if table.dim() != 2 or table.shape[0] != batch or table.is_floating_point():
+        lead = batch if cache.rows is None else "rows"
+        if table.dim() != 2 or (cache.rows is None and table.shape[0] != batch) or table.is_floating_point():
             raise ArgumentError(
-                f"{name}: expected ints of shape ({batch}, most pages); got {tuple(table.shape)} of {table.dtype}."
+                f"{name}: expected ints of shape ({lead}, most pages); got {tuple(table.shape)} of {table.dtype}."
             )
-        return cache._replace(table=table)
+        if cache.rows is not None:
+            table = table[_rows(cache.rows, batch, table.shape[0], name).to(table.device)]
+        return cache._replace(table=table, rows=None)
     if cache.rows is not None:
-        return cache._replace(rows=torch.tensor(_rows(cache, batch), dtype=torch.int64))
+        return cache._replace(rows=_rows(cache.rows, batch, cache.k.shape[0], "k_cache"))
     if cache.k.shape[0] < batch:
         raise ArgumentError(
             f"k_cache: expected {batch} rows or more, as q has; got {cache.k.shape[0]}. Or give cache_batch_idx."
@@ -198,16 +198,17 @@ def _known(cache: Cache, batch: int) -> Cache:
     return cache
 
 
-def _rows(cache: Cache, batch: int) -> list[int]:
-    """Which row of a contiguous cache is each sequence's."""
-    rows = [integer("cache_batch_idx", n) for n in listed(cache.rows, "cache_batch_idx", "a sequence of ints")]
+def _rows(given: Any, batch: int, room: int, whose: str) -> Tensor:
+    """Which row of a contiguous cache, or of a table of pages, is each sequence's."""
+    rows = [integer("cache_batch_idx", n) for n in listed(given, "cache_batch_idx", "a sequence of ints")]
     if len(rows) != batch:
         raise ArgumentError(f"cache_batch_idx: expected {batch} rows, one for each sequence; got {len(rows)}.")
-    most = cache.k.shape[0] - 1
     for item, n in enumerate(rows):
-        if not 0 <= n <= most:
-            raise ArgumentError(f"cache_batch_idx: expected rows of k_cache, 0 to {most}; got {n} for sequence {item}.")
-    return rows
+        if not 0 <= n < room:
+            raise ArgumentError(
+                f"cache_batch_idx: expected rows of {whose}, 0 to {room - 1}; got {n} for sequence {item}."
+            )
+    return torch.tensor(rows, dtype=torch.int64)
 
 
 def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ...]:
@@ -245,13 +246,11 @@ def _check_room(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], 
             )
 
 
-def _with_leftpad(
-    cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], said: dict[str, Any]
-) -> dict[str, Any]:
+def _with_leftpad(cache: Cache, before: tuple[int, ...], capacity: int, said: dict[str, Any]) -> dict[str, Any]:
     """A mask that hides what is left of where each sequence begins."""
     if cache.leftpad is None:
         return said
-    pads = item_lengths("cache_leftpad", cache.leftpad, len(before), cache.k.shape[1])
+    pads = item_lengths("cache_leftpad", cache.leftpad, len(before), capacity)
     for item, (pad, n) in enumerate(zip(pads, before, strict=True)):
         if pad > n:
             raise ArgumentError(f"cache_leftpad: expected at most cache_seqlens, {n}; got {pad} for sequence {item}.")

@@ -133,7 +133,7 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, nheads, headdim).
         k, v: (total_k, nheads_k, headdim); beside block_table (pages, page_size, nheads_k, headdim), pages of any size,
-            without gradients.
+            copied where gradients flow.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of the sequences, from 0 to the total.
         max_seqlen_q, max_seqlen_k: say nothing that offsets do not say.
         block_table: (batch, most pages): which pages hold a sequence.

@@ -64,8 +64,9 @@ def options_of(
     said: dict[str, Any] = {"causal": causal}
     if softmax_scale is not None:
         said["scale"] = _scale(softmax_scale)
-    if window_size != (-1, -1):
-        said["window"] = window_of(*sides(window_size))
+    window = window_of(*sides(window_size))
+    if window is not None:
+        said["window"] = window
     if softcap or alibi_slopes is not None:
         said["score"] = _scores(q, softcap, alibi_slopes, offsets)
     if dropout_p:
@@ -81,12 +82,13 @@ def _scale(softmax_scale: Any) -> float:
 
 
 def sides(window_size: Any) -> tuple[int | None, int | None]:
-    """Left and right of a window, as they were given."""
+    """Left and right of a window, as they were given: two numbers, or a tensor of two."""
     try:
         left, right = window_size
     except (TypeError, ValueError):
         raise ArgumentTypeError(f"window_size: expected (left, right); got {shown(window_size)}.") from None
-    return tuple(None if n is None else integer("window_size", n) for n in (left, right))  # type: ignore[return-value]
+    known = (n.tolist() if isinstance(n, Tensor) else n for n in (left, right))
+    return tuple(None if n is None else integer("window_size", n) for n in known)  # type: ignore[return-value]
 
 
 def _scores(q: Tensor, softcap: Any, alibi_slopes: Any, offsets: Any) -> Any:

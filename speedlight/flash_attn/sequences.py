@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..arrays import is_followed
 from ..checks import item_lengths, packed_offsets
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
 from ..paging import attention_paged
@@ -111,11 +112,14 @@ def attended_pages(
     said: dict[str, Any],
     names: PageNames = PAGES,
 ) -> Any:
-    """attention_paged(), (out, lse), whose errors have the caller's names."""
+    """attention_paged(), (out, lse), whose errors have the caller's names. Where gradients flow keys are copied."""
     _check_pages(pages, names[:2])
     check_sides(q, q, q, queries, queries)
-    said = {**said, "return_lse": True}
     try:
+        if any([is_followed(x) for x in (q, *pages) if isinstance(x, Tensor)]):
+            keys, k, v = _gathered(q, pages, table, k_lengths)
+            return attended(q, k, v, queries, keys, said, True)
+        said = {**said, "return_lse": True}
         if queries.offsets is queries.used is None:
             return attention_paged(q, *pages, table, k_lengths, layout="blhd", **said)
         packing = packed(queries, q)
@@ -126,6 +130,20 @@ def attended_pages(
         raise
 
     return _placed(found, q, queries, packing, True)
+
+
+def _gathered(q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: Any) -> tuple[Side, Tensor, Tensor]:
+    """Keys and values that lie in pages, packed; a call without queries checks where they lie."""
+    table, k_lengths = torch.as_tensor(table), torch.as_tensor(k_lengths)
+    with torch.no_grad():
+        none = q.new_empty(table.shape[0] if table.dim() else 1, 0, *q.shape[-2:])
+        attention_paged(none, *pages, table, k_lengths, layout="blhd")
+    at = torch.arange(int(k_lengths.max()) if k_lengths.numel() else 0, device=table.device)
+    size = pages[0].shape[1]
+    rows = (table[:, at // size].long() * size + at % size)[at < k_lengths.to(table.device)[:, None]]
+    offsets = torch.cat((k_lengths.new_zeros(1), k_lengths.cumsum(0)))
+    k, v = (x.flatten(0, 1)[rows.to(x.device)] for x in pages)
+    return Side("k", offsets), k, v
 
 
 def lengths(side: Side, x: Tensor) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ __all__ = [
     "flash_attn_qkvpacked_func",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
 ]
 
 
@@ -235,7 +236,7 @@ def flash_attn_with_kvcache(
         q: (batch, seqlen, nheads, headdim), or (total_q, nheads, headdim) beside cu_seqlens_q.
         k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad: as
             speedlight.flash_attn.flash_attn_with_kvcache() has them; k and v are packed beside cu_seqlens_k_new.
-        page_table: (batch, most pages), as block_table there.
+        page_table: (batch, most pages), as block_table there; beside cache_batch_idx rows of it are picked.
         qv: shaped as q with headdim_v last: scores are of q·k + qv·v. The cache is copied for that.
         rotary_seqlens: (batch,): where rotary positions begin instead of at cache_seqlens.
         scheduler_metadata, num_splits, pack_gqa, sm_margin, max_seqlen_q: mean nothing here.
@@ -265,6 +266,17 @@ def flash_attn_with_kvcache(
         said.setdefault("scale", (q.shape[-1] + qv.shape[-1]) ** -0.5)
     out, lse = attended_cache(q, cu_seqlens_q, cache, new, qv, said)
     return (out, lse, out.new_empty(0), out.new_empty(0)) if return_softmax_lse else out
+
+
+def get_scheduler_metadata(*given: Any, **options: Any) -> Tensor:
+    """What flash-attn 3 computes ahead for flash_attn_with_kvcache(scheduler_metadata=…), which needs nothing here.
+
+    >>> import torch, speedlight.flash_attn
+    >>> speedlight.flash_attn.v3.get_scheduler_metadata(2, 1, 64, 8, 2, 16, torch.tensor([5, 7])).shape
+    torch.Size([0])
+    """
+    devices = [x.device for x in (*given, *options.values()) if isinstance(x, Tensor)]
+    return torch.empty(0, dtype=torch.int32, device=devices[0] if devices else None)
 
 
 def absorbed(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from . import v3
 from .options import OTHER_ORDER, check_tensors, options_of, refuse, sides
 from .sequences import PAGES, Side, attended, attended_pages, check_sides, lengths, packed
 
-__all__ = ["SeqlenInfo", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["SeqlenInfo", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
 _MLA_DIM = 512  # of values that are their own keys: flash-attn 4 then orders log-sum-exps as it does with qv
 
@@ -36,6 +37,19 @@ class SeqlenInfo(NamedTuple):
     seqlen_k: Any
 
 
+class SchedulerMetadata(NamedTuple):
+    """What get_scheduler_metadata() returns, by flash-attn 4's names: nothing."""
+
+    num_m_blocks_ptr: None = None
+    num_splits_dynamic_ptr: None = None
+    virtual_batch_idx_ptr: None = None
+    num_nheads_in_l2_ptr: None = None
+    tile_count_semaphore: None = None
+    cu_total_m_blocks: None = None
+    cu_total_splits_m_blocks: None = None
+    blocks_to_batch_idx: None = None
+
+
 class Mods(NamedTuple):
     """Functions of scores and positions, and what they are given beside."""
 
@@ -46,8 +60,8 @@ class Mods(NamedTuple):
 
 
 def flash_attn_func(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
     v: Tensor,
     qv: Tensor | None = None,
     gather_kv_indices: Tensor | None = None,
@@ -74,10 +88,12 @@ def flash_attn_func(
         q: (batch, seqlen, nheads, headdim).
         k: (batch, seqlen_k, nheads_k, headdim).
         v: (batch, seqlen_k, nheads_k, headdim_v).
-        qv: (batch, seqlen, nheads, headdim_v): scores are of q·k + qv·v. Keys and values are copied for that.
-        softmax_scale: factor of the scores. Default 1/sqrt(headdim), with qv 1/sqrt(headdim + headdim_v).
+        qv: (batch, seqlen, nheads, headdim_v): scores are of q·k + qv·v. Keys and values are copied for that. Where q
+            and k are None, scores are of qv·v.
+        softmax_scale: factor of the scores. Default 1/sqrt(dim of what is multiplied): headdim, headdim_v, or both.
         causal: hides keys after the query; the last query is at the last key.
-        window_size: (left, right): keys further away are hidden; None: no limit on that side.
+        window_size: (left, right): keys further away are hidden; None: no limit on that side. A negative side hides
+            keys that are nearer than that, too, and the query's own; two that cross limit nothing.
         learnable_sink: (nheads,): a score that joins the softmax and has no value; it counts in log-sum-exps.
         softcap: c > 0: scores become c · tanh(s / c). Not beside score_mod.
         score_mod: a function (score, b, h, q_idx, kv_idx, seqlen_info, aux_tensors) -> score, with aux_scalars an
@@ -91,8 +107,9 @@ def flash_attn_func(
         return_lse: also return log-sum-exps.
 
     Returns:
-        (out, lse): out (batch, seqlen, nheads, headdim_v); lse None, or (batch, nheads, seqlen), with qv (batch,
-        seqlen, nheads); -inf in a row that sees nothing. Gradients flow, through lse, too, and to learnable_sink.
+        (out, lse): out (batch, seqlen, nheads, headdim_v); lse (batch, nheads, seqlen), with qv (batch, seqlen,
+        nheads), -inf in a row that sees nothing; or None, if neither return_lse asks for it nor a tensor requires
+        grad. Gradients flow, to learnable_sink, too, and through an lse that was asked for.
 
     Raises:
         speedlight.Error: the argument, what was expected and what came.
@@ -104,7 +121,7 @@ def flash_attn_func(
     >>> out.shape, lse
     (torch.Size([2, 5, 8, 24]), None)
     """
-    check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, {}, strict=qv is not None, hint=OTHER_ORDER)
+    q, k, qv, heads_last = _multiplied(q, k, v, qv, {})
     sparse = "Which keys are seen, mask_mod says."
     refuse(
         ("gather_kv_indices", gather_kv_indices, sparse),
@@ -112,7 +129,7 @@ def flash_attn_func(
         ("block_sparse_tensors_bwd", block_sparse_tensors_bwd, sparse),
         ("score_mod_bwd", score_mod_bwd, "The derivative of score_mod is taken here."),
     )
-    heads_last = _is_absorbed(k, v, qv)
+    with_lse = return_lse or any([x.requires_grad for x in (q, k, v, qv, learnable_sink) if isinstance(x, Tensor)])
     q, k = v3.absorbed(q, k, v, qv)
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
     said = _said(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
@@ -121,13 +138,12 @@ def flash_attn_func(
     if score_mod is not None or mask_mod is not None:
         batch = q.shape[0]
         said |= _modified(mods, _info([0], [0], [q.shape[1]] * batch, [k.shape[1]] * batch))
-    found = attended(q, k, v, queries, keys, said, return_lse)
-    return _results(found, return_lse, heads_last)
+    return _results(attended(q, k, v, queries, keys, said, with_lse), return_lse, heads_last)
 
 
 def flash_attn_varlen_func(
-    q: Tensor,
-    k: Tensor,
+    q: Tensor | None,
+    k: Tensor | None,
     v: Tensor,
     qv: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -163,18 +179,18 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, nheads, headdim), or (batch, seqlen, nheads, headdim) where cu_seqlens_q is None.
         k, v: the same of keys and values, by cu_seqlens_k; beside page_table (pages, page_size, nheads_k, dim), pages
-            of any size, without gradients.
+            of any size, copied where gradients flow.
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) offsets of the sequences, from 0 to the total.
         seqused_q, seqused_k: (batch,): of each sequence only so many count. Rows of out past them are 0, their
             log-sum-exps -inf.
-        page_table: (batch, most pages): which pages hold a sequence, of seqused_k keys.
+        page_table: (batch, most pages): which pages hold a sequence, of seqused_k keys, by default as many as fit.
         max_seqlen_q, max_seqlen_k, min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata:
             mean nothing here.
         The others are flash_attn_func()'s.
 
     Returns:
-        (out, lse): out shaped as q with headdim_v last; lse None, or (nheads, total_q), or (batch, nheads, seqlen);
-        with qv heads come last.
+        (out, lse): out shaped as q with headdim_v last; lse (nheads, total_q), or (batch, nheads, seqlen), with qv
+        heads come last; or None, as of flash_attn_func().
 
     >>> import torch, speedlight.flash_attn
     >>> q, offsets = torch.ones(7, 8, 16), torch.tensor([0, 3, 7])
@@ -185,30 +201,32 @@ def flash_attn_varlen_func(
     """
     ints = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
     ints["page_table"] = page_table
-    check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, ints, strict=qv is not None, hint=OTHER_ORDER)
+    q, k, qv, heads_last = _multiplied(q, k, v, qv, ints)
     sparse = "Which keys are seen, mask_mod says."
     refuse(
         ("gather_kv_indices", gather_kv_indices, sparse),
         ("block_sparse_tensors", block_sparse_tensors, sparse),
         ("score_mod_bwd", score_mod_bwd, "The derivative of score_mod is taken here."),
     )
-    heads_last = _is_absorbed(k, v, qv)
+    with_lse = return_lse or any([x.requires_grad for x in (q, k, v, qv, learnable_sink) if isinstance(x, Tensor)])
     q, k = v3.absorbed(q, k, v, qv)
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
     said = _said(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
     queries, keys = Side("q", cu_seqlens_q, seqused_q), Side("k", cu_seqlens_k, seqused_k)
     if page_table is None:
         check_sides(q, k, v, queries, keys)
-    if page_table is not None and (seqused_k is None or cu_seqlens_k is not None):
-        raise ArgumentError("seqused_k: expected lengths of sequences beside page_table, and no cu_seqlens_k.")
+    elif cu_seqlens_k is not None:
+        raise ArgumentError("cu_seqlens_k: expected None beside page_table, where lengths are seqused_k; got offsets.")
+    else:
+        seqused_k = _lengths_in_pages(page_table, k) if seqused_k is None else seqused_k
     if score_mod is not None or mask_mod is not None:
         q_lens = lengths(queries, q)
-        k_lens = [int(n) for n in seqused_k] if page_table is not None and seqused_k is not None else lengths(keys, k)
+        k_lens = lengths(keys, k) if page_table is None or seqused_k is None else [int(n) for n in seqused_k]
         said |= _modified(mods, _info(_offsets(queries, q), _offsets(keys, k), q_lens, k_lens))
     if page_table is None:
-        return _results(attended(q, k, v, queries, keys, said, return_lse), return_lse, heads_last)
+        return _results(attended(q, k, v, queries, keys, said, with_lse), return_lse, heads_last)
     found = attended_pages(q, (k, v), page_table, seqused_k, queries, said, PAGES._replace(table="page_table"))
-    return _results(found if return_lse else found[0], return_lse, heads_last)
+    return _results(found if with_lse else found[0], return_lse, heads_last)
 
 
 def flash_attn_combine(
@@ -243,6 +261,40 @@ def flash_attn_combine(
     return found, lse if return_lse else None
 
 
+def get_scheduler_metadata(*given: Any, **options: Any) -> SchedulerMetadata:
+    """What flash-attn 4 computes ahead for flash_attn_varlen_func(scheduler_metadata=…), which needs nothing here.
+
+    >>> from speedlight.flash_attn import v4
+    >>> v4.get_scheduler_metadata(max_seqlen_q=1, max_seqlen_k=64, nheads=8, nheads_kv=2, headdim=16, num_splits=1)[0]
+    """
+    return SchedulerMetadata()
+
+
+def _multiplied(
+    q: Tensor | None, k: Tensor | None, v: Tensor, qv: Tensor | None, ints: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """q, k and qv, of which there are the first two at least, and whether log-sum-exps have heads last."""
+    if q is None and k is None and isinstance(qv, Tensor):
+        check_tensors({"qv": qv, "v": v}, {}, ints, strict=True, hint=OTHER_ORDER)
+        if qv.shape[-1:] != v.shape[-1:]:
+            raise ArgumentError(f"qv: expected v's dim, {v.shape[-1]}, last; got shape {tuple(qv.shape)}.")
+        return qv, v, None, True
+    check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, ints, strict=qv is not None, hint=OTHER_ORDER)
+    assert q is not None and k is not None
+    return q, k, qv, _is_absorbed(k, v, qv)
+
+
+def _lengths_in_pages(page_table: Any, pages: Tensor) -> Tensor:
+    """As many keys of every sequence as its pages hold."""
+    shape = getattr(page_table, "shape", ())
+    if len(shape) != 2 or pages.ndim != 4:
+        raise ArgumentError(
+            f"page_table: expected shape (batch, most pages), and k of pages (pages, page_size, nheads_k, headdim); "
+            f"got {tuple(shape)}, and k of shape {tuple(pages.shape)}."
+        )
+    return torch.full(shape[:1], shape[1] * pages.shape[1])
+
+
 def _is_absorbed(k: Tensor, v: Tensor, qv: Tensor | None) -> bool:
     """Whether flash-attn 4 takes this for MLA, whose log-sum-exps have heads last."""
     shared = k is v and v.shape[-1] == _MLA_DIM
@@ -258,16 +310,19 @@ def _said(
     q: Tensor, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, sink: Any, mods: Mods
 ) -> dict[str, Any]:
     """attention()'s options, without the functions."""
-    limits = _limits(window_size, causal)
-    if mods.mask is not None and limits != (None, None):
+    left, right = _limits(window_size, causal)
+    if mods.mask is not None and (left, right) != (None, None):
         raise ArgumentError(
             "mask_mod: expected causal=False and window_size=(None, None) beside it, which flash-attn would not look "
             "at; got more. Say it in mask_mod."
         )
     if mods.score is not None and softcap:
         raise ArgumentError("softcap: expected 0.0 beside score_mod; got both. Say it in score_mod.")
-    limited = limits[0] is not None or (limits[1] is not None and causal is not True)
-    said = options_of(q, softmax_scale, causal, limits if limited else (-1, -1), softcap)
+    is_apart = min(left or 0, right or 0) < 0
+    only_causal = left is None and causal is True
+    said = options_of(q, softmax_scale, causal, (-1, -1) if is_apart or only_causal else (left, right), softcap)
+    if is_apart:
+        said["mask"] = _apart(left, right)
     if sink is not None:
         heads = q.shape[-2]
         if not isinstance(sink, Tensor) or sink.shape != (heads,):
@@ -280,16 +335,20 @@ def _said(
 def _limits(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
     """Left and right, None for no limit; causal takes the right side's place."""
     left, right = sides(window_size)
-    if causal is True:
-        left, right = None if left == -1 else left, 0
-    elif left == right == -1:
-        left = right = None
-    if min(left or 0, right or 0) < 0:
-        raise ArgumentError(
-            f"window_size: expected sides from 0, or None for no limit; got {window_size}. flash-attn 4 gives -1 "
-            "another meaning than no limit."
-        )
+    right = 0 if causal is True else right
+    if left is not None and right is not None and left + right < 0:
+        return None, 0 if causal is True else None
     return left, right
+
+
+@functools.lru_cache(64)
+def _apart(left: int | None, right: int | None) -> Expression:
+    """A window that is beside the query's own place."""
+    if left is None:
+        return expression(lambda b, h, i, j: j <= i + right, "mask")
+    if right is None:
+        return expression(lambda b, h, i, j: j >= i - left, "mask")
+    return expression(lambda b, h, i, j: (j >= i - left) & (j <= i + right), "mask")
 
 
 def _offsets(side: Side, x: Tensor) -> list[int]:
@@ -354,7 +413,9 @@ def _checked_mod(name: str, mod: Any, with_scalars: bool) -> Callable[..., Any]:
 
 
 def _results(found: Any, return_lse: bool, heads_last: bool) -> tuple[Tensor, Tensor | None]:
-    if not return_lse:
+    """Gradients flow through log-sum-exps that were asked for."""
+    if not isinstance(found, tuple):
         return found, None
     out, lse = found
+    lse = lse if return_lse else lse.detach()
     return out, lse.transpose(-1, -2) if heads_last else lse

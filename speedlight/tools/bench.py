@@ -22,7 +22,7 @@ import speedlight as sl
 
 from .. import engine, machine
 from ..cpu.tuned import tuning_of
-from ..errors import ArgumentError
+from ..errors import ArgumentError, how_to_install
 from ..tunings import FAMILIES
 from .commits import beside_commit
 from .measuring import (
@@ -165,7 +165,7 @@ def _listed(
         problems = whole.problems(only)
         if only not in whole.KINDS:
             if find_spec("transformers") is None:
-                raise ArgumentError("--models: expected transformers beside PyTorch: pip install 'speedlight[bench]'.")
+                raise ArgumentError(f"--models: expected transformers beside PyTorch: {how_to_install('bench')}.")
             from . import language_models
 
             problems = itertools.chain(problems, language_models.problems(only))
@@ -174,7 +174,7 @@ def _listed(
             print(whole.LEGEND, flush=True)
     elif ranks:
         if find_spec("torch") is None:
-            raise ArgumentError("--ranks: expected PyTorch: pip install 'speedlight[torch]'.")
+            raise ArgumentError(f"--ranks: expected PyTorch: {how_to_install('torch')}.")
         from . import ranks as several
 
         report, rows, line = several.measured(ranks, turns, only, _about())

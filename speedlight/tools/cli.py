@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import speedlight as sl
 
-from ..errors import ArgumentError, Error
+from ..errors import ArgumentError, Error, how_to_install
 from ..files import read_arrays
 from ..planning import pair_flops
 from ..work import count
@@ -19,9 +19,7 @@ from ..work import count
 try:
     import typer
 except ImportError as error:  # pragma: no cover
-    raise SystemExit(
-        f"speedlight: the command needs {error.name}. Install it with: pip install 'speedlight[cli]'"
-    ) from None
+    raise SystemExit(f"speedlight: the command needs {error.name}. Install it with: {how_to_install('cli')}") from None
 
 from .attending import attend, named
 from .bench import bench

@@ -14,7 +14,7 @@ from .. import machine
 from ..arrays import DTYPES
 from ..distributed.model import METHODS
 from ..distributed.shardings import SHARDS
-from ..errors import ArgumentError
+from ..errors import ArgumentError, how_to_install
 from ..problem import LAYOUTS
 from .formula import read_formulas
 
@@ -107,9 +107,7 @@ def check_device(device: str) -> None:
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ArgumentError(f"--device: expected cpu, cuda, cuda:0, …; got {device!r}.")
     if device != "cpu" and not (find_spec("torch") and find_spec("triton")):
-        raise ArgumentError(
-            f"--device: expected cpu, or PyTorch and Triton for {device!r}: pip install 'speedlight[gpu]'."
-        )
+        raise ArgumentError(f"--device: expected cpu, or PyTorch and Triton for {device!r}: {how_to_install('gpu')}.")
 
 
 def window_of(text: str | None) -> tuple[int | None, int | None] | None:

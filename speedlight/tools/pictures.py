@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..errors import ArgumentError, FileError
+from ..errors import ArgumentError, FileError, how_to_install
 from ..panels import Rows, grid, integers_of
 from ..planning import Plan
 from ..problem import Problem
@@ -29,7 +29,7 @@ def _pyplot() -> Any:
         import matplotlib.pyplot as plt
     except ImportError:
         raise ArgumentError(
-            "--output: a picture needs matplotlib. Install it with: pip install 'speedlight[plot]'"
+            f"--output: a picture needs matplotlib. Install it with: {how_to_install('plot')}"
         ) from None
     return plt
 

@@ -7,6 +7,7 @@ compiled parts. torch.export without strict=True runs none of this: functions ru
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ from .forms import ARRAY, text_of
 _BESIDE = ("mask", "score", "sink_logits", "seed")  # options that have a way of their own
 _OF_TENSORS = ("q_start", "k_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
 _WIDE = torch.float64
+_FIRST = (2, 13)  # before it Dynamo takes the graph of another closure, which computes something else
+_IS_OLD = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2])) < _FIRST
 
 
 class _Seen:
@@ -37,7 +40,7 @@ class _Seen:
         self.rest: list[Any] = []
         self.handles: list[Any] = []
         self.tables: list[Any] = []
-        self.why = ""
+        self.why = "expected PyTorch 2.13 or newer for graphs; got an older one. Upgrade torch" if _IS_OLD else ""
 
 
 def in_graph(call: Callable[..., Any], q: Any, k: Any, v: Any, options: Any, return_lse: bool) -> Any:

@@ -102,6 +102,20 @@ MUTATIONS = (
         "tests/test_distributed_dropins.py -k too_many",
     ),
     Mutation(
+        "tokens that are kept are joined to those before them",
+        "distributed/placement.py",
+        "        if at > start and runs[-1].rank == rank:\n",
+        "        if runs and runs[-1].rank == rank:\n",
+        "tests/test_distributed_dropins.py -k join_no_run",
+    ),
+    Mutation(
+        "new tokens go to whom the last shard is, not to whom has the fewest",
+        "distributed/placement.py",
+        "last.at.stop == at > first <= last.at.start:",
+        "last.at.stop == at > first:",
+        "tests/test_distributed_dropins.py -k new_tokens",
+    ),
+    Mutation(
         "every process thinks that its heads are the first ones",
         "distributed/local.py",
         "[: peers.rank]",

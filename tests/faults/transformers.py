@@ -18,6 +18,22 @@ MUTATIONS = (
         "tests/test_transformers.py -k test_masks",
     ),
     Mutation(
+        "the padding of a longer mask is taken where it begins as this one does",
+        "transformers/masks.py",
+        "        fits = alike and (n <= seen.shape[1] if in_cache else n == seen.shape[1])\n"
+        "        if fits and torch.equal(known, seen[:, :n]) and",
+        "        fits = alike and (in_cache or n == seen.shape[1])\n"
+        "        if fits and torch.equal(known[:, : seen.shape[1]], seen[:, :n]) and",
+        "tests/test_transformers.py -k padding_of_this_mask",
+    ),
+    Mutation(
+        "outside of a cache the padding of a shorter mask is taken",
+        "transformers/masks.py",
+        "(n <= seen.shape[1] if in_cache else n == seen.shape[1])",
+        "n <= seen.shape[1]",
+        "tests/test_transformers.py -k padding_of_this_mask",
+    ),
+    Mutation(
         "without a mask, one query of transformers sees the first key alone",
         "transformers/attending.py",
         "if not (is_causal and query.shape[2] > 1):",
