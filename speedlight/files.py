@@ -58,7 +58,7 @@ def _safetensors() -> Any:
     except ImportError as error:
         raise UnsupportedError(
             f"safetensors: expected the package that reads and writes .safetensors files; it cannot be imported "
-            f"({error}). Install it: pip install safetensors"
+            f"({error}). Install the package safetensors."
         ) from error
     return safetensors
 

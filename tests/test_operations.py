@@ -75,11 +75,13 @@ def assert_every_operation(attention, score, sizes, dtype="float32"):
 HEADS, ROWS = (len(LEFT), len(EVERY), len(LEFT)), (1, 1, len(EVERY) * len(LEFT))
 
 
+@pytest.mark.filterwarnings("ignore:q of shape")  # a head for each operation is more than models have
 def test_every_operation_on_the_cpu():
     assert_every_operation(sl.attention, by_heads, HEADS)
 
 
 @pytest.mark.skipif(not FULL, reason="kernels of their own")
+@pytest.mark.filterwarnings("ignore:q of shape")
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_every_operation_in_all_kernels(dtype):
     def row_by_row(q, k, v, q_start, **options):

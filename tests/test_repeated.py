@@ -301,6 +301,7 @@ def test_memos_are_bounded_in_bytes():
     del mask, ids, array, cache, flex
     gc.collect()
     known = memos()
+    del known["speedlight.cpu.compile._compiled"]  # conftest.py has it grow
     assert len(known) > 20 and any(x.endswith("forms._texts") for x in known)
     held = {name: held_by(x) for name, x in known.items()}
     assert {name: size for name, size in held.items() if size > MOST_HELD} == {}
