@@ -137,6 +137,6 @@ def test_without_safetensors_a_file_is_not_called_damaged(tmp_path, monkeypatch)
         lambda: read_arrays([path]),
         lambda: write_arrays(path, {}),
     ):
-        with pytest.raises(sl.UnsupportedError, match=r"^safetensors: .* Install the package safetensors$"):
+        with pytest.raises(sl.UnsupportedError, match=r"^safetensors: .* Install the package safetensors\.$"):
             call()
     assert [x.name for x in tmp_path.iterdir()] == [path.name] and path.read_bytes() == before
