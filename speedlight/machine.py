@@ -8,7 +8,6 @@ import os
 import platform
 import struct
 import sys
-import time
 from dataclasses import dataclass
 
 from .errors import UnsupportedError, pass_on
@@ -159,18 +158,6 @@ def _chosen_isa(wanted: str) -> Isa:
     return isa
 
 
-def usable_cpus() -> int:
-    """CPUs this process may use. A second later they are looked up again: affinity and quotas change while it runs."""
-    global _cpus
-    now = time.monotonic()
-    if now >= _cpus[0]:
-        _cpus = now + 1.0, _count_cpus()
-    return _cpus[1]
-
-
-_cpus = 0.0, 1  # until when it counts, and how many
-
-
 @functools.cache
 def slow_cores() -> int:
     """Apple's slow cores, which calls leave alone unless they are asked for."""
@@ -178,8 +165,8 @@ def slow_cores() -> int:
     return max(0, (os.cpu_count() or 1) - fast) if fast else 0
 
 
-def _count_cpus() -> int:
-    """CPUs of the process's affinity, cut by a cgroup quota."""
+def usable_cpus() -> int:
+    """CPUs this process may use now: its affinity, cut by a cgroup quota. It takes some 20 µs to find out."""
     count = len(_affinity()) or os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as f:

@@ -102,6 +102,7 @@ def test_no_more_threads_than_cpus(monkeypatch):
     assert sl.get_threads() == 1
     sl.set_threads(None)
     monkeypatch.setenv("SPEEDLIGHT_THREADS", "64")
+    monkeypatch.setattr(workers, "_in_use", (0.0, 1, None))
     assert sl.get_threads() == 2
 
 
@@ -111,9 +112,9 @@ def test_no_more_threads_than_cpus(monkeypatch):
 def test_cpus_are_counted_again():
     """`taskset` and containers move a process while it runs; OpenMP binds threads, and others may go elsewhere."""
     code = """import os, threading, speedlight as sl
-from speedlight import machine
+from speedlight.cpu import workers
 def count():
-    machine._cpus = 0.0, 1  # a second has passed
+    workers._in_use = 0.0, 1, None  # a second has passed
     return sl.get_threads()
 every = os.sched_getaffinity(0)
 some, gate = set(sorted(every)[:2]), threading.Event()

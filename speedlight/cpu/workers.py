@@ -67,14 +67,19 @@ def get_threads() -> int:
     >>> sl.get_threads() >= 1
     True
     """
-    wanted = _threads or _threads_named(setting("SPEEDLIGHT_THREADS"))
-    return min(wanted, _limit()) if wanted else max(1, usable_cpus() - slow_cores())
+    global _in_use
+    now, asked, (until, count, before) = time.monotonic(), _threads, _in_use
+    if now >= until or asked != before:  # affinity and quotas change while a process runs
+        wanted = asked or _threads_named(setting("SPEEDLIGHT_THREADS"))
+        count = min(wanted, _limit()) if wanted else max(1, usable_cpus() - slow_cores())
+        _in_use = now + 1.0, count, asked
+    return count
 
 
+_in_use: tuple[float, int, int | None] = 0.0, 1, None  # until when it counts, how many, of what was asked for
 _limit = usable_cpus  # threads that share a CPU take turns in the middle of tasks; tests want that
 
 
-@functools.cache
 def _threads_named(text: str) -> int:
     """The number that SPEEDLIGHT_THREADS says; 0 where it says nothing."""
     if not text:
