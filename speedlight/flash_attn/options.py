@@ -140,9 +140,9 @@ def check_apart(tensors: dict[str, Tensor]) -> None:
     """Raises unless what is written to one tensor changes none of the others, nor another element of its own."""
     arrays = [placed(x, name) for name, x in tensors.items()]
     for n, x in enumerate(arrays):
-        other = next((y for y in arrays[:n] if overlap(x, y)), None)
-        if other is not None or overlaps_itself(x):
-            got = "elements that share some" if other is None else f"some of {other.name}'s"
+        others = [y.name for y in arrays[:n] if overlap(x, y)]
+        if others or overlaps_itself(x):
+            got = f"some of {others[0]}'s" if others else "elements that share some"
             raise ArgumentError(f"{x.name}: expected memory of its own for every element; got {got}. Use .clone().")
 
 
