@@ -296,6 +296,7 @@ FAILING = [
     (lambda b, h, i, j: [1, 2][h] > 1, r"sl\.table\(\[…\]\)\[symbol\]", "[1, 2][h]"),
     (lambda b, h, i, j: sum(range(i)) > 1, r"sl\.table\(\[…\]\)\[symbol\]", "range(i)"),
     (lambda b, h, i, j: sl.exp(None) > 1, "exp: expected symbols, numbers or arrays of them; got None", "sl.exp(None)"),
+    (lambda b, h, i, j: sl.where(True, ["a"], 1) > 1, "where: expected symbols", "sl.where("),
     (lambda b, h, i, j: sl.exp([[1], [2, 3]]) > 1, "exp: expected symbols", "sl.exp("),
     (lambda b, h, i, j: sl.exp(torch.nn.Parameter(torch.ones(1))) > 1, "(?s)exp: .*detach", "sl.exp("),
     (lambda b, h, i, j: np.max([i, j]) > 1, r"NumPy cannot make an array of a symbol.*np\.minimum", "np.max([i, j])"),
