@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from .errors import ArgumentTypeError, Error
@@ -34,13 +34,13 @@ def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
-def explain(error: Exception, function: Any, args: Sequence[Any], options: Collection[str]) -> None:
+def explain(error: Exception, function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
     """Raises what says more than an error of a call: one of Python's own, that arguments do not fit, or one of ours.
 
     Of a TypeError from within, whose call had all that it needs, nothing is said.
     """
     if isinstance(error, Error):
-        if "lengths" in options:
+        if options.get("lengths") is not None:
             _named_lengths(error)
         return
     known, by_place = parameters(function)

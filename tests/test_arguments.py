@@ -12,6 +12,7 @@ import torch
 from conftest import FULL
 
 import speedlight as sl
+import speedlight.flash_attn
 
 
 class Whole(int):
@@ -46,6 +47,7 @@ def odd():
         np.float16(1), np.int64(2), np.array(1), np.array("a"), np.array([object()]), np.zeros(3), np.zeros((2, 2, 2)),
         np.zeros(0),
         torch.tensor(1), torch.tensor([1.0]), torch.ones(2, requires_grad=True), torch.ones(2, device="meta"), range(3),
+        torch.nested.nested_tensor([torch.ones(3)]), torch.ones(2).to_sparse(), torch.nn.Parameter(torch.ones(3)),
         range(10**9),
         "bhld", b"bhld", bytearray(3), memoryview(b"abc"), [0] * 100_000, [[1, 2], [3]], [None], ["a"], int, np.ndarray,
         torch.Tensor,
@@ -104,6 +106,11 @@ def _calls():
         "plan": (sl.plan, {"q_heads": 2, "q_len": 5, "head_dim": 8}, [*sizes, *options, *lengths]),
         "plan of arrays": (sl.plan, given, [*given, *options, *lengths, "device", "exact", "precision"]),
         "set_threads": (sl.set_threads, {"n": 1}, ["n"]),
+        "flash_attn_func": (
+            speedlight.flash_attn.flash_attn_func,
+            dict.fromkeys("qkv", torch.ones(1, 5, 2, 8)),
+            ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes"],
+        ),
     }
 
 

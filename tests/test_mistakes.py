@@ -338,6 +338,15 @@ def test_what_a_call_itself_raises_stays():
         sl.synchronize(1)
 
 
+@pytest.mark.parametrize("name", ["q_lengths", "k_lengths"])
+@pytest.mark.parametrize("wrong", [[6], 3, "a"])
+def test_lengths_that_are_none_are_not_what_is_wrong(name, wrong):
+    """Who passes on every option gives None for most."""
+    q = np.zeros((2, 4, 6, 8), np.float32)
+    with pytest.raises(sl.Error, match=f"^{name}: expected"):
+        sl.attention(q, q, q, lengths=None, **{name: wrong})
+
+
 def test_signatures_are_explicit():
     for function in CALLS:
         kinds = {x.kind for x in inspect.signature(function).parameters.values()}

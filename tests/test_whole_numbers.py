@@ -218,6 +218,15 @@ def test_those_of_jax_are_taken():
         assert flat(call(jax.asarray)) == flat(call(int))
 
 
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+@pytest.mark.parametrize("sizes", [{}, {"window": 16, "keep_first": 2}])
+def test_arrays_of_one_are_taken_as_sizes(array, sizes):
+    """NumPy makes an int of no array that has dimensions."""
+    given = SIZES | sizes
+    kept = sl.KVCache(**{name: array([n]) for name, n in given.items()})
+    assert repr(kept) == repr(sl.KVCache(**given))
+
+
 @pytest.mark.parametrize("call", CALLS, ids=map(" ".join, CALLS))
 def test_what_is_none_is_refused_by_name(call):
     names = {name for _, several in CALLS for name in re.findall(r"\w+", several)} | {"indices"}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths
+from ..checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
 from ..errors import ArgumentError, not_pickled
 from ..hints import explained, refuses_others, unknown
 from ..integers import whole
@@ -110,9 +110,8 @@ class KVCache:
             return _Checked({name: str(x if whole(x) is None else whole(x)) for name, x in form.items()}, local)
 
         local, _ = self._agreed("KVCache", made)
-        self._holds(
-            local, int(capacity), int(piece), [[placement.empty(self.ranks)] * local.batch for _ in range(local.layers)]
-        )
+        placed = [[placement.empty(self.ranks)] * local.batch for _ in range(local.layers)]
+        self._holds(local, size("capacity", capacity), size("piece", piece), placed)
 
     def _joins(self, group: Any) -> None:
         self._peers = Peers(group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ExpressionError, shown
+from ..errors import ExpressionError, pass_on, shown
 from .operations import OPERATIONS
 from .symbols import Symbol, applied, is_traced
 
@@ -15,10 +15,10 @@ def _function(op: str, *operands: Any) -> Any:
         return applied(op, *operands)
     try:
         return OPERATIONS[op].numpy(*operands)
-    except TypeError:
-        raise ExpressionError(
-            f"{op}: expected symbols, numbers or arrays of them; got {', '.join(map(shown, operands))}."
-        ) from None
+    except Exception as error:  # another library's array may refuse by any
+        pass_on(error)
+        got, why = ", ".join(map(shown, operands)), str(error).rstrip(".")
+        raise ExpressionError(f"{op}: expected symbols, numbers or arrays of them; got {got} ({why}).") from None
 
 
 def minimum(a: Any, b: Any) -> Any:

@@ -367,7 +367,12 @@ def where(condition: Any, yes: Any, no: Any) -> Any:
     score where((j < 4), (s + 1.0), s)
     """
     if not is_traced(condition, yes, no):
-        return np.where(condition, yes, no)[()]
+        try:
+            return np.where(condition, yes, no)[()]
+        except Exception as error:  # another library's array may refuse by any
+            pass_on(error)
+            got, why = ", ".join(map(shown, (condition, yes, no))), str(error).rstrip(".")
+            raise ExpressionError(f"where: expected symbols, numbers or arrays of them; got {got} ({why}).") from None
     if [x for x in (condition, yes, no) if is_row(x)]:
         return entrywise(by_name, "where", (condition, yes, no))
     c = node_of(condition)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..arrays import Array, describe
 from ..checks import MOST_SCALE, check_flag, integer, number
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, has, pass_on, shown
 from ..expressions.patterns import softcap as softcap_score
 from ..results import overlap, overlaps_itself
 from ..torch.attending import attention
@@ -67,10 +67,11 @@ def options_of(
     window = window_of(*sides(window_size))
     if window is not None:
         said["window"] = window
-    if softcap or alibi_slopes is not None:
-        said["score"] = _scores(q, softcap, alibi_slopes, offsets)
-    if dropout_p:
-        said["dropout"], said["seed"] = dropout_of(dropout_p), drawn_seed()
+    cap, dropout = _or_none("softcap", softcap, "a number"), dropout_of(dropout_p)
+    if cap or alibi_slopes is not None:
+        said["score"] = _scores(q, cap, alibi_slopes, offsets)
+    if dropout:
+        said["dropout"], said["seed"] = dropout, drawn_seed()
     return said
 
 
@@ -85,23 +86,28 @@ def sides(window_size: Any) -> tuple[int | None, int | None]:
     """Left and right of a window, as they were given: two numbers, or a tensor of two."""
     try:
         left, right = window_size
-    except (TypeError, ValueError):
+    except Exception as error:  # a sparse tensor raises RuntimeError
+        pass_on(error)
         raise ArgumentTypeError(f"window_size: expected (left, right); got {shown(window_size)}.") from None
-    known = (n.tolist() if isinstance(n, Tensor) else n for n in (left, right))
-    return tuple(None if n is None else integer("window_size", n) for n in known)  # type: ignore[return-value]
+    return tuple(None if n is None else integer("window_size", n) for n in (left, right))  # type: ignore[return-value]
 
 
-def _scores(q: Tensor, softcap: Any, alibi_slopes: Any, offsets: Any) -> Any:
+def _or_none(name: str, x: Any, what: str) -> float:
+    """A number; None and False are 0, as in flash-attn."""
+    return 0.0 if x is None or x is False else number(name, x, what)
+
+
+def _scores(q: Tensor, cap: float, alibi_slopes: Any, offsets: Any) -> Any:
     """Softcapped first, then biased. A softcap up to 0 is none."""
-    cap = number("softcap", softcap, "a number")
     if not cap < 2.0**127:
         raise ArgumentError(f"softcap: expected a number up to 1.7e38; got {cap}.")
     capped = _softcap(cap) if cap > 0 else None
     if alibi_slopes is not None:
-        heads, shape = q.shape[-2], tuple(getattr(alibi_slopes, "shape", ()))
+        is_array, heads = has(alibi_slopes, "alibi_slopes", "shape"), q.shape[-2]
+        shape = tuple(alibi_slopes.shape) if is_array else ()
         batch = q.shape[0] if offsets is None else len(offsets) - 1
         if shape not in ((heads,), (batch, heads)):
-            got = shape if hasattr(alibi_slopes, "shape") else f"{type(alibi_slopes).__name__}, not a tensor"
+            got = shape if is_array else f"{type(alibi_slopes).__name__}, not a tensor"
             raise ArgumentError(
                 f"alibi_slopes: expected shape ({heads},) or ({batch}, {heads}), by q's heads; got {got}."
             )
@@ -112,7 +118,7 @@ def _scores(q: Tensor, softcap: Any, alibi_slopes: Any, offsets: Any) -> Any:
 
 def dropout_of(dropout_p: Any) -> float:
     """A probability, by flash-attn's name."""
-    value = number("dropout_p", dropout_p, "a probability from 0 to 1")
+    value = _or_none("dropout_p", dropout_p, "a probability from 0 to 1")
     if not 0.0 <= value <= 1.0:
         raise ArgumentError(f"dropout_p: expected a probability from 0 to 1; got {value}.")
     return value

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from ..checks import cache_dtype, cache_sizes, check_index, check_list, new_totals
+from ..checks import cache_dtype, cache_sizes, check_index, check_list, integer, new_totals, window_size
 from ..compiling import in_graph, outside
 from ..errors import ArgumentError, CacheFull, not_pickled
 from ..forks import renew_after_fork
@@ -79,7 +79,7 @@ class KVCache:
         self.layers, self.batch, self.kv_heads, self.head_dim, self.value_dim, self.capacity = cache_sizes(
             **sizes, capacity=capacity, window=window, keep_first=keep_first
         )
-        self.window, self.keep_first = None if window is None else int(window), int(keep_first)
+        self.window, self.keep_first = window_size(window), integer("keep_first", keep_first)
         self.dtype: DtypeName = cache_dtype(dtype)
         self._ring = ring_of(self.window, self.keep_first)
         shape = TokenShape(

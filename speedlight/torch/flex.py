@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention as flex
 
 from ..checks import check_flag
 from ..compiling import leaves_graph
-from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, rename, shown
+from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, pass_on, rename, shown
 from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, expression, expression_of
 from ..expressions.tree import Node
 from .attending import attention
@@ -195,7 +195,8 @@ def _device(device: Any) -> Any:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError):
+    except Exception as error:  # whatever PyTorch says of what is none
+        pass_on(error)
         raise ArgumentError(
             f"device: expected a device of PyTorch's, as 'cpu' or 'cuda:0', or None; got {shown(device)}."
         ) from None
