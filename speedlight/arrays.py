@@ -295,13 +295,14 @@ def _has_memory(x: Any) -> bool:
     """Whether every element lies inside the tensor's storage."""
     if not x.numel():
         return True
+    last = x.storage_offset() + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     try:
-        address, storage = x.data_ptr(), x.untyped_storage()
-        start, size = storage.data_ptr(), storage.nbytes()
+        return x.const_data_ptr() != 0 and (last + 1) * x.element_size() <= x.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):  # a wrapper of torch.func, a tensor of zeros that are nowhere
         return False
-    last = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return start != 0 and start <= address and address + (last + 1) * x.element_size() <= start + size
+
+
+_READ = frozenset(("q", "k", "v", "d_out", "d_lse"))  # what no call writes
 
 
 def _from_torch(x: Any, name: str, torch: Any) -> Array:
@@ -313,8 +314,9 @@ def _from_torch(x: Any, name: str, torch: Any) -> Array:
     check_plain_tensor(x, name)
     dtype = _check_dtype(name, str(x.dtype).removeprefix("torch."))
     size = DTYPES[dtype][1]
+    address = x.const_data_ptr() if name in _READ else x.data_ptr()  # which makes a copy-on-write tensor its copy
     return Array(
-        name, x.data_ptr(), tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x, str(x.device)
+        name, address, tuple(x.shape), tuple(s * size for s in x.stride()), dtype, "torch", True, x, str(x.device)
     )
 
 

@@ -173,9 +173,9 @@ def addresses_of(tensors: tuple[Any, ...], ends: list[int]) -> list[int] | None:
     if type(tensors[0]) is np.ndarray:
         return [arrays.address_of(x) for x in tensors]
     addresses = []
-    for x, high in zip(tensors, ends, strict=False):
+    for n, (x, high) in enumerate(zip(tensors, ends, strict=False)):
         try:
-            address = x.data_ptr()
+            address = x.const_data_ptr() if n < 3 else x.data_ptr()  # out alone is written
         except RuntimeError:  # a wrapper of torch.func
             return None
         if high and not (address and arrays.has_bytes(x, high)):

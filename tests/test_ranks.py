@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from conftest import FULL
 from PIL import Image
 
 import speedlight as sl
-from speedlight.distributed import model
+from speedlight.distributed import model, pairs
 from speedlight.distributed.model import ASSUMED, Link, Rates, asked_ranks, spread
 from speedlight.distributed.pairs import seen_between
 from speedlight.distributed.plans import Sharded, schedule_of
@@ -363,3 +364,36 @@ def test_bench_of_ranks_measures_what_is_right():
             assert 0 < row["memory_bytes"][0] < 8 * row["modelled"]["memory_bytes"] + (16 << 20)
             assert row["memory_shards"] <= 2, row
     assert [x.poll() is not None for x in (*single.processes, *several.processes)] == [True] * 3
+
+
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("q_len: expected fewer tokens", {"q_len": 1 << 36}),
+        ("q_len: expected fewer tokens", {"q_len": 1 << 36, "causal": True}),
+        ("q_len: expected fewer tokens", {"q_len": 1, "k_len": 1 << 36}),
+        ("q_len: expected fewer tokens", {"q_len": 1 << 25, "q_heads": 1 << 14}),
+        ("q_heads: expected at most", {"q_len": 1024, "q_heads": 1 << 40, "kv_heads": 1 << 40}),
+    ],
+)
+def test_sizes_that_nobody_looks_at_are_refused_soon(what, options):
+    start = time.process_time()
+    with pytest.raises(sl.UnsupportedError, match=f"^{what}"):
+        sl.plan(**{"q_heads": 8, "head_dim": 64, "ranks": 4} | options)
+    assert time.process_time() - start < 30  # a hang guard
+
+
+def test_masks_of_too_many_edges_are_refused(monkeypatch):
+    monkeypatch.setattr(pairs, "_MOST_LEAVES", 1000)
+    with pytest.raises(sl.UnsupportedError, match=r"^q_len: .* under this mask are too many to look at\.$"):
+        sl.plan(q_heads=8, head_dim=64, q_len=1 << 16, window=(4096, 0), ranks=4)
+
+
+def test_long_causal_plans_are_closed_forms():
+    """The last of four parts of n rows each sees n (3n + (n + 1) / 2) of n (8n + 2) pairs."""
+    for q_len in (1 << 12, 1 << 26):
+        n = q_len // 4
+        found = sl.plan(q_heads=4, head_dim=64, q_len=q_len, causal=True, ranks=4).ranks
+        assert found is not None
+        assert found.balance["contiguous"] == float((3 * n + (n + 1) / 2) / (8 * n + 2) * 4)
+        assert found.balance["zigzag"] == 1

@@ -271,3 +271,22 @@ def test_autograd_hears_of_a_kernel_that_is_stopped(repeated, monkeypatch):
         sl.attention(q, k, v, out=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         flow.backward()
+
+
+def test_copies_that_wait_for_a_write_are_not_made_by_reading():
+    """torch._lazy_clone()'s: the first call and later ones, with gradients, too; what is written becomes its own."""
+    given, is_lazy = tensors(), torch._C._is_cow_tensor
+    lazy = [torch._lazy_clone(x) for x in given]
+    followed = [torch._lazy_clone(x).requires_grad_() for x in given]
+    for _ in range(3):
+        out = sl.attention(*lazy)
+        sl.attention(*followed).sum().backward()
+    assert all(is_lazy(x) for x in (*lazy, *followed, *given))
+    target, of_an_input = torch._lazy_clone(given[0]), torch._lazy_clone(lazy[0])
+    before = given[0].numpy().copy()
+    for _ in range(3):
+        for x in (target, of_an_input):
+            assert sl.attention(*lazy, out=x) is x
+            assert torch.equal(x, out)
+    assert torch.equal(lazy[0], torch.from_numpy(before))
+    assert torch.equal(given[0], torch.from_numpy(before))

@@ -13,6 +13,7 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from ..problem import Problem
 from . import costs
 from .costs import Link, Rates, Way
+from .pairs import check_sizes
 from .shardings import SHARDS
 
 METHODS = ("ring", "ulysses", "gather", "exact", "mesh")
@@ -91,8 +92,9 @@ def spread(
 ) -> Spread:
     """A problem over several ranks, each a machine of these rates; `packed`: its tokens lie one behind another.
 
-    Raises UnsupportedError where no way that was asked for can do it.
+    Raises UnsupportedError where no way that was asked for can do it, and for sizes that nobody looks at.
     """
+    check_sizes(problem)
     cases = {
         name: costs.case_of(problem, asked.ranks, asked.link, name, rates, pair_flops, packed, backward)
         for name in SHARDS

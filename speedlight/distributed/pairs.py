@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import UnsupportedError
 from ..expressions.program import hiding_condition
 from ..panels import Rows, classes, integers_of, seen
 from ..problem import Problem
@@ -20,6 +21,25 @@ from .shardings import Runs, tokens
 _LEAF = 32  # positions to a side of a box whose pairs are looked at
 _LEAVES = 2048  # looked at together: some 2 million pairs
 _BOXES = 8192  # classified together
+_MOST_LEAVES = 1 << 19  # of one sharding: some seconds
+_MOST_TOKENS, _MOST_HEADS, _MOST_PAIRS = 1 << 26, 1 << 16, 1 << 62
+
+
+def check_sizes(problem: Problem) -> None:
+    """Refuses what would take minutes and gigabytes to look at, and sums that leave int64."""
+    if problem.q_heads > _MOST_HEADS:
+        raise UnsupportedError(f"q_heads: expected at most {_MOST_HEADS:,} beside ranks=; got {problem.q_heads:,}.")
+    longest = max((*problem.q_lengths, *problem.k_lengths), default=0)
+    pairs = problem.q_heads * sum([q * k for q, k in zip(problem.q_lengths, problem.k_lengths, strict=True)])
+    if longest > _MOST_TOKENS or pairs > _MOST_PAIRS:
+        raise UnsupportedError(too_long(problem, ""))
+
+
+def too_long(problem: Problem, why: str) -> str:
+    return (
+        f"q_len: expected fewer tokens beside ranks=; {sum(problem.q_lengths):,} rows x {sum(problem.k_lengths):,} "
+        f"keys {why}are too many to look at."
+    )
 
 
 class Seen(NamedTuple):
@@ -97,11 +117,12 @@ class _Walk(NamedTuple):
     pairs: np.ndarray
     first: np.ndarray  # of all tokens
     last: np.ndarray
+    looked: np.ndarray  # [1]: how many small boxes were looked at
 
     @classmethod
     def of(cls, queries: int, keys: int) -> _Walk:
         shape = queries, keys
-        return cls(np.zeros(shape, np.int64), np.full(shape, 1 << 62), np.zeros(shape, np.int64))
+        return cls(np.zeros(shape, np.int64), np.full(shape, 1 << 62), np.zeros(shape, np.int64), np.zeros(1, np.int64))
 
     def add(self, rows: Rows, i: np.ndarray, j: np.ndarray, offset: int, times: int) -> None:
         """What the rows of an item's head see; runs of queries and of keys end at positions i and j, ascending.
@@ -116,7 +137,7 @@ class _Walk(NamedTuple):
             if boxes.shape[1] > _BOXES:
                 stack.append(boxes[:, _BOXES:])
                 boxes = boxes[:, :_BOXES]
-            kind = _kinds(rows, *boxes[4:])
+            kind, diagonal = _kinds(rows, *boxes[4:])
             single = (boxes[1] - boxes[0] == 1) & (boxes[3] - boxes[2] == 1)
             whole = (kind == 2) & splits
             q0, q1, k0, k1 = boxes[:4, whole & ~single]
@@ -124,8 +145,15 @@ class _Walk(NamedTuple):
                 np.add.at(shown, (each, keys), sign)
             q0, _, k0, _, i0, i1, j0, j1 = boxes[:, whole & single]
             self._note(q0, k0, (i1 - i0) * (j1 - j0) * times, j0 + offset, j1 + offset)
+            edge = single & diagonal & splits
+            q0, _, k0, _, i0, i1, j0, j1 = boxes[:, edge]
+            self._note(q0, k0, _below(i0, i1, j0, j1) * times, j0 + offset, np.minimum(i1, j1) + offset)
+            whole |= edge
             leaf = single & (boxes[5] - boxes[4] <= _LEAF) & (boxes[7] - boxes[6] <= _LEAF)
             leaves = boxes[:, leaf & (kind > 0) & ~whole]
+            self.looked[0] += leaves.shape[1]
+            if self.looked[0] > _MOST_LEAVES:
+                raise UnsupportedError(too_long(rows.problem, "under this mask "))
             for at in range(0, leaves.shape[1], _LEAVES):
                 q0, _, k0, _, *ends = leaves[:, at : at + _LEAVES]
                 self._note(q0, k0, _looked(rows, *ends) * times, ends[2] + offset, ends[3] + offset)
@@ -142,12 +170,21 @@ class _Walk(NamedTuple):
         np.maximum.at(self.last, (q[some], k[some]), last[some])
 
 
-def _kinds(rows: Rows, i0: np.ndarray, i1: np.ndarray, j0: np.ndarray, j1: np.ndarray) -> np.ndarray:
-    """0, 1 or 2 of each box: nothing, something, or everything is visible."""
+def _kinds(rows: Rows, i0: np.ndarray, i1: np.ndarray, j0: np.ndarray, j1: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """0, 1 or 2 of each box: nothing, something, everything is visible; and whether the diagonal alone hides some."""
     kind = classes(rows, (i0, np.maximum(i1, i0 + 1) - 1), (j0, np.maximum(j1, j0 + 1) - 1))
-    if rows.problem.causal:
-        kind = np.where(j0 > i1 - 1, 0, np.where(j1 - 1 > i0, np.minimum(kind, 1), kind))
-    return np.where((i0 < i1) & (j0 < j1), kind, 0)
+    kind = np.where((i0 < i1) & (j0 < j1), kind, 0)
+    if not rows.problem.causal:
+        return kind, np.zeros(kind.shape, bool)
+    kind = np.where(j0 > i1 - 1, 0, kind)
+    crossed = j1 - 1 > i0
+    return np.where(crossed, np.minimum(kind, 1), kind), crossed & (kind == 2)
+
+
+def _below(i0: np.ndarray, i1: np.ndarray, j0: np.ndarray, j1: np.ndarray) -> np.ndarray:
+    """Pairs of boxes with j <= i: what each row sees from j0 on, less what of it is past j1."""
+    a, b, c, d = (np.maximum(x, 0) for x in (i1 - j0, i0 - j0, i1 - j1, i0 - j1))
+    return (a * (a + 1) - b * (b + 1) - c * (c + 1) + d * (d + 1)) // 2
 
 
 def _looked(rows: Rows, *ends: np.ndarray) -> np.ndarray:
