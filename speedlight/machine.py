@@ -8,6 +8,7 @@ import os
 import platform
 import struct
 import sys
+import threading
 import time
 from dataclasses import dataclass
 
@@ -160,15 +161,20 @@ def _chosen_isa(wanted: str) -> Isa:
 
 
 def usable_cpus() -> int:
-    """CPUs this process may use. A second later they are looked up again: affinity and quotas change while it runs."""
-    global _cpus
+    """CPUs a call of this thread may use. A second later they are looked up again: affinity and quotas change."""
     now = time.monotonic()
-    if now >= _cpus[0]:
-        _cpus = now + 1.0, _count_cpus()
-    return _cpus[1]
+    if now >= _counted.until:
+        _counted.cpus, _counted.until = _count_cpus(), now + 1.0
+    return _counted.cpus
 
 
-_cpus = 0.0, 1  # until when it counts, and how many
+class _Counted(threading.local):
+    """How many CPUs there are for calls of a thread, and until when that counts."""
+
+    until, cpus = 0.0, 1
+
+
+_counted = _Counted()
 
 
 @functools.cache
@@ -179,7 +185,7 @@ def slow_cores() -> int:
 
 
 def _count_cpus() -> int:
-    """CPUs of the process's affinity, cut by a cgroup quota."""
+    """CPUs of the affinity, cut by a cgroup quota."""
     count = len(_affinity()) or os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as f:
@@ -192,14 +198,14 @@ def _count_cpus() -> int:
 
 
 def _affinity() -> set[int]:
-    """CPUs that any thread of this process may use; empty where the system does not say.
+    """CPUs that the calling thread may use, and so threads that it starts; empty where the system does not say.
 
-    Not of the calling thread alone: OpenMP runtimes may bind each of their threads, the caller too, to one CPU.
+    Where OpenMP was told to bind each of its threads, the caller too, to one CPU: those that any thread may use.
     """
     if not hasattr(os, "sched_getaffinity"):
         return set()
     found = os.sched_getaffinity(0)
-    if len(found) == os.cpu_count():
+    if len(found) == os.cpu_count() or not any([setting(x) for x in _BINDING]):
         return found
     try:
         for thread in os.listdir("/proc/self/task"):
@@ -208,6 +214,9 @@ def _affinity() -> set[int]:
     except OSError as error:
         pass_on(error, OSError)
     return found
+
+
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 @functools.cache
