@@ -18,7 +18,7 @@ def whole(x: Any) -> int | None:
     """
     if type(x) is int:
         return x
-    if isinstance(x, (bool, np.bool_, type)):
+    if isinstance(x, (bool, np.bool_, np.timedelta64, type)):  # a span of time is a whole number to NumPy
         return None
     if isinstance(x, numbers.Integral):
         return int(x)

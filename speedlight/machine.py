@@ -166,7 +166,7 @@ def slow_cores() -> int:
 
 
 def usable_cpus() -> int:
-    """CPUs this process may use now: its affinity, cut by a cgroup quota. It takes some 20 µs to find out."""
+    """CPUs a call of this thread may use now: its affinity, cut by a cgroup quota. It takes some 20 µs to find out."""
     count = len(_affinity()) or os.cpu_count() or 1
     try:
         with open("/sys/fs/cgroup/cpu.max") as f:
@@ -179,14 +179,14 @@ def usable_cpus() -> int:
 
 
 def _affinity() -> set[int]:
-    """CPUs that any thread of this process may use; empty where the system does not say.
+    """CPUs that the calling thread may use, and so threads that it starts; empty where the system does not say.
 
-    Not of the calling thread alone: OpenMP runtimes may bind each of their threads, the caller too, to one CPU.
+    Where OpenMP was told to bind each of its threads, the caller too, to one CPU: those that any thread may use.
     """
     if not hasattr(os, "sched_getaffinity"):
         return set()
     found = os.sched_getaffinity(0)
-    if len(found) == os.cpu_count():
+    if len(found) == os.cpu_count() or not any([setting(x) for x in _BINDING]):
         return found
     try:
         for thread in os.listdir("/proc/self/task"):
@@ -195,6 +195,9 @@ def _affinity() -> set[int]:
     except OSError as error:
         pass_on(error, OSError)
     return found
+
+
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 @functools.cache

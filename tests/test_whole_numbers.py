@@ -31,6 +31,7 @@ WRONG = {
     "array of a float": lambda n: np.array(float(n)),
     "tensor of a float": lambda n: torch.tensor(float(n)),
     "masked": lambda n: np.ma.array(n, mask=True),
+    "span of time": lambda n: np.timedelta64(n, "D"),
     "text": str,
 }
 

@@ -67,16 +67,21 @@ def get_threads() -> int:
     >>> sl.get_threads() >= 1
     True
     """
-    global _in_use
-    now, asked, (until, count, before) = time.monotonic(), _threads, _in_use
-    if now >= until or asked != before:  # affinity and quotas change while a process runs
+    now, asked, known = time.monotonic(), _threads, _in_use
+    if now >= known.until or asked != known.asked:  # affinity and quotas change while a process runs
         wanted = asked or _threads_named(setting("SPEEDLIGHT_THREADS"))
-        count = min(wanted, _limit()) if wanted else max(1, usable_cpus() - slow_cores())
-        _in_use = now + 1.0, count, asked
-    return count
+        known.count = min(wanted, _limit()) if wanted else max(1, usable_cpus() - slow_cores())
+        known.asked, known.until = asked, now + 1.0
+    return known.count
 
 
-_in_use: tuple[float, int, int | None] = 0.0, 1, None  # until when it counts, how many, of what was asked for
+class _InUse(threading.local):
+    """How many threads a thread's calls run on, of what was asked for, and until when that counts."""
+
+    count, asked, until = 1, None, 0.0
+
+
+_in_use = _InUse()
 _limit = usable_cpus  # threads that share a CPU take turns in the middle of tasks; tests want that
 
 
