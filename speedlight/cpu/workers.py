@@ -78,7 +78,9 @@ def get_threads() -> int:
 class _InUse(threading.local):
     """How many threads a thread's calls run on, of what was asked for, and until when that counts."""
 
-    count, asked, until = 1, None, 0.0
+    count = 1
+    asked: int | None = None
+    until = 0.0
 
 
 _in_use = _InUse()
