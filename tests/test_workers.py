@@ -189,16 +189,26 @@ def test_no_memory_for_scratch_is_a_memory_error(rng, monkeypatch):
 
 
 @pytest.mark.parametrize("way", ["helpers", "threads"])
-def test_no_memory_anywhere_in_a_run(rng, monkeypatch, way):
-    """At each allocation of Python's own: MemoryError, nobody inside, the next call right."""
+def test_no_memory_anywhere_in_a_run(way):
+    """At each allocation of Python's own: MemoryError, nobody inside, the next call right. In a process of its own: a
+    thread of anybody else's, as the one that talks to pytest's workers, would end it.
+    """
+    pytest.importorskip("_testcapi")
+    code = "import pytest, test_workers\nwith pytest.MonkeyPatch.context() as patch:\n"
+    run(f"{code}    test_workers.fail_at_each_allocation(patch, {way!r})", PYTHONPATH=os.pathsep.join(sys.path))
+
+
+def fail_at_each_allocation(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    """What test_no_memory_anywhere_in_a_run() is about."""
+    import _testcapi as testing
+
     from speedlight.cpu.prepare import Call
 
-    testing = pytest.importorskip("_testcapi")
     use(monkeypatch, way)
     monkeypatch.setattr(
         sys, "unraisablehook", lambda _: None
     )  # a helper may be the one who has none; it is started anew
-    q, k, v = qkv(rng, "float32", 1, 2, 2, 128, 128, 64, 64)
+    q, k, v = qkv(np.random.default_rng(0), "float32", 1, 2, 2, 128, 128, 64, 64)
     out = np.empty_like(q)
     sl.set_threads(3)
     calls = []
