@@ -139,7 +139,7 @@ def _stated(sizes: Sizes, options: Options) -> Stated:
     mask = mask if options.window is None else _windowed(options.window, mask, problem, packed, square)
     problem = _expressed(problem, mask, options.score, packed, square)
     last = problem.k_start + (max(k_lens, default=0) if packed else sizes.k_len)
-    _check_items(problem, last, exactly=not (packed or problem.k_start))
+    _check_items(problem, last, None if packed or problem.k_start else last)
     return Stated(problem, cu_q, cu_k)
 
 
@@ -250,7 +250,7 @@ def from_stored(q: Array, stored: Stored, options: Options) -> Problem:
         own = _mask(mask, problem, packed, square)
         mask = stored.hiding if own is None else stored.hiding & own
     problem = _expressed(problem, mask, options.score, packed, square)
-    _check_items(problem, stored.most, room=True)
+    _check_items(problem, None, stored.most)  # a shorter padding leaves later keys visible
     return problem
 
 
@@ -366,20 +366,16 @@ def _expressed(problem: Problem, mask: Any, score: Any, packed: bool, square: tu
     return replace(problem, mask=hiding, score=found)
 
 
-def _check_items(problem: Problem, k_len: int | None, *, exactly: bool = False, room: bool = False) -> None:
-    """Raises unless padding() and documents() are of this batch; padding of these keys, too.
-
-    `room`: k_len is what a cache has room for. Its padding may end anywhere before: later keys are visible.
-    """
+def _check_items(problem: Problem, least: int | None, most: int | None) -> None:
+    """Raises unless padding() and documents() are of this batch, padding of as many keys, too; None: of any number."""
     for table in [] if problem.mask is None else [t for t in problem.mask.tables if t.of_items]:
         rows, n = table.shape
         fits = rows == problem.batch if problem.items is None else rows > max(problem.items, default=0)
-        enough = k_len is None or n == k_len or (n < k_len if room else n > k_len and not exactly)
-        if fits and (enough or not table.of_keys):
+        if fits and (not table.of_keys or (least or 0) <= n <= (n if most is None else most)):
             continue
         batch = problem.batch if problem.items is None else f"at least {max(problem.items) + 1}"
-        least = f"at {'most' if room else 'least'} {k_len}"
-        keys = "any" if k_len is None or not table.of_keys else k_len if exactly else least
+        ends = [f"at {word} {x}" for word, x in (("least", least), ("most", most)) if x is not None and table.of_keys]
+        keys = least if len(ends) == 2 and least == most else " and ".join(ends) or "any"
         what, way = "length", "Give ids for each item of the call, or one row, of shape (length,), for all"
         if table.of_keys:
             what, way = "k_len", "Write sl.padding(attention_mask) of all its items and keys, earlier tokens' included"

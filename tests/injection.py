@@ -15,12 +15,15 @@ from __future__ import annotations
 import dis
 import functools
 import gc
+import math
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 import pytest
+
+from speedlight.cpu import workers
 
 needs_places = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="places are those of CPython 3.11")
 
@@ -79,6 +82,8 @@ class _Probe:
     def run(self, call: Callable[[], Any]) -> Any:
         enabled, tracing, profiling = gc.isenabled(), sys.gettrace(), sys.getprofile()
         gc.disable()
+        workers.get_threads()
+        workers._in_use.until = math.inf  # CPUs are counted each second: not in one call, and in the next not
         self.depth = sys._getframe()
         try:
             sys.setprofile(self.profile)
@@ -89,6 +94,7 @@ class _Probe:
             sys.setprofile(profiling)
             self.last.clear()  # frames, and what they hold, may go: whoever is waited for is not held by a cycle
             self.told.clear()
+            workers._in_use.until = 0.0
             if enabled:
                 gc.enable()
 

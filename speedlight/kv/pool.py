@@ -78,14 +78,11 @@ class PagePool:
         sizes["value_dim"] = head_dim if value_dim is None else value_dim
         self.layers, self.pages, self.page_size, self.kv_heads, self.head_dim, self.value_dim = checked_sizes(sizes)
         if self.page_size % BLOCK:
-            raise ArgumentError(
-                f"page_size: expected a multiple of {BLOCK}; got {self.page_size}. Use "
-                f"{-(-self.page_size // BLOCK) * BLOCK}."
-            )
+            way = f"Use {-(-self.page_size // BLOCK) * BLOCK}"
+            raise ArgumentError(f"page_size: expected a multiple of {BLOCK}; got {self.page_size}. {way}.")
         self.dtype = cache_dtype(dtype)
-        shape = TokenShape(
-            self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, self.pages * self.page_size
-        )
+        room = self.pages * self.page_size
+        shape = TokenShape(self.layers, self.kv_heads, self.head_dim, self.value_dim, self.dtype, room)
         self._storage = engine.PoolStorage(shape, self.pages, self.page_size, device)  # first: the reservation may fail
         self._held: dict[int, Held] = {}  # by the number of the handle
         # When nobody has a handle any more, C puts its number into _gone: in whichever thread, at whatever moment,
