@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 import speedlight as sl
-from speedlight import machine
-from speedlight.arrays import CODES
+from speedlight.arrays.array import CODES
+from speedlight.host import machine
 from speedlight.tools.measuring import Call, measure, openvino, quantiles, without_grad
 
 # dtype, batch, q_heads, kv_heads, keys, head_dim

@@ -28,11 +28,11 @@ import numpy as np
 from decoding import decode
 
 import speedlight as sl
-from speedlight import machine
-from speedlight.cpu import roof
-from speedlight.cpu.tuned import tuning_of
+from speedlight.cpu.runtime import roof
+from speedlight.cpu.runtime.tuned import tuning_of
+from speedlight.host import machine
+from speedlight.host.tunings import FAMILIES
 from speedlight.tools.measuring import Call, check, flex, measure, name_of, peers, quantiles, tensors, without_grad
-from speedlight.tunings import FAMILIES
 
 HERE = Path(__file__).parent
 # dtype, heads, length, head_dim, causal

@@ -35,9 +35,9 @@ pytest.register_assert_rewrite(*HELPERS)
 from engines import CPU, Engine, one_vector, tuned  # noqa: E402
 from problems import DIMS, DTYPES, LENGTHS  # noqa: E402
 
-from speedlight.cpu import compile as compiling  # noqa: E402
-from speedlight.cpu import workers  # noqa: E402
-from speedlight.machine import Isa, host_isas  # noqa: E402
+from speedlight.cpu.runtime import compile as compiling  # noqa: E402
+from speedlight.cpu.runtime import workers  # noqa: E402
+from speedlight.host.machine import Isa, host_isas  # noqa: E402
 
 FULL = os.environ.get("SPEEDLIGHT_FULL") == "1"
 
@@ -98,7 +98,7 @@ def one_width() -> Iterator[None]:
 def one_kernel(one_width: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short run decodes nothing, either, where what is tested is above the engine: half of the kernels again."""
     if not FULL:
-        from speedlight.cpu import schedule
+        from speedlight.cpu.engine import schedule
 
         monkeypatch.setattr(schedule, "DECODE_ROWS", 0)
 

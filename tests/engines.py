@@ -12,11 +12,13 @@ from problems import DTYPES
 from tolerance import assert_within
 
 import speedlight as sl
-from speedlight import api, backward, reference
-from speedlight.cpu import schedule
-from speedlight.cpu.tuned import changed
-from speedlight.machine import current_isa
-from speedlight.tunings import Tuning
+from speedlight import front as api
+from speedlight import reference
+from speedlight.calls import backward
+from speedlight.cpu.engine import schedule
+from speedlight.cpu.runtime.tuned import changed
+from speedlight.host.machine import current_isa
+from speedlight.host.tunings import Tuning
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import speedlight as sl
-from speedlight.machine import host_isas
+from speedlight.host.machine import host_isas
 
 LENGTH = 6400  # positions that tables know
 HEADS, ITEMS = 8, 4  # the most that problems have

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from speedlight.cpu import workers
+from speedlight.cpu.runtime import workers
 
 needs_places = pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="places are those of CPython 3.11")
 

@@ -40,7 +40,7 @@ import speedlight.torch
 from speedlight import distributed, reference
 from speedlight.distributed import turns
 from speedlight.distributed.groups import Peers
-from speedlight.machine import current_isa
+from speedlight.host.machine import current_isa
 
 LEAST = turns._LEAST
 

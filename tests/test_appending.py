@@ -12,7 +12,7 @@ from problems import numpy_dtype
 from wrong import WRONG
 
 import speedlight as sl
-from speedlight.cpu import putting
+from speedlight.cpu.engine import append_call as putting
 
 LAYOUTS = {"bhld": (0, 2, 1, 3), "blhd": (0, 1, 2, 3)}
 

@@ -6,12 +6,12 @@ import pytest
 from conftest import FULL
 
 import speedlight as sl
-from speedlight.cpu.compile import compile_ir, emit
-from speedlight.cpu.merging import MergeShape
-from speedlight.cpu.serving import ServingShape
-from speedlight.cpu.shape import AppendShape, Shape, Source
+from speedlight.cpu.kernels.merge import MergeShape
+from speedlight.cpu.kernels.thread_pool import ServingShape
+from speedlight.cpu.memory.shape import AppendShape, Shape, Source
+from speedlight.cpu.runtime.compile import compile_ir, emit
 from speedlight.expressions.program import Program
-from speedlight.machine import isa_named
+from speedlight.host.machine import isa_named
 
 
 @pytest.mark.each("storage", "cached")

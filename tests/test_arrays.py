@@ -12,8 +12,8 @@ import torch
 from problems import qkv
 
 import speedlight as sl
-from speedlight import arrays
-from speedlight.results import overlap
+from speedlight.arrays import array as arrays
+from speedlight.problem.results import overlap
 
 SHAPE = (1, 2, 8, 16)
 
@@ -91,7 +91,7 @@ class Capsule:
             "vector": 1,
             "shape": self.lengths,
         }
-        from speedlight.arrays import _DLTensor
+        from speedlight.arrays.array import _DLTensor
 
         pointers = {"shape", "strides"}
         fields = given | {"strides": self.steps} | fields

@@ -20,7 +20,7 @@ from tolerance import assert_gradients, assert_within
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.machine import current_isa, host_isas
+from speedlight.host.machine import current_isa, host_isas
 
 NAN, INF = np.nan, np.inf
 NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")

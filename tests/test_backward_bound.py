@@ -24,10 +24,10 @@ import speedlight as sl
 from speedlight import reference
 from speedlight.expressions.derivative import flows
 from speedlight.expressions.tree import FLOW, evaluate
-from speedlight.gradients import SINKS
-from speedlight.machine import host_isas
-from speedlight.problem import FAR_LSE, QUERY_BLOCK, TILE
-from speedlight.reference_backward import is_far
+from speedlight.host.machine import host_isas
+from speedlight.problem.gradients import SINKS
+from speedlight.problem.problem import FAR_LSE, QUERY_BLOCK, TILE
+from speedlight.reference.head_backward import is_far
 
 KINDS = (*DTYPES, "bfloat16 dot")
 Random = np.random.Generator

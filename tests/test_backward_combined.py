@@ -23,7 +23,7 @@ from ways import Call, as_kind, as_numpy, bits, lie, poisoned
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.machine import current_isa
+from speedlight.host.machine import current_isa
 
 MOST = 20_000  # pairs of queries and keys
 KINKS = ("curves", "roots")  # |s| has one at 0, where float32's products of tiny numbers are

@@ -26,9 +26,12 @@ from test_memory import Guarded, libc
 from threads import count_threads, run, up, wait_until
 
 import speedlight as sl
-from speedlight import arrays, backward
-from speedlight.cpu import differentiate, gradients, workers
-from speedlight.cpu.layout import HEAD, LEFT, LIMIT, SCRATCH, TICKET, WORKER
+from speedlight.arrays import array as arrays
+from speedlight.calls import backward
+from speedlight.cpu.engine import backward_call as differentiate
+from speedlight.cpu.engine import gradient_requests as gradients
+from speedlight.cpu.memory.records import HEAD, LEFT, LIMIT, SCRATCH, TICKET, WORKER
+from speedlight.cpu.runtime import workers
 
 linux = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 

@@ -10,14 +10,14 @@ from tolerance import assert_accurate
 
 import speedlight as sl
 import speedlight.torch
-from speedlight.arrays import describe
-from speedlight.cpu.operands import Dense, Rows
-from speedlight.cpu.prepare import upcoming_of, words_of
-from speedlight.cpu.schedule import schedule
-from speedlight.cpu.tuned import tuning_of
-from speedlight.machine import current_isa, level2_bytes
-from speedlight.problem import Options
-from speedlight.resolve import from_arrays
+from speedlight.arrays.array import describe
+from speedlight.cpu.engine.forward_call import upcoming_of, words_of
+from speedlight.cpu.engine.schedule import schedule
+from speedlight.cpu.memory.operands import Dense, Rows
+from speedlight.cpu.runtime.tuned import tuning_of
+from speedlight.host.machine import current_isa, level2_bytes
+from speedlight.problem.build import from_arrays
+from speedlight.problem.problem import Options
 
 SINKS = np.array([0.5, -3.0, 20.0, -np.inf])
 LENGTHS = {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}

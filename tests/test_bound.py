@@ -20,7 +20,7 @@ from tolerance import assert_within
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.machine import current_isa, host_isas
+from speedlight.host.machine import current_isa, host_isas
 
 Random = np.random.Generator
 Size = tuple[int, int]  # length, dim

@@ -20,11 +20,11 @@ import pytest
 from conftest import FULL
 
 import speedlight as sl
-from speedlight import api
-from speedlight.cpu import compile as compiling
-from speedlight.cpu.shape import Shape
+from speedlight import front as api
+from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.runtime import compile as compiling
 from speedlight.expressions.program import Program
-from speedlight.machine import current_isa
+from speedlight.host.machine import current_isa
 
 CODE = (
     "import warnings, numpy as np, speedlight as sl\n"

@@ -19,7 +19,8 @@ from pools import check_accounts
 from problems import DTYPES, Pack, numpy_dtype, qkv
 
 import speedlight as sl
-from speedlight import arrays, machine
+from speedlight.arrays import array as arrays
+from speedlight.host import machine
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
@@ -50,8 +51,8 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dty
     """Every dim, length, group and thread count, with special values in keys and values. A short run has one mask or
     score for each dtype.
     """
-    from speedlight import api
-    from speedlight.cpu import schedule
+    from speedlight import front as api
+    from speedlight.cpu.engine import schedule
 
     for case in range(200 if FULL else 15):
         batch, kv_heads, group, n = (int(rng.integers(1, m)) for m in (3, 4, 6, 4))

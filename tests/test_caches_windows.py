@@ -11,11 +11,11 @@ from conftest import FULL
 from problems import qkv, taken
 
 import speedlight as sl
-from speedlight.cpu.layout import BLOCK
-from speedlight.cpu.steps import Step
-from speedlight.cpu.storage import CacheStorage
-from speedlight.results import Results
-from speedlight.windows import SPARE
+from speedlight.cpu.engine.steps import Step
+from speedlight.cpu.engine.storage import CacheStorage
+from speedlight.cpu.memory.records import BLOCK
+from speedlight.problem.results import Results
+from speedlight.problem.windows import SPARE
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
@@ -146,7 +146,7 @@ def test_a_window_stays_small_however_long_the_sequence(rng):
     """One head, whose spans several tasks would share: what they leave for each other does not grow with what was
     forgotten.
     """
-    from speedlight.cpu import prepare
+    from speedlight.cpu.engine import forward_call as prepare
 
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=100)
     q, k, v = qkv(rng, "float32", 1, 4, 1, 300, 300, 16, 16)

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import speedlight as sl
-from speedlight import api, calls
-from speedlight.problem import Options
+from speedlight import front as api
+from speedlight.calls import prepared as calls
+from speedlight.problem.problem import Options
 
 
 def own(function) -> dict[str, object]:

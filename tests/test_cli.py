@@ -13,10 +13,10 @@ from conftest import FULL
 from problems import qkv
 
 import speedlight as sl
-from speedlight.cpu import roof
+from speedlight.arrays.files import read_arrays, write_arrays
+from speedlight.cpu.runtime import roof
 from speedlight.errors import FileError
-from speedlight.files import read_arrays, write_arrays
-from speedlight.machine import current_isa, host_isas, isa_named
+from speedlight.host.machine import current_isa, host_isas, isa_named
 from speedlight.tools import cli
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "minilm-layer3.safetensors"

@@ -38,9 +38,9 @@ from ways import (
 )
 from ways_of_caches import by_cache, by_codes, by_pages, by_pool, by_ring
 
-from speedlight.cpu import compile as compiler
-from speedlight.cpu import schedule
-from speedlight.machine import host_isas, isa_named
+from speedlight.cpu.engine import schedule
+from speedlight.cpu.runtime import compile as compiler
+from speedlight.host.machine import host_isas, isa_named
 
 
 @contextlib.contextmanager

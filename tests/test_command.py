@@ -15,7 +15,7 @@ from problems import qkv
 from test_cli import EXAMPLE, here  # noqa: F401
 
 import speedlight as sl
-from speedlight.files import read_arrays, write_arrays
+from speedlight.arrays.files import read_arrays, write_arrays
 from speedlight.tools import attending, cli, options, pictures, reports, typed
 
 GROUP = cli.command()

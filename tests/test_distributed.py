@@ -18,7 +18,7 @@ import torch
 from conftest import FULL
 
 import speedlight as sl
-from speedlight.arrays import describe
+from speedlight.arrays.array import describe
 from speedlight.distributed import arriving, groups, tensors
 from speedlight.distributed.groups import Message
 from speedlight.distributed.parts import needed, parts_of
@@ -26,8 +26,8 @@ from speedlight.distributed.plans import Sharded, plan_of, schedule_of
 from speedlight.distributed.shardings import SHARDS, positions
 from speedlight.distributed.tensors import common
 from speedlight.expressions.substitution import substituted
-from speedlight.problem import Options
-from speedlight.resolve import from_arrays
+from speedlight.problem.build import from_arrays
+from speedlight.problem.problem import Options
 
 HERE = Path(__file__).parent
 

@@ -11,14 +11,16 @@ from problems import DTYPES, numpy_dtype, qkv, random_problem
 from tolerance import assert_accurate
 
 import speedlight as sl
-from speedlight import api, philox
-from speedlight.cpu import philox as on_vectors
-from speedlight.cpu import prepare, schedule
-from speedlight.cpu.compile import compile_ir
-from speedlight.cpu.shape import Shape
-from speedlight.cpu.vector import I64, PTR, Module, vec
-from speedlight.llvm import load
-from speedlight.machine import host_isas
+from speedlight import front as api
+from speedlight.cpu.engine import forward_call as prepare
+from speedlight.cpu.engine import schedule
+from speedlight.cpu.language import philox as on_vectors
+from speedlight.cpu.language.vector import I64, PTR, Module, vec
+from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.runtime.compile import compile_ir
+from speedlight.host.llvm import load
+from speedlight.host.machine import host_isas
+from speedlight.problem import philox
 
 # --- the random numbers
 

@@ -7,8 +7,8 @@ import pytest
 from problems import qkv
 
 import speedlight as sl
-from speedlight import api
-from speedlight.problem import Options
+from speedlight import front as api
+from speedlight.problem.problem import Options
 
 # --- seeds
 

@@ -13,7 +13,7 @@ from conftest import FULL
 from injection import interrupted, needs_places, places
 
 import speedlight as sl
-from speedlight.files import read_arrays, write_arrays
+from speedlight.arrays.files import read_arrays, write_arrays
 
 
 def refused(path, match):

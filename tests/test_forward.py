@@ -15,7 +15,7 @@ from problems import DTYPES, Pack, numpy_dtype, qkv
 from tolerance import assert_within, plain
 
 import speedlight as sl
-from speedlight.machine import current_isa
+from speedlight.host.machine import current_isa
 
 NAN, INF = float("nan"), float("inf")
 
@@ -194,7 +194,7 @@ def test_every_vector_unit_has_the_same_bits(rng, dtype, monkeypatch):
 
 
 def test_widened_bf16_has_the_same_bits_on_every_unit_without_the_dot(rng, monkeypatch):
-    from speedlight.machine import host_isas
+    from speedlight.host.machine import host_isas
 
     q, k, v = qkv(rng, "bfloat16", 1, 3, 1, 130, 1200, 36, 40, 2.0)
     seen = set()

@@ -10,8 +10,8 @@ import pytest
 from PIL import Image
 
 from speedlight.expressions.tree import evaluate
-from speedlight.panels import Rows, grid, integers_of
-from speedlight.problem import TILE
+from speedlight.problem.problem import TILE
+from speedlight.problem.tiles import Rows, grid, integers_of
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "gallery.md"

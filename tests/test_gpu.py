@@ -17,13 +17,13 @@ from tolerance import assert_within, plain
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.arrays import describe, pages
+from speedlight.arrays.array import describe, pages
 from speedlight.gpu import merging, schedule, uploads
 from speedlight.gpu.keys import arrays_of
 from speedlight.gpu.prepare import prepare
 from speedlight.gpu.tiles import Tile
-from speedlight.problem import Options
-from speedlight.resolve import from_arrays
+from speedlight.problem.build import from_arrays
+from speedlight.problem.problem import Options
 
 # --- accuracy
 

@@ -17,12 +17,12 @@ from tolerance import plain
 from wrong import WRONG
 
 import speedlight as sl
-from speedlight.cpu import storage as cpu_storage
-from speedlight.files import read_arrays, read_metadata
+from speedlight.arrays.files import read_arrays, read_metadata
+from speedlight.cpu.engine import storage as cpu_storage
 from speedlight.gpu import launch
 from speedlight.gpu import storage as gpu_storage
 from speedlight.gpu.rows import Destination, Tokens
-from speedlight.windows import SPARE
+from speedlight.problem.windows import SPARE
 
 
 @pytest.mark.parametrize(

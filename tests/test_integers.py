@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import speedlight as sl
 from speedlight.expressions.bounds import Exact, integers, visible
 from speedlight.expressions.tree import evaluate
-from speedlight.panels import Many
+from speedlight.problem.tiles import Many
 
 LEAST, MOST = -(1 << 63), (1 << 63) - 1
 EDGES = [0, 1, -1, 2, -2, 3, -7, 63, 64, 70, 255, -255, 46341, (1 << 31) - 1, 1 << 31, -(1 << 31), -(1 << 31) - 1,

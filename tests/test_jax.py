@@ -22,8 +22,8 @@ from conftest import FULL
 
 import speedlight as sl
 import speedlight.jax
-from speedlight import xla
 from speedlight.expressions.tree import evaluate
+from speedlight.jax import xla
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 attend = speedlight.jax.dot_product_attention

@@ -20,11 +20,11 @@ from conftest import FULL
 from injection import interrupted, needs_places, places
 
 import speedlight as sl
-from speedlight import llvm
-from speedlight.cpu import compile as compiling
-from speedlight.cpu import workers
-from speedlight.cpu.shape import Shape
-from speedlight.machine import current_isa
+from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.runtime import compile as compiling
+from speedlight.cpu.runtime import workers
+from speedlight.host import llvm
+from speedlight.host.machine import current_isa
 
 TEXT = "define i32 @one() { ret i32 1 }"
 numbers = itertools.count(2)

@@ -263,7 +263,7 @@ def test_index_out_of_range_is_an_error(isa, rng):
 
 
 def test_numbers_are_not_part_of_a_kernel(rng):
-    from speedlight.cpu import compile as compiling
+    from speedlight.cpu.runtime import compile as compiling
 
     q, k, v = qkv(rng, "float32", 1, 2, 2, 30, 60, 8, 8)
     outs = [sl.attention(q, k, v, mask=lambda b, h, i, j, n=n: (i - j) * 2 < n) for n in (4, 40)]

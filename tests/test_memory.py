@@ -15,8 +15,8 @@ from conftest import FULL
 from problems import CODES, DTYPES, numpy_dtype, taken
 
 import speedlight as sl
-from speedlight import arrays
-from speedlight.cpu import prepare
+from speedlight.arrays import array as arrays
+from speedlight.cpu.engine import forward_call as prepare
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="mmap and mprotect")
 libc = ctypes.CDLL(None, use_errno=True)

@@ -20,8 +20,10 @@ from test_memory import Guarded, guarded
 from tolerance import assert_within
 
 import speedlight as sl
-from speedlight import arrays, merging, reference
-from speedlight.machine import host_isas
+from speedlight import reference
+from speedlight.arrays import array as arrays
+from speedlight.calls import merge as merging
+from speedlight.host.machine import host_isas
 
 __all__ = ["guarded"]
 # one, below and above a vector of any unit, several vectors and the tails behind them

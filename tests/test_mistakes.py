@@ -19,9 +19,11 @@ import torch
 import speedlight as sl
 import speedlight.distributed
 import speedlight.torch
-from speedlight import api, hints, other_names
+from speedlight import front as api
+from speedlight.errors import advice as hints
+from speedlight.errors import other_names
 from speedlight.flash_attn import v3
-from speedlight.problem import SAME_CAUSAL, SAME_LAYOUTS
+from speedlight.problem.problem import SAME_CAUSAL, SAME_LAYOUTS
 
 PAGE = Path(__file__).parent.parent / "docs" / "mistakes.md"
 

@@ -17,10 +17,10 @@ from injection import interrupted, needs_places, places
 from problems import qkv
 
 import speedlight as sl
-from speedlight import modes
-from speedlight.cpu import compile as compiling
-from speedlight.cpu.shape import Shape
-from speedlight.machine import current_isa
+from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.runtime import compile as compiling
+from speedlight.host import rounding as modes
+from speedlight.host.machine import current_isa
 
 USUAL = modes._access()[2]
 TOWARDS = {"upward": 0x4000, "downward": 0x2000, "zero": 0x6000}  # of x86's MXCSR

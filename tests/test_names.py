@@ -16,9 +16,9 @@ import pytest
 
 import speedlight as sl
 import speedlight.torch
-from speedlight import signatures
-from speedlight.arrays import CODES, DTYPES
-from speedlight.problem import LAYOUTS
+from speedlight.arrays.array import CODES, DTYPES
+from speedlight.problem import options as signatures
+from speedlight.problem.problem import LAYOUTS
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = [name for name in dir(sl) if not name.startswith("__")]

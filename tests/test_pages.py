@@ -14,7 +14,9 @@ from conftest import FULL
 from pools import KINDS, alone, check_accounts, forget_steps, made, packed
 
 import speedlight as sl
-from speedlight.cpu import prepare, putting, storage
+from speedlight.cpu.engine import append_call as putting
+from speedlight.cpu.engine import forward_call as prepare
+from speedlight.cpu.engine import storage
 
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import speedlight as sl
-from speedlight import files
+from speedlight.arrays import files
 
 X = np.ones((1, 1, 8, 4), np.float32)
 

@@ -14,18 +14,19 @@ from hypothesis import strategies as st
 from problems import qkv
 
 import speedlight as sl
-from speedlight import arrays, machine
-from speedlight.cpu import gradients
-from speedlight.cpu.compile import symbol_of
-from speedlight.cpu.operands import Dense, Operands, Rows, Strides
-from speedlight.cpu.prepare import prepare
-from speedlight.cpu.schedule import schedule
-from speedlight.cpu.tuned import tuning_of
-from speedlight.gradients import Asked
-from speedlight.machine import current_isa, isa_named
-from speedlight.problem import LAYOUTS, Options
-from speedlight.resolve import from_arrays
-from speedlight.tunings import TUNINGS
+from speedlight.arrays import array as arrays
+from speedlight.cpu.engine import gradient_requests as gradients
+from speedlight.cpu.engine.forward_call import prepare
+from speedlight.cpu.engine.schedule import schedule
+from speedlight.cpu.memory.operands import Dense, Operands, Rows, Strides
+from speedlight.cpu.runtime.compile import symbol_of
+from speedlight.cpu.runtime.tuned import tuning_of
+from speedlight.host import machine
+from speedlight.host.machine import current_isa, isa_named
+from speedlight.host.tunings import TUNINGS
+from speedlight.problem.build import from_arrays
+from speedlight.problem.gradients import Asked
+from speedlight.problem.problem import LAYOUTS, Options
 
 
 def counted(q, k, v, options):
@@ -338,9 +339,9 @@ def test_the_plain_read_reads_every_byte():
     """The sum of what was read is the sum of the memory: a roof that skips lines would be too high."""
     import ctypes
 
-    from speedlight.cpu import roof
-    from speedlight.cpu.layout import LIMIT
-    from speedlight.cpu.workers import run_region
+    from speedlight.cpu.memory.records import LIMIT
+    from speedlight.cpu.runtime import roof
+    from speedlight.cpu.runtime.workers import run_region
 
     memory = np.random.default_rng(0).integers(0, 1 << 40, 4 * roof._PIECE // 8)
     words = (ctypes.c_int64 * (len(roof.ARGUMENTS.names) + 128))()
@@ -352,7 +353,7 @@ def test_the_plain_read_reads_every_byte():
 
 def test_a_plan_measures_when_it_is_asked_for_roofs(tmp_path, monkeypatch):
     """Once per machine: the next process reads them. What another machine measured, or half a file, is not believed."""
-    from speedlight.cpu import roof
+    from speedlight.cpu.runtime import roof
 
     monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(roof, "_known", {})

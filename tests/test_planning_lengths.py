@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import speedlight as sl
-from speedlight import panels
+from speedlight.problem import tiles as panels
 
 HUGE = {
     "causal": {"causal": True},

@@ -181,9 +181,10 @@ def test_devices_must_agree():
     """Arrays of two devices, and GPUs without what they need; no GPU is asked."""
     from dataclasses import replace
 
-    from speedlight import arrays, engine
-    from speedlight.problem import Options
-    from speedlight.resolve import from_arrays
+    from speedlight import engines as engine
+    from speedlight.arrays import array as arrays
+    from speedlight.problem.build import from_arrays
+    from speedlight.problem.problem import Options
 
     x = np.zeros((1, 1, 2, 4), np.float32)
     q, k, v = (arrays.describe(x, n) for n in "qkv")
@@ -207,7 +208,7 @@ def test_devices_must_agree():
 
 
 def test_without_triton(monkeypatch):
-    from speedlight import engine
+    from speedlight import engines as engine
 
     monkeypatch.setitem(sys.modules, "triton", None)
     for name in [n for n in sys.modules if n.startswith("speedlight.gpu")]:

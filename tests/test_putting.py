@@ -11,8 +11,8 @@ from conftest import FULL
 from problems import CODES, DTYPES, numpy_dtype, quantise
 
 import speedlight as sl
-from speedlight.cpu import putting
-from speedlight.machine import current_isa
+from speedlight.cpu.engine import append_call as putting
+from speedlight.host.machine import current_isa
 
 SIZES = ((33, 80), (16, 17), (5, 1))  # of keys and values: odd, of a vector, below one
 COUNTS = (1, 14, 1, 16, 3, 14, 45, 32, 1, 700)  # of new tokens: blocks are whole, begun, ended; several threads

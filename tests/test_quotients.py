@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import speedlight as sl
-from speedlight import machine
-from speedlight.cpu.compile import _host_triple, compile_ir
-from speedlight.cpu.shape import Shape
-from speedlight.cpu.softmax import Quotients
-from speedlight.cpu.states import _outputs
-from speedlight.cpu.vector import I64, PTR, Module
-from speedlight.llvm import load
+from speedlight.cpu.kernels.panel_states import _outputs
+from speedlight.cpu.kernels.softmax import Quotients
+from speedlight.cpu.language.vector import I64, PTR, Module
+from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.runtime.compile import _host_triple, compile_ir
+from speedlight.host import machine
+from speedlight.host.llvm import load
 
 
 @pytest.fixture(scope="module", params=[isa.name for isa in machine.host_isas()])

@@ -24,9 +24,9 @@ from speedlight.distributed.model import ASSUMED, Link, Rates, asked_ranks, spre
 from speedlight.distributed.pairs import seen_between
 from speedlight.distributed.plans import Sharded, schedule_of
 from speedlight.distributed.shardings import SHARDS, positions
-from speedlight.panels import seen
-from speedlight.planning import pair_flops
-from speedlight.resolve import Stated
+from speedlight.problem.build import Stated
+from speedlight.problem.plan import pair_flops
+from speedlight.problem.tiles import seen
 
 DOCS = Path(__file__).parent.parent / "docs"
 RATES = Rates(1e12, 1e12)

@@ -13,7 +13,7 @@ from tolerance import assert_accurate, assert_within
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.reference_case import attention_row
+from speedlight.reference.case import attention_row
 
 TESTS = Path(__file__).parent
 

@@ -21,9 +21,10 @@ from problems import qkv
 
 import speedlight as sl
 import speedlight.torch
-from speedlight import api
-from speedlight.calls import Memo, Repeatable
-from speedlight.machine import host_isas
+from speedlight import front as api
+from speedlight.calls.prepared import Repeatable
+from speedlight.host.machine import host_isas
+from speedlight.host.memo import Memo
 
 
 def test_out_stays_as_it_was_where_a_lookup_fails(rng):

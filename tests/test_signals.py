@@ -19,7 +19,7 @@ from problems import qkv
 from threads import BIG, count_threads, run, up, use, wait_until
 
 import speedlight as sl
-from speedlight.cpu import workers
+from speedlight.cpu.runtime import workers
 
 
 @pytest.mark.parametrize("with_torch", [False, True] if FULL else [False])

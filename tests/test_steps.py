@@ -12,8 +12,8 @@ from problems import numpy_dtype, qkv
 from steps import LONGEST, OPTIONS, D, options_of, strided
 
 import speedlight as sl
-from speedlight import paging
-from speedlight.block_tables import page_lists
+from speedlight.calls import paged as paging
+from speedlight.problem.block_tables import page_lists
 
 pytestmark = pytest.mark.usefixtures("one_width")  # what is remembered of a step knows no panels
 COUNT = 10_000 if FULL else 100  # of each kind

@@ -10,8 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from speedlight import machine
-from speedlight.cpu import compile as compiling
+from speedlight.cpu.runtime import compile as compiling
+from speedlight.host import machine
 
 
 @pytest.fixture

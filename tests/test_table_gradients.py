@@ -17,8 +17,9 @@ from ways import poisoned
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.cpu import differentiate, gradients
-from speedlight.problem import Problem
+from speedlight.cpu.engine import backward_call as differentiate
+from speedlight.cpu.engine import gradient_requests as gradients
+from speedlight.problem.problem import Problem
 
 RNG = np.random.default_rng(7)
 Q_HEADS, LENGTH = 4, 420

@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import speedlight as sl
-from speedlight import api
-from speedlight.cpu.prepare import Call
-from speedlight.results import fresh
+from speedlight import front as api
+from speedlight.cpu.engine.forward_call import Call
+from speedlight.problem.results import fresh
 
 SHAPE = (1, 2, 8, 16)
 

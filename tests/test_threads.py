@@ -12,9 +12,9 @@ import pytest
 from threads import BIG, run, wait_until
 
 import speedlight as sl
-from speedlight.cpu import workers
-from speedlight.cpu.serving import LIBC, ServingShape, serving_module
-from speedlight.machine import isa_named
+from speedlight.cpu.kernels.thread_pool import LIBC, ServingShape, serving_module
+from speedlight.cpu.runtime import workers
+from speedlight.host.machine import isa_named
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads of this kind are Linux's")
 
@@ -54,7 +54,7 @@ class Region:
 
 @pytest.fixture(scope="module")
 def ours():
-    from speedlight.cpu.threads import Threads
+    from speedlight.cpu.runtime.threads import Threads
 
     return Threads()
 
@@ -84,9 +84,9 @@ def test_who_comes_late_is_not_waited_for(ours):
 
 def test_many_regions_one_after_another(ours):
     """Each with a number of helpers of its own, some asleep, some awake; all tickets are drawn once."""
-    from speedlight.cpu import roof
-    from speedlight.cpu.layout import LEFT, LIMIT, TICKET, WORKER
-    from speedlight.machine import current_isa
+    from speedlight.cpu.memory.records import LEFT, LIMIT, TICKET, WORKER
+    from speedlight.cpu.runtime import roof
+    from speedlight.host.machine import current_isa
 
     read = roof._kernels(current_isa(), "f32")[1]
     memory = (ctypes.c_int64 * (4 * roof._PIECE // 8))()  # of four tickets
@@ -124,7 +124,7 @@ def test_a_team_that_is_bound_is_always_taken():
     """Threads of ours may go where the caller may; a team has been told to stay elsewhere."""
     import torch  # noqa: F401 - brings OpenMP
 
-    from speedlight.cpu.threads import Threads
+    from speedlight.cpu.runtime.threads import Threads
 
     openmp, found = workers._openmp(True), []
 

@@ -13,9 +13,9 @@ from tolerance import assert_within
 import speedlight as sl
 import speedlight.torch
 from speedlight import reference
-from speedlight.problem import Options
-from speedlight.torch import ops
-from speedlight.torch.forms import tensors_of, text_of
+from speedlight.autograd import operators as ops
+from speedlight.autograd.forms import tensors_of, text_of
+from speedlight.problem.problem import Options
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 SHAPE = 2, 4, 2, 12, 8  # batch, q_heads, kv_heads, length, dim

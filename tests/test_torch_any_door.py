@@ -16,7 +16,7 @@ from tolerance import assert_within, plain
 import speedlight as sl
 import speedlight.torch
 from speedlight import reference
-from speedlight.machine import current_isa
+from speedlight.host.machine import current_isa
 
 pytestmark = pytest.mark.usefixtures("one_kernel")  # kernels of few shapes: engines' tests have the others
 KINDS = "list", "numpy", "tensor"

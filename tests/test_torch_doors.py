@@ -10,12 +10,13 @@ from test_torch import close, tensors
 
 import speedlight as sl
 import speedlight.torch
+from speedlight.autograd import higher_order as further
+from speedlight.autograd import operators as ops
+from speedlight.autograd.forms import tensors_of, text_of
+from speedlight.autograd.torch_eval import value_of
 from speedlight.expressions.tracing import expression
 from speedlight.expressions.tree import evaluate
-from speedlight.problem import Options
-from speedlight.torch import further, ops
-from speedlight.torch.forms import tensors_of, text_of
-from speedlight.torch.values import value_of
+from speedlight.problem.problem import Options
 
 pytestmark = [pytest.mark.usefixtures("one_kernel"), pytest.mark.filterwarnings("ignore:.*torch.jit")]
 

@@ -15,11 +15,11 @@ from conftest import FULL
 import speedlight as sl
 import speedlight.torch
 import speedlight.transformers
+from speedlight.autograd import graphs
+from speedlight.autograd.forms import options_of, tensors_of, text_of
 from speedlight.expressions.tables import Table
 from speedlight.expressions.tracing import Expression
-from speedlight.problem import Options
-from speedlight.torch import graphs
-from speedlight.torch.forms import options_of, tensors_of, text_of
+from speedlight.problem.problem import Options
 
 pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 attention = speedlight.torch.attention

@@ -11,9 +11,9 @@ from torch.nn.attention import flex_attention as flex
 
 import speedlight as sl
 import speedlight.torch
-from speedlight.problem import Options
-from speedlight.torch import ops
-from speedlight.torch.forms import text_of
+from speedlight.autograd import operators as ops
+from speedlight.autograd.forms import text_of
+from speedlight.problem.problem import Options
 
 pytestmark = pytest.mark.usefixtures("one_kernel")
 B, H, N, D = 2, 4, 6, 8

@@ -19,14 +19,15 @@ from problems import qkv
 from test_cli import here  # noqa: F401
 
 import speedlight as sl
-from speedlight import errors, tunings
-from speedlight.cpu import compile as compiling
-from speedlight.cpu import roof, tuned
-from speedlight.machine import current_isa, isa_named
-from speedlight.planning import Roofs
+from speedlight import errors
+from speedlight.cpu.runtime import compile as compiling
+from speedlight.cpu.runtime import roof, tuned
+from speedlight.host import tunings
+from speedlight.host.machine import current_isa, isa_named
+from speedlight.host.tunings import LIMITS, TUNINGS, shipped
+from speedlight.problem.plan import Roofs
 from speedlight.tools import trials
 from speedlight.tools import tuning as command
-from speedlight.tunings import LIMITS, TUNINGS, shipped
 
 ONE_VECTOR = {"fma": {"worth": (1.0, 0.02, 0.01), "panels": 2}, "decoding": {"tasks": 3}}
 THREE = {"fma": {"worth": (0.01, 0.02, 1.0)}}

@@ -20,10 +20,10 @@ from test_attention import (  # noqa: F401 - collected here as well, with the fi
 )
 
 import speedlight as sl
-from speedlight import machine, tunings
-from speedlight.cpu.compile import emit
-from speedlight.cpu.shape import Shape
-from speedlight.tunings import Fetching
+from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.runtime.compile import emit
+from speedlight.host import machine, tunings
+from speedlight.host.tunings import Fetching
 
 if FULL:
     from test_attention import (  # noqa: F401

@@ -12,7 +12,7 @@ from problems import numpy_dtype, qkv
 from tolerance import assert_accurate
 
 import speedlight as sl
-from speedlight.files import write_arrays
+from speedlight.arrays.files import write_arrays
 from speedlight.tools import cli
 
 pytestmark = pytest.mark.usefixtures("one_width")

@@ -16,8 +16,8 @@ from problems import qkv
 from threads import BIG, run, use
 
 import speedlight as sl
-from speedlight import api
-from speedlight.cpu import workers
+from speedlight import front as api
+from speedlight.cpu.runtime import workers
 
 
 def test_importing_is_light():
@@ -173,7 +173,7 @@ def test_no_thread_can_be_started(with_torch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
 def test_no_memory_for_scratch_is_a_memory_error(rng, monkeypatch):
-    from speedlight.cpu import prepare
+    from speedlight.cpu.engine import forward_call as prepare
 
     def full(size: int) -> None:
         raise OSError(12, "Cannot allocate memory")
@@ -202,7 +202,7 @@ def fail_at_each_allocation(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """What test_no_memory_anywhere_in_a_run() is about."""
     import _testcapi as testing
 
-    from speedlight.cpu.prepare import Call
+    from speedlight.cpu.engine.forward_call import Call
 
     use(monkeypatch, way)
     monkeypatch.setattr(

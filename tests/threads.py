@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from speedlight.cpu import workers
+from speedlight.cpu.runtime import workers
 
 
 def run(code: str, **environment: str) -> str:

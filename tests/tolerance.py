@@ -8,7 +8,7 @@ import numpy as np
 
 import speedlight as sl
 from speedlight import reference
-from speedlight.machine import current_isa
+from speedlight.host.machine import current_isa
 
 
 def plain(x: Any) -> np.ndarray:

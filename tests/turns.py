@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 from typing import Any
 
-from speedlight.cpu import compile as kernels
+from speedlight.cpu.runtime import compile as kernels
 
 
 def make_in_turn(folder: str) -> None:

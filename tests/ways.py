@@ -17,7 +17,7 @@ from tolerance import assert_within, plain
 import speedlight as sl
 from speedlight import reference
 from speedlight.expressions.tree import evaluate
-from speedlight.machine import isa_named
+from speedlight.host.machine import isa_named
 
 Results = list[tuple[np.ndarray, np.ndarray]]  # of each item: out (heads, length, dim) and lse (heads, length)
 

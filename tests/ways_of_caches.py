@@ -13,7 +13,7 @@ from problems import Combined, Part
 from ways import Call, Results, as_kind, as_numpy, assert_right, assert_same, bits, joined, knows_items, stacked
 
 import speedlight as sl
-from speedlight.cpu import schedule
+from speedlight.cpu.engine import schedule
 
 
 def by_cache(p: Combined, rng: np.random.Generator, short: bool) -> Iterator[Results]:

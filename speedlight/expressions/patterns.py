@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import is_tensor
-from ..compiling import check_outside
+from ..arrays.array import is_tensor
+from ..arrays.integers import whole
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from ..integers import whole
+from ..host.graph_breaks import check_outside
 from .functions import minimum, tanh
 from .tables import Table, table
 from .tracing import Expression, expression

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
-from ..compiling import check_outside
+from ..arrays.array import check_plain_tensor, has_tangent, is_masked, is_tensor, is_traced
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, pass_on, shown
-from ..hints import of_masks
+from ..errors.advice import of_masks
+from ..host.graph_breaks import check_outside
 from . import foreign
 from .operations import INT_MAX
 from .symbols import LOOKUP, Symbol, by_name, node_of

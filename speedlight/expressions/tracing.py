@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ..compiling import check_outside
 from ..errors import ArgumentError, ArgumentTypeError, ExpressionError, has, shown
+from ..host.graph_breaks import check_outside
 from .captured import LIBRARIES, Tables, called
 from .operations import LOOKUP_COST, OPERATIONS
 from .symbols import LOOKUP, OF_JAX, Symbol, node_of

@@ -20,10 +20,11 @@ from rich.table import Table
 
 import speedlight as sl
 
-from .. import engine, machine
-from ..cpu.tuned import tuning_of
+from .. import engines as engine
+from ..cpu.runtime.tuned import tuning_of
 from ..errors import ArgumentError, how_to_install
-from ..tunings import FAMILIES
+from ..host import machine
+from ..host.tunings import FAMILIES
 from .commits import beside_commit
 from .measuring import (
     BACKWARD_PEERS,
@@ -265,7 +266,7 @@ def _subject(shape: tuple[Any, ...], backward: bool) -> _Subject:
 def _measured(
     shapes: list[tuple[Any, ...]], names: list[str], turns: int, missing: dict[str, str], backward: bool = False
 ) -> Iterator[dict[str, Any]]:
-    from ..cpu import roof
+    from ..cpu.runtime import roof
 
     isa, threads = machine.current_isa(), sl.get_threads()
     read = roof.bandwidth(isa, threads, 512 << 20)

@@ -12,7 +12,7 @@ import numpy as np
 
 import speedlight as sl
 
-from .. import machine
+from ..host import machine
 
 Call = Callable[[], Any]
 Peer = Callable[[str, list[np.ndarray], bool], Call | None]

@@ -29,11 +29,11 @@ import speedlight as sl
 import speedlight.torch
 from speedlight.distributed import attention, shard, unshard
 
-from .. import machine
 from ..distributed.model import Asked, Link, Rates, spread
 from ..distributed.shardings import Shard
 from ..errors import ArgumentError
-from ..planning import pair_flops
+from ..host import machine
+from ..problem.plan import pair_flops
 from .measuring import check, check_gradients, quantiles
 
 LEGEND = (
@@ -315,7 +315,7 @@ def modelled(case: Case, about: dict[str, Any]) -> dict[str, Any]:
     """The same by plan(…, ranks=), at this machine's roofs and the link that was measured; no share where ranks have no
     cores of their own.
     """
-    from ..cpu import roof
+    from ..cpu.runtime import roof
 
     ranks, each, isa = about["ranks"], about["threads_each"], machine.current_isa()
     one, all_of_it = (roof.roofs(isa, "f32", n) for n in (each, ranks * each))
