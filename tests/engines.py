@@ -12,9 +12,8 @@ from problems import DTYPES
 from tolerance import assert_within
 
 import speedlight as sl
-from speedlight import front as api
 from speedlight import reference
-from speedlight.calls import backward
+from speedlight.calls import backward, dense
 from speedlight.cpu.engine import schedule
 from speedlight.cpu.runtime.tuned import changed
 from speedlight.host.machine import current_isa
@@ -28,7 +27,7 @@ def tuned(**parts: dict[str, Any]) -> Iterator[None]:
     def change(tuning: Tuning) -> Tuning:
         return replace(tuning, **{x: replace(getattr(tuning, x), **fields) for x, fields in parts.items()})
 
-    memos = api._prepared, backward._prepared
+    memos = dense._prepared, backward._prepared
     with changed(change):
         try:
             for memo in memos:
@@ -50,12 +49,12 @@ def cpu_blocks(*, as_many: bool = False) -> Iterator[None]:
     """The CPU's blocks are what they are."""
     before = schedule.DECODE_ROWS
     schedule.DECODE_ROWS = 0 if as_many else before
-    api._prepared.clear()
+    dense._prepared.clear()
     try:
         yield
     finally:
         schedule.DECODE_ROWS = before
-        api._prepared.clear()
+        dense._prepared.clear()
 
 
 def cpu_bound(q: Any, k: Any, v: Any, **options: Any) -> Any:

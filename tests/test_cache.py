@@ -20,7 +20,7 @@ import pytest
 from conftest import FULL
 
 import speedlight as sl
-from speedlight import front as api
+from speedlight.calls import dense
 from speedlight.cpu.memory.shape import Shape
 from speedlight.cpu.runtime import compile as compiling
 from speedlight.expressions.program import Program
@@ -32,7 +32,7 @@ CODE = (
     "with warnings.catch_warnings(record=True) as w:\n"
     "    warnings.simplefilter('always')\n"
     "    out = sl.attention(q, q, q)\n"
-    "from speedlight.cpu.compile import _loaded\n"
+    "from speedlight.cpu.runtime.compile import _loaded\n"
     "ok = float(np.abs(out - sl.reference.attention(q, q, q)).max()) < 1e-5\n"
     "print(ok, len(w), next(iter(_loaded.values())).from_cache)"
 )
@@ -68,10 +68,10 @@ def here(directory: Path, **environment: str) -> list[str]:
         patch.setattr(compiling, "_loaded", {})
         patch.setattr(compiling, "_warned", False)
         patch.setattr(compiling, "compile_ir", compiled)
-        api._prepared.clear()
+        dense._prepared.clear()
         right = float(np.abs(sl.attention(q, q, q) - sl.reference.attention(q, q, q)).max()) < 1e-5
         (kernel,) = compiling._loaded.values()
-    api._prepared.clear()
+    dense._prepared.clear()
     return [str(right), str(len(said)), str(kernel.from_cache)]
 
 
@@ -274,21 +274,21 @@ def test_directories_that_are_made_are_for_us_alone(tmp_path):
     assert modes == [0o755, 0o700, 0o700, 0o700]
 
 
-def test_every_source_is_in_the_digest(tmp_path):
+def test_every_source_that_kernels_may_need_is_in_the_digest(tmp_path):
     """A number that kernels are made of may stand anywhere."""
     package = tmp_path / "speedlight"
     shutil.copytree(Path(sl.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
-    right = compiling.digest_of(package)
+    right = compiling.digest_of(package, compiling.ROOMS)
     assert right == compiling._sources()
-    paths = sorted(package.rglob("*.py"))
-    assert {"problem.py", "schedule.py", "storage.py", "prepare.py", "region.py"} < {path.name for path in paths}
+    paths = sorted(x for room in compiling.ROOMS for x in (package / room).rglob("*.py"))
+    assert {"problem.py", "schedule.py", "storage.py", "forward_call.py", "task.py"} < {path.name for path in paths}
     for path in paths:
         source = path.read_bytes()
         path.write_bytes(source + b"#")
-        assert compiling.digest_of(package) != right, path
+        assert compiling.digest_of(package, compiling.ROOMS) != right, path
         path.write_bytes(source)
-    (package / "cpu" / "layout.py").rename(package / "fields.py")
-    assert compiling.digest_of(package) != right
+    (package / "cpu" / "memory" / "records.py").rename(package / "cpu" / "fields.py")
+    assert compiling.digest_of(package, compiling.ROOMS) != right
 
 
 # --- kernels in memory

@@ -51,7 +51,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dty
     """Every dim, length, group and thread count, with special values in keys and values. A short run has one mask or
     score for each dtype.
     """
-    from speedlight import front as api
+    from speedlight.calls import dense
     from speedlight.cpu.engine import schedule
 
     for case in range(200 if FULL else 15):
@@ -74,7 +74,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dty
         results = []
         for rows, threads in ((0, 1), (64, 1), (64, 2)):
             monkeypatch.setattr(schedule, "DECODE_ROWS", rows)
-            api._prepared.clear()
+            dense._prepared.clear()
             sl.set_threads(threads)
             results.append(sl.attention(q, k, v, **options))
             kernel = sl.plan(q, k, v, causal=options["causal"]).kernel

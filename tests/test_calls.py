@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import speedlight as sl
-from speedlight import front as api
+from speedlight.calls import dense
 from speedlight.calls import prepared as calls
 from speedlight.problem.problem import Options
 
@@ -123,12 +123,12 @@ def test_the_memo_under_threads():
 def test_a_call_counts_the_tables_that_it_keeps():
     """The memo is bounded in bytes: a mask's tables live as long as the call."""
     q = np.ones((1, 1, 8, 16), np.float32)
-    api._prepared.clear()
+    dense._prepared.clear()
     sl.attention(q, q, q, mask=sl.documents(np.zeros(200_000, np.int32)))
-    assert api._prepared.bytes > 800_000
+    assert dense._prepared.bytes > 800_000
     sl.attention(q, q, q)
-    assert len(api._prepared) == 2
-    api._prepared.clear()
+    assert len(dense._prepared) == 2
+    dense._prepared.clear()
 
 
 def test_a_tensor_to_be_negated_is_not_taken_for_another():
@@ -143,10 +143,10 @@ def test_a_tensor_to_be_negated_is_not_taken_for_another():
 
 def test_packed_calls_are_repeated_too():
     q = np.random.default_rng(0).standard_normal((7, 2, 16), dtype=np.float32)
-    api._prepared.clear()
+    dense._prepared.clear()
     first = sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 3, 7], causal=True)
-    assert len(api._prepared) == 1
+    assert len(dense._prepared) == 1
     assert sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 3, 7], causal=True).tobytes() == first.tobytes()
-    assert len(api._prepared) == 1
+    assert len(dense._prepared) == 1
     other = sl.attention(q, q, q, layout="lhd", cu_seqlens_q=[0, 4, 7], causal=True)
-    assert len(api._prepared) == 2 and other.tobytes() != first.tobytes()
+    assert len(dense._prepared) == 2 and other.tobytes() != first.tobytes()

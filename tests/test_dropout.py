@@ -11,7 +11,7 @@ from problems import DTYPES, numpy_dtype, qkv, random_problem
 from tolerance import assert_accurate
 
 import speedlight as sl
-from speedlight import front as api
+from speedlight.calls import dense
 from speedlight.cpu.engine import forward_call as prepare
 from speedlight.cpu.engine import schedule
 from speedlight.cpu.language import philox as on_vectors
@@ -237,7 +237,7 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
     want, lse = sl.attention(q, k, v, return_lse=True, **options)
     for threads in (1, 3):
         sl.set_threads(threads)
-        api._prepared.clear()
+        dense._prepared.clear()
         assert sl.attention(q, k, v, **options).tobytes() == want.tobytes()
     for first, end in ((0, 1), (1, 4), (4, 60), (60, 150)):
         out, some = sl.attention(q[:, :, first:end], k, v, q_start=1050 + first, return_lse=True, **options)
@@ -269,7 +269,7 @@ def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeyp
         results = []
         for rows in (0, 64):
             monkeypatch.setattr(schedule, "DECODE_ROWS", rows)
-            api._prepared.clear()
+            dense._prepared.clear()
             results.append(sl.attention(q, k, v, **options))
         (want, lse), (out, other) = results
         nan = np.isnan(want)

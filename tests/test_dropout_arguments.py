@@ -7,7 +7,7 @@ import pytest
 from problems import qkv
 
 import speedlight as sl
-from speedlight import front as api
+from speedlight.calls import dense
 from speedlight.problem.problem import Options
 
 # --- seeds
@@ -36,7 +36,7 @@ def test_another_seed_prepares_nothing(rng, q_len):
     pool = sl.PagePool(layers=1, pages=13, page_size=16, kv_heads=2, head_dim=16)
     sequence, rows = pool.sequence(), [np.ascontiguousarray(x[0].swapaxes(0, 1)) for x in (q, k, v)]
     pool.append(0, [sequence], *rows[1:])
-    api._prepared.clear()
+    dense._prepared.clear()
     first = {}
     for turn in range(2):
         for seed in (0, 1, 2**63, 2**64 - 1):
@@ -48,7 +48,7 @@ def test_another_seed_prepares_nothing(rng, q_len):
             assert got.tobytes() == out
             assert sl.attention(q, k, v, dropout=0.3, seed=np.uint64(seed)).tobytes() == out
     assert len(set(first.values())) == 4
-    assert len(api._prepared) == 1 and len(cache._storage.steps) == 1 and len(pool._storage.steps) == 1
+    assert len(dense._prepared) == 1 and len(cache._storage.steps) == 1 and len(pool._storage.steps) == 1
 
 
 def test_steps_with_other_seeds(rng):

@@ -31,7 +31,7 @@ def no_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An exception in a callback of the garbage collector, such as Hypothesis', is swallowed. And every 64th cache has
     more places, since it tidies what is renewed after a fork.
     """
-    monkeypatch.setattr("speedlight.forks._numbers", itertools.count((1 << 40) + 1, 64))
+    monkeypatch.setattr("speedlight.host.forks._numbers", itertools.count((1 << 40) + 1, 64))
     callbacks = gc.callbacks[:]
     gc.callbacks.clear()
     yield

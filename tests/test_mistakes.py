@@ -19,7 +19,6 @@ import torch
 import speedlight as sl
 import speedlight.distributed
 import speedlight.torch
-from speedlight import front as api
 from speedlight.errors import advice as hints
 from speedlight.errors import other_names
 from speedlight.flash_attn import v3

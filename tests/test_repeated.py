@@ -21,7 +21,7 @@ from problems import qkv
 
 import speedlight as sl
 import speedlight.torch
-from speedlight import front as api
+from speedlight.calls import dense
 from speedlight.calls.prepared import Repeatable
 from speedlight.host.machine import host_isas
 from speedlight.host.memo import Memo
@@ -177,13 +177,13 @@ def test_an_option_is_part_of_what_a_call_is_known_by(rng, name, monkeypatch):
     )
     want = []
     for value in OTHERWISE[name]:
-        monkeypatch.setattr(api, "_prepared", Memo(8, 1 << 20))
+        monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
         want.append(sl.attention(q, k, v, **options, **{name: value}).tobytes())
     assert want[0] != want[1]
-    monkeypatch.setattr(api, "_prepared", Memo(8, 1 << 20))
+    monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
     for turn in range(6):
         assert sl.attention(q, k, v, **options, **{name: OTHERWISE[name][turn % 2]}).tobytes() == want[turn % 2]
-    assert len(api._prepared) == 2
+    assert len(dense._prepared) == 2
 
 
 @pytest.mark.parametrize("seed", range(20 if FULL else 1))
@@ -212,13 +212,13 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
         if rng.random() < 0.05:
             monkeypatch.setenv("SPEEDLIGHT_ISA", str(rng.choice(isas)))
         given, out = _arrays(rng, base)
-        memo, untouched = api._prepared, None if out is None else _numpy(out).copy()
+        memo, untouched = dense._prepared, None if out is None else _numpy(out).copy()
         calls: list[int] = []
         got = _outcome(lambda: sl.attention(*given, out=out, **options))  # noqa: B023
         hits += len(calls)
         if isinstance(got, tuple) and out is not None:
             assert _numpy(out).tobytes() == untouched.tobytes()
-        monkeypatch.setattr(api, "_prepared", Memo(8, 1 << 20))
+        monkeypatch.setattr(dense, "_prepared", Memo(8, 1 << 20))
         if isinstance(out, torch.Tensor):
             out.copy_(torch.from_numpy(untouched))
         elif out is not None and out.flags.writeable:
@@ -226,7 +226,7 @@ def test_a_repeated_call_is_as_a_first_one(seed, monkeypatch):
         want = _outcome(lambda: sl.attention(*given, out=out, **options))  # noqa: B023
         ran += isinstance(want, list)
         assert got == want, options
-        monkeypatch.setattr(api, "_prepared", memo)
+        monkeypatch.setattr(dense, "_prepared", memo)
     assert hits > 20 and ran > 40
 
 
@@ -302,7 +302,7 @@ def test_memos_are_bounded_in_bytes():
     del mask, ids, array, cache, flex
     gc.collect()
     known = memos()
-    del known["speedlight.cpu.compile._compiled"]  # conftest.py has it grow
+    del known["speedlight.cpu.runtime.compile._compiled"]  # conftest.py has it grow
     assert len(known) > 20 and any(x.endswith("forms._texts") for x in known)
     held = {name: held_by(x) for name, x in known.items()}
     assert {name: size for name, size in held.items() if size > MOST_HELD} == {}

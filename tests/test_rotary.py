@@ -214,7 +214,7 @@ def test_what_is_long_is_turned_piece_by_piece(rng, monkeypatch, layout):
     cases += [(options, (drawn(rng, (2, 5, 12)), drawn(rng, (2, 5, 12))))] if layout != "lhd" else []
     want = [sl.rotary(x, *t, **o) for o, t in cases]
     for size in (16, 40, 100):
-        monkeypatch.setattr("speedlight.turning._PIECE", size)
+        monkeypatch.setattr("speedlight.calls.rotary._PIECE", size)
         for (o, t), w in zip(cases, want, strict=True):
             mine, at = x.copy(), torch.from_numpy(x.copy())
             assert (sl.rotary(x[..., ::-1][..., ::-1], *t, **o) == w).all()
@@ -234,7 +234,7 @@ def test_what_is_long_is_turned_piece_by_piece(rng, monkeypatch, layout):
 
 def test_tables_in_the_memory_of_out(rng, monkeypatch):
     """What is written piece by piece is not what angles are still read from."""
-    monkeypatch.setattr("speedlight.turning._PIECE", 16)
+    monkeypatch.setattr("speedlight.calls.rotary._PIECE", 16)
     x = drawn(rng, (2, 3, 5, 8))
     for make in (np.array, lambda a: torch.from_numpy(a.copy())):
         out = make(np.zeros_like(x))

@@ -16,7 +16,7 @@ from problems import qkv
 from threads import BIG, run, use
 
 import speedlight as sl
-from speedlight import front as api
+from speedlight.calls import dense
 from speedlight.cpu.runtime import workers
 
 
@@ -212,12 +212,12 @@ def fail_at_each_allocation(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     out = np.empty_like(q)
     sl.set_threads(3)
     calls = []
-    api._prepared.clear()
+    dense._prepared.clear()
     with monkeypatch.context() as patch:
         patch.setattr(Call, "run", lambda *given: calls.append(given))
         sl.attention(q, k, v, out=out)
     run_of, (prepared, *addresses) = Call.run, calls[0]
-    api._prepared.clear()
+    dense._prepared.clear()
     addresses[3] = out.ctypes.data
     run_of(prepared, *addresses)
     want, failed = out.tobytes(), 0

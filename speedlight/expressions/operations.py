@@ -1,6 +1,6 @@
 """The table of operations: what each takes and gives, computes, bounds, loses to rounding, and its derivative.
 
-A row is all that is known of an operation outside the engines; cpu/lower.py and gpu/lower.py add its emission.
+A row is all that is known of an operation outside the engines; cpu/kernels/lower.py and gpu/lower.py add its emission.
 Kinds of values are bool < int < float < double. `int` is int64, and its arithmetic wraps; `float` is what scores are
 computed in: float32, or float64 for float64 arrays.
 """

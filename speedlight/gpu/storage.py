@@ -1,6 +1,6 @@
 """The tokens of caches and pools in a GPU's memory, and the calls that read them there.
 
-`cpu/storage.py` has the same two classes with the same methods. Calls only enqueue work.
+`cpu/engine/storage.py` has the same two classes with the same methods. Calls only enqueue work.
 """
 
 from __future__ import annotations

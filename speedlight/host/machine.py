@@ -32,7 +32,7 @@ class Isa:
         return f"{self.arch}-unknown-linux-gnu"
 
     def product(self, storage: str) -> str:
-        """What multiplies numbers that are stored so: a name in PRODUCTS, emitted by cpu/products.py."""
+        """What multiplies numbers that are stored so: a name in PRODUCTS, emitted by cpu/products/products.py."""
         return dict(self.products).get(storage, "fma")
 
     def lanes(self, storage: str) -> int:

@@ -26,7 +26,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows begin anew with every part of the keys",
-        "cpu/forward.py",
+        "cpu/kernels/forward.py",
         "            with k.when(a.begins.equals(0)):\n",
         "            with k.when(a.begins.equals(2)):\n",
         "tests/test_distributed.py -k two_processes",
@@ -40,7 +40,7 @@ MUTATIONS = (
     ),
     Mutation(
         "what flows to keys is that of the last rows alone",
-        "cpu/backward.py",
+        "cpu/kernels/backward.py",
         "self.step.equals(0) & whole",
         "self.step.equals(0)",
         "tests/test_distributed.py -k two_processes",

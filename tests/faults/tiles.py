@@ -5,7 +5,7 @@ from .mutation import Mutation
 MUTATIONS = (
     Mutation(
         "a part of a tile that the mask cuts counts as visible",
-        "cpu/visibility.py",
+        "cpu/kernels/visibility.py",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 2)",
         "leave_if(classed(full.get(), after(full.get(), end.get())) < 1)",
         "tests/test_attention.py tests/test_masks.py -k 'patterns or random_expressions'",

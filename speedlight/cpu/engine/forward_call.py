@@ -300,7 +300,7 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
 
 
 def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[str, int]:
-    """What is fetched for the next task while one computes (cpu/upcoming.py): of keys a tile at most.
+    """What is fetched for the next task while one computes (cpu/kernels/prefetch.py): of keys a tile at most.
 
     Nothing of arrays that stay in the caches: there a wrong guess takes lines away from another thread.
     """
