@@ -414,7 +414,7 @@ def test_it_is_told_once_where_the_call_is(monkeypatch):
     def stop(*_):
         raise StopIteration
 
-    monkeypatch.setattr(api.engines, "of", stop)  # nothing is compiled for this
+    monkeypatch.setattr(dense.engines, "of", stop)  # nothing is compiled for this
     x = np.ones((1, 256, 4, 4), np.float32)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")

@@ -1,6 +1,7 @@
 """What each family of CPUs wants of schedules and loops: a row each, measured. No bit of a result depends on them.
 
-`shipped` gives the row of a vector unit on this CPU; cpu/runtime/tuned.py what is in force, which may have been measured here.
+`shipped` gives the row of a vector unit on this CPU; cpu/runtime/tuned.py what is in force, which may
+have been measured here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Blocking:
 class Fetching:
     """How far ahead of its use kernels fetch memory; 0 leaves that to the CPU.
 
-    The decode kernel has room for the addresses of 32 keys, or 24 blocks, past a tile (PLACES in cpu/memory/records.py).
+    The decode kernel has room for the addresses of 32 keys, or 24 blocks, past a tile (PLACES of
+    cpu/memory/records.py).
     """
 
     groups: int  # vectors of keys, where keys are rows

@@ -1,7 +1,7 @@
 """Which weights dropout drops: Philox 4x32-10, in NumPy. Random numbers are counted, not drawn one after another.
 
-Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). Engines emit the same: cpu/language/philox.py,
-gpu/dropping.py.
+Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). Engines emit the same:
+cpu/language/philox.py, gpu/dropping.py.
 """
 
 from __future__ import annotations
