@@ -19,6 +19,7 @@ import torch
 import speedlight as sl
 import speedlight.distributed
 import speedlight.torch
+from speedlight.calls import dense
 from speedlight.errors import advice as hints
 from speedlight.errors import other_names
 from speedlight.flash_attn import v3
