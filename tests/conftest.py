@@ -29,7 +29,9 @@ os.environ.setdefault(
 os.environ.setdefault("SPEEDLIGHT_TUNING", "0")  # of whoever runs them: schedules are as they ship
 
 # pytest rewrites asserts, so that they say what differs, of modules that it collects; of what those import, if told so
-HELPERS = sorted({x.stem for x in Path(__file__).parent.glob("*.py") if not x.stem.startswith(("test_", "conftest"))})
+ROOT = Path(__file__).parents[1]
+SUPPORT = ROOT / "tests" / "support"
+HELPERS = sorted(x.stem for x in SUPPORT.glob("*.py"))
 pytest.register_assert_rewrite(*HELPERS)
 
 from engines import CPU, Engine, one_vector, tuned  # noqa: E402
@@ -49,7 +51,7 @@ compiling._compiled = functools.lru_cache(maxsize=None)(compiling._compiled.__wr
 workers._limit = lambda: 1024
 
 # not every system and Python has these; where one is missing, what is about it is left out
-_ABOUT = {"jax": "test_jax.py", "transformers": "test_transformers*.py", "triton": "test_gpu*.py"}
+_ABOUT = {"jax": "adapters/jax", "transformers": "adapters/transformers", "triton": "*/test_gpu*.py"}
 collect_ignore_glob = [files for package, files in _ABOUT.items() if find_spec(package) is None]
 
 
@@ -62,7 +64,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def engine(isa: str) -> Engine:
-    """What tests/test_attention.py is about; other modules have another, and other sizes."""
+    """What test_attention.py is about; other modules have another, and other sizes."""
     return CPU
 
 
@@ -150,7 +152,7 @@ def short(name: str, tests: list[pytest.Item]) -> list[pytest.Item]:
     for x in chosen:
         units.setdefault(x.callspec.params.get("isa") if hasattr(x, "callspec") else None, []).append(x)
     best, *others = units.values() if units else [[]]
-    turn = zlib.crc32(name.encode())
+    turn = zlib.crc32(f"tests/{name.rpartition('/')[2]}".encode())  # a test may move
     if tests and tests[0].get_closest_marker("units"):
         return best + [x for some in others for x in some[turn % min(5, len(some)) :: 5]]
     return best + [x for n, some in enumerate(others) for x in some[(turn + 4 * n) % 9 :: 9]]
