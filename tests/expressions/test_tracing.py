@@ -251,6 +251,7 @@ def of_each_function(points):
     return sl.attention(ones, ones[:, :1, :1], ones[:, :1, :1], score=score, q_start=0, return_lse=True)[1][0]
 
 
+@pytest.mark.units
 def test_functions_are_accurate(isa):
     """At most 2 ulp (sigmoid, tan 3), angles up to 2^40; NaN beyond, of infinities and of NaN."""
     x = np.concatenate([np.linspace(-90, 90, 20001), np.geomspace(1e-30, 80, 5000), -np.geomspace(1e-30, 80, 5000)])

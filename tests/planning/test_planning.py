@@ -42,6 +42,7 @@ def counted(q, k, v, options):
     return counts.tolist(), plan, problem
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -150,6 +151,7 @@ BACKWARD = [
 ]
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("q_len", "k_len", "options"), BACKWARD)

@@ -27,7 +27,7 @@ def guarded() -> list[Guarded]:
     return [Guarded(1 << 20) for _ in range(4)]
 
 
-@pytest.mark.units
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_guard_pages(isa, guarded, dtype):
     """Inputs sealed read-only, guards on both sides, every tail of every dim and length: a fault kills the process."""
@@ -53,6 +53,7 @@ def test_guard_pages(isa, guarded, dtype):
         assert (outside == 0xFF).all()
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_guard_pages_of_tables(isa, one_width, guarded, dtype):
@@ -99,6 +100,7 @@ def ending_memory(guarded):
     return pages
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "window")
 @pytest.mark.parametrize("dtype", [*DTYPES, *CODES])
 @pytest.mark.parametrize("window", [False, True])

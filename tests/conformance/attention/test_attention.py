@@ -28,12 +28,13 @@ NAN, INF = float("nan"), float("inf")
 # --- accuracy
 
 
-@pytest.mark.units
+@pytest.mark.units("dtype")
 @pytest.mark.each("dtype", "dims")
 def test_every_dim(engine, rng, dtype, dims):
     engine.check(*qkv(rng, dtype, 1, 2, 1, 50, engine.keys, *dims), causal=True)
 
 
+@pytest.mark.units("lengths")
 @pytest.mark.each("dtype", "lengths")
 def test_every_length(engine, rng, dtype, lengths):
     with engine.blocks():
@@ -41,6 +42,7 @@ def test_every_length(engine, rng, dtype, lengths):
             engine.check(*qkv(rng, dtype, 2, 4, 2, *lengths, 24, 20), causal=causal, zeros_allowed=True)
 
 
+@pytest.mark.units
 @pytest.mark.each("seed")
 @pytest.mark.parametrize("seed", range(100 if FULL else 4))
 def test_random_problems(engine, seed):
@@ -120,7 +122,7 @@ CASES = [
 ]
 
 
-@pytest.mark.units
+@pytest.mark.units("case", "dtype")
 @pytest.mark.parametrize("as_many", [False, True], ids=["decode", "prefill"])
 @pytest.mark.parametrize("case", CASES, ids=[c[0] for c in CASES])
 def test_special_values(engine, dtype, as_many, case):
@@ -139,6 +141,7 @@ def test_special_values(engine, dtype, as_many, case):
         np.testing.assert_allclose(plain(got_lse), np.broadcast_to(np.array(lse), got_lse.shape), rtol=most, atol=most)
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.each("dtype", "q_len")
 @pytest.mark.parametrize("q_len", [60, 2])
 def test_any_finite_score(engine, rng, dtype, q_len):
@@ -213,6 +216,7 @@ def test_hidden_data_never_matter(engine, rng, dtype, name, q_len):
 # --- masks and scores
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "name", "queries")
 @pytest.mark.parametrize("name", PATTERNS)
 def test_patterns(engine, rng, name, dtype, queries):
@@ -224,6 +228,7 @@ def test_patterns(engine, rng, name, dtype, queries):
 # --- layouts
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.each("dtype", "q_lengths")
 @pytest.mark.parametrize("q_lengths", [[3, 70, 40], [40, 1, 0], [1, 2, 1]], ids=str)
 def test_packed_is_padded_is_alone(engine, rng, dtype, q_lengths):

@@ -23,6 +23,7 @@ SINKS = np.array([0.5, -3.0, 20.0, -np.inf])
 LENGTHS = {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}
 
 
+@pytest.mark.units("options")
 @pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -76,6 +77,7 @@ def test_sinks_do_not_depend_on_the_schedule(isa, rng):
         assert want[1:, :, at : at + 1].tobytes() == one.tobytes()
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "layout", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])

@@ -58,7 +58,7 @@ def emitted(isa, storage):
     return code, call(code["words"]), lanes
 
 
-@pytest.mark.units
+@pytest.mark.units("storage")
 @pytest.mark.parametrize("isa", host_isas(), ids=lambda x: x.name)
 @pytest.mark.parametrize("storage", ["f32", "f64"])
 def test_words_on_vectors(isa, storage):
@@ -116,6 +116,7 @@ def staying(dtype, batch, heads, group, q_len, k_len, **options):
     return sl.attention(q, k, v, **options).astype(np.float64) != 0
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "k_start")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
@@ -251,7 +252,7 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
     assert sl.attention(*(x[:1] for x in (q, k, v)), **options).tobytes() == want[:1].tobytes()
 
 
-@pytest.mark.units
+@pytest.mark.units("dtype")
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
 def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeypatch):

@@ -159,6 +159,7 @@ def test_what_lies_beside_is_never_read(isa, rng, dtype, poison):
 # --- R05
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_same_bits_however_it_is_cut(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 3, 4, 2, 200, 1300, 40, 24)
@@ -208,6 +209,7 @@ def test_widened_bf16_has_the_same_bits_on_every_unit_without_the_dot(rng, monke
 # --- R10
 
 
+@pytest.mark.units
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_layouts_and_strides(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 2, 4, 2, 60, 150, 34, 34)

@@ -19,6 +19,7 @@ from speedlight.expressions.tree import evaluate
 NAN = np.nan
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["bfloat16"])
 def test_dense_arrays(isa, one_width, rng, dtype):
@@ -137,6 +138,7 @@ def test_the_same_bits_as_causal(isa, rng, dtype):
     assert want[0].tobytes() == got[0].tobytes() and want[1].tobytes() == got[1].tobytes()
 
 
+@pytest.mark.units
 @pytest.mark.each("name")
 @pytest.mark.parametrize("name", PATTERNS if FULL else [*PATTERNS][2::3])
 def test_bits_do_not_depend_on_the_schedule(isa, one_width, rng, name):
@@ -184,6 +186,7 @@ def test_what_follows_the_last_key_of_some_queries_is_not_touched(isa, rng, opti
         assert want[:, :, rows].tobytes() == sl.attention(q, k, v, q_start=1, **options)[:, :, rows].tobytes()
 
 
+@pytest.mark.units
 def test_keys_before_those_that_all_see(isa, rng):
     """A window's lower edge: of a key that some rows of a panel do not see, its score matters to the others alone."""
     q, k, v = qkv(rng, "float32", 1, 2, 2, 200, 200, 16, 16)
@@ -205,6 +208,7 @@ def test_what_follows_the_last_key_of_a_whole_panel_is_not_touched(isa, rng):
         assert want[:, :, :hidden].tobytes() == sl.attention(q, k, v, causal=True)[:, :, :hidden].tobytes()
 
 
+@pytest.mark.units
 @pytest.mark.parametrize("rows", [40, 2])
 def test_an_odd_last_key_has_nothing_beside_it(isa, rng, rows):
     """Not its own value once more, 0 times which would be NaN where it is infinite."""
@@ -223,6 +227,7 @@ def test_a_key_hidden_from_some_lanes_only(isa, rng):
     assert (np.isnan(out[0, 0, :, 2]) == (np.arange(40) % 2 == 1)).all() and np.isfinite(out[..., [0, 1, 3]]).all()
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize(("dtype", "k_len"), [("float32", 384), ("float64", 384), ("bfloat16", 384), ("bfloat16", 257)])
 @pytest.mark.parametrize(
     "options", [{"causal": True, "q_start": 255}, {"mask": lambda b, h, i, j: (j < 256) | (i > 255), "q_start": 255}]

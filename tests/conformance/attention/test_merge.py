@@ -45,6 +45,7 @@ def guarded() -> list[Guarded]:
 # --- accuracy and meaning
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_width_and_number_of_states(isa, rng, dtype):
     for width, count in itertools.product(WIDTHS, (1, 2, 3, 9)):
@@ -74,6 +75,7 @@ def test_shards_are_the_whole(rng):
             assert_within(x, y, bound)
 
 
+@pytest.mark.units("case")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES, ids=[c[0] for c in CASES])
 def test_special_values(isa, dtype, case):

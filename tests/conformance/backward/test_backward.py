@@ -41,7 +41,7 @@ def same(one: Any, other: Any, what: str = "") -> None:
 # --- R02: sizes and options
 
 
-@pytest.mark.units
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dim(isa, rng, dtype):
     for d, dv in DIMS:
@@ -49,6 +49,7 @@ def test_every_dim(isa, rng, dtype):
         assert_gradients(arrays, flow_of(rng, arrays, causal=True, q_start=90), causal=True, q_start=90)
 
 
+@pytest.mark.units
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_length(isa, rng, dtype):
     for q_len, k_len in LENGTHS:
@@ -175,7 +176,7 @@ def check(x: dict[str, Any], **options: Any) -> None:
     assert_gradients(arrays[:3], arrays[3:], zeros_allowed=True, **options)
 
 
-@pytest.mark.units
+@pytest.mark.units("name")
 @pytest.mark.each("dtype", "name", "again")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse", "d_out", "d_lse"])

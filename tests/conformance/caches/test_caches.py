@@ -24,6 +24,7 @@ from speedlight import arrays, machine
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.each("dtype", "d", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)])
@@ -43,7 +44,7 @@ def test_any_chunks_have_the_bits_of_one_call(isa, one_width, rng, dtype, d, dv,
         assert cache.length(0) == 1300
 
 
-@pytest.mark.units
+@pytest.mark.units("dtype")
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_decode_kernel_has_the_forward_kernels_bits(isa, one_width, rng, dtype, monkeypatch):
@@ -104,6 +105,7 @@ def test_what_a_truncated_cache_still_holds_is_never_read(isa, rng, dtype):
             assert used.attend(0, q[:, :, :n]).tobytes() == fresh.attend(0, q[:, :, :n]).tobytes()
 
 
+@pytest.mark.units
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_score_of_minus_infinity_hides_its_value_when_decoding(isa, rng, dtype):
     q, k, v = qkv(rng, dtype, 1, 4, 2, 2, 300, 16, 16)

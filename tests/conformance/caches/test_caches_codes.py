@@ -14,6 +14,7 @@ import speedlight as sl
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
 
+@pytest.mark.units("codes")
 @pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)] if FULL else [(33, 40)])

@@ -20,6 +20,7 @@ from speedlight.windows import SPARE
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", ["float32", "int8", *["bfloat16", "float16", "float8_e4m3fn"] * FULL])
 def test_a_window_is_the_mask_in_constant_memory(isa, one_width, rng, dtype):

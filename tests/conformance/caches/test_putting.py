@@ -30,6 +30,7 @@ def lying(x, way):
     return x
 
 
+@pytest.mark.units("dtype")
 @pytest.mark.parametrize("way", ["heads adjoin", "torch"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_keep_every_bit(isa, rng, dtype, way):
@@ -73,6 +74,7 @@ def half_way(codes):
 GIVEN = ["float32", "float16", "bfloat16"]
 
 
+@pytest.mark.units("codes", "dtype")
 @pytest.mark.parametrize(
     ("codes", "dtype"), [(x, dtype) for x in CODES for dtype in (GIVEN if FULL or x == "int8" else GIVEN[:1])]
 )

@@ -19,6 +19,7 @@ from speedlight.cpu import prepare, putting, storage
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "page_size", "options")
 @pytest.mark.parametrize("dtype", KINDS)
 @pytest.mark.parametrize("page_size", [16, 48])

@@ -10,6 +10,7 @@ from problems import DTYPES, numpy_dtype
 import speedlight as sl
 
 
+@pytest.mark.units
 @pytest.mark.each("dtype", "page_size")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [1, 3, 16, 33, 256])
