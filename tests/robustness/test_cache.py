@@ -232,7 +232,9 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(directory):
     (file,) = directory.iterdir()
     file.unlink()
     os.mkfifo(file, 0o600)
-    code = f"from pathlib import Path; from speedlight.cpu import compile; compile.read_kept(Path({str(file)!r}))"
+    code = (
+        f"from pathlib import Path; from speedlight.cpu.runtime import compile; compile.read_kept(Path({str(file)!r}))"
+    )
     read = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=60)
     assert "is not a file" in read.stderr
     assert compiling.cached_kernels() == {}
@@ -336,9 +338,9 @@ def test_so_many_kernels_are_loaded_at_most(rng, monkeypatch):
 
 LEFT = """import gc, itertools, mmap
 from pathlib import Path
-from speedlight.cpu import compile
-from speedlight.cpu.shape import Shape
-from speedlight.machine import current_isa
+from speedlight.cpu.runtime import compile
+from speedlight.cpu.memory.shape import Shape
+from speedlight.host.machine import current_isa
 sizes = []
 for n in range(5):
     for m in range(60):  # each another text: what is compiled again is remembered

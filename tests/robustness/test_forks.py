@@ -99,7 +99,7 @@ def test_forks_while_computing(with_torch):
         ("import torch\n" if with_torch else "")
         + BIG
         + (
-            "import os, threading\nfrom speedlight.cpu import workers\n"
+            "import os, threading\nfrom speedlight.cpu.runtime import workers\n"
             "sl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\nstop = False\n"
             "def busy():\n    while not stop: sl.attention(q, q, q)\n"
             "t = threading.Thread(target=busy); t.start()\nok = 0\n"
@@ -123,7 +123,7 @@ def test_forks_while_roofs_are_measured():
     """A child must not find LLVM's lock taken by a thread that it does not have."""
     code = (
         "import os, signal, threading, warnings; import speedlight as sl\n"
-        "from speedlight.cpu import compile, roof\n"
+        "from speedlight.cpu.runtime import compile, roof\n"
         "warnings.simplefilter('ignore'); roof.bandwidth = lambda *_: 1e9\n"
         "plan = sl.plan(q_heads=1, q_len=8, head_dim=8); str(plan); stop = []\n"
         "def measure():\n"

@@ -142,7 +142,7 @@ def test_a_team_that_is_bound_is_always_taken():
 
 
 ALONE = (
-    "import ctypes, gc, os, time\nfrom speedlight.cpu import compile, workers\n"
+    "import ctypes, gc, os, time\nfrom speedlight.cpu.runtime import compile, workers\n"
     "sl.set_threads(3)\nbefore = set(os.listdir('/proc/self/task'))\n"
     "want = sl.attention(q, q, q).tobytes()\n"
     "def status(name):\n"

@@ -71,7 +71,10 @@ def test_the_callers_modes_do_not_matter_and_are_kept(rng):
 
 
 def test_openmp_is_shared_once_torch_is_there():
-    code = BIG + "from speedlight.cpu import workers\nprint(workers.runtime())\nimport torch\nprint(workers.runtime())"
+    code = (
+        BIG
+        + "from speedlight.cpu.runtime import workers\nprint(workers.runtime())\nimport torch\nprint(workers.runtime())"
+    )
     before, after = run(code).split()
     assert before == "pool"
     assert after == ("openmp" if sys.platform == "linux" else "pool")
@@ -115,7 +118,7 @@ def test_cpus_are_counted_again(bound):
     nobody moved, say nothing. Where OpenMP binds threads, others may go elsewhere.
     """
     code = """import os, threading, speedlight as sl
-from speedlight.cpu import workers
+from speedlight.cpu.runtime import workers
 def count():
     workers._in_use.until = 0.0  # a second has passed
     return sl.get_threads()
@@ -153,7 +156,7 @@ def test_no_thread_can_be_started(with_torch):
         ("import torch\n" if with_torch else "")
         + BIG
         + (
-            "import resource, warnings\nfrom speedlight.cpu import workers\n"
+            "import resource, warnings\nfrom speedlight.cpu.runtime import workers\n"
             "sl.set_threads(1)\nwant = sl.attention(q, q, q).tobytes()\nsl.set_threads(3)\n"
             "ours = workers._new_threads()\n"
             "before = resource.getrlimit(resource.RLIMIT_AS)\n"

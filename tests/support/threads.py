@@ -40,7 +40,7 @@ def up() -> bool:
 
 
 BIG = """import numpy as np, speedlight as sl
-from speedlight.cpu import workers
+from speedlight.cpu.runtime import workers
 workers._limit = lambda: 1024  # as conftest.py
 q = np.random.default_rng(0).standard_normal((1, 4, 600, 64)).astype(np.float32)
 """

@@ -280,7 +280,7 @@ def test_forks_while_computing():
     code = f"""
 import warnings; warnings.simplefilter("ignore")
 import os, threading, numpy as np, speedlight as sl
-from speedlight.cpu import differentiate
+from speedlight.cpu.engine import backward_call as differentiate
 differentiate._RANGES = 128, 128
 x = np.random.default_rng(0).standard_normal((1, 2, 500, 16)).astype(np.float32)
 out, lse = sl.attention(x, x, x, return_lse=True)
