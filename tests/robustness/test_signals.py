@@ -49,7 +49,8 @@ def test_interrupt(with_torch):
 def test_measuring_can_be_interrupted(threads):
     """The roofs' kernels count who is inside, as regions do: an interrupted caller waits for them, not for ever."""
     code = (
-        "import speedlight as sl; from speedlight.host import machine; from speedlight.cpu.runtime import roof, workers\n"
+        "import speedlight as sl\nfrom speedlight.host import machine\n"
+        "from speedlight.cpu.runtime import roof, workers\n"
         "workers._openmp = lambda _: None\n"
         "workers._new_threads = lambda: None\n"
         "started = workers._started\n"
