@@ -78,7 +78,7 @@ def chance(rng: Rng, p: float) -> bool:
 
 
 def pick(rng: Rng, values: Sequence[Any]) -> Any:
-    return values[rng.integers(len(values))]
+    return values[int(rng.integers(len(values)))]
 
 
 # --- attention() and its gradients
@@ -282,7 +282,7 @@ def torch_module(rng: Rng, call: Calls) -> None:
 # --- keys that are kept
 
 
-def draw_kept(rng: Rng) -> tuple[str, dict[str, int], dict[str, Any]]:
+def draw_kept(rng: Rng) -> tuple[Any, dict[str, int], dict[str, Any]]:
     """dtype, sizes and the options of all calls of a cache or pool."""
     form = pick(rng, SHARED)
     dtype = pick(rng, CODES) if SHARED.index(form) % 3 == 0 and chance(rng, 0.6) else form.dtype
