@@ -19,7 +19,6 @@ from speedlight.expressions.tree import evaluate
 NAN = np.nan
 
 
-@pytest.mark.units
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["bfloat16"])
 def test_dense_arrays(isa, one_width, rng, dtype):
