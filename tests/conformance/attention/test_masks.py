@@ -185,7 +185,6 @@ def test_what_follows_the_last_key_of_some_queries_is_not_touched(isa, rng, opti
         assert want[:, :, rows].tobytes() == sl.attention(q, k, v, q_start=1, **options)[:, :, rows].tobytes()
 
 
-@pytest.mark.units
 def test_keys_before_those_that_all_see(isa, rng):
     """A window's lower edge: of a key that some rows of a panel do not see, its score matters to the others alone."""
     q, k, v = qkv(rng, "float32", 1, 2, 2, 200, 200, 16, 16)
