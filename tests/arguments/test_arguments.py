@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from anything import KEPT, check_any_type
 from conftest import FULL
 
 import speedlight as sl
@@ -157,3 +158,10 @@ def test_several_odd_objects_raise_and_write_nothing(seed):
         except Exception:
             if not any(callable(chosen.get(n)) for n in ("mask", "score")):
                 raise
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_calls_that_keep_something_take_any_type(name, tmp_path, monkeypatch):
+    """A speedlight error that changes nothing, or an answer."""
+    monkeypatch.chdir(tmp_path)
+    check_any_type(KEPT[name])

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 
 import numpy as np
 import pytest
 import torch
+from anything import check_any_type, of_caches
 from conftest import FULL
 from injection import interrupted, needs_places, places, spread
 from on_gpu import same, tensor
 from on_gpu_caches import DROPOUT, KINDS, OPTIONS, OWN, close, tokens
 from problems import numpy_dtype
 from tolerance import plain
-from wrong import WRONG
 
 import speedlight as sl
 from speedlight.arrays.files import read_arrays, read_metadata
@@ -373,33 +372,10 @@ def test_wrong_tokens(rng):
     assert cache.length(0) == 0
 
 
-def test_arguments_of_any_type(rng):
-    """A speedlight error, or an answer."""
-    x = tensor(np.zeros((1, 1, 1, 16), np.float32))
-    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
-    cache.append(0, x, x)
-    step = {"layer": 0, "q": x, "k": x, "v": x, "new_lengths": None, "q_lengths": None, "return_lse": False}
-    step["out"] = None
-    calls = [
-        ("attend", step),
-        ("append", {n: step[n] for n in ("layer", "k", "v", "new_lengths")}),
-        ("truncate", {"length": 1}),
-        ("keep", {"indices": [0], "start": 0}),
-    ]
-    calls += [
-        ("select", {"batch_indices": [0]}),
-        ("lengths", {"layer": 0}),
-        ("length", {"layer": 0, "item": 0}),
-        ("save", {"path": "x"}),
-    ]
-    for method, usual in calls:
-        for name in usual:
-            for wrong in WRONG:
-                with contextlib.suppress(sl.Error):
-                    getattr(cache, method)(**(usual | {name: wrong}))
-                    cache.clear()
-                    cache.append(0, x, x)
-                assert cache.length(0) == 1 and not cache._claims
+@pytest.mark.parametrize("method", ["attend", "append", "truncate", "keep", "select", "lengths", "length", "save"])
+def test_arguments_of_any_type(tmp_path, monkeypatch, method):
+    monkeypatch.chdir(tmp_path)
+    check_any_type(of_caches(tensor, device="cuda")[method])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph wants a GPU")

@@ -11,7 +11,14 @@ class Odd:
     shape = dtype = name = ndim = 5
 
 
-NUMBERS = [None, True, -1, 3, 2**70, 1.5, float("nan"), np.float32(1), np.int64(0), np.bool_(True)]
+class Failing:
+    """Raises while it is listed."""
+
+    def __iter__(self):
+        yield 1 // 0
+
+
+NUMBERS = [10**5000, None, True, -1, 3, 2**70, 1.5, float("nan"), np.float32(1), np.int64(0), np.bool_(True)]
 LISTS = [[], {}, (), [None], ["a"], [[0]], [0, 2**70], {1: 2}, "x", "\0.safetensors", b"x"]
 ARRAYS = [
     np.array(1),
@@ -20,4 +27,4 @@ ARRAYS = [
     np.zeros((2, 2, 1, 16), object),
     np.zeros((2, 0, 0, 0), np.float32),
 ]
-WRONG = [*NUMBERS, *LISTS, *ARRAYS, object(), Odd(), Odd, iter([]), lambda *_: None]
+WRONG = [*NUMBERS, *LISTS, *ARRAYS, object(), Odd(), Odd, Failing(), iter([]), lambda *_: None]

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import numpy as np
 import pytest
 from caches import made
 from problems import DTYPES, numpy_dtype, qkv
-from wrong import WRONG
 
 import speedlight as sl
 
@@ -62,50 +59,6 @@ def test_every_failing_call_leaves_the_cache_as_it_was(rng, call, message):
     cache.attend(0, q, k, v)
 
 
-def arguments(rng):
-    """Of every method of a cache: with what it is called."""
-    q, k, v = qkv(rng, "float32", 2, 4, 2, 1, 1, 16, 16)
-    step = {"layer": 0, "q": q, "k": k, "v": v, "new_lengths": None, "scale": None, "mask": None, "score": None}
-    step |= {"sink_logits": None, "return_lse": False, "out": None, "q_lengths": None}
-    return {
-        "attend": step,
-        "append": {n: step[n] for n in ("layer", "k", "v", "new_lengths")},
-        "truncate": {"length": 3},
-        "keep": {"indices": [0], "start": 3},
-        "select": {"batch_indices": [0]},
-        "lengths": {"layer": 0},
-        "length": {"layer": 0, "item": 0},
-        "keys": {"layer": 0},
-        "save": {"path": "x"},
-    }
-
-
-def test_arguments_of_any_type(rng, tmp_path, monkeypatch):
-    """A speedlight error, or an answer; never an error of somebody else's, and nothing is changed by an error."""
-    monkeypatch.chdir(tmp_path)
-    sizes = {"layers": 1, "batch": 2, "kv_heads": 2, "head_dim": 16, "capacity": 20}
-    _, k, v = qkv(rng, "float32", 2, 4, 2, 5, 5, 16, 16)
-    for method, usual in arguments(rng).items():
-        for name in usual:
-            for wrong in WRONG:
-                cache = sl.KVCache(**sizes)
-                cache.append(0, k, v)
-                before = cache.keys(0).tobytes(), cache.lengths(0)
-                try:
-                    getattr(cache, method)(**(usual | {name: wrong}))
-                except sl.Error as error:
-                    assert (cache.keys(0).tobytes(), cache.lengths(0)) == before and str(error), (
-                        f"{method}({name}={wrong!r})"
-                    )
-    for name in (*sizes, "dtype", "value_dim", "window", "keep_first", "device"):
-        for wrong in WRONG:
-            with contextlib.suppress(sl.Error):
-                sl.KVCache(**(sizes | {name: wrong}))
-    for wrong in WRONG:
-        with pytest.raises(sl.Error):
-            sl.KVCache.load(wrong)
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -138,38 +91,6 @@ def test_float8_by_its_names():
     for other in (torch.float8_e5m2, torch.float8_e4m3fnuz, ml_dtypes.float8_e4m3, "e4m3"):
         with pytest.raises(sl.ArgumentTypeError, match="bfloat16, int8 or float8_e4m3fn \\('fp8'\\); got"):
             made(other)
-
-
-HUGE = 10**5000  # of more digits than Python prints
-
-
-def test_numbers_that_python_does_not_print_are_named():
-    cache, x = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=4), np.ones((1, 1, 1, 4), np.float32)
-    pool = sl.PagePool(layers=1, pages=2, page_size=16, kv_heads=1, head_dim=4)
-    sequence, sizes = pool.sequence(), {"layers": 1, "kv_heads": 1, "head_dim": 4, "capacity": 4}
-    calls = [
-        *(lambda n=n: sl.KVCache(**(sizes | {n: HUGE})) for n in (*sizes, "batch", "value_dim", "window", "dtype",
-                                                                  "device")),
-        lambda: cache.lengths(HUGE), lambda: cache.length(0, HUGE), lambda: cache.keys(HUGE),
-        lambda: cache.truncate(HUGE),
-        lambda: cache.truncate([HUGE]), lambda: cache.select([HUGE]), lambda: cache.attend(HUGE, x, x, x),
-        lambda: cache.attend(0, x, x, x, return_lse=HUGE), lambda: cache.append(0, x, x, new_lengths=HUGE),
-        lambda: cache.append(0, x, x, new_lengths=[HUGE]), lambda: sequence.truncate(HUGE),
-        lambda: sequence.length(HUGE),
-        lambda: pool.append(HUGE, [sequence], x[0], x[0]),
-        lambda: pool.attend(0, [sequence], x[0], x[0], x[0], return_lse=HUGE),
-    ]  # fmt: skip
-    for call in calls:
-        with pytest.raises(sl.Error):
-            call()
-    assert cache.length(0) == sequence.length() == 0
-
-
-def test_what_raises_while_it_is_listed_is_named():
-    cache, x = sl.KVCache(layers=1, kv_heads=1, head_dim=4, capacity=4), np.ones((1, 1, 1, 4), np.float32)
-    for call in (cache.truncate, cache.select, lambda y: cache.append(0, x, x, new_lengths=y)):
-        with pytest.raises(sl.ArgumentTypeError, match="expected"):
-            call(1 // n for n in (1, 0))
 
 
 def test_memory_that_cannot_be_reserved_is_an_error_of_ours():

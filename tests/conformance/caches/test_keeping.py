@@ -9,7 +9,6 @@ import pytest
 from conftest import FULL
 from pools import KINDS, check_accounts, made, packed
 from problems import qkv, taken
-from wrong import WRONG
 
 import speedlight as sl
 
@@ -165,22 +164,6 @@ def test_wrong_paths_are_named(rng, arguments, message):
     assert state(cache) == before
     cache.keep(np.array([[0, 2], [1, 3]]), start=[20, 5])
     assert cache.lengths(0) == cache.lengths(1) == (22, 7)
-
-
-def test_arguments_of_any_type(rng):
-    _, k, v = packed(rng, "float32", 30)
-    for name in ("indices", "start"):
-        for wrong in WRONG:
-            pool = made()
-            a = pool.sequence()
-            pool.append(0, [a], k, v)
-            cache = cache_of("float32")
-            for owner in (a, cache):
-                try:
-                    owner.keep(**({"indices": [0], "start": 0} | {name: wrong}))
-                except sl.Error as error:
-                    assert str(error).split(":")[0] in ("indices", "start")
-            check_accounts(pool, [a])
 
 
 def test_nobody_else_writes_meanwhile(rng, monkeypatch):

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from problems import numpy_dtype
-from wrong import WRONG
 
 import speedlight as sl
 from speedlight.cpu.engine import append_call as putting
@@ -207,16 +206,3 @@ def test_the_same_memory_twice_is_refused(rng):
     with pytest.raises(sl.CacheFull) as caught:
         sl.append_paged(**(arguments(rng) | {"k_lengths": [7, 0]}))
     assert (caught.value.needed, caught.value.free) == (3, 1)
-
-
-def test_arguments_of_any_type(rng):
-    """A speedlight error that writes nothing, or an answer."""
-    for name in (*arguments(rng), "new_lengths", "layout", "engine"):
-        for wrong in WRONG:
-            given = arguments(rng) | {name: wrong}
-            before = [np.array(given[n]).tobytes() for n in ("k_pages", "v_pages") if n != name]
-            try:
-                sl.append_paged(**given)
-            except sl.Error as error:
-                assert str(error), f"{name}={wrong!r}"
-                assert [np.array(given[n]).tobytes() for n in ("k_pages", "v_pages") if n != name] == before
