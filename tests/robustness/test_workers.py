@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 import time
 
 import numpy as np
 import pytest
 from conftest import FULL
 from problems import qkv
-from threads import BIG, run, use
+from threads import BIG, run, together, use
 
 import speedlight as sl
 from speedlight.calls import dense
@@ -31,20 +30,13 @@ def test_concurrent_callers(rng):
     inputs = [qkv(rng, "float32", b, h, h, n, n, d, d) for b, h, n, d in shapes]
     sl.set_threads(2)
     want = [sl.attention(*x, causal=True).tobytes() for x in inputs]
-    wrong, count = [], 200 if FULL else 40
 
     def work(i: int) -> None:
         for turn in range(5):
             at = (i + turn) % len(inputs)
-            if sl.attention(*inputs[at], causal=True).tobytes() != want[at]:
-                wrong.append(i)
+            assert sl.attention(*inputs[at], causal=True).tobytes() == want[at]
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=120)
-    assert not wrong and not any(t.is_alive() for t in threads)
+    together(work, range(200 if FULL else 40))
 
 
 def test_first_compilations_race():

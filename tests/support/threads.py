@@ -7,6 +7,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 from speedlight.cpu.runtime import workers
 
@@ -18,6 +20,24 @@ def run(code: str, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def together(work: Callable[[Any], None], given: Any) -> None:
+    """Calls work(x) for every x of `given` in a thread of its own; all must end, and none may raise."""
+    errors: list[BaseException] = []
+
+    def guarded(x: Any) -> None:
+        try:
+            work(x)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(x,)) for x in given]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert not errors and not any(thread.is_alive() for thread in threads), errors
 
 
 def use(monkeypatch, way: str) -> None:

@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +16,7 @@ from conftest import FULL
 from guarded import Guarded
 from problems import DTYPES, numpy_dtype, qkv
 from states import CASES, INF, same, states
+from threads import together
 from tolerance import assert_within
 
 import speedlight as sl
@@ -241,20 +241,14 @@ def test_concurrent_callers(rng):
         states(rng, n, shape) for n, shape in ((2, (4, 300, 64)), (5, (700, 33)), (1, (9, 9)), (3, (2, 2, 2000, 128)))
     ]
     sl.set_threads(2)
-    want, wrong = [sl.merge(*x) for x in inputs], []
+    want = [sl.merge(*x) for x in inputs]
 
     def work(i: int) -> None:
         for turn in range(10):
             at = (i + turn) % len(inputs)
-            if not same(sl.merge(*inputs[at]), want[at]):
-                wrong.append(i)
+            assert same(sl.merge(*inputs[at]), want[at])
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(200 if FULL else 20)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=120)
-    assert not wrong and not any(t.is_alive() for t in threads)
+    together(work, range(200 if FULL else 20))
 
 
 def test_interrupt():

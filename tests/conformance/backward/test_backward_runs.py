@@ -23,7 +23,7 @@ from guarded import Guarded, libc
 from injection import interrupted, needs_places, places, spread
 from problems import DTYPES, flow_of, numpy_dtype, qkv
 from test_backward import NAMES, same
-from threads import count_threads, run, up, wait_until
+from threads import count_threads, run, together, up, wait_until
 
 import speedlight as sl
 from speedlight.arrays import array as arrays
@@ -258,19 +258,12 @@ def test_openmp_and_our_own_threads(many, monkeypatch):
 
 def test_concurrent_callers(many):
     call, want = many
-    wrong: list[int] = []
 
-    def work(n: int) -> None:
+    def work(_: int) -> None:
         for _ in range(3):
-            got = call()
-            wrong.extend(n for a, b in zip(got, want, strict=True) if a.tobytes() != b.tobytes())
+            same(call(), want)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(100 if FULL else 12)]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(timeout=120)
-    assert not wrong and not any(t.is_alive() for t in threads)
+    together(work, range(100 if FULL else 12))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

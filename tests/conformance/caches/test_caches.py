@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from typing import Any
 
@@ -17,6 +16,7 @@ from caches import OPTIONS, made
 from conftest import FULL
 from pools import check_accounts
 from problems import DTYPES, Pack, numpy_dtype, qkv
+from threads import together
 
 import speedlight as sl
 from speedlight.arrays import array as arrays
@@ -244,15 +244,12 @@ def test_one_appender_at_a_time(rng):
     cache.attend(1, q)  # another layer, and reading, go on
     cache._claims.clear()
     assert cache.lengths(0) == (0,) and cache.lengths(1) == (300,)
-    want, wrong = cache.attend(1, q).tobytes(), []
+    want = cache.attend(1, q).tobytes()
 
-    def read() -> None:
-        wrong.extend(1 for _ in range(50) if cache.attend(1, q).tobytes() != want)
+    def read(_: int) -> None:
+        assert all([cache.attend(1, q).tobytes() == want for _ in range(50)])
 
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    [t.start() for t in threads]
-    [t.join() for t in threads]
-    assert not wrong
+    together(read, range(4))
 
 
 def through_torch(x):
