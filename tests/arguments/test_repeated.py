@@ -279,7 +279,7 @@ def test_memos_are_bounded_in_bytes():
     torch.manual_seed(0)
     q = torch.randn(1, 1, 8, 8)
     step, pages, rows = torch.randn(1, 1, 1, 64), torch.randn(2, 4, 1, 64), np.int32([[0, 1]])
-    entries, count = 1 << 20, 40 if FULL else 12  # of eight bytes
+    entries, count = 1 << 20, 40 if FULL else 10  # of eight bytes
 
     def learn(q: torch.Tensor, mask: Any) -> torch.Tensor:
         return speedlight.torch.attention(q, q, q, mask=mask).sum()

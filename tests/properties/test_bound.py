@@ -110,7 +110,7 @@ def one_problem(rng: Random, kind: str) -> tuple[str, list[float]]:
 @pytest.mark.parametrize("kind", [*DTYPES, *CODES])
 def test_structured_problems(kind):
     rng = np.random.default_rng(3)
-    for _ in range(60):
+    for _ in range(60 if FULL else 30):
         one_problem(rng, kind)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from conftest import FULL
 from engines import one_vector, tuned
-from forms import FORMS, Form, units
+from forms import FORMS, Form, third_of, units
 from problems import draw_combined
 from tolerance import plain
 from ways import (
@@ -64,7 +64,7 @@ def kernels(form: Form, unit: str, short: bool, *, cached: bool = False) -> Iter
 
 def vectors_of(form: Form) -> int:
     """Query vectors of a panel in a short run."""
-    return FORMS.index(form) % 3 + 1
+    return third_of(form) + 1
 
 
 WAYS: tuple[tuple[Callable[..., Iterator[Results]], bool], ...] = (  # and whether keys lie in a cache

@@ -23,7 +23,7 @@ from pools import check_accounts, forget_steps
 
 import speedlight as sl
 
-MOST = 100_000 if FULL else 16  # places of a call that are tried
+MOST = 100_000 if FULL else 8  # places of a call that are tried
 
 
 @pytest.fixture(autouse=True)

@@ -166,15 +166,17 @@ def test_guard_pages_of_raw_pages(isa, guarded, dtype):
         assert np.isfinite(out.astype(np.float32)).all()
 
 
+@pytest.mark.each("dtype", "q_len", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("q_len", [77, 3])
-def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype, q_len):
+@pytest.mark.parametrize("options", [{"q_start": 20}, {"dropout": 0.2, "seed": 8}])
+def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype, q_len, options):
     q, k, v = (rng.standard_normal((1, 2, n, 33)).astype(numpy_dtype(dtype)) for n in (q_len, 77, 77))
     cache = sl.KVCache(layers=1, kv_heads=2, head_dim=33, capacity=77, dtype="int8" if dtype == "float32" else dtype)
     cache.append(0, k, v)
     results, stored = set(), set()
     for _ in rubbish(prepare):
-        results.add(sl.attention(q, k, v, causal=True, q_start=20).tobytes())
+        results.add(sl.attention(q, k, v, causal=True, **options).tobytes())
         stored.add(cache.attend(0, q).tobytes())
     assert len(results) == len(stored) == 1
 

@@ -309,11 +309,18 @@ def variant(form: Form, which: int) -> tuple[Any, Any]:
     return form.make(np.random.default_rng([FORMS.index(form), which]))
 
 
+def third_of(form: Form) -> int:
+    """Returns 0, 1 or 2."""
+    return 3 * FORMS.index(form) // len(FORMS)
+
+
 def units(form: Form) -> tuple[str, str]:
-    """Two vector units that have the same bits, as far as this machine has two."""
+    """Two vector units that have the same bits, as far as this machine has two: of each third of the forms the same
+    two, since kernels of one unit, dtype and width have most of their code in common.
+    """
     from speedlight.host.machine import host_isas  # all else is public: tests/same_bits.py runs it on any tree
 
-    at = FORMS.index(form)
+    at = third_of(form)
     found = [
         x.name
         for x in host_isas()

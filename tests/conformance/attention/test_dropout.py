@@ -12,8 +12,6 @@ from tolerance import assert_accurate
 
 import speedlight as sl
 from speedlight.calls import dense
-from speedlight.cpu.engine import forward_call as prepare
-from speedlight.cpu.engine import schedule
 from speedlight.cpu.language import philox as on_vectors
 from speedlight.cpu.language.vector import I64, PTR, Module, vec
 from speedlight.cpu.memory.shape import Shape
@@ -127,7 +125,7 @@ def staying(dtype, batch, heads, group, q_len, k_len, **options):
 )
 def test_the_weights_that_keep_mask_tells(isa, dtype, seed, start, k_start):
     """In the forward kernel and in the decode kernel, of every item, head and place."""
-    for q_len, k_len in ((70, 1100), (3, 1100), (1, 30)):
+    for q_len, k_len in ((70, 1100), (3, 1100), (1, 30)) if FULL else ((20, 300), (3, 1100)):
         found = staying(dtype, 2, 4, 2, q_len, k_len, dropout=0.3, seed=seed, q_start=start, k_start=k_start)
         assert found.any() and not found.all()
         i, j = range(start, start + q_len), range(k_start, k_start + k_len)
@@ -254,30 +252,6 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
     assert sl.attention(*(x[:1] for x in (q, k, v)), **options).tobytes() == want[:1].tobytes()
 
 
-@pytest.mark.units
-@pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
-def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeypatch):
-    for case in range(60 if FULL else 6):
-        kv_heads, group, n = (int(rng.integers(1, m)) for m in (3, 4, 4))
-        length = int(rng.choice([1, 15, 17, 128, 129, 300, 1025, 2500]))
-        d, dv = int(rng.choice([1, 16, 33, 80])), int(rng.choice([16, 17, 64]))
-        q, k, v = qkv(rng, dtype, 2, kv_heads * group, kv_heads, n, length, d, dv)
-        if case % 3 == 0:
-            v[rng.random(v.shape) < 0.5 / length] = np.nan
-        options = {"causal": bool(case % 2), "dropout": 0.4, "seed": case, "return_lse": True}
-        options |= [{}, {"mask": sl.window(700, 0) | sl.prefix(9)}][case // 2 % 2]
-        results = []
-        for rows in (0, 64):
-            monkeypatch.setattr(schedule, "DECODE_ROWS", rows)
-            dense._prepared.clear()
-            results.append(sl.attention(q, k, v, **options))
-        (want, lse), (out, other) = results
-        nan = np.isnan(want)
-        assert (np.isnan(out) == nan).all() and out[~nan].tobytes() == want[~nan].tobytes()
-        assert other.tobytes() == lse.tobytes()
-
-
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", [*DTYPES, "int8"] if FULL else ["float32", "bfloat16", "int8"])
 def test_caches_and_pools(isa, one_width, rng, dtype):
@@ -336,27 +310,3 @@ def test_hidden_keys_stay_absent_and_dropped_ones_do_not(isa, rng, dtype, q_len)
         hidden = sl.attention(q, k, bad, mask=mask, **options)
         assert hidden.tobytes() == sl.attention(q, k, v, mask=mask, **options).tobytes()
         assert (np.isnan(sl.reference.attention(q, k, bad, **options)) == np.isnan(out)).all()
-
-
-def test_codes_whose_scale_is_not_a_number(isa, rng):
-    """A token of an int8 cache that held NaN makes NaN of the rows that see it, dropped or not."""
-    q, k, v = qkv(rng, "float32", 1, 2, 2, 60, 60, 16, 16)
-    v[:, :, 20, 3] = np.nan
-    for chunks in ([60], [1] * 60):
-        cache, at, outs = sl.KVCache(layers=1, kv_heads=2, head_dim=16, capacity=60, dtype="int8"), 0, []
-        for n in chunks:
-            outs.append(cache.attend(0, *(x[:, :, at : at + n] for x in (q, k, v)), dropout=0.9, seed=1))
-            at += n
-        nan = np.isnan(np.concatenate(outs, axis=2)).any(axis=-1)
-        assert nan[:, :, 20:].all() and not nan[:, :, :20].any()
-
-
-@pytest.mark.each("dtype", "q_len")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("q_len", [77, 3])
-def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype, q_len):
-    q, k, v = (rng.standard_normal((1, 2, n, 33)).astype(numpy_dtype(dtype)) for n in (q_len, 77, 77))
-    results = set()
-    for _ in rubbish(prepare):
-        results.add(sl.attention(q, k, v, causal=True, dropout=0.2, seed=8).tobytes())
-    assert len(results) == 1

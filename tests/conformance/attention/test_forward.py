@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import FULL, differing_units
-from problems import DTYPES, Pack, numpy_dtype, qkv
+from problems import DTYPES, PATTERNS, Pack, numpy_dtype, qkv
 from tolerance import assert_within, plain
 
 import speedlight as sl
-from speedlight.host.machine import current_isa
+from speedlight.host.machine import current_isa, host_isas
 
 NAN, INF = float("nan"), float("inf")
 
@@ -183,26 +183,20 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
         assert whole[:, h : h + 1].tobytes() == one.tobytes()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
-def test_every_vector_unit_has_the_same_bits(rng, dtype, monkeypatch):
-    q, k, v = qkv(rng, dtype, 1, 3, 1, 130, 1200, 36, 40, 2.0)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [*((x, {"causal": True}) for x in DTYPES), ("float32", PATTERNS["all"])],
+    ids=[*DTYPES, "all"],
+)
+def test_every_vector_unit_has_the_same_bits(one_width, rng, dtype, options, monkeypatch):
+    """Of bfloat16 every unit without the dot."""
+    q, k, v = qkv(rng, dtype, 1, 4, 1, 130, 400 if "mask" in options else 1200, 36, 40, 2.0)
     seen = set()
-    for level in differing_units():
-        monkeypatch.setenv("SPEEDLIGHT_ISA", level.name)
-        out, lse = sl.attention(q, k, v, causal=True, return_lse=True)
-        seen.add((out.tobytes(), lse.tobytes()))
-    assert len(seen) == 1
-
-
-def test_widened_bf16_has_the_same_bits_on_every_unit_without_the_dot(rng, monkeypatch):
-    from speedlight.host.machine import host_isas
-
-    q, k, v = qkv(rng, "bfloat16", 1, 3, 1, 130, 1200, 36, 40, 2.0)
-    seen = set()
-    for level in host_isas():
-        if level.product("bf16") != "pairs":
+    for level in host_isas() if dtype == "bfloat16" else differing_units():
+        if dtype != "bfloat16" or level.product("bf16") != "pairs":
             monkeypatch.setenv("SPEEDLIGHT_ISA", level.name)
-            seen.add(sl.attention(q, k, v, causal=True).tobytes())
+            out, lse = sl.attention(q, k, v, return_lse=True, **options)
+            seen.add((out.tobytes(), lse.tobytes()))
     assert len(seen) == 1
 
 

@@ -44,7 +44,7 @@ def same(one: Any, other: Any, what: str = "") -> None:
 @pytest.mark.units("dtype")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_dim(isa, rng, dtype):
-    for d, dv in DIMS:
+    for d, dv in DIMS if FULL or isa == host_isas()[0].name else DIMS[::3]:
         arrays = qkv(rng, dtype, 1, 2, 1, 7 if d > 256 else 50, 131, d, dv)
         assert_gradients(arrays, flow_of(rng, arrays, causal=True, q_start=90), causal=True, q_start=90)
 

@@ -50,9 +50,10 @@ def test_tables_and_sinks(rng, name, dtype):
     arrays, options = problem(dtype, rng, score, q_len=199, k_len=351, sink_logits=sinks, dropout=0.2, seed=5)
     grads = (*tables, "sink_logits")
     got = assert_gradients(arrays[:3], arrays[3:], grads=grads, **options)
-    plain = sl.attention_backward(*arrays, **options)
-    assert all((x == y).all() for x, y in zip(got, plain, strict=False))
-    for _ in range(3):
+    if FULL or name == "two tables":
+        plain = sl.attention_backward(*arrays, **options)
+        assert all((x == y).all() for x, y in zip(got, plain, strict=False))
+    for _ in range(3 if FULL else 1):
         hiding = sl.attention_backward(*poisoned(arrays[:3], arrays[3:], options, rng), grads=grads, **options)
         assert all((x == y).all() for x, y in zip(got, flat(hiding), strict=True))
 
