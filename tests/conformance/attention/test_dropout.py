@@ -252,36 +252,6 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
     assert sl.attention(*(x[:1] for x in (q, k, v)), **options).tobytes() == want[:1].tobytes()
 
 
-@pytest.mark.each("dtype")
-@pytest.mark.parametrize("dtype", [*DTYPES, "int8"] if FULL else ["float32", "bfloat16", "int8"])
-def test_caches_and_pools(isa, one_width, rng, dtype):
-    """Prefill and decoding drop the same weights; a pool's sequence has its place as batch item."""
-    n, options = 400, {"dropout": 0.3, "seed": 2**63 + 5}
-    q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 2, 4, 2, n, n, 24, 24)
-    sizes = {"kv_heads": 2, "head_dim": 24, "dtype": dtype, "layers": 1}
-    whole = sl.KVCache(batch=2, capacity=n, **sizes)
-    want, lse = whole.attend(0, q, k, v, return_lse=True, **options)
-    assert dtype == "int8" or want.tobytes() == sl.attention(q, k, v, causal=True, **options).tobytes()
-    chunks = [130, *[1] * 20, 2, 100, 48, *[1] * 100]
-    cache, pool = sl.KVCache(batch=2, capacity=n, **sizes), sl.PagePool(pages=60, page_size=16, **sizes)
-    sequences, at = [pool.sequence(), pool.sequence()], 0
-    for m in chunks:
-        part = [x[:, :, at : at + m] for x in (q, k, v)]
-        out, some = cache.attend(0, *part, return_lse=True, **options)
-        assert out.tobytes() == want[:, :, at : at + m].tobytes() and some.tobytes() == lse[:, :, at : at + m].tobytes()
-        rows = [np.ascontiguousarray(x.swapaxes(1, 2)).reshape(2 * m, *x.shape[1:2], -1) for x in part]
-        got = pool.attend(0, sequences, *rows, new_lengths=[m, m], **options).reshape(2, m, 4, 24).swapaxes(1, 2)
-        assert (got == out).all()
-        at += m
-    assert at == n
-    if not FULL and dtype not in ("float32", "int8"):
-        return
-    ring = sl.KVCache(batch=2, window=100, keep_first=7, **sizes)
-    want = whole.attend(0, q[:, :, -1:], mask=sl.window(99, 0) | sl.prefix(7), **options)
-    ring.append(0, *(x[:, :, :-1] for x in (k, v)))
-    assert ring.attend(0, *(x[:, :, -1:] for x in (q, k, v)), **options).tobytes() == want.tobytes()
-
-
 def test_raw_pages(isa, rng):
     q, k, v = qkv(rng, "float32", 2, 4, 2, 3, 64, 16, 16)
     pages = [x.swapaxes(1, 2).reshape(8, 16, 2, 16) for x in (k, v)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from caches import OPTIONS, made
+from caches import made
 from conftest import FULL
 from pools import check_accounts
 from problems import DTYPES, Pack, numpy_dtype, qkv
@@ -23,25 +23,6 @@ from speedlight.arrays import array as arrays
 from speedlight.host import machine
 
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
-
-
-@pytest.mark.each("dtype", "d", "options")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_any_chunks_have_the_bits_of_one_call(isa, one_width, rng, dtype, d, dv, options):
-    q, k, v = qkv(rng, dtype, 1, 4, 2, 1300, 1300, d, dv)
-    want, lse = sl.attention(q, k, v, causal=True, return_lse=True, **options)
-    for chunks in ([1300], [1, 1, 126, 1, 3, 700, 1, 16, 200, 251], [1299, 1]):
-        cache, at = made(dtype, d, dv), 0
-        for n in chunks:
-            here = slice(at, at + n)
-            out, some = cache.attend(0, q[:, :, here], k[:, :, here], v[:, :, here], return_lse=True, **options)
-            assert out.tobytes() == want[:, :, here].tobytes() and some.tobytes() == lse[:, :, here].tobytes(), (
-                f"{n} tokens at {at}"
-            )
-            at += n
-        assert cache.length(0) == 1300
 
 
 @pytest.mark.units("dtype")
@@ -132,75 +113,6 @@ def test_few_heads_share_their_spans(isa, rng):
             sl.set_threads(threads)
             results += [sl.attention(q, k, v, causal=True).tobytes() for _ in range(5)]
         assert len(set(results)) == 1
-
-
-def test_batches_of_unequal_lengths(isa, rng):
-    q, k, v = qkv(rng, "float32", 3, 4, 2, 600, 600, 16, 16)
-    cache = made("float32", batch=3, capacity=600)
-    lengths = np.zeros(3, int)
-    for counts in ([10, 0, 300], [1, 1, 1], [7, 40, 0], [500, 3, 16], [1, 1, 1]):
-        new = max(counts)
-        chunk = [np.zeros((3, x.shape[1], new, 16), np.float32) for x in (q, k, v)]
-        for part, x in zip(chunk, (q, k, v), strict=True):
-            for item, n in enumerate(counts):
-                part[item, :, :n] = x[item, :, lengths[item] : lengths[item] + n]
-        same = counts == [1, 1, 1]
-        out = cache.attend(0, *chunk, new_lengths=None if same else counts)
-        for item, n in enumerate(counts):
-            total = lengths[item] + n
-            at = slice(item, item + 1)
-            want = sl.attention(q[at, :, lengths[item] : total], k[at, :, :total], v[at, :, :total], causal=True)
-            assert out[at, :, :n].tobytes() == want.tobytes() and not out[at, :, n:].any()
-        lengths += counts
-    assert cache.lengths(0) == tuple(lengths)
-
-
-@pytest.mark.parametrize("sizes", [{}, {"window": 20, "keep_first": 3, "capacity": None}], ids=["cache", "ring"])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_queries_that_are_not_those_of_the_new_tokens(rng, dtype, sizes):
-    """More of them ask for earlier tokens again, fewer for the last ones: the bits that these had, or would have."""
-    q, k, v = qkv(rng, "float32", 2, 4, 2, 60, 60, 16, 16)
-    whole, cache = (made(dtype, batch=2, **sizes) for _ in range(2))
-    want, lse = whole.attend(0, q, k, v, return_lse=True)
-    cache.append(0, k[:, :, :30], v[:, :, :30])
-    at = 30
-    for new, asked in ((2, [5, 5]), (3, [4, 1]), (9, [1, 1]), (0, [6, 0]), (4, [0, 0]), (12, [12, 12]), (0, [60, 25])):
-        rows = max(asked)
-        given = np.full((2, 4, rows, 16), np.nan, np.float32)
-        for item, n in enumerate(asked):
-            given[item, :, :n] = q[item, :, at + new - n : at + new]
-        chunk = [x[:, :, at : at + new] for x in (k, v)]
-        at += new
-        if sizes and rows > 50:
-            given = given[:, :, :50]  # what the window has not forgotten
-            asked = [50, 25]
-            given[0] = q[0, :, at - 50 : at]
-        for _ in range(2):  # as it is, and when the step is known
-            out, some = cache.attend(0, given, *chunk, q_lengths=asked, return_lse=True)
-            for item, n in enumerate(asked):
-                assert out[item, :, :n].tobytes() == want[item, :, at - n : at].tobytes()
-                assert some[item, :, :n].tobytes() == lse[item, :, at - n : at].tobytes()
-                assert not out[item, :, n:].any() and np.isneginf(some[item, :, n:]).all()
-            cache.truncate(at - new)
-            if new not in (0, given.shape[2]):  # it must be said each time
-                with pytest.raises(sl.ArgumentError, match="told by q_lengths="):
-                    cache.attend(0, given, *chunk)
-        cache.append(0, *chunk)
-    assert cache.lengths(0) == (60, 60)
-    few = made(dtype, batch=2, **sizes)
-    few.append(0, k[:, :, :9], v[:, :, :9])
-    state = few.keys(0).tobytes(), few.lengths(0)
-    for asked, message in (
-        ([11, 12], "q_lengths: expected at most 11, the tokens of sequence 1 by now; got 12"),
-        ([13, 1], "q_lengths: expected lengths from 0 to 12, the queries in q; got 13"),
-        ([1], "q_lengths: expected 2 lengths"),
-        (None, r"q: expected 2 tokens, as k has; got 12 .* told by q_lengths=\."),
-    ):
-        with pytest.raises(sl.Error, match=message):
-            few.attend(0, q[:, :, :12], k[:, :, :2], v[:, :, :2], q_lengths=asked)
-        assert (few.keys(0).tobytes(), few.lengths(0)) == state
-    some = few.attend(0, q[:, :, :12], q_lengths=[12, 4])  # of those who see everything, there may be any number
-    assert not some[1, :, 4:].any() and np.isfinite(some).all()
 
 
 def test_attending_without_appending_sees_all(rng):

@@ -32,7 +32,7 @@ def test_a_window_is_the_mask_in_constant_memory(isa, one_width, rng, dtype):
     for chunks, options in (
         ([n], {}),
         ([1] * 5 + [100, 700, 1, 1, 3] + [200] * 11, {}),
-        ([256, 257, 1, 2486], {"score": alibi}),
+        ([256, 257, 1, 2486], {"score": alibi, "dropout": 0.3, "seed": 5}),
     )[: None if FULL or dtype == "float32" else 2]:
         cache, at = (
             sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=24, dtype=dtype, window=window, keep_first=keep),

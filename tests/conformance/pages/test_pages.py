@@ -11,7 +11,7 @@ import threading
 import numpy as np
 import pytest
 from conftest import FULL
-from pools import KINDS, alone, check_accounts, forget_steps, made, packed
+from pools import alone, check_accounts, forget_steps, made, packed
 from threads import together
 
 import speedlight as sl
@@ -20,69 +20,6 @@ from speedlight.cpu.engine import forward_call as prepare
 from speedlight.cpu.engine import storage
 
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
-
-
-@pytest.mark.units
-@pytest.mark.each("dtype", "page_size", "options")
-@pytest.mark.parametrize("dtype", KINDS)
-@pytest.mark.parametrize("page_size", [16, 48])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_a_pool_has_the_bits_of_a_cache(isa, one_width, rng, dtype, page_size, options):
-    """Chunks of any lengths of several sequences in one call, over pages in any order."""
-    d, dv = [(16, 17), (33, 40)][page_size == 48]
-    pool = made(dtype, d, dv, pages=150, page_size=page_size)
-    rng.shuffle(pool._free)
-    sequences, chunks = [pool.sequence() for _ in range(3)], [[], [], []]
-    for counts in ([300, 7, 1], [1, 1, 1], [5, 1, 200], [1, 0, 1], [700, 2, 130], [1, 1, 1]):
-        q, k, v = packed(rng, dtype, sum(counts), d, dv)
-        out, lse = pool.attend(0, sequences, q, k, v, new_lengths=counts, return_lse=True, **options)
-        at = 0
-        for sequence, before, n in zip(sequences, chunks, counts, strict=True):
-            here = slice(at, at + n)
-            before.append((q[here], k[here], v[here]))
-            want, want_lse = alone(dtype, d, dv, before, **options)
-            assert out[here].tobytes() == want.tobytes() and lse[:, here].tobytes() == want_lse.tobytes(), (
-                f"{n} of {sequence}"
-            )
-            at += n
-    q, _, _ = packed(rng, dtype, 3, d, dv)
-    assert np.isfinite(pool.attend(0, sequences, q, **options).astype(np.float32)).all()  # without appending
-
-
-def test_queries_that_are_not_those_of_the_new_tokens(rng):
-    """More of them ask for earlier tokens again, fewer for the last ones: the bits that these had, or would have."""
-    pool, other = made(), made()
-    chunks = [packed(rng, "float32", 60) for _ in range(3)]
-    mine, theirs = ([p.sequence() for _ in chunks] for p in (pool, other))
-    want = [other.attend(0, [s], *c, return_lse=True) for s, c in zip(theirs, chunks, strict=True)]
-    pool.append(0, mine, *(np.concatenate([c[n][:30] for c in chunks]) for n in (1, 2)), new_lengths=[30] * 3)
-    at = [30, 30, 30]
-    for new, asked in (
-        ([2, 0, 1], [5, 7, 1]),
-        ([3, 9, 0], [1, 1, 0]),
-        ([0, 0, 0], [3, 1, 2]),
-        ([1, 1, 1], [2, 2, 2]),
-    ) * 2:
-        at = [a + n for a, n in zip(at, new, strict=True)]
-        k, v = (np.concatenate([c[x][a - n : a] for c, a, n in zip(chunks, at, new, strict=True)]) for x in (1, 2))
-        q = np.concatenate([c[0][a - n : a] for c, a, n in zip(chunks, at, asked, strict=True)])
-        out, lse = pool.attend(0, mine, q, k, v, new_lengths=new, q_lengths=asked, return_lse=True)
-        ends = np.cumsum(asked)
-        for (full, logs), a, n, end in zip(want, at, asked, ends, strict=True):
-            assert out[end - n : end].tobytes() == full[a - n : a].tobytes()
-            assert lse[:, end - n : end].tobytes() == logs[:, a - n : a].tobytes()
-    q, k, v = chunks[0]
-    a = pool.sequence()
-    for asked, message in (
-        ([3], "q_lengths: expected at most 2, the tokens of sequence 0 by now; got 3"),
-        ([2], "q_lengths: expected 1 ints, one per sequence, that add up to the 3 queries"),
-        (None, r"k: expected 3 tokens, as q and new_lengths have; got 2\. Other queries .* told by q_lengths=\."),
-    ):
-        with pytest.raises(sl.Error, match=message):
-            pool.attend(0, [a], q[:3], k[:2], v[:2], q_lengths=asked)
-    assert a.length() == 0 and a.pages == ()
-    same = pool.attend(0, mine, q[:6], q_lengths=[1, 2, 3])
-    assert same.tobytes() == pool.attend(0, mine, q[:6], new_lengths=[1, 2, 3]).tobytes()
 
 
 def test_a_mask_knows_a_sequence_by_its_place(rng):
