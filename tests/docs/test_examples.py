@@ -41,14 +41,14 @@ def test_the_example_says_the_same_whatever_the_chunks_and_threads(dtype):
 def test_the_example_as_a_person_runs_it():
     done = run("generate", "--tokens", "20", "--prompt", "a stranger")
     assert done.returncode == 0 and done.stdout.startswith("a stranger") and "tokens/s" in done.stderr
-    wrong = run("generate", "--tokens", "20", "--prompt", "Zürich")
-    assert wrong.returncode == 2 and "--prompt: no token for" in wrong.stderr
 
 
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
         ("generate", ("--tokens", "99999999999999")),
+        ("generate", ("--seed", "-1")),
+        ("generate", ("--prompt", "Zürich")),
         ("train_bytes", ("--learning-rate", "nan")),
         ("train_bytes", ("--learning-rate", "-1")),
         ("train_bytes", ("--seed", str(1 << 63))),
@@ -111,11 +111,6 @@ def test_attention_has_the_same_bits_for_any_threads(train_bytes):
     finally:
         torch.set_num_threads(torchs)
     assert digests[0] == digests[1] != train_bytes.Digest(model).sum.hexdigest()
-
-
-def test_a_seed_that_is_none_is_named():
-    wrong = run("generate", "--seed", "-1")
-    assert wrong.returncode == 2 and "error: --seed: expected a number from 0; got -1" in wrong.stderr
 
 
 def test_training_and_generating_as_a_person_runs_them(tmp_path):

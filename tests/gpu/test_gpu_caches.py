@@ -26,7 +26,7 @@ from speedlight.problem.windows import SPARE
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    [*((x, {}) for x in (KINDS if FULL else ())), *zip(KINDS[1:4], OPTIONS[1:], strict=True), ("float32", DROPOUT)],
+    [*((x, {}) for x in (KINDS if FULL else ())), *zip(KINDS[1:4], (*OPTIONS[1:3], OPTIONS[3] | DROPOUT), strict=True)],
 )
 def test_a_cache_says_what_it_says_on_the_cpu(rng, dtype, options):
     sizes = {"layers": 2, "batch": 2, "kv_heads": 2, "head_dim": 17, "value_dim": 20, "capacity": 400, "dtype": dtype}
@@ -231,7 +231,7 @@ def test_an_interrupt_anywhere_leaves_a_cache_as_it_was(rng, method, window):
     before, probe = state(), cache.copy()
     found = places(lambda: call(probe), OWN)
     assert len(found) > 5
-    for n in spread(found, 1000 if FULL else 3):
+    for n in spread(found, 1000 if FULL else 2):
         assert interrupted(lambda: call(cache), n, OWN)
         parts, lengths = state()
         assert lengths == before[1] and same(parts, before[0]), n
@@ -259,20 +259,6 @@ def test_a_full_cache_is_an_error_and_stays_as_it_was(rng):
     assert cache.length(0) == 7 and same([before], [cache.keys(0)])
     cache.attend(0, q[:, :, :3], k[:, :, :3], v[:, :, :3])
     assert cache.length(0) == 10
-
-
-def test_a_failed_call_leaves_the_lengths(rng, monkeypatch):
-    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, capacity=10, device="cuda")
-    q, k, v = (tensor(x) for x in tokens(rng, "float32", (1, 1, 2, 16), (1, 1, 2, 16), (1, 1, 2, 16)))
-    cache.attend(0, q, k, v)
-
-    def fail(*_, **__):
-        raise sl.CompileError("no")
-
-    monkeypatch.setattr("speedlight.gpu.storage.run", fail)
-    with pytest.raises(sl.CompileError):
-        cache.attend(0, q, k, v)
-    assert cache.length(0) == 2 and cache._storage.device_lengths.tolist() == [[2]]
 
 
 @pytest.mark.parametrize(

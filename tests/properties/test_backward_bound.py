@@ -278,9 +278,10 @@ def test_scores_that_are_huge(rng, kind, size):
 def test_sums_near_the_largest_number(kind, monkeypatch):
     """Where one may overflow the bound is infinite; everywhere else it holds."""
     rng, unit, endless, held = np.random.default_rng(12), unit_of(kind), 0, 0
-    for _ in range(1000 if FULL else 12):
+    others = {"score"} if FULL else {"score", "window", "dropout"}  # kernels that a short run leaves out
+    for _ in range(1000 if FULL else 40):
         _, arrays, (*_, d_out, d_lse), _, options = problem(rng, kind)
-        if "score" in options:
+        if others & set(options):
             continue
         q, k, v = near_the_largest(rng, arrays, kind.split()[0])
         if kind == "float64":  # what the specification's own sums bear

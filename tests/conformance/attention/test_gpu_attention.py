@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 
 import pytest
+import test_attention
 import torch
 from engines import Engine
 from on_gpu import DTYPES, attention, small_blocks
@@ -19,8 +21,8 @@ from test_attention import (  # noqa: F401 - collected here as well, with the fi
     test_packed_is_padded_is_alone,
     test_patterns,
     test_random_problems,
-    test_special_values,
 )
+from test_attention import test_special_values as special_values
 
 from speedlight import reference
 from speedlight.gpu import schedule
@@ -55,6 +57,11 @@ GPU = Engine(
     one_arithmetic=False,
     slow=not torch.cuda.is_available(),
 )
+
+
+# of dtypes and ways each with some of the cases: the interpreter is slow
+test_special_values = types.FunctionType(special_values.__code__, vars(test_attention), "test_special_values")
+test_special_values.pytestmark = [*special_values.pytestmark, pytest.mark.each("case", "dtype", "as_many").mark]
 
 
 @pytest.fixture
