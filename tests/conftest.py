@@ -62,9 +62,12 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
-def engine(isa: str) -> Engine:
-    """What test_attention.py is about; other modules have another, and other sizes."""
-    return CPU
+def engine(isa: str) -> Iterator[Engine]:
+    """What test_attention.py is about; other modules have another, and other sizes. On other units than the best a
+    short run has the widest panels alone.
+    """
+    with contextlib.nullcontext() if FULL or isa == host_isas()[0].name else tuned(**one_vector(3)):
+        yield CPU
 
 
 @pytest.fixture(params=DTYPES)

@@ -18,6 +18,7 @@ import yaml
 from conftest import ROOT
 
 DOCS = ROOT / "docs"
+GUIDES = ("CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 PAGES = sorted(x.name for x in DOCS.glob("*.md"))
 HERE = "https://github.com/speedlight/speedlight"
 TREES = (f"{HERE}/blob/main/", HERE.replace("github.com", "raw.githubusercontent.com") + "/main/")
@@ -76,7 +77,7 @@ def test_links_of_pages(page):
                 assert anchor in names, f"{page}: {link} is none of {sorted(names)} ({place})"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", *(f"docs/{x}" for x in PAGES)])
+@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", *GUIDES, *(f"docs/{x}" for x in PAGES)])
 def test_links_into_the_repository(page):
     """They name files and headings that are there; the README, which package indexes show, has no others of ours."""
     for link in links(ROOT / page):
