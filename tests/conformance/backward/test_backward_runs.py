@@ -407,12 +407,12 @@ WRONG: list[tuple[str, Any, type[sl.Error], str]] = [
 
 @pytest.mark.parametrize(("name", "bad", "kind", "message"), WRONG, ids=[f"{x[0]} {n}" for n, x in enumerate(WRONG)])
 def test_wrong_arguments_are_named(rng, name, bad, kind, message):
-    """Also when the call was made before with right ones."""
+    """Also when the call was made before with right ones; by the specification, too."""
     given: dict[str, Any] = dict(zip(NAMES, problem(rng, "float32", 2, 1, 5, 6, 8, 4), strict=True))
-    for _ in range(2):
+    for gradients_of in (sl.attention_backward, sl.attention_backward, sl.reference.backward):
         with pytest.raises(kind, match=f"^{name}: .*{message}"):
-            sl.attention_backward(**(given | {name: bad}))
-        sl.attention_backward(**given)
+            gradients_of(**(given | {name: bad}))
+        gradients_of(**given)
 
 
 def test_wrong_tensors_are_named(rng):
@@ -421,8 +421,9 @@ def test_wrong_tensors_are_named(rng):
     tensors: dict[str, Any] = {name: torch.from_numpy(x) for name, x in given.items()}
     for name, x in tensors.items():
         for base, other in ((given, x), (tensors, given[name])):
-            with pytest.raises(sl.ArgumentTypeError, match="expected the same kind of array as q"):
-                sl.attention_backward(**(base | {name: other}))
+            for gradients_of in (sl.attention_backward, sl.reference.backward):
+                with pytest.raises(sl.ArgumentTypeError, match="expected the same kind of array as q"):
+                    gradients_of(**(base | {name: other}))
         with pytest.raises(sl.UnsupportedError, match=f"^{name}: requires grad"):
             sl.attention_backward(**(tensors | {name: x.clone().requires_grad_()}))
         with pytest.raises(sl.UnsupportedError, match=f"^{name}: .*meta"):
@@ -430,10 +431,11 @@ def test_wrong_tensors_are_named(rng):
         sl.attention_backward(**tensors)
 
 
-def test_an_operation_without_a_derivative_is_named(rng):
+@pytest.mark.parametrize("gradients_of", [sl.attention_backward, sl.reference.backward])
+def test_an_operation_without_a_derivative_is_named(rng, gradients_of):
     given = problem(rng, "float32", 2, 1, 5, 6, 8, 4)
     with pytest.raises(sl.ExpressionError, match="expected operations that have a derivative; got %"):
-        sl.attention_backward(*given, score=sl.expression(lambda s, b, h, i, j: s % 2.0))
+        gradients_of(*given, score=sl.expression(lambda s, b, h, i, j: s % 2.0))
 
 
 def test_an_entry_out_of_range_is_an_error(rng):
