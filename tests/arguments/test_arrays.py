@@ -6,10 +6,11 @@ import ctypes
 import dataclasses
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from problems import qkv
+from problems import Pack, flow_of, qkv
 
 import speedlight as sl
 from speedlight.arrays import array as arrays
@@ -253,3 +254,24 @@ def test_arrays_on_a_gpu_overlap_where_they_share_a_byte():
     assert not overlap(room, dataclasses.replace(room, address=room.address + 512))
     assert overlap(room, dataclasses.replace(room, address=room.address + 510))
     assert not overlap(room, dataclasses.replace(room, device="cuda:1"))
+
+
+def test_kinds_of_arrays_of_which_gradients_are_computed(rng):
+    everything = [*(arrays := qkv(rng, "float32", 1, 2, 2, 20, 30, 8, 8)), *flow_of(rng, arrays)]
+    want = sl.attention_backward(*everything)
+    tensors = [torch.from_numpy(x) for x in everything]
+    for _ in range(2):  # the first call, then the memoised one
+        got = sl.attention_backward(*tensors)
+        assert all(type(x) is torch.Tensor for x in got)
+        same([x.numpy() for x in got], want)
+    halves = [x if n in (4, 6) else x.bfloat16() for n, x in enumerate(tensors)]
+    got = sl.attention_backward(*halves)
+    assert all(x.dtype is torch.bfloat16 for x in got)
+    same_as = [x if n in (4, 6) else x.astype(ml_dtypes.bfloat16) for n, x in enumerate(everything)]
+    same([x.view(torch.int16).numpy() for x in got], [x.view(np.int16) for x in sl.attention_backward(*same_as)])
+    same(sl.attention_backward(*(Pack(x) for x in everything)), want)
+    same(sl.attention_backward(*(Pack(x) for x in halves)), sl.attention_backward(*same_as))
+
+
+def same(one, other):
+    assert [x.tobytes() for x in one] == [x.tobytes() for x in other]
