@@ -7,7 +7,7 @@ RUN := $(BIN)/python
 # tests start some sixty processes, each of which would compile the package's sources
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-lowest test-all docs gallery scaling mutations bench readme package check-arm gpu-check gpu clean
+.PHONY: demo test test-lowest test-all coverage docs gallery scaling mutations bench readme package check-arm gpu-check gpu clean
 
 $(VENV)/pyvenv.cfg:
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +26,10 @@ $(VENV)/.bench: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 
 $(VENV)/.package: pyproject.toml | $(VENV)/pyvenv.cfg
 	$(RUN) -m pip install -q -e '.[package]'
+	touch $@
+
+$(VENV)/.coverage: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	$(RUN) -m pip install -q -c constraints.txt -e '.[test,coverage]'
 	touch $@
 
 $(VENV)/.docs: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
@@ -54,6 +58,14 @@ test-lowest:
 
 test-all: $(VENV)/.test docs
 	SPEEDLIGHT_FULL=1 $(RUN) -m pytest
+
+# lines of the package that no test of the short run reaches, file by file; of some tests: make coverage TESTS=tests/docs
+TESTS ?= tests
+coverage: $(VENV)/.coverage
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(RUN) -m coverage run -m pytest -n auto -m "not slow" $(TESTS); tests=$$?; \
+		$(RUN) -m coverage combine -q && $(RUN) -m coverage report && exit $$tests
 
 # the site, in build/site; any warning, and any link or anchor that leads nowhere, ends it
 docs: $(VENV)/.docs
