@@ -1,15 +1,7 @@
-"""Gradients under every option at once (R02, R03, R04, R10), by the forms of test_combined.py.
-
-As a script it takes any share of the problems and prints a line for each failure:
-
-    PYTHONPATH=tests:tests/support python tests/properties/test_backward_combined.py --first 0 --count 2000 [--seed N]
-"""
+"""Gradients under every option at once (R02, R03, R04, R10), by the forms of test_combined.py."""
 
 from __future__ import annotations
 
-import argparse
-import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -122,24 +114,3 @@ def test_every_unit(isa, dtype):
     form = next(x for x in FORMS if x.name.startswith("plain") and x.dtype == dtype)
     for number in range(400 if FULL else 16):
         check_problem(form, 7, number, isa)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, default in (("first", 0), ("count", 400), ("seed", 1)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given, bad = parser.parse_args(), 0
-    for number in range(given.first, given.first + given.count):
-        form = FORMS[number % len(FORMS)]
-        os.environ["SPEEDLIGHT_ISA"] = unit = units(form)[number // len(FORMS) % 2]
-        try:
-            check_problem(form, given.seed, number, unit)
-        except AssertionError as error:
-            bad += 1
-            print(error, flush=True)
-    print(f"{given.count} problems, {bad} bad")
-    return int(bad > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from injection import interrupted, needs_places, places
 from problems import qkv
+from states import INF, same, states
 
 import speedlight as sl
 from speedlight.cpu.memory.shape import Shape
@@ -76,6 +77,20 @@ def test_the_reference(rng, name):
 
 @x86
 @every_mode
+def test_merging(rng, name):
+    """Subnormal outputs, and differences of log-sum-exps that round."""
+    outs, lses = states(rng, 3, (200, 40))
+    outs[0] *= np.float32(1e-39)
+    outs[1] *= np.float32(1e-38)
+    lses[2][...] = -INF
+    with set_to(name):
+        got = sl.merge(outs, lses)
+    want = sl.merge(outs, lses)
+    assert same(got, want) and (np.abs(want[0][want[0] != 0]) < 1e-38).any()
+
+
+@x86
+@every_mode
 def test_int8_caches(rng, name):
     q, k, v = qkv(rng, "float32", 1, 2, 2, 20, 20, 16, 16)
     k[..., :10, :] *= np.float32(1e-39)
@@ -120,6 +135,7 @@ def test_libm_and_torch_set_them_too(rng, name):
     ]
     m = ctypes.CDLL(library)
     q, k, v = qkv(rng, "float32", 1, 2, 2, 20, 30, 12, 12)
+    v[:, 1] *= np.float32(1e-38)  # of which results are subnormal
     options: dict[str, Any] = {"sink_logits": [0.123, 4.5], "scale": 0.777}
     try:
         assert m.fesetround(word) == 0

@@ -123,14 +123,6 @@ def test_attending_without_appending_sees_all(rng):
     assert out.tobytes() == sl.attention(q, k, v, k_lengths=[50, 20]).tobytes() and cache.lengths(0) == (50, 20)
 
 
-def test_torch_tensors_come_back_as_such(rng):
-    torch = pytest.importorskip("torch")
-    q, k, v = qkv(rng, "float32", 1, 4, 2, 9, 9, 16, 16)
-    cache, other = made("float32"), made("float32")
-    out = cache.attend(0, *(torch.from_numpy(x) for x in (q, k, v)))
-    assert isinstance(out, torch.Tensor) and out.numpy().tobytes() == other.attend(0, q, k, v).tobytes()
-
-
 def test_a_full_cache_says_so_and_keeps_what_it_has(rng):
     q, k, v = qkv(rng, "float32", 2, 4, 2, 10, 10, 16, 16)
     cache = made("float32", batch=2, capacity=12)

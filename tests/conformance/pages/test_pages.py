@@ -19,8 +19,6 @@ from speedlight.cpu.engine import append_call as putting
 from speedlight.cpu.engine import forward_call as prepare
 from speedlight.cpu.engine import storage
 
-OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
-
 
 def test_a_mask_knows_a_sequence_by_its_place(rng):
     pool = made()
