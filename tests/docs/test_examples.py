@@ -133,9 +133,9 @@ def test_training_and_generating_as_a_person_runs_them(tmp_path):
     assert done.returncode == 0, done.stderr
     assert re.search(r"loss \d\.\d+ → \d\.\d+ nats a byte \(.* bits\)\nattention's bits: [0-9a-f]{16}\n", done.stdout)
     assert checkpoint.with_suffix(".png").read_bytes().startswith(b"\x89PNG") and "3/3 steps" in done.stderr
-    done = run("generate", "--checkpoint", str(checkpoint), "--tokens", "5", "--prompt", "Zürich")
-    assert done.returncode == 0 and done.stdout.startswith("Zürich") and "tokens/s" in done.stderr
     if FULL:
+        done = run("generate", "--checkpoint", str(checkpoint), "--tokens", "5", "--prompt", "Zürich")
+        assert done.returncode == 0 and done.stdout.startswith("Zürich") and "tokens/s" in done.stderr
         wrong = run("generate", "--checkpoint", "nowhere")
         assert wrong.returncode == 2 and "--checkpoint: no file nowhere" in wrong.stderr
         wrong = run("train_bytes", "--sdpa", "mine")

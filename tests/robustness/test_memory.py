@@ -62,7 +62,7 @@ def test_guard_pages_of_tables(isa, one_width, guarded, dtype):
     """
     rng = np.random.default_rng(8)
     kind = numpy_dtype(dtype)
-    for _ in range(1000 if FULL else 24):
+    for _ in range(1000 if FULL else 16):
         least = 1 if FULL else 2  # an axis of one broadcasts: another kernel
         q_len, k_len, heads = (int(rng.integers(least, most)) for most in (100, 258, 3))
         side = str(rng.choice(["over", "under"]))

@@ -42,10 +42,10 @@ def test_elements_may_lie_apart(rng, dtype):
     check_bits(rng, dtype, "tokens adjoin")
 
 
-def check_bits(rng, dtype, way):
-    """Signs of zeros and payloads of NaN among them; in a cache, and in pages out of order."""
+def check_bits(rng, dtype, way, sizes=SIZES):
+    """Signs of zeros and payloads of NaN among them; in a cache, and in pages out of order. Returns the last cache."""
     sl.set_threads(2)
-    for d, dv in SIZES:
+    for d, dv in sizes:
         size = numpy_dtype(dtype).itemsize
         bits = [rng.integers(0, 256, (2, 2, sum(COUNTS), n * size), np.uint8) for n in (d, dv)]
         k, v = (x.view(numpy_dtype(dtype)) for x in bits)
@@ -62,6 +62,7 @@ def check_bits(rng, dtype, way):
         for item, sequence in enumerate(sequences):
             assert sequence.keys(0).tobytes() == k[item].tobytes()
             assert sequence.values(0).tobytes() == v[item].tobytes()
+    return cache
 
 
 def half_way(codes):
@@ -108,37 +109,20 @@ def check_codes(rng, codes, dtype, way):
                 assert got.tobytes() == want.tobytes()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_stores_past_the_caches_are_like_others(rng, monkeypatch, dtype):
-    """As of prompts of 8 MiB."""
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "past"),
+    [*((x, (64, 128), True) for x in DTYPES), ("float32", (64, 65), False), ("float32", (65, 64), False)],
+)
+def test_stores_past_the_caches_are_like_others(rng, monkeypatch, dtype, sizes, past):
+    """As of prompts of 8 MiB; rows that end within a cache line go through the caches."""
     monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
-    sl.set_threads(2)
-    sizes = {"layers": 1, "kv_heads": 2, "head_dim": 64, "value_dim": 128, "dtype": dtype}
-    cache, pool = sl.KVCache(**sizes, capacity=900), sl.PagePool(**sizes, pages=60, page_size=16)
-    k, v = (rng.standard_normal((1, 2, sum(COUNTS), d)).astype(numpy_dtype(dtype)) for d in (64, 128))
-    sequence = pool.sequence()
-    for at, n in zip(itertools.accumulate(COUNTS, initial=0), COUNTS, strict=False):
-        new = [x[:, :, at : at + n] for x in (k, v)]
-        cache.append(0, *new)
-        pool.append(0, [sequence], *(x[0].swapaxes(0, 1) for x in new), new_lengths=[n])
-    assert cache.keys(0).tobytes() == k.tobytes() and cache.values(0).tobytes() == v.tobytes()
-    assert sequence.keys(0).tobytes() == k.tobytes() and sequence.values(0).tobytes() == v.tobytes()
-    assert ways_of(cache) == {current_isa().arch == "x86_64"}
+    cache = check_bits(rng, dtype, "side by side", [sizes])
+    assert ways_of(cache) == {past and current_isa().arch == "x86_64"}
 
 
 def ways_of(cache):
     """Whether tokens went past the caches."""
     return {entry.value.shape.streams for entry in cache._storage.puts._held.values()}
-
-
-@pytest.mark.parametrize(("d", "dv"), [(64, 65), (65, 64)])
-def test_rows_that_end_within_a_line_go_through_the_caches(rng, monkeypatch, d, dv):
-    monkeypatch.setattr(putting, "_STREAM_BYTES", 0)
-    cache = sl.KVCache(layers=1, kv_heads=1, head_dim=d, value_dim=dv, capacity=40)
-    k, v = (rng.standard_normal((1, 1, 40, n), dtype=np.float32) for n in (d, dv))
-    cache.append(0, k, v)
-    assert cache.keys(0).tobytes() == k.tobytes() and cache.values(0).tobytes() == v.tobytes()
-    assert ways_of(cache) == {False}
 
 
 @pytest.mark.parametrize("codes", CODES)
@@ -150,8 +134,7 @@ def test_codes_past_the_caches_are_like_others(rng, monkeypatch, codes):
         cache = sl.KVCache(layers=1, kv_heads=2, head_dim=64, value_dim=128, capacity=900, dtype=codes)
         cache.append(0, k, v)
         found.append([x.tobytes() for both in cache._storage.parts(0, [sum(COUNTS)]) for x in both])
-        ways = {entry.value.shape.streams for entry in cache._storage.puts._held.values()}
-        assert ways == {least == 0 and current_isa().arch == "x86_64"}
+        assert ways_of(cache) == {least == 0 and current_isa().arch == "x86_64"}
     assert found[0] == found[1]
 
 
