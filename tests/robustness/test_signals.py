@@ -21,9 +21,18 @@ from threads import BIG, count_threads, run, up, use, wait_until
 import speedlight as sl
 from speedlight.cpu.runtime import workers
 
+LONG = {  # calls of seconds, and what they are made of
+    "attention": ("x = np.ones((1, 8, 24000, 128), np.float32)", "sl.attention(x, x, x)"),
+    "merge": (
+        "x, lse = np.ones((20480, 128), np.float32), np.zeros(20480, np.float32); sl.merge([x], [lse])",
+        "sl.merge([x] * 5000, [lse] * 5000)",
+    ),
+}
+
 
 @pytest.mark.parametrize("with_torch", [False, True] if FULL else [False])
-def test_interrupt(with_torch):
+@pytest.mark.parametrize(("made", "call"), LONG.values(), ids=LONG)
+def test_interrupt(with_torch, made, call):
     """A call of seconds stops soon after SIGINT; the next call is right."""
     code = (
         ("import torch\n" if with_torch else "")
@@ -31,11 +40,11 @@ def test_interrupt(with_torch):
         + (
             "import os, signal, threading, time\nsl.set_threads(2)\nwant = sl.attention(q, q, q).tobytes()\n"
             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job's children ignore it
-            "x = np.ones((1, 8, 24000, 128), np.float32)\n"
+            f"{made}\n"
             "sent = []\n"
             "def later():\n    time.sleep(0.7); sent.append(time.perf_counter()); os.kill(os.getpid(), signal.SIGINT)\n"
             "threading.Thread(target=later).start()\n"
-            "try:\n    sl.attention(x, x, x); print('finished')\n"
+            f"try:\n    {call}; print('finished')\n"
             "except KeyboardInterrupt: print(time.perf_counter() - sent[0])\n"
             "print(sl.attention(q, q, q).tobytes() == want)"
         )
