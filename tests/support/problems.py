@@ -97,6 +97,8 @@ def random_problem(
         options["scale"] = float(rng.choice([-1, 0, 0.01, 2.5]))
     if rng.random() < 0.2:
         options["sink_logits"] = rng.standard_normal(kv_heads * group).tolist()
+    if rng.random() < 0.2:
+        options |= {"dropout": float(rng.choice([0.01, 0.3, 0.5, 0.97])), "seed": int(rng.integers(2**63))}
     return (q, k, v), options
 
 
