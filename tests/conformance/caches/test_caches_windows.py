@@ -90,6 +90,7 @@ def fail(*_, **__):
     raise Broken
 
 
+@pytest.mark.each("dtype", "keep")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("keep", [0, 20])
 def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, monkeypatch):

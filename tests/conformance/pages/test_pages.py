@@ -275,6 +275,7 @@ class _Failing:
         return function
 
 
+@pytest.mark.each("dtype", "kind")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("kind", ["cache", "ring", "pool"])
 def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
