@@ -272,7 +272,7 @@ def ops_of(mask, box):
     return Exact(box), many
 
 
-@settings(max_examples=3000 if FULL else 100, deadline=None)
+@settings(max_examples=3000 if FULL else 60, deadline=None)
 @given(
     wide_integers(3),
     wide_integers(2),

@@ -132,11 +132,11 @@ def drawn(rng: Random) -> tuple[Any, dict[str, Any]]:
 
 def test_random_problems():
     rng = np.random.default_rng(31)
-    for _ in range(1000 if FULL else 80):
+    for _ in range(1000 if FULL else 50):
         assert_gradients(rng, *drawn(rng))
 
 
-@settings(max_examples=1000 if FULL else 50, deadline=None)
+@settings(max_examples=1000 if FULL else 30, deadline=None)
 @given(scores(3), masks(1), st.integers(0, 1 << 30))
 def test_random_expressions(score, mask, seed):
     """Positions that the tables of these expressions know."""

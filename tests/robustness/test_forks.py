@@ -51,7 +51,7 @@ def test_multiprocessing(rng, method):
     want = sl.attention(x, x, x).tobytes()
     context = multiprocessing.get_context(method)
     queue = context.Queue()
-    children = [context.Process(target=_child, args=(x, queue)) for _ in range(8 if FULL else 3)]
+    children = [context.Process(target=_child, args=(x, queue)) for _ in range(8 if FULL else 2)]
     for c in children:
         c.start()
     assert all(queue.get(timeout=120) == want for _ in children)
@@ -131,7 +131,7 @@ def test_forks_while_roofs_are_measured():
         "    plan.measured()\n"
         "def other():\n    while not stop: measure()\n"
         "thread = threading.Thread(target=other); thread.start(); hung = 0\n"
-        f"for n in range({100 if FULL else 8}):\n"
+        f"for n in range({100 if FULL else 4}):\n"
         "    pid = os.fork()\n"
         "    if not pid: signal.alarm(20); measure(); os._exit(0)\n"
         "    hung += os.waitpid(pid, 0)[1] != 0\n"

@@ -87,15 +87,18 @@ def test_its_bits_are_those_of_the_unit_it_is_made_from(isa, rng, dtype, rows, m
     assert cache.attend(0, q).tobytes() == sl.attention(q, k, v).tobytes()
 
 
+FETCHINGS = (
+    *[tunings.TUNINGS["other"].fetching] * FULL,
+    Fetching(0, 0, 0, 0, False, 1, False, 0),
+    Fetching(1, 3, 4096, 5, True, 2, True, 7),
+)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"] if FULL else ["bfloat16", "int8"])
 def test_what_is_fetched_ahead_changes_no_bit(rng, dtype):
     q, k, v = qkv(rng, "float32" if dtype == "int8" else dtype, 1, 4, 1, 1, 700, 64, 64)
     results = set()
-    for fetching in (
-        *[tunings.TUNINGS["other"].fetching] * FULL,
-        Fetching(0, 0, 0, 0, False, 1, False, 0),
-        Fetching(1, 3, 4096, 5, True, 2, True, 7),
-    ):
+    for fetching in FETCHINGS:
         with tuned(fetching=asdict(fetching)):
             cache = sl.KVCache(layers=1, kv_heads=1, head_dim=64, capacity=700, dtype=dtype)
             cache.append(0, k, v)
@@ -104,14 +107,17 @@ def test_what_is_fetched_ahead_changes_no_bit(rng, dtype):
             for d in (64, 9, 24) if FULL or dtype != "int8" else ():  # the last two in an odd number of parts
                 own += sl.attention(rows[..., :d], k[..., :d], v, causal=True).tobytes()
             results.add(own + cache.attend(0, q).tobytes())
-        text = emit(Shape("decode", machine.current_isa(), "f32", cached=True, fetching=fetching))
-        assert ("prefetch" in text) == (fetching.cache_blocks > 0)
-        texts = {
-            x: emit(Shape("forward", machine.current_isa(), "f32", 2, fetching=replace(fetching, rows=x)))
-            for x in (0, 7)
-        }
-        assert texts[7].count("prefetch") > texts[0].count("prefetch")
     assert len(results) == 1
+
+
+@pytest.mark.parametrize("fetching", FETCHINGS)
+def test_what_is_fetched_ahead_is_in_the_kernels(fetching):
+    text = emit(Shape("decode", machine.current_isa(), "f32", cached=True, fetching=fetching))
+    assert ("prefetch" in text) == (fetching.cache_blocks > 0)
+    texts = {
+        x: emit(Shape("forward", machine.current_isa(), "f32", 2, fetching=replace(fetching, rows=x))) for x in (0, 7)
+    }
+    assert texts[7].count("prefetch") > texts[0].count("prefetch")
 
 
 def test_every_unit_has_a_row_in_every_table():
