@@ -25,7 +25,6 @@ from .attending import attend, named
 from .bench import bench
 from .inspecting import info, show
 from .options import (
-    OLD,
     Backward,
     Batch,
     Causal,
@@ -59,11 +58,7 @@ from .reports import plan_figures, plan_rows, print_json, print_rows, progress
 from .tuning import tune
 from .typed import as_typed, usage
 
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-    help="Exact attention at the speed of the machine.",
-    context_settings={"token_normalize_func": lambda name: OLD.get(name, name)},
-)
+app = typer.Typer(pretty_exceptions_enable=False, help="Exact attention at the speed of the machine.")
 
 
 @app.callback(invoke_without_command=True)

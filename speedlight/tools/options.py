@@ -18,8 +18,6 @@ from ..errors import ArgumentError, how_to_install
 from ..problem import LAYOUTS
 from .formula import read_formulas
 
-OLD = {"length": "q-len", "keys": "k-len", "heads": "q-heads"}  # names that some options had; they still do
-
 
 def one_of(*names: str) -> Callable[[str], list[str]]:
     """What a shell completes a value to."""
@@ -56,12 +54,13 @@ Window = Annotated[
 Mask = Annotated[
     str | None,
     typer.Option(
-        "--mask", help="Which keys are seen: 'causal() & window(1024, 0)', or in b, h, i, j: '(i - j) % 2 == 0'."
+        "--mask",
+        help="Which keys are seen: 'causal() & window(1024, 0)', in b, h, i, j: '(i - j) % 2 == 0', or file.py:name.",
     ),
 ]
 Score = Annotated[
     str | None,
-    typer.Option("--score", help="What becomes of a score s: 'softcap(30)', or '30 * tanh(s / 30) - abs(i - j)'."),
+    typer.Option("--score", help="What becomes of a score s: 'softcap(30)', '30 * tanh(s / 30)', or file.py:name."),
 ]
 Dropout = Annotated[float, typer.Option("--dropout", help="How likely a weight is dropped after the softmax.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Of --dropout: says which weights are dropped.")]

@@ -7,6 +7,7 @@ own. Results must have the same bits.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import time
@@ -28,6 +29,7 @@ from ..resolve import from_arrays
 from ..tokens import Piece, TokenShape
 from ..tunings import TUNINGS, Tuning
 from ..windows import Ring
+from .measuring import alternate, seconds_of
 
 TURNS, LEAST_TURNS = 11, 7  # below seven no turn is sure enough
 _GAIN, _LOSS = 1.01, 0.97  # a candidate gains so much at least, and on no problem becomes slower than that
@@ -140,29 +142,22 @@ def _compare(trial: str, runs: dict[str, list[Run]]) -> None:
 
 
 def measured(runs: dict[str, list[Run]], turns: int) -> dict[str, Times]:
-    """Problem after problem, each candidate in every turn, beginning with another one each time."""
-    names, repeats = list(runs), [_repeats(run) for run in runs[""]]
-    times: dict[str, Times] = {name: [[] for _ in repeats] for name in names}
+    """Returns times of problem after problem, each candidate in every turn, beginning with another one each time."""
+    repeats = [max(1, round(_SAMPLE / min(_sample(run, 1) for _ in range(3)))) for run in runs[""]]
+    times: dict[str, Times] = {name: [[] for _ in repeats] for name in runs}
     for turn in range(turns):
         for case, count in enumerate(repeats):
-            for at in range(len(names)):
-                name = names[(turn + at) % len(names)]
-                times[name][case].append(_sample(runs[name][case], count))
+            samples = {name: functools.partial(_sample, some[case], count) for name, some in runs.items()}
+            for name, found in alternate(samples, 1, first=turn).items():
+                times[name][case] += found
     return times
 
 
-def _repeats(run: Run) -> int:
-    return max(1, round(_SAMPLE / min(_sample(run, 1) for _ in range(3))))
-
-
 def _sample(run: Run, count: int) -> float:
-    """Seconds of a call; where it is short, of several after one that warms caches."""
+    """Returns seconds of a call; where it is short, of several after one that warms caches."""
     if count > 1:
         run.call()
-    start = time.perf_counter()
-    for _ in range(count):
-        run.call()
-    return (time.perf_counter() - start) / count
+    return seconds_of(run.call, count)
 
 
 # --- problems
