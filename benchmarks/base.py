@@ -1,7 +1,9 @@
-"""This tree beside another commit of it: a process each, which answer in turn."""
+"""This tree beside another commit of it: a process each, which answer in turn: `run.py base`."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import subprocess
@@ -12,9 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import speedlight as sl
-
-from ..errors import ArgumentError
-from .measuring import name_of, quantiles
+from speedlight.tools.measuring import Problem, alternate, quantiles, ratios
 
 _WORKER = """
 import json, sys, time
@@ -40,57 +40,67 @@ for line in sys.stdin:
 """
 
 
-def beside_commit(base: str, shapes: list[tuple[Any, ...]], turns: int, backward: bool) -> Iterator[dict[str, Any]]:
-    """This tree and a commit of it, a process each, in turn."""
+def rows(base: str, problems: list[Problem], turns: int) -> Iterator[dict[str, Any]]:
+    """Measures this tree and a commit of it, and compares their results."""
+    with _trees(base) as trees, contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(_worker(tree)) for name, tree in trees.items()}
+        for problem in problems:
+            answers: dict[str, list[Any]] = {}
+
+            def ask(name: str, problem: Problem = problem, answers: dict[str, list[Any]] = answers) -> float:
+                seconds, *answers[name] = _ask(workers[name], [*problem, 0.03])
+                return seconds
+
+            times = alternate({name: functools.partial(ask, name) for name in workers}, turns)
+            (one, bits), (other, base_bits) = (answers[x] for x in ("speedlight", "base"))
+            row: dict[str, Any] = {"name": problem.name, "same_bits": bits == base_bits}
+            if abs(one - other) <= 1e-2 * abs(other):
+                yield row | {"seconds": {x: quantiles(t) for x, t in times.items()}, "ratios": ratios(times)}
+            else:
+                yield row | {"refused": "the two have different results"}
+
+
+@contextlib.contextmanager
+def _trees(base: str) -> Iterator[dict[str, Path]]:
+    """This tree, and a commit of it in a folder of its own."""
     here = Path(sl.__file__).parent.parent
-    run = lambda *words: subprocess.run(["git", *words], cwd=here, capture_output=True, text=True)  # noqa: E731
+    run = lambda *words: subprocess.run(["git", *words], cwd=here, capture_output=True)  # noqa: E731
     found = run("rev-parse", "--verify", f"{base}^{{commit}}")
     if found.returncode:
-        raise ArgumentError(
-            f"--base: expected a commit of the clone in {here}; got {base!r} "
-            f"({(found.stderr.strip().splitlines() or [''])[-1]})."
-        )
-    with tempfile.TemporaryDirectory() as directory:
-        archive = subprocess.run(["git", "archive", found.stdout.strip(), "speedlight"], cwd=here, capture_output=True)
-        subprocess.run(["tar", "-x", "-C", directory], input=archive.stdout, check=True)
-        workers = {}
-        try:
-            for name, tree in (("speedlight", here), ("base", Path(directory))):
-                env = os.environ | {"PYTHONPATH": str(tree), "PYTHONHASHSEED": "0"}
-                pipe = subprocess.PIPE
-                workers[name] = subprocess.Popen(
-                    [sys.executable, "-c", _WORKER], stdin=pipe, stdout=pipe, text=True, env=env, cwd=directory
-                )
-            for shape in shapes:
-                times: dict[str, list[float]] = {name: [] for name in workers}
-                results: dict[str, list[Any]] = {}
-                for _ in range(turns):
-                    for name, worker in workers.items():
-                        seconds, *results[name] = _ask(worker, [*shape, backward, 0.03])
-                        times[name].append(seconds)
-                ratio = [b / a for a, b in zip(times["speedlight"], times["base"], strict=True)]
-                row = {
-                    "name": name_of(*shape, backward=backward),
-                    "seconds": {x: quantiles(t) for x, t in times.items()},
-                    "ratios": {"base": quantiles(ratio)},
-                }
-                one, other = (results[x][0] for x in ("speedlight", "base"))
-                if not abs(one - other) <= 1e-2 * abs(other):
-                    row = {"name": name_of(*shape, backward=backward), "refused": "the two have different results"}
-                yield row | {"same_bits": results["speedlight"][1] == results["base"][1]}
-        finally:
-            for worker in workers.values():
-                worker.kill()
-                worker.wait()
+        why = (found.stderr.decode().strip().splitlines() or [""])[-1]
+        raise SystemExit(f"base: expected a commit of the clone in {here}; got {base!r} ({why}).")
+    with tempfile.TemporaryDirectory() as folder:
+        archive = run("archive", found.stdout.decode().strip(), "speedlight")
+        subprocess.run(["tar", "-x", "-C", folder], input=archive.stdout, check=True)
+        yield {"speedlight": here, "base": Path(folder)}
+
+
+@contextlib.contextmanager
+def _worker(tree: Path) -> Iterator[Any]:
+    """A process that imports this tree and answers until it is killed."""
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONHASHSEED": "0"}
+    command, pipe = [sys.executable, "-c", _WORKER], subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=tree)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def _ask(worker: Any, question: list[Any]) -> list[Any]:
     worker.stdin.write(json.dumps(question) + "\n")
     worker.stdin.flush()
-    answer = worker.stdout.readline()
-    if not answer:
-        raise ArgumentError(
-            "--base: that version could not run attention(q, k, v, causal=…), or its backward pass, here; see the "
-            "lines above."
-        )
-    return json.loads(answer)
+    if answer := worker.stdout.readline():
+        return json.loads(answer)
+    raise SystemExit("base: that version could not run attention(q, k, v, causal=…), or its backward pass: see above.")
+
+
+def line(row: dict[str, Any]) -> str:
+    """Returns a row as text."""
+    low, middle, high = row["ratios"]["base"][1:4]
+    ours = row["seconds"]["speedlight"][2] * 1e3
+    return (
+        f"{row['name']:<44} {ours:9.3f} ms  base {middle:.3f} ({low:.3f}–{high:.3f})"
+        f"  {'the same bits' if row['same_bits'] else 'OTHER BITS'}"
+    )

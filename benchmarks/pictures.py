@@ -1,6 +1,6 @@
 """Pictures of rows: the roofline of a report, and whole models. table.py asks for them; of any report:
 
-    python benchmarks/pictures.py ROWS.json PICTURE.png
+python benchmarks/pictures.py ROWS.json PICTURE.png
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from chart import median_of
 
 from speedlight.tools.pictures import pyplot
 
@@ -94,7 +95,7 @@ def _linked(axes: Any, row: dict[str, Any], marker: str, aside: float) -> None:
     """A problem: ours, and below or above it the peer that came nearest; aside of others with as much work per byte."""
     at, colour = row["flops"] / row["bytes_moved"] * aside, _COLOUR_OF[row["dtype"]]
     if row["ratios"]:
-        best = row["gflops"] / min(spread[2] for spread in row["ratios"].values())
+        best = row["gflops"] / min(median_of(x) for x in row["ratios"].values())
         axes.plot([at, at], [best, row["gflops"]], color=colour, linewidth=0.8, alpha=0.7, zorder=2)
         axes.plot(at, best, marker, markerfacecolor="white", color=colour, markersize=5, zorder=3)
     axes.plot(at, row["gflops"], marker, color=colour, markersize=5, zorder=3)
@@ -130,3 +131,6 @@ def model_bars(report: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+if __name__ == "__main__":
+    ROWS = json.loads(Path(sys.argv[1]).read_text())
+    (roofline if any("gflops" in row for row in ROWS["rows"]) else model_bars)(ROWS, Path(sys.argv[2]))

@@ -3,7 +3,7 @@
 Every row goes to docs/benchmarks.md, a part for each machine; eight problems to the README, a line for each family of
 CPUs; pictures are of the file that is named, else the newest. A machine that is not at hand keeps its last rows, with
 their commits. Gradients have a file for each machine in results/backward, of `speedlight bench --backward -o`; whole
-models in results/models, of `bench --models -o`.
+models in results/models, of `run.py models -o`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from chart import best_peer, chart
-
-from speedlight.tools.pictures import model_bars, roofline
+from chart import best_peer, chart, median_of
+from pictures import model_bars, roofline
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -42,7 +41,8 @@ def table(path: Path) -> str:
     for row in data["rows"]:
         if "gflops" in row:
             ratios = (
-                f"{row['ratios'][p]:.2f} x" if p in row["ratios"] else "–" for p in ("torch", "onnxruntime", "openvino")
+                f"{median_of(row['ratios'][p]):.2f} x" if p in row["ratios"] else "–"
+                for p in ("torch", "onnxruntime", "openvino")
             )
             lines.append(f"| {row['name']} | {row['gflops']:.0f} | {row['share_of_peak']:.0%} | {' | '.join(ratios)} |")
     masks = [row for row in data["rows"] if row["part"] == "masks" and "of_plain" in row]
@@ -203,9 +203,7 @@ def main() -> None:
     for report in gradients:
         roofline(json.loads(report.read_text()), PICTURES / f"backward-{report.stem}.png")
     chart(data, PICTURES / "best-peer.png")
-    rows = [
-        row | {"ratios": {x: [r] * 5 for x, r in row["ratios"].items()}} for row in data["rows"] if "bytes_moved" in row
-    ]
+    rows = [row for row in data["rows"] if "bytes_moved" in row and row["part"] == "prefill"]
     roofline(data | {"threads": data["cores"], "rows": rows}, PICTURES / "roofline.png")
 
 

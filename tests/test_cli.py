@@ -126,7 +126,7 @@ def test_three_npy_files(here, rng, tmp_path):
         (["view", "--mask", "causal()", "-o", "m.txt"], "--output: expected a name that ends in .png"),
         (["view", "--mask", "causal()", "-o", "/nowhere/m.png"], "--output: expected a directory"),
         (["view", "--mask", "causal()", "-o", "m.png", "--head", "3"], "--head: expected 0 to 0; got 3"),
-        (["view", "--mask", "causal()", "-o", "m.png", "--length", "-3"], "--length: expected a size"),
+        (["view", "--mask", "causal()", "-o", "m.png", "--q-len", "-3"], "--q-len: expected a size"),
     ],
 )
 def test_errors_are_one_line(here, words, says):
@@ -320,11 +320,10 @@ def test_weights_are_those_of_attention(rng):
 
 def test_bench(here, tmp_path):
     words = ["bench", "--q-len", 64, "--head-dim", 16, "--turns", 1, "--dtype", "float32"]
-    done = here(*words, "--peer", "torch", "-o", tmp_path / "r.json", "--plot", tmp_path / "r.png")
-    assert done.returncode == 0 and "N64 d16 causal" in done.stdout, done.stderr
+    done = here(*words, "--peer", "torch", "-o", tmp_path / "r.json")
+    assert done.returncode == 0 and "N64 d16 causal" in done.stdout and "torch" in done.stdout, done.stderr
     report = json.loads((tmp_path / "r.json").read_text())
     assert len(report["rows"]) == 2 and all(r["gflops"] > 0 and len(r["ratios"]["torch"]) == 5 for r in report["rows"])
-    assert (tmp_path / "r.png").stat().st_size > 10_000
     missing = json.loads(here(*words, "--peer", "jax", "--json").stdout)
     assert "jax" in missing["missing"] or "jax" in missing["rows"][0]["ratios"]
 
@@ -337,64 +336,6 @@ def test_bench_of_gradients(here, tmp_path):
     assert len(rows) == 4 and all(len(r["ratios"]["torch"]) == 5 and not r["notes"] for r in rows)
     assert all(r["kernel"].startswith("backward") and r["gflops"] > 0 for r in rows)
     assert rows[0]["flops"] == 2 * 300 * 300 * 10 * 16
-
-
-def test_bench_of_models(here, tmp_path, monkeypatch):
-    """Small ones; the whole, attention alone, and one whose results differ."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    from speedlight.tools import language_models, models
-
-    def problems(kind):
-        yield models._gpt(torch.float32, layers=1, dim=16, heads=2, length=20)
-        yield models._documents(False, heads=1, length=64, head_dim=8)
-        wrong = models._float_mask(8, 1, heads=1, length=16)
-        zeros = models.Contender(lambda: ([torch.zeros_like(x) for x in wrong.contenders["torch"].run()[0]], None))
-        yield wrong._replace(contenders=wrong.contenders | {"torch": zeros})
-
-    monkeypatch.setattr(models, "problems", problems)
-    monkeypatch.setattr(language_models, "problems", lambda kind: iter(()))
-    words = ["bench", "--models", "--turns", 1, "-o", tmp_path / "r.json", "--plot", tmp_path / "r.png"]
-    done = here(*words)
-    assert done.returncode == 1 and "attention of it" in done.stdout and "  torch dense" in done.stdout, done.stderr
-    gpt, flex, wrong = json.loads((tmp_path / "r.json").read_text())["rows"]
-    assert gpt["attention"]["torch"][0] > 0 and "attention" not in flex and len(flex["ratios"]["torch dense"]) == 5
-    assert wrong["refused"] == "torch has another result than ours, by 1" and "ratios" not in wrong
-    assert (tmp_path / "r.png").stat().st_size > 10_000
-    assert "--only: expected one of gpt," in here("bench", "--models", "--only", "cats").stderr
-    assert "--only: expected --models, --ranks or" in here("bench", "--only", "gpt").stderr
-    assert "--models: expected no more than" in here("bench", "--models", "--q-len", 5).stderr
-
-
-@pytest.mark.parametrize("at", [0, 1, 2])
-def test_bench_refuses_wrong_gradients(monkeypatch, at):
-    from speedlight.tools import bench
-
-    def wrong(*arrays, **options):
-        results = backward(*arrays, **options)
-        results[at][0, 0, -1 if at == 0 else 0, 0] += 1e-2
-        return results
-
-    backward = sl.attention_backward
-    monkeypatch.setattr(sl, "attention_backward", wrong)
-    (row,) = bench._measured([("float32", 1, 300, 16, True)], [], 1, {}, backward=True)
-    assert row["refused"] == "1 elements outside the bound" and "gflops" not in row
-
-
-def test_bench_refuses_wrong_results(monkeypatch, capsys):
-    from speedlight.tools import bench
-
-    monkeypatch.setattr(bench, "check", lambda *_: "3 elements outside the bound")
-    (row,) = bench._measured([("float32", 1, 16, 16, False)], [], 1, {})
-    assert row["refused"] == "3 elements outside the bound" and "gflops" not in row
-
-
-def test_a_peer_with_another_result_is_no_peer(monkeypatch):
-    from speedlight.tools import bench, measuring
-
-    monkeypatch.setitem(measuring.PEERS, "torch", lambda dtype, arrays, causal: lambda: arrays[0] * 2)
-    (row,) = bench._measured([("float32", 1, 16, 16, False)], ["torch"], 1, {})
-    assert not row["ratios"] and "another result than ours" in row["notes"]["torch"]
 
 
 @pytest.mark.parametrize(
@@ -424,12 +365,9 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
         (["view", "-o", "x.png"], "--mask: expected a mask to draw"),
         (["view", EXAMPLE, "-o", "x.bmp"], "--output: expected a name that ends in .png"),
         (["bench", "--dtype", "int8"], "--dtype: expected some of"),
-        (["bench", "--length", "0"], "--length: expected sizes from 1"),
         (["bench", "--q-len", "0"], "--q-len: expected sizes from 1"),
-        (["bench", "--mask", "half"], "--mask: expected full, causal or both"),
         (["bench", "--peer", "numpy"], "--peer: expected some of"),
         (["bench", "-o", "/no/such/x.json"], "--output: expected a name"),
-        (["bench", "--base", "no-such-commit"], "got 'no-such-commit' (fatal: "),
         (["bench", "--backward", "--peer", "jax"], "--peer: expected some of torch, or none beside --backward"),
         (["plan", "--q-len", "5", "--latency", "1"], "--latency: expected --ranks beside it; got 1.0 alone."),
         (["plan", "--q-len", "5", "--ranks", "0"], "--ranks: expected 1 to 2,048"),
@@ -437,10 +375,6 @@ def test_a_peer_with_another_result_is_no_peer(monkeypatch):
             ["plan", "--q-len", "5", "--ranks", "2", "--shard", "zig"],
             "--shard: expected 'auto' or one of 'contiguous',",
         ),
-        (["bench", "--ranks", "1"], "--ranks: expected 2 to 64; got 1."),
-        (["bench", "--ranks", "3", "--only", "ulysses"], "--only: expected another one beside --ranks=3"),
-        (["bench", "--ranks", "2", "--only", "gpt"], "--only: expected one of ring, ulysses, exact, window"),
-        (["bench", "--ranks", "2", "--models"], "--ranks: expected no more than --only, --turns, --output, and --json"),
         (["plan", "--q-len", "5", "--backward", "--device", "cuda"], "--backward: expected False, or the CPU"),
     ],
 )

@@ -31,7 +31,6 @@ def test_options_are_called_as_arguments_are():
         for name, param in params.items():
             if name in SIZES:
                 assert f"--{name.replace('_', '-')}" in param.opts
-        assert not set(options.OLD) & {x.removeprefix("--") for param in params.values() for x in param.opts}
         assert "as_json" in params
 
 
@@ -53,21 +52,12 @@ def test_python_runs_the_package(monkeypatch, capsys):
     assert not end.value.code and capsys.readouterr().out == f"speedlight {sl.__version__}\n"
 
 
-def test_old_names_mean_the_new_ones(here):  # noqa: F811
-    old = ["--length", 300, "--keys", 500, "--heads", 4]
-    new = ["--q-len", 300, "--k-len", 500, "--q-heads", 4]
-    one, other = (json.loads(here("plan", *words, "--json").stdout) for words in (old, new))
-    assert one["problem"] == other["problem"] and other["problem"]["q_lengths"] == [300]
-    assert (other["problem"]["q_heads"], other["problem"]["k_lengths"]) == (4, [500])
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         ("plan", "--q-len: expected a value; got none. `speedlight plan --help` says which."),
         ("plan --q-len", "--q-len: expected a value; got none. `speedlight plan --help` says more."),
         ("plan --q-len x", "--q-len: expected a whole number; got 'x'."),
-        ("plan --length=x", "--length: expected a whole number; got 'x'."),
         ("plan --q-len 5 --dropout x", "--dropout: expected a number; got 'x'."),
         ("plan --q-len 5 --causal=1", "--causal: expected no value; got one. `speedlight plan --help` says more."),
         ("plan --q-lenn 5", "--q-lenn: expected an option that `speedlight plan --help` lists. Did you mean "),
@@ -75,12 +65,11 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ("plann", "No such command 'plann'"),
         ("attend", "files: expected a file; got none."),
         ("plan --q-len 5 --q-heads 3 --kv-heads 2", "--kv-heads: expected a number that divides --q-heads=3; got 2."),
-        ("plan --q-len 5 --heads 3 --kv-heads 2", "--kv-heads: expected a number that divides --heads=3; got 2."),
-        ("plan --q-len 5 --heads -1", "--heads: expected a size from 0"),
+        ("plan --q-len 5 --q-heads -1", "--q-heads: expected a size from 0"),
         ("plan --q-len 5 --head-dim 0", "--head-dim: expected a size from 1"),
         ("plan --q-len 5 --value-dim 0", "--value-dim: expected a size from 1"),
         ("plan --q-len 5 --batch -1", "--batch: expected a size"),
-        ("plan --q-len 5 --keys -1", "--keys: expected a size"),
+        ("plan --q-len 5 --k-len=-1", "--k-len: expected a size"),
         ("plan --q-len 5 --window 3", "--window: expected LEFT,RIGHT such as 1023,0"),
         ("plan --q-len 5 --window=-3,0", "--window: expected a size from 0"),
         ("plan --q-len 5 --window=-1,0", "got '-1,0'. Write --window=,0."),
@@ -96,7 +85,6 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ("plan --q-len 5 --isa sse2", "--isa: expected one of avx512bf16"),
         ("plan --q-len 5 --device tpu", "--device: expected "),
         ("tune --device tpu", "--device: expected cpu, cuda, cuda:0, …; got 'tpu'"),
-        ("bench --ranks 2 --peer torch", "beside it; got --peer."),
         ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
         ("show --q-len -1", "--q-len: expected a size"),
         ("tune --kind x", "--kind: expected one of full, masked, decode; got 'x'."),
@@ -105,8 +93,7 @@ def test_old_names_mean_the_new_ones(here):  # noqa: F811
         ("tune --turns 0", "--turns: expected at least 1; got 0."),
         ("tune --turns 6", "--turns: expected at least 7 of a CPU, to tell gains from noise; got 6."),
         ("tune --dtype float16", "--dtype: expected --device cuda beside it; a CPU has no tiles to choose."),
-        ("bench --heads 0", "--heads: expected sizes from 1"),
-        ("bench --mask half", "--mask: expected full, causal or both; got 'half'. It is called --causal now."),
+        ("bench --q-heads 0", "--q-heads: expected sizes from 1"),
         ("view -o m.png", "--mask: expected a mask to draw (or --causal, --window)"),
     ],
 )
@@ -118,8 +105,8 @@ def test_errors_name_what_was_typed(here, words, says):  # noqa: F811
 
 def test_words_that_are_not_arguments_stay():
     text = "mask: a mask with causal, a window and k_len-1 of x.q_len('k_len') but seed=7, dropout= and k_len"
-    assert typed.as_typed(text, GROUP, ["plan", "--keys", "3"]) == (
-        "--mask: a mask with causal, a window and k_len-1 of x.q_len('k_len') but --seed=7, dropout= and --keys"
+    assert typed.as_typed(text, GROUP, ["plan", "--k-len", "3"]) == (
+        "--mask: a mask with causal, a window and k_len-1 of x.q_len('k_len') but --seed=7, dropout= and --k-len"
     ).replace("dropout= ", "--dropout ").replace("dropout=", "--dropout=")
     assert typed.as_typed(text, GROUP, []) == text
 
@@ -220,13 +207,67 @@ def test_heads_alone_have_the_same_bits(rng, monkeypatch, layout):
     assert not attending._check(arrays, given, plan.problem, out, lse)["passed"]
 
 
+MASKS = """
+import speedlight as sl
+band = sl.causal() & sl.window(3, 0)
+def heads(b, h, i, j): return (j <= i) & (h > 1)
+def number(b, h, i, j): return i
+def half(s, b, h, i, j): return s / 2
+three = 3
+"""
+
+
+def test_masks_and_scores_come_from_a_file(here, tmp_path):  # noqa: F811
+    (tmp_path / "my masks.py").write_text(MASKS)
+    words = ["plan", "--q-len", 50, "--q-heads", 4, "--json", "--mask"]
+    typed_one = json.loads(here(*words, "causal() & window(3, 0)").stdout)
+    of_file = json.loads(here(*words, f"{tmp_path}/my masks.py:band").stdout)
+    assert of_file == typed_one and of_file["visible_pairs"] == 4 * (4 * 50 - 6)
+    exact = json.loads(here(*words, f"{tmp_path}/my masks.py:heads", "--exact").stdout)
+    assert exact["visible_pairs"] == 2 * 50 * 51 // 2
+    done = here("attend", EXAMPLE, "--score", f"{tmp_path}/my masks.py:half", "--check", "--json")
+    assert json.loads(done.stdout)["check"]["passed"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("number", "m.py: number: expected a bool result of number() in"),
+        ("three", "m.py: three: expected a function, a pattern such as sl.causal()"),
+        ("half", "m.py: half: expected the arguments (b, h, i, j) of a mask; got a function of 5 arguments."),
+        ("none", "m.py: expected one of its names band, half, heads, number, sl, three; got 'none'."),
+    ],
+)
+def test_errors_of_a_masks_file_name_it(here, tmp_path, name, says):  # noqa: F811
+    (tmp_path / "m.py").write_text(MASKS)
+    done = here("plan", "--q-len", 5, "--mask", f"{tmp_path}/m.py:{name}")
+    assert done.returncode == 2 and "--mask: " in done.stderr and says in done.stderr and not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("1 / 0", "expected a file that Python runs; got ZeroDivisionError: division by zero."),
+        ("def (", "expected a file that Python runs; got SyntaxError: "),
+        (None, "No such file or directory."),
+    ],
+)
+def test_a_masks_file_that_does_not_run_is_named(here, tmp_path, text, says):  # noqa: F811
+    if text is not None:
+        (tmp_path / "m.py").write_text(text)
+    done = here("view", "--mask", f"{tmp_path}/m.py:x", "-o", tmp_path / "m.png")
+    assert done.returncode == 2 and done.stderr.startswith(f"speedlight: --mask: {tmp_path}/m.py: {says}")
+
+
 def test_weights_of_a_head_obey_its_own_mask(rng, tmp_path):
     pytest.importorskip("matplotlib")
     q, k, _ = qkv(rng, "float32", 2, 2, 2, 6, 6, 8, 8)
-    of_head = lambda h: options.hidden_by(False, None, "(j <= i) | (h + b < 2)", None, {"b": 1, "h": h})  # noqa: E731
-    for head, last in ((0, 5), (1, 0)):  # the first row sees all keys, or one
-        cells = pictures._cells(q, k, 1, head, of_head(head), (0, 6), (0, 6))
-        assert np.flatnonzero(cells[0]).max() == last
+    (tmp_path / "m.py").write_text("def own(b, h, i, j): return (j <= i) | (h + b < 2)")
+    for mask in ("(j <= i) | (h + b < 2)", f"{tmp_path}/m.py:own"):
+        for head, last in ((0, 5), (1, 0)):  # the first row sees all keys, or one
+            given = options.hidden_by(False, None, mask, None, {"b": 1, "h": head})
+            cells = pictures._cells(q, k, 1, head, given, (0, 6), (0, 6))
+            assert np.flatnonzero(cells[0]).max() == last
 
 
 def test_an_npy_file_holds_out_alone_and_it_says_so(here, tmp_path):  # noqa: F811

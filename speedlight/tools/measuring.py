@@ -119,12 +119,13 @@ def wrong(
 ) -> str | None:
     """Says how many elements, of the last rows of the first heads, are outside the error bound; None if none is.
 
-    slack: bounds that an element may be away. tile: of a GPU's kernel. The other options are attention()'s.
+    slack: bounds that an element may be away. arithmetic: error_bound()'s options, unless these are arrays on the CPU.
+    The other options are attention()'s.
     """
     rows, kv_heads = min(rows, q.shape[2]), -(-heads * k.shape[1] // q.shape[1])
     few = [_on_host(x) for x in (q[:1, :heads, -rows:], k[:1, :kv_heads], v[:1, :kv_heads])]
     want = sl.reference.attention(*few, **options)
-    bound = sl.reference.error_bound(*few, tile=tile, dot=tile is None and is_dot(q), **options).out
+    bound = sl.reference.error_bound(*few, **(arithmetic or {"dot": is_dot(q)}), **options).out
     return _outside([(as_float64(got)[:1, :heads, -rows:], want, bound * slack)])
 
 
