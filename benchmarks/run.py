@@ -35,7 +35,7 @@ _PARTS = "prefill,avx2,masks,decode,start,memory,torch,errors"
 def main(words: list[str] | None = None) -> int:
     """Runs what is asked for; 1 if a row was refused."""
     given = _parser().parse_args(words)
-    turns = given.turns or given.default_turns
+    turns = given.default_turns if given.turns is None else given.turns
     if turns < 1:
         raise SystemExit(f"--turns: expected at least 1; got {turns}.")
     return given.run(given, turns)

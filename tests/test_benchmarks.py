@@ -158,7 +158,7 @@ def test_parts_that_were_not_run_keep_their_rows(tmp_path, monkeypatch, capsys):
     (["models", "--only", "cats"], "--only: expected one of gpt,"), (["ranks", "1"], "ranks: expected 2 to 64; got 1."),
     (["ranks", "3", "--only", "ulysses"], "--only: expected another kind for 3 ranks"),
     (["ranks", "--only", "gpt"], "--only: expected one of ring, ulysses, exact, window"),
-    (["models", "--turns", "0"], "expected at least 1|models"),
+    (["models", "--turns", "0"], "--turns: expected at least 1; got 0."),
 ])  # fmt: skip
 def test_words_that_are_not_known(words, says):
     import run

@@ -113,14 +113,14 @@ def wrong(
     *,
     heads: int = 1,
     rows: int = 256,
-    tile: int | None = None,
     slack: float = 1,
+    arithmetic: dict[str, Any] | None = None,
     **options: Any,
 ) -> str | None:
     """Says how many elements, of the last rows of the first heads, are outside the error bound; None if none is.
 
-    slack: bounds that an element may be away. arithmetic: error_bound()'s options, unless these are arrays on the CPU.
-    The other options are attention()'s.
+    slack: bounds that an element may be away. arithmetic: error_bound()'s options, if not of arrays on the CPU. The
+    other options are attention()'s.
     """
     rows, kv_heads = min(rows, q.shape[2]), -(-heads * k.shape[1] // q.shape[1])
     few = [_on_host(x) for x in (q[:1, :heads, -rows:], k[:1, :kv_heads], v[:1, :kv_heads])]
