@@ -14,7 +14,7 @@ import speedlight as sl
 from speedlight.tools import measuring, peers
 from speedlight.tools.measuring import Problem, alternate, row_of, wrong
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(sl.__file__).parent.parent
 SMALL = Problem("float32", 1, 16, 16, False)
 
 

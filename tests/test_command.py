@@ -52,57 +52,6 @@ def test_python_runs_the_package(monkeypatch, capsys):
     assert not end.value.code and capsys.readouterr().out == f"speedlight {sl.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("plan", "--q-len: expected a value; got none. `speedlight plan --help` says which."),
-        ("plan --q-len", "--q-len: expected a value; got none. `speedlight plan --help` says more."),
-        ("plan --q-len x", "--q-len: expected a whole number; got 'x'."),
-        ("plan --q-len 5 --dropout x", "--dropout: expected a number; got 'x'."),
-        ("plan --q-len 5 --causal=1", "--causal: expected no value; got one. `speedlight plan --help` says more."),
-        ("plan --q-lenn 5", "--q-lenn: expected an option that `speedlight plan --help` lists. Did you mean "),
-        ("plan --q-len 5 more", "(more). `speedlight plan --help` says what there is."),
-        ("plann", "No such command 'plann'"),
-        ("attend", "files: expected a file; got none."),
-        ("plan --q-len 5 --q-heads 3 --kv-heads 2", "--kv-heads: expected a number that divides --q-heads=3; got 2."),
-        ("plan --q-len 5 --q-heads -1", "--q-heads: expected a size from 0"),
-        ("plan --q-len 5 --head-dim 0", "--head-dim: expected a size from 1"),
-        ("plan --q-len 5 --value-dim 0", "--value-dim: expected a size from 1"),
-        ("plan --q-len 5 --batch -1", "--batch: expected a size"),
-        ("plan --q-len 5 --k-len=-1", "--k-len: expected a size"),
-        ("plan --q-len 5 --window 3", "--window: expected LEFT,RIGHT such as 1023,0"),
-        ("plan --q-len 5 --window=-3,0", "--window: expected a size from 0"),
-        ("plan --q-len 5 --window=-1,0", "got '-1,0'. Write --window=,0."),
-        ("plan --q-len 5 --mask causal", "--mask: expected a call; got causal alone. Write causal() in 'causal'."),
-        ("plan --q-len 5 --mask 'j <= i and j > 3'", "--mask: expected & in place of 'and'"),
-        ("plan --q-len 5 --mask 'not j <= i'", "--mask: expected ~ in place of 'not'"),
-        ("plan --q-len 5 --mask 'lambda b, h, i, j: j <= i'", "--mask: expected what follows the colon of a lambda"),
-        ("plan --q-len 5 --dropout 2 --seed 1", "--dropout: expected a probability"),
-        (
-            "plan --q-len 5 --dropout .5",
-            "--seed: expected an int beside --dropout, which says what is dropped; got none. Write --seed=7.",
-        ),
-        ("plan --q-len 5 --isa sse2", "--isa: expected one of avx512bf16"),
-        ("plan --q-len 5 --device tpu", "--device: expected "),
-        ("tune --device tpu", "--device: expected cpu, cuda, cuda:0, …; got 'tpu'"),
-        ("plan --q-len 5 --mask i>", "--mask: expected a formula such as"),
-        ("show --q-len -1", "--q-len: expected a size"),
-        ("tune --kind x", "--kind: expected one of full, masked, decode; got 'x'."),
-        ("tune --head-dim 65", "--head-dim: expected one of 64, 128, 256, 512; got 65."),
-        ("tune --dtype int8", "--dtype: expected one of float16, bfloat16, float32; got 'int8'."),
-        ("tune --turns 0", "--turns: expected at least 1; got 0."),
-        ("tune --turns 6", "--turns: expected at least 7 of a CPU, to tell gains from noise; got 6."),
-        ("tune --dtype float16", "--dtype: expected --device cuda beside it; a CPU has no tiles to choose."),
-        ("bench --q-heads 0", "--q-heads: expected sizes from 1"),
-        ("view -o m.png", "--mask: expected a mask to draw (or --causal, --window)"),
-    ],
-)
-def test_errors_name_what_was_typed(here, words, says):  # noqa: F811
-    done = here(*shlex.split(words))
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1, done.stderr
-    assert done.stderr.startswith("speedlight: ") and says in done.stderr
-
-
 def test_words_that_are_not_arguments_stay():
     text = "mask: a mask with causal, a window and k_len-1 of x.q_len('k_len') but seed=7, dropout= and k_len"
     assert typed.as_typed(text, GROUP, ["plan", "--k-len", "3"]) == (

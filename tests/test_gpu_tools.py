@@ -18,7 +18,7 @@ import speedlight as sl
 from speedlight.gpu.tiles import Tile
 from speedlight.tools import gpu_tiles
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(sl.__file__).parent.parent / "benchmarks"))
 import gpu
 import run
 
