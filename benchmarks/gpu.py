@@ -16,7 +16,7 @@ import torch
 from peers import GPU, of_gpu
 
 import speedlight as sl
-from speedlight.machine import interpreting
+from speedlight.host.machine import interpreting
 from speedlight.tools.gpu_tiles import OF_GPU, device, drawn, measured
 from speedlight.tools.measuring import PEER_SLACK, wrong
 from speedlight.tools.peers import Asked, Call, usable

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from speedlight import machine
+from speedlight.host import machine
 from speedlight.tools.measuring import Problem, about
 
 RESULTS = Path(__file__).parent / "results"

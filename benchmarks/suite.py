@@ -15,7 +15,7 @@ import numpy as np
 from decoding import decode
 
 import speedlight as sl
-from speedlight import machine
+from speedlight.host import machine
 from speedlight.tools.measuring import (
     PEER_SLACK,
     Problem,

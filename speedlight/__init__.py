@@ -48,14 +48,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .lazy import importer
+from .host.lazy import importer
 
 if TYPE_CHECKING:
     from . import reference
-    from .api import attention, plan, synchronize
-    from .appending import append_paged
-    from .backward import attention_backward
-    from .cpu.workers import get_threads, set_threads
+    from .calls.append_paged import append_paged
+    from .calls.backward import attention_backward
+    from .calls.merge import merge, merge_states
+    from .calls.paged import attention_paged
+    from .calls.plan import plan
+    from .calls.rotary import rotary
+    from .cpu.runtime.workers import get_threads, set_threads
+    from .engines import synchronize
     from .errors import (
         ArgumentError,
         ArgumentTypeError,
@@ -90,14 +94,12 @@ if TYPE_CHECKING:
     from .expressions.symbols import Symbol, cast, where
     from .expressions.tables import Table, table
     from .expressions.tracing import Expression, MaskFunction, ScoreFunction, expression
+    from .front import attention
     from .kv.cache import KVCache
     from .kv.pool import PagePool
     from .kv.sequence import PagedSequence
-    from .merging import merge, merge_states
-    from .paging import attention_paged
-    from .planning import Plan
-    from .signatures import AttentionOptions
-    from .turning import rotary
+    from .problem.options import AttentionOptions
+    from .problem.plan import Plan
 
     Sequence = PagedSequence  # its name until 0.2
 
@@ -105,24 +107,24 @@ __version__ = "0.1.0"
 ARITHMETIC = 2  # the canonical order of operations; docs/numerics.md
 
 _HOMES = {
-    "append_paged": "appending",
-    "attention": "api",
-    "attention_backward": "backward",
-    "attention_paged": "paging",
-    "merge": "merging",
-    "merge_states": "merging",
-    "plan": "api",
-    "rotary": "turning",
-    "synchronize": "api",
-    "Plan": "planning",
+    "append_paged": "calls.append_paged",
+    "attention": "front",
+    "attention_backward": "calls.backward",
+    "attention_paged": "calls.paged",
+    "merge": "calls.merge",
+    "merge_states": "calls.merge",
+    "plan": "calls.plan",
+    "rotary": "calls.rotary",
+    "synchronize": "engines",
+    "Plan": "problem.plan",
     "KVCache": "kv.cache",
     "PagePool": "kv.pool",
     "PagedSequence": "kv.sequence",
     "CacheBusy": "errors",
     "CacheFull": "errors",
     "CommunicationError": "errors",
-    "set_threads": "cpu.workers",
-    "get_threads": "cpu.workers",
+    "set_threads": "cpu.runtime.workers",
+    "get_threads": "cpu.runtime.workers",
     "Error": "errors",
     "ArgumentError": "errors",
     "ArgumentTypeError": "errors",
@@ -130,7 +132,7 @@ _HOMES = {
     "CompileError": "errors",
     "FileError": "errors",
     "ReservationError": "errors",
-    "AttentionOptions": "signatures",
+    "AttentionOptions": "problem.options",
     "Expression": "expressions.tracing",
     "MaskFunction": "expressions.tracing",
     "ScoreFunction": "expressions.tracing",

@@ -237,7 +237,7 @@ def mismatches(known: dict[str, str], unit: str) -> list[str]:
 
 
 def main() -> int:
-    from speedlight.machine import host_isas
+    from speedlight.host.machine import host_isas
 
     known = {} if "--write" in sys.argv else json.loads(FILE.read_text())
     before = len(known)

@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 
 import speedlight as sl
 from speedlight.distributed.model import ASSUMED, Asked, Link, Rates, spread
-from speedlight.planning import pair_flops
+from speedlight.problem.plan import pair_flops
 from speedlight.tools.pictures import pyplot
 
 ROOT = Path(__file__).parent.parent

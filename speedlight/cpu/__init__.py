@@ -1,1 +1,1 @@
-"""The CPU engine: kernels are Python programs that write machine code."""
+"""The CPU engine, from its language to its calls."""

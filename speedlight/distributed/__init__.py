@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy import importer
+from ..host.lazy import importer
 
 if TYPE_CHECKING:
     from . import ring_flash_attn

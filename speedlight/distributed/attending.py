@@ -8,18 +8,18 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from .. import engine as engines
-from ..arrays import Array, describe, is_tensor, on_gpu
-from ..checks import check_flag, check_layout
-from ..compiling import leaves_graph
+from .. import engines
+from ..arrays.array import Array, describe, is_tensor, on_gpu
+from ..arrays.layouts import batch_of, check_beside, check_dimensions, check_together
+from ..autograd.attending import cast
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
-from ..gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
-from ..hints import refuses_others, unknown
-from ..layouts import batch_of, check_beside, check_dimensions, check_together
-from ..problem import LAYOUTS, Options, Problem, new_options, padded_alike
-from ..resolve import from_arrays
-from ..signatures import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
-from ..torch.attending import cast
+from ..errors.advice import refuses_others, unknown
+from ..host.graph_breaks import leaves_graph
+from ..problem.build import from_arrays
+from ..problem.checks import check_flag, check_layout
+from ..problem.gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
+from ..problem.options import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
+from ..problem.problem import LAYOUTS, Options, Problem, new_options, padded_alike
 from .forms import form_of, tables_in
 from .groups import Meshed, agreed, peers_of
 from .plans import Sharded

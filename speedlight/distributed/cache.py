@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from ..checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
+from ..arrays.integers import whole
 from ..errors import ArgumentError, not_pickled
-from ..hints import explained, refuses_others, unknown
-from ..integers import whole
-from ..kv import saved
+from ..errors.advice import explained, refuses_others, unknown
+from ..kv import saving as saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
-from ..problem import Options
+from ..problem.checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
+from ..problem.problem import Options
 from . import placement
 from .forms import entries_of
 from .groups import Peers, agreed
@@ -29,7 +29,7 @@ from .shardings import check_shard, positions
 from .tensors import check_lengths
 
 if TYPE_CHECKING:
-    from ..signatures import Dtype, Ints, Mask, Scores, Sinks
+    from ..problem.options import Dtype, Ints, Mask, Scores, Sinks
     from .shardings import Shard
 
 _STORED = "stored tokens"  # as a message names what ranks have by now

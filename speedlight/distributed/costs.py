@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import STORAGE_BYTES
-from ..machine import number_bytes
-from ..problem import SPAN, TILE, Problem
-from ..resolve import Stated
+from ..arrays.array import STORAGE_BYTES
+from ..host.machine import number_bytes
+from ..problem.build import Stated
+from ..problem.problem import SPAN, TILE, Problem
 from .pairs import Seen, seen_between
 from .parts import problem_of, split_of
 from .plans import Sharded, schedule_of

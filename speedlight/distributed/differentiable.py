@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays import is_tensor
+from ..arrays.array import is_tensor
 from ..errors import ArgumentError, UnsupportedError
 from ..expressions.tree import lazily
-from ..gradients import Followed, check_unwritten, resolved
-from ..problem import LAYOUTS
+from ..problem.gradients import Followed, check_unwritten, resolved
+from ..problem.problem import LAYOUTS
 from . import joining, ring
 from .plans import Plan, Sharded, plan_of
 from .ring import Here, Saved

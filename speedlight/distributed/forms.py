@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import is_tensor, listed
+from ..arrays.array import is_tensor, listed
+from ..arrays.integers import is_one
 from ..expressions.tables import Table, check_dense
 from ..expressions.tracing import Expression
-from ..integers import is_one
-from ..problem import Options, scores_of
+from ..problem.problem import Options, scores_of
 
 _DEFAULTS = Options()._asdict()
 _LISTS = ("sink_logits", "q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")

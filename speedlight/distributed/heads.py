@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..problem import LAYOUTS
+from ..problem.problem import LAYOUTS
 from .arriving import pieces
 from .groups import Peers
 from .parts import Heads

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import engine as engines
-from ..problem import LAYOUTS
+from .. import engines
+from ..problem.problem import LAYOUTS
 from .arriving import Arrivals
 from .parts import Part
 from .plans import Work

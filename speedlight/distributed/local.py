@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..arrays import is_tensor
+from ..arrays.array import is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..expressions.substitution import substituted
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression, expression_of
 from ..expressions.tree import Node, order
-from ..problem import scores_of
+from ..problem.problem import scores_of
 from ..torch.attending import attention
 from .groups import Peers, agreed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..signatures import AttentionOptions
+    from ..problem.options import AttentionOptions
 
 
 def local_attention(

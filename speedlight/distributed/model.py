@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import checks
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..problem import Problem
+from ..problem import checks
+from ..problem.problem import Problem
 from . import costs
 from .costs import Link, Rates, Way
 from .pairs import check_sizes

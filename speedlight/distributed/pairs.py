@@ -14,8 +14,8 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..expressions.program import hiding_condition
-from ..panels import Rows, classes, integers_of, seen
-from ..problem import Problem
+from ..problem.problem import Problem
+from ..problem.tiles import Rows, classes, integers_of, seen
 from .shardings import Runs, tokens
 
 _LEAF = 32  # positions to a side of a box whose pairs are looked at

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..calls.merge import merge
 from ..errors import ArgumentError, ArgumentTypeError, CommunicationError
 from ..expressions.patterns import causal
 from ..expressions.substitution import replaced
@@ -19,9 +20,8 @@ from ..expressions.tracing import Expression
 from ..expressions.tree import SYMBOLS, Node
 from ..kv.cache import KVCache
 from ..kv.query import check_asked
-from ..merging import merge
-from ..problem import Options, Problem
-from ..resolve import from_stored
+from ..problem.build import from_stored
+from ..problem.problem import Options, Problem
 from .forms import entries_of, form_of
 from .groups import Peers
 from .placement import Placement

@@ -13,9 +13,9 @@ import numpy as np
 from ..errors import ArgumentError
 from ..expressions.program import visibility
 from ..expressions.substitution import substituted
-from ..panels import Many, integers_of
-from ..problem import Problem
-from ..resolve import Stated
+from ..problem.build import Stated
+from ..problem.problem import Problem
+from ..problem.tiles import Many, integers_of
 from .shardings import Runs, tokens
 
 _MOST_BOXES = 64  # of rows, and of keys, in which a part is looked at

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..problem import SPAN, TILE
-from ..resolve import Stated
+from ..problem.build import Stated
+from ..problem.problem import SPAN, TILE
 from . import rounds
 from .parts import Part, needed, parts_of
 from .rounds import Schedule, Step

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import engine as engines
-from ..arrays import Array, describe
-from ..cpu.operands import Dense, Operands, Rows
+from .. import engines
+from ..arrays.array import Array, describe
+from ..cpu.memory.operands import Dense, Operands, Rows
 from ..errors import ArgumentError
-from ..gradients import Given, asked
-from ..machine import current_isa
-from ..problem import LAYOUTS, Problem
-from ..resolve import Stated
+from ..host.machine import current_isa
+from ..problem.build import Stated
+from ..problem.gradients import Given, asked
+from ..problem.problem import LAYOUTS, Problem
 from .arriving import Arrivals, Shard
 from .groups import Peers
 from .parts import Part, finishing, of_heads

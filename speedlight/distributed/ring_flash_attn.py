@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..checks import check_flag, packed_offsets
-from ..compiling import leaves_graph
 from ..errors import UnsupportedError
 from ..flash_attn.options import check_tensors, dropout_of, infinite_where_empty, options_of, unpacked
 from ..flash_attn.sequences import PADDED, Side, check_sides
-from ..problem import Options
+from ..host.graph_breaks import leaves_graph
+from ..problem.checks import check_flag, packed_offsets
+from ..problem.problem import Options
 from .attending import Given, attended
 from .groups import peers_of
 from .shardings import Shard

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..arrays.files import read_metadata
 from ..errors import FileError, pass_on
-from ..files import read_metadata
-from ..kv import saved
+from ..kv import saving as saved
 from ..kv.cache import KVCache
 from . import placement
 

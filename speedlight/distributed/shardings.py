@@ -14,8 +14,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Literal, TypeAlias
 
-from ..checks import size
 from ..errors import ArgumentError, shown
+from ..problem.checks import size
 
 Shard: TypeAlias = Literal["contiguous", "zigzag", "stripe"]
 Runs: TypeAlias = tuple[range, ...]  # of one process

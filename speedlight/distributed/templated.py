@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..api import attention
-from ..backward import attention_backward
+from ..calls.backward import attention_backward
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..front import attention
 
 TESTED = "2.13"  # the release of PyTorch whose private functions these are
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"

@@ -9,9 +9,9 @@ from __future__ import annotations
 import itertools
 from typing import NamedTuple
 
-from ..arrays import STORAGE_BYTES
-from ..machine import number_bytes
-from ..problem import Problem
+from ..arrays.array import STORAGE_BYTES
+from ..host.machine import number_bytes
+from ..problem.problem import Problem
 
 _LEAST = 1 << 21  # bytes of a turn's keys and values: less memory is not worth more messages
 

@@ -11,13 +11,13 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from .. import engine as engines
-from ..arrays import STORAGE_BYTES
-from ..calls import Memo
+from .. import engines
+from ..arrays.array import STORAGE_BYTES
 from ..errors import ArgumentError
-from ..gradients import Followed
-from ..machine import current_isa
-from ..problem import LAYOUTS
+from ..host.machine import current_isa
+from ..host.memo import Memo
+from ..problem.gradients import Followed
+from ..problem.problem import LAYOUTS
 from .differentiable import Context, Core, attended
 from .groups import Alone, Meshed
 from .heads import Exchange, axes_of, gathered, scattered

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import is_tensor
+from ..arrays.array import is_tensor
 from ..errors import ExpressionError, shown
 from . import foreign
 
@@ -142,7 +142,7 @@ def entrywise(apply: Apply, op: str, operands: tuple[Any, ...]) -> Vector:
 
 
 def _is_flat(x: Any) -> bool:
-    """Whether it is an array of one dimension that rows meet entry by entry."""
+    """Returns whether it is an array of one dimension that rows meet entry by entry."""
     return (isinstance(x, np.ndarray) or is_tensor(x)) and x.ndim == 1
 
 

@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..arrays import listed
-from ..block_tables import page_numbers
-from ..checks import check_flag, integer, item_lengths, packed_lengths
+from ..arrays.array import listed
+from ..arrays.integers import is_one
+from ..calls.rotary import rotary
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, UnsupportedError
 from ..expressions.tables import Table
 from ..expressions.tracing import expression
-from ..integers import is_one
-from ..turning import rotary
+from ..problem.block_tables import page_numbers
+from ..problem.checks import check_flag, integer, item_lengths, packed_lengths
 from .options import check_apart, check_tensors
 from .sequences import PageNames, Side, attended, attended_pages
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import listed
-from ..backward import attention_backward
-from ..checks import packed_offsets
+from ..arrays.array import listed
+from ..calls.backward import attention_backward
 from ..errors import ArgumentError
+from ..problem.checks import packed_offsets
 from .options import check_apart, check_tensors, check_written, dropped_weights, infinite_where_empty, options_of
 from .sequences import Side, attended, attended_pages, check_offsets
 

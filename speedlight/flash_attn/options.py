@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..arrays import Array, describe
-from ..checks import MOST_SCALE, check_flag, integer, number
+from ..arrays.array import Array, describe
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, has, pass_on, shown
 from ..expressions.patterns import softcap as softcap_score
-from ..results import overlap, overlaps_itself
+from ..problem.checks import MOST_SCALE, check_flag, integer, number
+from ..problem.results import overlap, overlaps_itself
 from ..torch.attending import attention
 from ..torch.dot_product import drawn_seed
 from ..torch.flash_kernels import alibi_of, window_of

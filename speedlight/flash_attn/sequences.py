@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arrays import is_followed
-from ..checks import item_lengths, packed_offsets
+from ..arrays.array import is_followed
+from ..calls.paged import attention_paged
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
-from ..paging import attention_paged
+from ..problem.checks import item_lengths, packed_offsets
 from ..torch.attending import attention
 from .options import check_tensors
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calls.merge import merge
 from ..errors import ArgumentError
-from ..merging import merge
 from .caches import Cache, New, attended_cache, check_given
 from .kernels import row_sums, write_gradients
 from .options import OTHER_ORDER, check_tensors, check_written, options_of, refuse, unpacked

@@ -23,11 +23,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ..arrays import CODES
+from ..arrays.array import CODES
 from ..expressions.patterns import documents, softcap
 from ..expressions.tracing import expression
-from ..problem import Options
-from ..resolve import Stored, from_stored
+from ..problem.build import Stored, from_stored
+from ..problem.problem import Options
 from .joining import Ending, Found, State, joining
 from .keys import Keys, arrays_of
 from .launch import Launch
@@ -191,7 +191,7 @@ def cases(quick: bool = False) -> Iterator[tuple[str, Case]]:
 
 def appends() -> Iterator[tuple[str, Launch]]:
     """Storing a step's tokens, in arrays and in pages, as they are and as codes."""
-    from ..tokens import TokenShape
+    from ..problem.tokens import TokenShape
     from .paging import storing
     from .rows import Destination, Rows, Tokens
 
@@ -223,7 +223,7 @@ def joins() -> Iterator[tuple[str, Launch]]:
 
 def build(capability: tuple[int, int], case: Case) -> list[Launch]:
     """The launches of a case. The tensors are small: only their types and strides matter."""
-    from .. import arrays
+    from ..arrays import array as arrays
 
     d, q_len, value_dim, number = case.d, case.q_len, case.value_dim or case.d, getattr(torch, case.dtype)
     q, out = (

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from ..expressions.program import may_hide, visibility
-from ..machine import interpreting
-from ..panels import Many, integers_of
-from ..planning import Plan, Roofs
-from ..problem import TILE, Problem
-from ..work import count, least_bytes, materialised_bytes
+from ..host.machine import interpreting
+from ..problem.plan import Plan, Roofs
+from ..problem.problem import TILE, Problem
+from ..problem.tiles import Many, integers_of
+from ..problem.work import count, least_bytes, materialised_bytes
 from .keys import Keys
 from .schedule import capability, check, schedule
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from ..philox import drop_below, key_of
-from ..problem import Problem
+from ..problem.philox import drop_below, key_of
+from ..problem.problem import Problem
 
 
 class Dropout(NamedTuple):

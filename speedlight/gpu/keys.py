@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..block_tables import page_lists
+from ..arrays.layouts import batch_of
 from ..errors import ArgumentError, ArgumentTypeError
-from ..layouts import batch_of
-from ..machine import interpreting
-from ..problem import LAYOUTS
+from ..host.machine import interpreting
+from ..problem.block_tables import page_lists
+from ..problem.problem import LAYOUTS
 from .launch import status_of
 
 

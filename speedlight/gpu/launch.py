@@ -10,8 +10,8 @@ import torch
 import triton
 
 from ..errors import ArgumentError, CompileError, UnsupportedError
-from ..machine import interpreting
-from ..modes import standard
+from ..host.machine import interpreting
+from ..host.rounding import standard
 
 
 @dataclass(slots=True)

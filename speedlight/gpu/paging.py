@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..arrays import Array
-from ..checks import new_counts, packed_counts
+from ..arrays.array import Array
 from ..errors import ArgumentTypeError
+from ..problem.checks import new_counts, packed_counts
 from .append import store_in_pages
 from .keys import axes, is_resident
 from .launch import Launch, named_strides, start, status_of

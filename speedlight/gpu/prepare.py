@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ..expressions.tree import out_of_range
-from ..modes import standard
-from ..problem import Problem
+from ..host.rounding import standard
+from ..problem.problem import Problem
 from .counting import plan
 from .dropping import words_of
 from .forward import attend

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import arrays
+from ..arrays import array as arrays
 from ..errors import ArgumentError, UnsupportedError, pass_on, shown
-from ..machine import interpreting
-from ..tokens import TokenShape
+from ..host.machine import interpreting
+from ..problem.tokens import TokenShape
 from .append import store
 from .keys import Keys
 from .launch import Launch, named_strides

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from ..checks import check_precision
 from ..errors import UnsupportedError
 from ..expressions.program import may_hide
-from ..machine import interpreting
-from ..problem import Problem
+from ..host.machine import interpreting
+from ..problem.checks import check_precision
+from ..problem.problem import Problem
 from .keys import Keys
 from .tiles import COARSE_DIMS, HEAD_DIMS, Tile, table_row
 

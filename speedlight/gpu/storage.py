@@ -1,6 +1,6 @@
 """The tokens of caches and pools in a GPU's memory, and the calls that read them there.
 
-`cpu/storage.py` has the same two classes with the same methods. Calls only enqueue work.
+`cpu/engine/storage.py` has the same two classes with the same methods. Calls only enqueue work.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..arrays import Array
-from ..checks import MOST
+from ..arrays.array import Array
 from ..errors import UnsupportedError
 from ..expressions.tracing import is_immutable
-from ..machine import interpreting
-from ..problem import Options, Problem
-from ..resolve import from_stored
-from ..results import Results
-from ..tokens import Batch, Moves, Piece, TokenShape
-from ..windows import PIECE, Ring
+from ..host.machine import interpreting
+from ..problem.build import from_stored
+from ..problem.checks import MOST
+from ..problem.problem import Options, Problem
+from ..problem.results import Results
+from ..problem.tokens import Batch, Moves, Piece, TokenShape
+from ..problem.windows import PIECE, Ring
 from .launch import capturing, start
 from .prepare import run
 from .rows import Destination, Rows, Tokens, described, device_of, to_numpy, to_torch

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..calls import Memo
 from ..errors import ArgumentError
 from ..expressions.program import Program
-from ..machine import interpreting
-from ..modes import standard
-from ..panels import Many
-from ..problem import Problem
+from ..host.machine import interpreting
+from ..host.memo import Memo
+from ..host.rounding import standard
+from ..problem.problem import Problem
+from ..problem.tiles import Many
 from . import lower
 from .forward import TILES
 from .sequence import ITEM

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from ..checks import cache_dtype, cache_sizes, check_index, check_list, integer, new_totals, window_size
-from ..compiling import in_graph, outside
+from ..engines import storage_of
 from ..errors import ArgumentError, CacheFull, not_pickled
-from ..forks import renew_after_fork
-from ..hints import explained, refuses_others, unknown
-from ..problem import Options, new_options
-from ..signatures import AnyArray, ArrayOf, Dtype, DtypeName, Int, Ints, Mask, Scores, Sinks, StepOptions, T
-from ..tokens import TokenShape, pieces_of
-from ..windows import PIECE, ring_of
-from . import saved
+from ..errors.advice import explained, refuses_others, unknown
+from ..host.forks import renew_after_fork
+from ..host.graph_breaks import in_graph, outside
+from ..problem.checks import cache_dtype, cache_sizes, check_index, check_list, integer, new_totals, window_size
+from ..problem.options import AnyArray, ArrayOf, Dtype, DtypeName, Int, Ints, Mask, Scores, Sinks, StepOptions, T
+from ..problem.problem import Options, new_options
+from ..problem.tokens import TokenShape, pieces_of
+from ..problem.windows import PIECE, ring_of
+from . import saving as saved
 from .keeping import Left, kept, shorten, truncated
 from .query import PLAIN, Query, attended, busy, check_queries, padded_tokens, piece_of, query_of, repeated
-from .storage import storage_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import listed
-from ..checks import shorter_lengths
+from ..arrays.array import listed
+from ..arrays.integers import integer, is_one
 from ..errors import ArgumentError, ArgumentTypeError, shown
-from ..integers import integer, is_one
-from ..tokens import Moves
-from ..windows import Ring
+from ..problem.checks import shorter_lengths
+from ..problem.tokens import Moves
+from ..problem.windows import Ring
 from .query import busy
 from .sharing import Held, shared_pages, with_pages
 from .sharing import busy as busy_sequences

@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from ..checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
-from ..compiling import in_graph, outside
-from ..cpu.layout import BLOCK
+from ..cpu.memory.records import BLOCK
+from ..engines import storage_of
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull, not_pickled, shown
-from ..forks import renew_after_fork
-from ..hints import explained, refuses_others, unknown
-from ..problem import Options, new_options
-from ..signatures import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sinks, StepOptions, T
-from ..tokens import Batch, TokenShape
+from ..errors.advice import explained, refuses_others, unknown
+from ..host.forks import renew_after_fork
+from ..host.graph_breaks import in_graph, outside
+from ..problem.checks import cache_dtype, check_index, check_list, checked_sizes, packed_counts
+from ..problem.options import AnyArray, ArrayOf, Dtype, Int, Ints, Mask, Scores, Sinks, StepOptions, T
+from ..problem.problem import Options, new_options
+from ..problem.tokens import Batch, TokenShape
 from .query import PLAIN, Packed, Query, check_asked, packed_tokens, query_of, run_packed
 from .sequence import PagedSequence
 from .sharing import Held, busy, in_place, shared_pages, with_pages
-from .storage import storage_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..arrays import describe
-from ..checks import check_flag, check_tokens, item_lengths, new_counts
+from ..arrays.array import describe
 from ..errors import ArgumentError, CacheBusy
-from ..problem import Options
-from ..results import Results
-from ..tokens import Batch, Piece
-from ..windows import SPARE, Ring
+from ..problem.checks import check_flag, check_tokens, item_lengths, new_counts
+from ..problem.problem import Options
+from ..problem.results import Results
+from ..problem.tokens import Batch, Piece
+from ..problem.windows import SPARE, Ring
 
 PLAIN = Options()  # of calls that only store
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..arrays.integers import integer
 from ..errors import ArgumentTypeError, not_pickled
-from ..integers import integer
 from .keeping import keep_in_pages
 
 

@@ -10,12 +10,12 @@ import numpy as np
 from onnx import TensorProto
 from onnx.reference.op_run import OpRun
 
-from ..api import attention
-from ..arrays import DTYPES
-from ..checks import check_index
+from ..arrays.array import DTYPES
+from ..calls.rotary import rotary
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
 from ..expressions.patterns import softcap as capped
-from ..turning import rotary
+from ..front import attention
+from ..problem.checks import check_index
 
 _DIMS = "rotary_embedding_dim"
 _PRECISIONS = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE

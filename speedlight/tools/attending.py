@@ -13,10 +13,10 @@ import typer
 
 import speedlight as sl
 
+from ..arrays.files import read_arrays, write_arrays
 from ..errors import ArgumentError
-from ..files import read_arrays, write_arrays
-from ..machine import current_isa
-from ..problem import Problem
+from ..host.machine import current_isa
+from ..problem.problem import Problem
 from .options import Causal, Dropout, Json, Layout, Mask, Score, Seed, Unit, Window, check_seed, hidden_by, on_unit
 from .reports import plan_figures, plan_rows, print_json, print_rows, progress
 
@@ -122,7 +122,7 @@ def _attend(arrays: list[np.ndarray], options: dict[str, Any], plan: sl.Plan) ->
 
 def _measure_again(plan: sl.Plan) -> None:
     """Roofs that a call has beaten were measured while the machine was busy."""
-    from ..cpu import roof
+    from ..cpu.runtime import roof
 
     roof.measure(current_isa(), "f32" if plan.problem.widened else plan.problem.storage, plan.threads)
 

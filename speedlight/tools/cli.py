@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import speedlight as sl
 
+from ..arrays.files import read_arrays
 from ..errors import ArgumentError, Error, how_to_install
-from ..files import read_arrays
-from ..planning import pair_flops
-from ..work import count
+from ..problem.plan import pair_flops
+from ..problem.work import count
 
 try:
     import typer

@@ -6,13 +6,13 @@ import torch
 
 import speedlight as sl
 
-from .. import arrays
+from ..arrays import array as arrays
 from ..gpu.prepare import arrays_of, prepare
 from ..gpu.schedule import capability
 from ..gpu.tiles import Tile
-from ..machine import interpreting
-from ..problem import Options
-from ..resolve import from_arrays
+from ..host.machine import interpreting
+from ..problem.build import from_arrays
+from ..problem.problem import Options
 from .measuring import measure, quantiles, seconds_of, wrong
 from .peers import Call
 

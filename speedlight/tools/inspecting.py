@@ -11,10 +11,11 @@ import typer
 
 import speedlight as sl
 
-from .. import engine, machine
-from ..cpu.operands import Strides
+from .. import engines as engine
+from ..cpu.memory.operands import Strides
 from ..errors import ArgumentError, FileError
-from ..planning import Roofs, size_text
+from ..host import machine
+from ..problem.plan import Roofs, size_text
 from .options import (
     Backward,
     Batch,
@@ -49,8 +50,8 @@ def info(
     as_json: Json = False,
 ) -> None:
     """This machine: vector unit, threads, measured peaks and bandwidth, and the kernels that are kept."""
-    from ..cpu import compile, workers
-    from ..cpu.tuned import tuning_of
+    from ..cpu.runtime import compile, workers
+    from ..cpu.runtime.tuned import tuning_of
 
     with on_unit(isa):
         unit, threads = machine.current_isa(), sl.get_threads()
@@ -107,7 +108,7 @@ def info(
 
 def bf16_report(unit: machine.Isa) -> dict[str, Any]:
     """Measures how fast each unit multiplies bfloat16, and names the one to ask for instead of `unit`, if any."""
-    from ..cpu import roof
+    from ..cpu.runtime import roof
 
     peaks = roof.bf16_peaks()
     return {"bfloat16_thread_flops": peaks, "recommended_isa": roof.faster_unit(unit, peaks)}
@@ -126,7 +127,7 @@ def bf16_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
     """Of each dtype that has a peak of its own: those that were kept, or measured again."""
-    from ..cpu import roof
+    from ..cpu.runtime import roof
 
     kinds = {"float32": "f32", "float64": "f64"} | ({"bfloat16": "bf16"} if unit.product("bf16") == "pairs" else {})
     known = {}
@@ -165,7 +166,7 @@ def show(
 
     With --q-len 1 that is the one of decoding. --isa may name a vector unit that this machine lacks.
     """
-    from ..cpu import compile
+    from ..cpu.runtime import compile
 
     if ir and assembly:
         raise ArgumentError("--asm: expected either --ir or --asm; got both.")

@@ -16,10 +16,10 @@ import numpy as np
 
 import speedlight as sl
 
-from .. import machine
-from ..cpu import roof
-from ..cpu.tuned import tuning_of
-from ..tunings import FAMILIES
+from ..cpu.runtime import roof
+from ..cpu.runtime.tuned import tuning_of
+from ..host import machine
+from ..host.tunings import FAMILIES
 from .peers import PEERS, Asked, Call, usable
 
 PEER_SLACK = 64  # error bounds that a peer may be away from float64: PyTorch rounds scores to float16, 24 of them

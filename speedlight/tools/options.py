@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import machine
-from ..arrays import DTYPES
+from ..arrays.array import DTYPES
 from ..distributed.model import METHODS
 from ..distributed.shardings import SHARDS
 from ..errors import ArgumentError, how_to_install
-from ..problem import LAYOUTS
+from ..host import machine
+from ..problem.problem import LAYOUTS
 from .formula import read_formulas
 
 

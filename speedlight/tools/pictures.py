@@ -11,10 +11,10 @@ import numpy as np
 
 from .. import reference
 from ..errors import ArgumentError, FileError, how_to_install
-from ..panels import Rows, grid, integers_of
-from ..planning import Plan
-from ..problem import Problem
-from ..work import all_pairs
+from ..problem.plan import Plan
+from ..problem.problem import Problem
+from ..problem.tiles import Rows, grid, integers_of
+from ..problem.work import all_pairs
 from .reports import progress
 
 SUFFIXES = (".png", ".svg", ".pdf")

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from ..distributed.model import Spread
 from ..errors import FileError
-from ..planning import Plan
+from ..problem.plan import Plan
 
 _VERDICTS = {"passed": "green", "FAILED": "red"}  # of a check
 

@@ -16,19 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import address_of, describe, numpy_dtype
-from ..cpu.operands import Dense, Rows
-from ..cpu.prepare import prepare
-from ..cpu.storage import CacheStorage
-from ..cpu.tuned import Parts, changed, with_parts
-from ..cpu.workers import get_threads
+from ..arrays.array import address_of, describe, numpy_dtype
+from ..cpu.engine.forward_call import prepare
+from ..cpu.engine.storage import CacheStorage
+from ..cpu.memory.operands import Dense, Rows
+from ..cpu.runtime.tuned import Parts, changed, with_parts
+from ..cpu.runtime.workers import get_threads
 from ..errors import CompileError
-from ..machine import Isa
-from ..problem import Options
-from ..resolve import from_arrays
-from ..tokens import Piece, TokenShape
-from ..tunings import TUNINGS, Tuning
-from ..windows import Ring
+from ..host.machine import Isa
+from ..host.tunings import TUNINGS, Tuning
+from ..problem.build import from_arrays
+from ..problem.problem import Options
+from ..problem.tokens import Piece, TokenShape
+from ..problem.windows import Ring
 from .measuring import alternate, seconds_of
 
 TURNS, LEAST_TURNS = 11, 7  # below seven no turn is sure enough

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import engine, machine
+from .. import engines as engine
 from ..errors import ArgumentError
+from ..host import machine
 from .inspecting import bf16_report, bf16_rows
 from .options import Device, Json, Unit, check_device, on_unit
 from .reports import print_json, print_rows, progress
@@ -62,8 +63,8 @@ def _check(given: dict[str, Any], turns: int | None) -> None:
 
 
 def _reset(unit: machine.Isa, *, as_json: bool) -> None:
-    from ..cpu.tuned import forget_tuning
-    from ..tunings import shipped
+    from ..cpu.runtime.tuned import forget_tuning
+    from ..host.tunings import shipped
 
     forgotten = forget_tuning(unit)
     if as_json:
@@ -73,8 +74,8 @@ def _reset(unit: machine.Isa, *, as_json: bool) -> None:
 
 
 def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:
-    from ..cpu.tuned import keep_tuning, parts_of
-    from ..tunings import shipped
+    from ..cpu.runtime.tuned import keep_tuning, parts_of
+    from ..host.tunings import shipped
     from . import trials
 
     if turns is not None and turns < trials.LEAST_TURNS:

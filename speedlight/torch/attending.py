@@ -1,44 +1,28 @@
-"""attention() with autograd: what PyTorch follows of a call, and what it does not."""
+"""attention() of PyTorch's tensors: in a graph, under transforms, followed by autograd or not."""
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
-from torch._C._functorch import TransformType, get_interpreter_stack, peek_interpreter_stack
-from torch.autograd import forward_ad
 
-from ..api import compute
-from ..arrays import is_tensor, is_traced, listed
-from ..backward import attention_backward as backward
-from ..checks import seed_of
-from ..compiling import outside, passed_by
-from ..errors import ArgumentTypeError, UnsupportedError
-from ..gradients import (
-    SINKS,
-    Followed,
+from ..arrays.array import is_tensor, is_traced
+from ..arrays.integers import integer
+from ..autograd.attending import attend_as_operation, attended, cast, is_plain
+from ..autograd.graphs import in_graph
+from ..errors.advice import explained
+from ..front import compute
+from ..host.graph_breaks import outside, passed_by
+from ..problem.gradients import (
     check_fresh,
-    check_on_cpu,
-    check_one_dtype,
-    check_unwritten,
     followed,
-    settled,
     tables_of,
 )
-from ..hints import explained
-from ..integers import integer
-from ..problem import Options, new_options, our_causal, our_layout, padded_alike
-from ..signatures import AttentionOptions, Causal, Int, Ints, Layout, Mask, Precision, Scores, Sinks, Window
-from . import further, ops
-from .forms import tensors_of, text_of
-from .graphs import in_graph
-from .transforms import Transformed, TransformedBackward, is_batched, of_each
+from ..problem.options import AttentionOptions, Causal, Int, Ints, Layout, Mask, Precision, Scores, Sinks, Window
+from ..problem.problem import Options, new_options, our_causal, our_layout, padded_alike
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @overload
@@ -122,7 +106,7 @@ def attention(
         q, k, v = cast(q, k, v)
     if is_tensor(options.seed) and not is_traced(options.seed):
         options = options._replace(seed=integer("seed", options.seed))
-    if _is_plain(q, k, v):
+    if is_plain(q, k, v):
         if torch.is_grad_enabled():
             known = followed(options)
             if known or any([is_tensor(x) and x.requires_grad for x in (q, k, v)]):
@@ -131,150 +115,4 @@ def attention(
         else:
             check_fresh(tables_of(options.score))
         return compute(q, k, v, options, return_lse)
-    return _as_operation(q, k, v, options, return_lse)
-
-
-def cast(*tensors: Any) -> Any:
-    """Under autocast what PyTorch's own attention does: all but float64 becomes its dtype. Of every call that autograd
-    could follow, followed or not; what is kept (caches, pages) has its dtype.
-    """
-    device = tensors[0].device.type if is_tensor(tensors[0]) else "cpu"
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) if is_tensor(x) and x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
-
-
-def _is_plain(*tensors: Any) -> bool:
-    """Whether tensors are what they seem: no mode, no graph, no transform, no tangents."""
-    return (
-        torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._get_tracing_state() is None
-        and peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and not any([type(x) not in _PLAIN and is_tensor(x) and is_traced(x) for x in tensors])
-    )
-
-
-def attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: Followed, return_lse: bool) -> Any:
-    """A call of which something is followed."""
-    if not is_tensor(q):
-        raise ArgumentTypeError(
-            f"q: expected a PyTorch tensor, as k, v or a table that requires grad is one; got {type(q).__name__}. Use "
-            "torch.from_numpy(q), or call under torch.no_grad()."
-        )
-    check_on_cpu(q.is_cuda)
-    if not _is_plain(q, k, v):
-        return _as_operation(q, k, v, known.options, return_lse)
-    dtypes = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in (q, k)]
-    check_one_dtype(dtypes[0], dtypes[1])
-    known, read = settled(known)
-    out, lse = _Attention.apply(known, read, q, k, v, known.sinks, *(x.origin for x in known.tables))
-    return (out, lse) if return_lse else out
-
-
-def _as_operation(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
-    """The call as PyTorch's machinery has it; forward mode passes operations by, and takes another way."""
-    form, tables, sinks, seed = text_of(options), tensors_of(options), options.sink_logits, options.seed
-    sinks = _tensor_of(sinks)
-    if is_tensor(seed):  # of a trace, which has no number yet
-        tables, seed = [*tables, seed], None
-    elif options.dropout:
-        seed = seed_of(seed)
-    if torch.compiler.is_exporting() and [
-        x for x in (sinks, *tables) if x is not None and x.requires_grad and not is_traced(x)
-    ]:
-        raise UnsupportedError(
-            "score: expected tables of parameters to be made in forward(), where an export sees what they are made of; "
-            "got one that was made before. Call sl.table, sl.alibi … there."
-        )
-    if _has_tangents((q, k, v, sinks, *tables)):
-        results = further.attention_of(form, seed, further.Tensors(q, k, v, tables, sinks))
-    elif peek_interpreter_stack() is None:
-        results = ops.attention_op(q, k, v, sinks, tables, form, ops.signed(seed))
-    else:
-        results = Transformed.apply(form, ops.signed(seed), q, k, v, sinks, *tables)
-    return results if return_lse else results[0]
-
-
-def _tensor_of(sinks: Any) -> Any:
-    """Sinks as operations take them, to the last bit of Python's numbers."""
-    if sinks is None or is_tensor(sinks):
-        return sinks
-    return torch.tensor(listed(sinks, "sink_logits", "numbers, one per query head"), dtype=torch.float64)
-
-
-def _has_tangents(tensors: tuple[Any, ...]) -> bool:
-    """In forward mode, of torch.func or of torch.autograd."""
-    if [x for x in get_interpreter_stack() or () if x.key() == TransformType.Jvp]:
-        return True
-    return forward_ad._current_level >= 0 and bool(
-        [x for x in tensors if x is not None and forward_ad.unpack_dual(x).tangent is not None]
-    )
-
-
-class _Attention(torch.autograd.Function):
-    """q, k, v, sinks and the tensors behind tables → out, lse: the operations, in half their time."""
-
-    @staticmethod
-    def forward(ctx: Any, known: Followed, read: Any, q: Any, k: Any, v: Any, sinks: Any, *sources: Any) -> Any:
-        out, lse = compute(_alone(q), _alone(k), _alone(v), _plain(known), True)
-        ctx.known, ctx.read = known, read
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *sources)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *flows: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        known, needed, saved = ctx.known, ctx.needs_input_grad[1:], ctx.saved_tensors
-        check_unwritten(ctx.read)
-        if flows[0] is None and flows[1] is None:
-            return (None, *(None,) * len(needed))
-        if is_batched(flows):
-            return of_each(functools.partial(_Attention.backward, ctx), flows)
-        if torch.is_grad_enabled() or peek_interpreter_stack() is not None:  # create_graph=True, torch.func.vmap
-            return (None, *_differentiable(known, needed, saved, flows))
-        q, k, v, out, lse = (x.detach() for x in saved[:5])
-        d_out = torch.zeros((), dtype=out.dtype).expand(out.shape) if flows[0] is None else flows[0]
-        grads = [t for t, wanted in zip(known.tables, needed[5:], strict=True) if wanted] + [SINKS] * needed[4]
-        options = _plain(known)._asdict()
-        del options["precision"]
-        dq, dk, dv, *more = backward(q, k, v, out, lse, d_out, flows[1], grads=tuple(grads), **options)
-        found = dict(zip(grads, more[0] if more else (), strict=True))
-        sinks = found[SINKS].to(known.sinks.dtype) if SINKS in found else None
-        tables = (found[t].reshape(t.origin.shape).to(t.origin.dtype) if t in found else None for t in known.tables)
-        return (None, None, dq, dk, dv, sinks, *tables)
-
-
-def _differentiable(known: Followed, needed: Any, saved: Any, flows: Any) -> Any:
-    """The backward pass as an operation, which has derivatives of its own."""
-    q, k, v, out, lse, sinks, *sources = saved
-    tables = tensors_of(known.options)
-    free, places = list(range(len(tables))), {}  # of a tensor, which may be behind several tables, by its first
-    for n, table in enumerate(known.tables):
-        at = [slot for slot in free if tables[slot] is table.origin]
-        free = [slot for slot in free if slot not in at]
-        places[n] = at
-        for slot in at:
-            tables[slot] = sources[n]
-    sinks = _tensor_of(known.options.sink_logits) if sinks is None else sinks
-    wanted = [slot for n, at in places.items() if needed[5 + n] for slot in at] + [ops.SINKS] * needed[4]
-    form, seed = text_of(known.options), ops.signed(known.options.seed)
-    if peek_interpreter_stack() is None:
-        dq, dk, dv, *more = ops.attention_backward_op(q, k, v, out, lse, *flows, sinks, tables, form, seed, wanted)
-    else:
-        flows = [torch.zeros_like(x) if flow is None else flow for x, flow in zip((out, lse), flows, strict=True)]
-        given = (*flows, out, lse, q, k, v, sinks, *tables)
-        dq, dk, dv, *more = TransformedBackward.apply(form, seed, tuple(wanted), *given)
-    found = dict(zip(wanted, more, strict=True))
-    of_tables = [sum(found[slot] for slot in at) if at and needed[5 + n] else None for n, at in places.items()]
-    return (None, dq, dk, dv, found.get(ops.SINKS), *of_tables)
-
-
-def _alone(x: Any) -> Any:
-    return x.detach() if is_tensor(x) else x
-
-
-def _plain(known: Followed) -> Options:
-    """The options of a call that nobody follows."""
-    return known.options if known.sinks is None else known.options._replace(sink_logits=known.sinks.detach())
+    return attend_as_operation(q, k, v, options, return_lse)

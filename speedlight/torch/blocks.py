@@ -12,14 +12,14 @@ import torch
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..arrays import is_traced
+from ..arrays.array import is_traced
 from ..errors import ArgumentError, UnsupportedError
 from ..expressions.bounds import integers, visible
 from ..expressions.symbols import Symbol
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression, is_immutable
 from ..expressions.tree import evaluate
-from ..panels import Many
+from ..problem.tiles import Many
 
 _TABLES = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 _AT_ONCE = 1 << 13  # blocks that are classified together

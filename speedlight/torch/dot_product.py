@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
-from ..hints import of_mask, refuses_others, unknown
-from ..signatures import Causal
+from ..errors.advice import of_mask, refuses_others, unknown
+from ..problem.options import Causal
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..api import compute
-from ..problem import Options
+from ..front import compute
+from ..problem.problem import Options
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, ours
 

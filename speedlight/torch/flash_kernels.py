@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..api import compute
-from ..backward import attention_backward
+from ..calls.backward import attention_backward
+from ..calls.paged import attention_paged
 from ..errors import ArgumentError, UnsupportedError
 from ..expressions.tables import table
 from ..expressions.tracing import Expression, expression
-from ..paging import attention_paged
-from ..problem import Options
+from ..front import compute
+from ..problem.problem import Options
 from .dot_product import only_pytorch_takes
 from .routing import count_left, count_taken, ours
 

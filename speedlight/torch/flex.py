@@ -7,11 +7,11 @@ from typing import Any, Literal, overload
 import torch
 from torch.nn.attention import flex_attention as flex
 
-from ..checks import check_flag
-from ..compiling import leaves_graph
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, pass_on, rename, shown
 from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, expression, expression_of
 from ..expressions.tree import Node
+from ..host.graph_breaks import leaves_graph
+from ..problem.checks import check_flag
 from .attending import attention
 from .blocks import block_mask_of, mask_of
 

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import check_flag, dropout_of, number, scale_of, size, window_size
+from ..calls.rotary import turned
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..errors.advice import explained
 from ..expressions.patterns import padding, window
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
-from ..hints import explained
 from ..kv.cache import KVCache
-from ..rotations import Options as RotaryOptions
-from ..rotations import rotation_of
-from ..turning import turned
+from ..problem.checks import check_flag, dropout_of, number, scale_of, size, window_size
+from ..problem.rotary_angles import Options as RotaryOptions
+from ..problem.rotary_angles import rotation_of
 from .attending import attention
 
 _SEEDS = 1 << 62  # that are drawn of PyTorch's generator

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 
-from ..checks import check_flag
 from ..errors import ArgumentError
+from ..problem.checks import check_flag
 from . import fast_path, flash_kernels
 from .dot_product import only_pytorch_takes, scaled_dot_product_attention
 from .routing import SDPA, Report, asked, count_left, count_taken, counted, ours, patched, subclass_among, traced

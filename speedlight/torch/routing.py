@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..forks import renew_after_fork
+from ..host.forks import renew_after_fork
 
 _ORDINARY: Any = getattr(torch.Tensor, "__torch_dispatch__")  # noqa: B009, which is no method: pyright minds
 _TRACED = frozenset(("FakeTensor", "FunctionalTensor"))

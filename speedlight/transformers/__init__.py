@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..lazy import importer
+from ..host.lazy import importer
 
 if TYPE_CHECKING:
     from .attending import attention_forward

@@ -11,11 +11,11 @@ import torch
 import transformers.cache_utils as theirs
 from torch.utils._pytree import tree_map
 
-from ..arrays import CODES, code_cache
-from ..checks import cache_dtype, checked_sizes, new_totals
+from ..arrays.array import CODES, code_cache
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from ..kv.cache import KVCache
-from ..signatures import Dtype, DtypeName
+from ..problem.checks import cache_dtype, checked_sizes, new_totals
+from ..problem.options import Dtype, DtypeName
 from .masks import MaskSpec
 
 _DTYPES: dict[torch.dtype, DtypeName] = {

@@ -15,17 +15,17 @@ from pathlib import Path
 import numpy as np
 
 import speedlight as sl
-from speedlight import arrays
-from speedlight.cpu.compile import compile_ir, emit, symbol_of
-from speedlight.cpu.layout import ITEM, SLACK, arguments_of
-from speedlight.cpu.operands import Dense, Rows
-from speedlight.cpu.prepare import items_of, template_of, words_of
-from speedlight.cpu.schedule import schedule
-from speedlight.cpu.shape import Shape
-from speedlight.machine import isa_named
-from speedlight.problem import Options
-from speedlight.resolve import from_arrays
-from speedlight.tunings import shipped
+from speedlight.arrays import array as arrays
+from speedlight.cpu.engine.forward_call import items_of, template_of, words_of
+from speedlight.cpu.engine.schedule import schedule
+from speedlight.cpu.memory.operands import Dense, Rows
+from speedlight.cpu.memory.records import ITEM, SLACK, arguments_of
+from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.runtime.compile import compile_ir, emit, symbol_of
+from speedlight.host.machine import isa_named
+from speedlight.host.tunings import shipped
+from speedlight.problem.build import from_arrays
+from speedlight.problem.problem import Options
 
 HERE = Path(__file__).parent
 GCC, QEMU = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"

@@ -5,37 +5,38 @@ from .mutation import Mutation
 MUTATIONS = (
     Mutation(
         "the caller's modes are those of the kernel",
-        "cpu/region.py",
+        "cpu/kernels/task.py",
         "k.store(k.const(0x1F80, I32), ours)",
         "k.store(k.const(0x9FC0, I32), ours)",
-        "tests/test_forward.py -k subnormals",
+        "tests/conformance/attention/test_forward.py -k subnormals",
     ),
     Mutation(
         "a call ends while a helper still computes",
-        "cpu/workers.py",
+        "cpu/runtime/workers.py",
         "        try:\n            kernel.joined(arguments)\n        except",
         "        try:\n            kernel.entry(arguments)\n        except",
-        "tests/test_signals.py -k 'nobody_is_inside or threads_as_they_were'",
+        "tests/robustness/test_signals.py -k 'nobody_is_inside or threads_as_they_were'",
     ),
     Mutation(
         "a region ends while a thread of ours still computes",
-        "cpu/serving.py",
+        "cpu/kernels/thread_pool.py",
         'leave_if(_load(k, block, "left").equals(inside))',
         'leave_if(_load(k, block, "left") >= 0)',
-        "tests/test_threads.py -k waited_for",
+        "tests/robustness/test_threads.py -k waited_for",
     ),
     Mutation(
         "threads of ours may share the caller's CPU",
-        "cpu/serving.py",
+        "cpu/kernels/thread_pool.py",
         "k.store(k.load(I64, may, at) & (own ^ -1), may, at)",
         "k.store(k.load(I64, may, at) & -1, may, at)",
-        "tests/test_threads.py -k where_the_caller",
+        "tests/robustness/test_threads.py -k where_the_caller",
     ),
     Mutation(
         "the last item is looked for one too low",
-        "cpu/region.py",
+        "cpu/kernels/task.py",
         "leave_if(high.get() - low.get() <= 1)",
         "leave_if(high.get() - low.get() <= 2)",
-        "tests/test_forward.py tests/test_attention.py -k 'same_bits_however or packed'",
+        "tests/conformance/attention/test_forward.py "
+        "tests/conformance/attention/test_attention.py -k 'same_bits_however or packed'",
     ),
 )

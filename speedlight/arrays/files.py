@@ -1,0 +1,167 @@
+"""Arrays in files: safetensors, .npz and .npy. Sizes are checked before anything is allocated; nothing is unpickled."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..errors import Error, FileError, UnsupportedError, pass_on
+from ..host.forks import importing
+from .array import numpy_dtype
+
+_UNPACKED, _RATIO = (
+    64 << 20,
+    32,
+)  # bytes that a compressed file may hold whatever its size; and beyond them for each of its own
+_SAFETENSORS = {"F32": "float32", "F64": "float64", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I32": "int32",
+                "I64": "int64", "F8_E4M3": "float8_e4m3fn"}  # fmt: skip
+
+
+def read_arrays(paths: list[Path]) -> dict[str, np.ndarray]:
+    """All arrays of one .safetensors or .npz file, or one from each .npy file, named by the file."""
+    found: dict[str, np.ndarray] = {}
+    for path in paths:
+        try:
+            match path.suffix:
+                case ".safetensors":
+                    found |= _read_safetensors(path)
+                case ".npz":
+                    found |= _read_npz(path)
+                case ".npy":
+                    with path.open("rb") as f:
+                        found[path.stem] = _read_npy(f, path.stat().st_size, path.name)
+                case _:
+                    raise FileError(f"{path}: expected a .safetensors, .npz or .npy file.")
+        except Error:
+            raise
+        except OSError as error:
+            pass_on(error, OSError)
+            raise FileError(f"{path}: {error.strerror or error}.") from error
+        except Exception as error:  # whatever a damaged file makes a parser say
+            pass_on(error, Exception)
+            raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
+    return found
+
+
+def _safetensors() -> Any:
+    """The package, which is imported when a file is read or written."""
+    try:
+        with importing:
+            import safetensors.numpy
+    except ImportError as error:
+        raise UnsupportedError(
+            f"safetensors: expected the package that reads and writes .safetensors files; it cannot be imported "
+            f"({error}). Install the package safetensors."
+        ) from error
+    return safetensors
+
+
+def _read_safetensors(path: Path) -> dict[str, np.ndarray]:
+    package, found = _safetensors(), {}
+    for name, tensor in package.deserialize(path.read_bytes()):  # its NumPy reader does not know BF16
+        kind = _SAFETENSORS.get(tensor["dtype"])
+        if kind is not None:
+            found[name] = np.frombuffer(tensor["data"], numpy_dtype(kind)).reshape(tensor["shape"])
+    return found
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    found = {}
+    with zipfile.ZipFile(path) as archive:
+        promised, room = sum(x.file_size for x in archive.infolist()), path.stat().st_size
+        if promised > max(_UNPACKED, _RATIO * room):
+            raise FileError(
+                f"{path}: {room:,} bytes promise {promised:,}; expected up to {_RATIO} times the file, or "
+                f"{_UNPACKED:,}. "
+                "Save it with numpy.savez, which does not compress."
+            )
+        for member in archive.infolist():
+            if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise FileError(
+                    f"{path}: expected members that NumPy writes; got a compression of type {member.compress_type}."
+                )
+            if member.filename.endswith(".npy"):
+                with archive.open(member) as f:
+                    found[member.filename[:-4]] = _read_npy(f, member.file_size, member.filename)
+    return found
+
+
+def _read_npy(f: Any, size: int, name: str) -> np.ndarray:
+    """An .npy stream of `size` bytes.
+
+    NumPy multiplies shapes in wrapping integers and allocates first: we check first.
+    """
+    version = np.lib.format.read_magic(f)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(f)
+    if dtype.hasobject:
+        raise FileError(f"{name}: holds Python objects, which are never loaded. Save plain numbers.")
+    count = 1
+    for n in shape:
+        count *= int(n)
+    if count < 0 or f.tell() + count * dtype.itemsize != size:
+        raise FileError(
+            f"{name}: its header promises {count * dtype.itemsize:,} bytes of data; the file does not hold just those."
+        )
+    data = f.read(count * dtype.itemsize)
+    if dtype.kind == "V" and dtype.itemsize == 2:  # how NumPy writes bfloat16
+        dtype = numpy_dtype("bfloat16")
+    return np.frombuffer(data, dtype).reshape(shape, order="F" if fortran else "C")
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The words that a .safetensors file carries beside its arrays."""
+    package = _safetensors()
+    try:
+        with package.safe_open(path, "np") as f:
+            return f.metadata() or {}
+    except OSError as error:
+        pass_on(error, OSError)
+        raise FileError(f"{path}: {error.strerror or error}.") from error
+    except Exception as error:
+        pass_on(error, Exception)
+        raise FileError(f"{path}: damaged, or not what its name says ({error}).") from error
+
+
+def write_arrays(path: Path, found: dict[str, np.ndarray], metadata: dict[str, str] | None = None) -> None:
+    """Writes under a temporary name, then renames: a reader sees the old file or the whole new one, and whatever is
+    raised, by a signal, too, nothing else is left.
+    """
+    if path.suffix not in (".safetensors", ".npz", ".npy"):
+        raise FileError(f"{path}: expected an output name that ends in .safetensors, .npz or .npy.")
+    write = _writer(path.suffix, metadata)
+    temporary = path.with_name(f".{path.name}-{uuid.uuid4().hex[:12]}")  # known before there is such a file
+    try:
+        with temporary.open("xb") as f:
+            write(f, {name: np.ascontiguousarray(x) for name, x in found.items()})
+        os.replace(temporary, path)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        pass_on(error, OSError)
+        raise FileError(f"{path}: {error.strerror or error}.") from error
+
+
+def _writer(suffix: str, metadata: dict[str, str] | None) -> Callable[[BinaryIO, dict[str, np.ndarray]], None]:
+    package = _safetensors() if suffix == ".safetensors" else None
+
+    def safetensors_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
+        assert package is not None
+        f.write(package.numpy.save(found, metadata))
+
+    def npz_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
+        np.savez(f, **found)  # type: ignore[arg-type]
+
+    def npy_file(f: BinaryIO, found: dict[str, np.ndarray]) -> None:
+        np.save(f, found["out"])
+
+    return {".safetensors": safetensors_file, ".npz": npz_file, ".npy": npy_file}[suffix]

@@ -1,0 +1,130 @@
+"""The operations as torch.func transforms them, which takes functions of autograd's with rules of their own."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._functorch import is_legacy_batchedtensor
+
+from . import higher_order as further
+from . import operators as ops
+from .forms import is_same_for_items
+
+
+class Transformed(torch.autograd.Function):
+    """(form, seed, q, k, v, sinks, *tables) → out, lse."""
+
+    @staticmethod
+    def forward(form: str, seed: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ops.attention_op(*given[:4], list(given[4:]), form, seed)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.form, ctx.seed, *given = inputs
+        ctx.save_for_backward(*output, *given)
+
+    @staticmethod
+    def backward(ctx: Any, *flows: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        wanted = tuple(ops.wanted_of(ctx.needs_input_grad[5], ctx.needs_input_grad[6:]))
+        dq, dk, dv, *more = TransformedBackward.apply(ctx.form, ctx.seed, wanted, *flows, *ctx.saved_tensors)
+        found = dict(zip(wanted, more, strict=True))
+        count = len(ctx.needs_input_grad) - 6
+        return None, None, dq, dk, dv, found.get(ops.SINKS), *(found.get(n) for n in range(count))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
+        form, seed, *tensors = given
+        dims = in_dims[2:]
+        if info.batch_size and _folds(form, dims[3:], tensors[4:]) and not _shares(tensors[:2], dims):
+            folded = [_folded(x, at, info.batch_size) for x, at in zip(tensors[:3], dims[:3], strict=True)]
+            results = Transformed.apply(form, seed, *folded, *tensors[3:])
+            return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0, 0)
+        return _each(functools.partial(Transformed.apply, form, seed), tensors, dims, info.batch_size), (0, 0)
+
+
+class TransformedBackward(torch.autograd.Function):
+    """(form, seed, wanted, d_out, d_lse, out, lse, q, k, v, sinks, *tables) → dq, dk, dv, those that are wanted."""
+
+    @staticmethod
+    def forward(form: str, seed: Any, wanted: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_out, d_lse, out, lse, q, k, v, sinks, *tables = given
+        found = ops.attention_backward_op(q, k, v, out, lse, d_out, d_lse, sinks, tables, form, seed, list(wanted))
+        return tuple(found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.form, ctx.seed, ctx.wanted, d_out, d_lse, _, _, *given = inputs
+        ctx.save_for_backward(d_out, d_lse, *given)
+
+    @staticmethod
+    def backward(ctx: Any, *into: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        d_out, d_lse, q, k, v, sinks, *tables = ctx.saved_tensors
+        given = further.Tensors(q, k, v, tables, sinks)
+        flows = ops.flows_back_again(ctx.form, ctx.seed, given, (d_out, d_lse), ctx.wanted, into)
+        (dq, dk, dv, d_tables, d_sinks), (dd_out, dd_lse) = flows
+        return None, None, None, dd_out, dd_lse, None, None, dq, dk, dv, d_sinks, *d_tables
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *given: Any) -> Any:
+        form, seed, wanted, *tensors = given
+        dims = in_dims[3:]
+        folds = info.batch_size and not wanted and _folds(form, dims[7:], tensors[8:])
+        if folds and not _shares(tensors[4:6], dims[4:]):
+            folded = [_folded(x, at, info.batch_size) for x, at in zip(tensors[:7], dims[:7], strict=True)]
+            results = TransformedBackward.apply(form, seed, wanted, *folded, *tensors[7:])
+            return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
+        of_one = functools.partial(TransformedBackward.apply, form, seed, wanted)
+        results = _each(of_one, tensors, dims, info.batch_size)
+        return results, (0,) * len(results)
+
+
+def _folds(form: str, dims: Any, tables: Any) -> bool:
+    """Whether examples can be items of one batch: sinks and tables are the same for all, and so is every item."""
+    return not [x for x in dims if x is not None] and is_same_for_items(form, tables)
+
+
+def _shares(given: Any, dims: Any) -> bool:
+    """Whether all items of q have the keys of one."""
+    q, k = (x.size(0 if at is None or at % x.ndim else 1) for x, at in zip(given, dims, strict=False))
+    return q != k
+
+
+def _folded(x: Any, at: int | None, count: int) -> Any:
+    return (x.unsqueeze(0).expand(count, *x.shape) if at is None else x.movedim(at, 0)).flatten(0, 1)
+
+
+def _each(function: Callable[..., Any], given: Any, dims: Any, count: int) -> tuple[Any, ...]:
+    """What a function makes of every example's tensors; of none, what has its shapes and flows back."""
+    examples = [[_one(x, at, n) for x, at in zip(given, dims, strict=True)] for n in range(max(count, 1))]
+    return tuple(torch.stack(x)[:count] for x in zip(*[function(*one) for one in examples], strict=True))
+
+
+def _one(x: Any, at: int | None, n: int) -> Any:
+    """A tensor of an example; zeros, where there is none."""
+    return x if at is None else x.select(at, n) if x.shape[at] else x.sum(at).to(x.dtype)
+
+
+_private: Any = torch  # pyright minds its names
+
+
+def is_batched(flows: tuple[Any, ...]) -> bool:
+    """Whether these come of torch.autograd.grad(is_grads_batched=True), whose vmap is not torch.func's."""
+    return any([x is not None and is_legacy_batchedtensor(x) for x in flows])
+
+
+def of_each(function: Callable[..., Any], flows: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a function makes of such flows, example by example."""
+    torch._C._vmapmode_increment_nesting()
+    level = torch._C._vmapmode_decrement_nesting()  # the innermost
+
+    def apart(x: Any, count: int) -> Any:
+        return x if x is None else _private._remove_batch_dim(x, level, count, 0)
+
+    count = max([len(apart(x, 1)) for x in flows if x is not None])
+    given = [apart(x, count) for x in flows]
+    results = [function(*(x if x is None else x[n] for x in given)) for n in range(count)]
+    of = zip(*results, strict=True)
+    return tuple(x[0] if x[0] is None else _private._add_batch_dim(torch.stack(x), 0, level) for x in of)

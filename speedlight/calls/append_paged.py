@@ -1,0 +1,214 @@
+"""`append_paged()`: new keys and values go into pages that are the caller's."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from .. import engines
+from ..arrays.array import Array, conversion, describe, is_tensor
+from ..errors import ArgumentError, ArgumentTypeError, CacheFull
+from ..host.graph_breaks import leaves_graph
+from ..problem.block_tables import block_table_of, check_pages, page_lengths, page_numbers
+from ..problem.checks import check_layout, new_counts, packed_counts
+from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout
+from ..problem.problem import LAYOUTS, our_layout
+from ..problem.results import overlap, overlaps_itself, tell_written
+
+
+@leaves_graph
+def append_paged(
+    k_pages: AnyArray,
+    v_pages: AnyArray,
+    block_table: BlockTable,
+    k_lengths: Ints,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    new_lengths: Ints | None = None,
+    layout: Layout = "bhld",
+    engine: Engine | None = None,
+) -> Any:
+    """Puts new keys and values into pages of the caller's, behind those that sequences have there.
+
+    Args:
+        k_pages: (pages, page_size, kv_heads, head_dim), as attention_paged() takes it; written in place. A NumPy array
+            or a PyTorch tensor that can be written, of any strides.
+        v_pages: (pages, page_size, kv_heads, value_dim).
+        block_table: (batch, most) ints: which pages hold a sequence, in order. Those that new tokens go to must be
+            there already, and nobody else's.
+        k_lengths: keys of each sequence so far. On a GPU this, the block table and new_lengths may be int32 or int64
+            tensors of that GPU, which nobody waits for: a sequence that has no room, or a page that does not exist,
+            stays as it is, and synchronize() raises it.
+        k: (batch, kv_heads, n_new, head_dim), or as `layout` says; of the pages' dtype and kind, where they lie.
+        v: (batch, kv_heads, n_new, value_dim).
+        new_lengths: new tokens of each sequence, where some have fewer than n_new. For "lhd" they add up to all tokens;
+            default all to a single sequence, else one each.
+        layout: of k and v: "bhld", "blhd", or "lhd" for packed (total new, heads, dim).
+        engine: as for attention().
+
+    Returns:
+        The lengths now, of k_lengths' kind, for attention_paged() and the next call: only then they count. What is
+        written lies behind the old lengths, where nobody looks: a call that fails, or is interrupted, has appended
+        nothing.
+
+    Raises:
+        CacheFull: a row of block_table has too few pages; nothing has been written.
+        speedlight.Error: the argument, what was expected and what came; nothing has been written.
+
+    >>> import numpy as np, speedlight as sl
+    >>> k_pages, v_pages = np.zeros((2, 5, 4, 2, 8), np.float32)  # five pages of four tokens, two heads
+    >>> table, lengths, x = [[4, 0], [2, 1]], [3, 0], np.ones((2, 2, 3, 8), np.float32)
+    >>> lengths = sl.append_paged(k_pages, v_pages, table, lengths, x, x, new_lengths=[3, 2]); lengths
+    [6, 2]
+    >>> k_pages[[4, 0, 2], :, 0, 0].tolist()
+    [[0.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0]]
+    >>> sl.attention_paged(x, k_pages, v_pages, table, lengths, causal=True, q_lengths=[3, 2]).shape
+    (2, 2, 3, 8)
+    """
+    check_layout(ours := our_layout(layout))
+    if ours == "hld":
+        raise ArgumentError("layout: expected 'bhld', 'blhd' or 'lhd', which say whose tokens they are; got 'hld'.")
+    named = {"k_pages": k_pages, "v_pages": v_pages, "k": k, "v": v}
+    pages_k, pages_v, new_k, new_v = (describe(x, name, gpu=True) for name, x in named.items())
+    _check_target(pages_k, pages_v)
+    for x, target in ((new_k, pages_k), (new_v, pages_v)):
+        _check_like(x, target)
+    place = engines.chosen(engine, pages_k)
+    on_gpu = place != "cpu" or engine == "cuda"
+    if on_gpu and all([engines.gpu().is_resident(x, place) for x in (block_table, k_lengths)]):
+        table, lengths = engines.gpu().checked_tables(block_table, k_lengths)
+        _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
+        for x in (pages_k, pages_v):
+            tell_written(x)
+        return engines.gpu().append_paged((pages_k, pages_v), (new_k, new_v), ours, table, lengths, new_lengths)
+    table = block_table_of(block_table)
+    _check_tokens(new_k, new_v, pages_k, pages_v, ours, len(table))
+    counts = _counts(new_lengths, ours, len(table), new_k)
+    before, after = _lengths(k_lengths, counts, table.shape[1] * pages_k.shape[1], len(table))
+    _check_places(table, before, counts, pages_k)
+    now, pages, new = _as_given(k_lengths, after), (pages_k, pages_v), (new_k, new_v)
+    for x in pages:
+        tell_written(x)
+    if on_gpu:
+        engines.gpu().append_paged(pages, new, ours, table, np.array(before, np.int64), counts)
+    else:
+        engines.raw_pages().append_paged(pages, new, ours, table, list(before), counts)
+    return now
+
+
+# --- what is checked before anything is written
+
+
+def _check_target(k: Array, v: Array) -> None:
+    """Pages that can be written."""
+    check_pages(k, v)
+    _check_like(v, k)
+    for x in (k, v):
+        if not x.writeable:
+            raise ArgumentError(f"{x.name}: expected memory that can be written; got a read-only array. Use a copy.")
+        if any([n > 1 and not s for n, s in zip(x.shape, x.strides, strict=True)]):
+            raise ArgumentError(f"{x.name}: expected memory of its own for every token; got an expanded array.")
+        if overlaps_itself(x):
+            raise ArgumentError(f"{x.name}: expected memory of its own for every token; got pages that share some.")
+    if overlap(k, v):
+        raise ArgumentError("v_pages: expected memory of its own; got some of k_pages'.")
+
+
+def _check_like(x: Array, other: Array) -> None:
+    """Of another's dtype and kind, and where it lies."""
+    if x.dtype != other.dtype:
+        raise ArgumentTypeError(
+            f"{x.name}: expected dtype {other.dtype}, as {other.name} has; got {x.dtype}. Convert it first: "
+            f"{conversion(x.name, other.dtype)}."
+        )
+    if (x.kind == "torch") != (other.kind == "torch"):
+        raise ArgumentTypeError(
+            f"{x.name}: expected the same kind of array as {other.name}; got {x.kind} beside {other.kind}."
+        )
+    if x.device != other.device:
+        raise ArgumentError(f"{x.name}: expected an array on {other.device}, as {other.name}; got one on {x.device}.")
+
+
+def _check_tokens(k: Array, v: Array, k_pages: Array, v_pages: Array, layout: str, batch: int) -> None:
+    """Shapes of the new tokens."""
+    for x, pages in ((k, k_pages), (v, v_pages)):
+        heads, dim = pages.shape[2:]
+        new: Any = "n_new" if x is k or len(k.shape) != len(layout) else k.shape[LAYOUTS[layout][-2]]
+        expected = {"bhld": (batch, heads, new, dim), "blhd": (batch, new, heads, dim), "lhd": (new, heads, dim)}[
+            layout
+        ]
+        fits = [a in ("n_new", b) for a, b in zip(expected, x.shape, strict=False)]
+        if len(x.shape) != len(expected) or not all(fits):
+            raise ArgumentError(
+                f"{x.name}: expected shape ({', '.join(map(str, expected))}) for layout={layout!r}, by block_table and "
+                f"{pages.name}; got {x.shape}."
+            )
+
+
+def _counts(new_lengths: Any, layout: str, batch: int, k: Array) -> list[int]:
+    n_new = k.shape[LAYOUTS[layout][-2]]
+    if layout == "lhd":
+        return packed_counts("new_lengths", new_lengths, batch, n_new)
+    return new_counts(new_lengths, batch, n_new)
+
+
+def _lengths(k_lengths: Any, counts: list[int], capacity: int, batch: int) -> tuple[tuple[int, ...], list[int]]:
+    """Before and after."""
+    before = page_lengths(k_lengths, batch, capacity)
+    for item, (n, more) in enumerate(zip(before, counts, strict=True)):
+        if n + more > capacity:
+            raise CacheFull(
+                f"k_lengths: sequence {item} has {n} keys, {more} new ones need room, {capacity - n} of {capacity} are "
+                "free. Give block_table more pages.",
+                more,
+                capacity - n,
+            )
+    return before, [a + b for a, b in zip(before, counts, strict=True)]
+
+
+def _check_places(table: np.ndarray, before: tuple[int, ...], counts: list[int], pages: Array) -> None:
+    """That new tokens go to pages that exist, and each to a place of its own."""
+    count, page_size = pages.shape[:2]
+    start, each = np.array(before, np.int64), np.array(counts, np.int64)
+    first = start // page_size
+    item, at = _numbered(first, np.where(each > 0, -(-(start + each) // page_size) - first, 0))
+    page = table[item, at]
+    wrong = (page < 0) | (page >= count)
+    if wrong.any():
+        n = int(np.argmax(wrong))
+        raise ArgumentError(
+            f"block_table: expected {page_numbers(count)} where new tokens go; got {page[n]} at [{item[n]}, {at[n]}]."
+        )
+    if len(set(page.tolist())) == len(page):
+        return
+    item, at = _numbered(start, each)  # a page comes twice: whether any of its places does
+    page = table[item, at // page_size]
+    place = page.astype(np.int64) * page_size + at % page_size
+    order = np.argsort(place, kind="stable")
+    same = np.flatnonzero(np.diff(place[order]) == 0)
+    if len(same):
+        a, b = order[same[0]], order[same[0] + 1]
+        raise ArgumentError(
+            f"block_table: expected a page for one sequence alone where new tokens go; got page {page[a]} where "
+            f"sequences {item[a]} and {item[b]} grow. Copy a page that is shared before one of them writes to it."
+        )
+
+
+def _numbered(first: np.ndarray, each: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of so many things of every sequence, numbered from its first: whose each is, and its number."""
+    item = np.repeat(np.arange(len(each)), each)
+    return item, np.arange(len(item)) + np.repeat(first - (np.cumsum(each) - each), each)
+
+
+def _as_given(k_lengths: Any, after: list[int]) -> Any:
+    """Lengths as the caller has them."""
+    if is_tensor(k_lengths):
+        torch = sys.modules["torch"]
+        narrow = max(after, default=0) > torch.iinfo(k_lengths.dtype).max
+        return k_lengths.new_tensor(after, dtype=torch.int64 if narrow else k_lengths.dtype)
+    if isinstance(k_lengths, np.ndarray):
+        return np.array(after, np.int64 if max(after, default=0) > np.iinfo(k_lengths.dtype).max else k_lengths.dtype)
+    return after

@@ -1,0 +1,178 @@
+"""attention_backward(): the gradients of attention()."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from .. import engines
+from ..arrays import array as arrays
+from ..cpu.memory.operands import Operands
+from ..errors import UnsupportedError
+from ..host.graph_breaks import leaves_graph
+from ..host.machine import current_isa
+from ..host.memo import Memo
+from ..host.rounding import standard
+from ..problem.build import from_arrays
+from ..problem.gradients import Given, asked, resolved
+from ..problem.key import key_of
+from ..problem.options import (
+    AnyArray,
+    ArrayOf,
+    AttentionOptions,
+    Causal,
+    Grads,
+    Int,
+    Ints,
+    K,
+    Layout,
+    Mask,
+    Scores,
+    Sinks,
+    T,
+    V,
+    Window,
+)
+from ..problem.problem import Options, new_options, padded_alike
+from ..problem.results import empty_like, like_input
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+_prepared: Memo[Any] = Memo(128, 64 << 20)
+_NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
+
+
+@overload
+def attention_backward(
+    q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
+    d_lse: AnyArray | None = None, *, grads: tuple[()] = (), **options: Unpack[AttentionOptions],
+) -> tuple[T, K, V]: ...  # fmt: skip
+@overload
+def attention_backward(
+    q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
+    d_lse: AnyArray | None = None, *, grads: Grads, **options: Unpack[AttentionOptions],
+) -> tuple[T, K, V, tuple[T, ...]]: ...  # fmt: skip
+@leaves_graph
+def attention_backward(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    d_out: Any,
+    d_lse: Any = None,
+    *,
+    grads: Grads = (),
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    lengths: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
+    dropout: float = 0.0,
+    seed: Int | None = None,
+) -> Any:
+    """What flows back to q, k and v of attention(), in memory that does not grow with the square of the length.
+
+    The weights are computed again, as exp(score - lse) with the lse that is given: with the out and lse of a whole
+    sequence this works on a part of its keys, too, and the dq of all parts add up.
+
+    Args:
+        q, k, v: as attention() had them, on the CPU. To keys and values that items share flows the sum over the batch.
+        out: what attention() returned for them, shaped as q with value_dim last.
+        lse: its log-sum-exps (return_lse=True), (batch, q_heads, q_len) or packed (q_heads, total_length).
+        d_out: what flows into out: shaped as out, of its dtype.
+        d_lse: what flows into lse, if anything does: shaped as lse, of its dtype.
+        grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
+            them, too: sl.alibi(t)), and "sink_logits".
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
+        q_lengths, k_lengths, dropout, seed: as attention() had them.
+
+    Returns:
+        (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
+        the order of `grads`, of q's kind, each shaped as its table, or (q_heads,), in float32, or float64 beside a q of
+        float64.
+        Keys that no query sees, and queries that see nothing, get 0. The same bits for any number of threads.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came; for a score without a derivative, the operation
+        that has none.
+
+    Source: Dao et al., FlashAttention (2022), algorithm 4; the arithmetic is described in docs/numerics.md.
+
+    >>> import numpy as np, speedlight as sl
+    >>> q = k = v = np.ones((1, 2, 3, 4), dtype=np.float32)
+    >>> out, lse = sl.attention(q, k, v, return_lse=True)
+    >>> dq, dk, dv = sl.attention_backward(q, k, v, out, lse, np.ones_like(out))
+    >>> dv.shape, round(float(dv[0, 0, 0, 0]), 6)
+    ((1, 2, 3, 4), 1.0)
+    """
+    if lengths is not None:
+        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
+    options = new_options(Options, (
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+        q_lengths, k_lengths, "ieee", dropout, seed,
+    ))  # fmt: skip
+    d_out, d_lse = resolved(d_out), resolved(d_lse)
+    threads, isa = engines.threads_now(), current_isa()
+    tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
+    given = [arrays.describe(x, name, gpu=True) for x, name in zip(tensors, _NAMES, strict=False)]
+    if given[0].device != "cpu":
+        raise UnsupportedError(
+            f"q: expected an array on the CPU, where gradients are computed; got one on {given[0].device}. Use .cpu()."
+        )
+    key = key_of(tensors, options, (threads, isa.name)) if type(grads) is tuple and not grads else None
+    call = None if key is None else _prepared.get(key)
+    *six, seventh = given if d_lse is not None else (*given, None)
+    stated: Any = call
+    if call is None:
+        options = options.spelled()
+        stated = from_arrays(six[0], six[1], six[2], options)
+    shared = stated.problem.shared
+    (dq, a), (dk, b), (dv, c) = [_gradient_of(x, six[0] if shared else x) for x in six[:3]]
+    where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
+    if call is None:
+        request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), grads)
+        call = engines.gradients().prepare(request, options.layout, stated, where, threads, isa)
+        if key is not None:
+            _prepared.put(key, call, call.size)
+    more = call.run(where, None if key is None else options.seed_word())
+    if shared:
+        dk, dv = _summed(b), _summed(c)
+    results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
+    return (*results, tuple(_of_kind(given[0], y) for y in more)) if grads else results
+
+
+def _gradient_of(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:
+    """A new array for what flows to x, which lies as x does, of as many batch items as another array has."""
+    return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype, ordered=True)
+
+
+@standard
+def _summed(x: arrays.Array) -> Any:
+    """What flows to keys that all items share: of each item, rounded, added in float64, ascending; rounded once."""
+    each = x.numpy()
+    total = np.zeros((1, *each.shape[1:]))
+    with np.errstate(all="ignore"):
+        for item in each:
+            total += item
+        total = total if x.dtype == "float64" else total.astype(np.float32)
+        result, to = empty_like(x, total.shape, x.dtype, ordered=True)
+        to.numpy()[...] = total
+    return result
+
+
+def _of_kind(q: arrays.Array, x: np.ndarray) -> Any:
+    """A NumPy array as the library of q has arrays."""
+    return sys.modules["torch"].from_numpy(x) if q.kind == "torch" else like_input(q, x)

@@ -1,0 +1,82 @@
+"""attend(): dense attention of arrays that autograd does not follow, on the engine where they lie."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import engines
+from ..arrays import array as arrays
+from ..cpu.memory.operands import Dense, Rows
+from ..errors.advice import warn_if_swapped
+from ..host.machine import current_isa
+from ..host.memo import Memo
+from ..problem.build import from_arrays
+from ..problem.key import key_of
+from ..problem.problem import Options
+from ..problem.results import results_for
+from .prepared import Repeatable
+
+if TYPE_CHECKING:
+    pass
+
+_prepared: Memo[Repeatable] = Memo(512, 64 << 20)
+
+
+def runs_on_gpu(q: Any, engine: Any) -> bool:
+    """Returns whether a GPU's engine takes the call; raises for an `engine` that q cannot have."""
+    if engine is None and not arrays.on_gpu(q):
+        return False
+    at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)
+    return engines.chosen(engine, at) != "cpu" or engine == "cuda"
+
+
+def attend(q: Any, k: Any, v: Any, options: Options, return_lse: bool) -> Any:
+    """Attends on the CPU, with attention()'s options in one; out, or (out, lse)."""
+    key, results = repeat(q, k, v, options, return_lse, None)
+    return attend_anew(q, k, v, options.spelled(), return_lse, None, key) if results is None else results
+
+
+def repeat(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any) -> tuple[Any, Any]:
+    """Returns the key of the call, and its results where it was prepared before; each may be None."""
+    tensors = (q, k, v) if out is None else (q, k, v, out)
+    key = key_of(tensors, options, (engines.threads_now(), current_isa().name))
+    if key is None or type(return_lse) is not bool:
+        return key, None
+    known = _prepared.get(key)
+    return key, None if known is None else known.again(tensors, return_lse, options.seed_word())
+
+
+def attend_anew(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any, key: Any) -> Any:
+    """Prepares a call on the CPU, runs it, and keeps it under its key."""
+    a, b, c = describe(q, k, v)
+    problem, cu_q, cu_k = from_arrays(a, b, c, options)
+    warn_if_swapped(options.layout, a.shape, b.shape)
+    results = results_for(a, problem, options, return_lse, out, (a, b, c))
+    rows = Rows(options.layout, a, results.out.strides, cu_q and cu_q[:-1])
+    keys = Dense(options.layout, b, c, cu_k and cu_k[:-1])
+    threads, isa = engines.threads_now(), current_isa()
+    prepared = engines.of("cpu").prepare(problem, rows, keys, threads, isa)
+    prepared.run(a.address, b.address, c.address, results.out.address, results.lse_address)
+    if key is not None and key[1] == (threads, isa.name):  # as they were when the key was made
+        repeatable = Repeatable(prepared.run, options.layout, [a, b, c, results.out])
+        _prepared.put(key, repeatable, prepared.size)
+    return results.returned()
+
+
+def attend_on_gpu(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out: Any) -> Any:
+    """Enqueues a call on PyTorch's current stream, and does not wait for it."""
+    a, b, c = describe(q, k, v, gpu=True)
+    problem, cu_q, cu_k = from_arrays(a, b, c, options)
+    warn_if_swapped(options.layout, a.shape, b.shape)
+    engine = engines.gpu()
+    engine.check(problem, a.device, options.precision)
+    results = results_for(a, problem, options, return_lse, out, (a, b, c))
+    keys = engine.arrays_of(b.tensor, c.tensor, options.layout)
+    call = engine.prepare(problem, options.layout, a.device, keys, cu_q=cu_q, cu_k=cu_k, precision=options.precision)
+    call.run(a.tensor, keys, results.out.tensor, None if results.lse is None else results.lse.tensor)
+    return results.returned()
+
+
+def describe(q: Any, k: Any, v: Any, *, gpu: bool = False) -> list[arrays.Array]:
+    """Reads where q, k and v lie."""
+    return [arrays.describe(x, name, gpu=gpu) for x, name in ((q, "q"), (k, "k"), (v, "v"))]

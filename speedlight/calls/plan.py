@@ -1,0 +1,142 @@
+"""plan(): the figures of a call that is not made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .. import engines
+from ..arrays.array import DTYPES
+from ..cpu.memory.operands import Dense, Strides, stride_of
+from ..distributed.model import asked_ranks
+from ..errors import ArgumentError
+from ..host.graph_breaks import leaves_graph
+from ..problem.build import from_arrays, from_sizes
+from ..problem.checks import check_flag, check_planned, check_precision
+from ..problem.gradients import check_one_dtype
+from ..problem.options import (
+    Causal,
+    Int,
+    Ints,
+    Layout,
+    Mask,
+    Method,
+    Precision,
+    Scores,
+    Shard,
+    Sinks,
+    Window,
+)
+from ..problem.plan import Plan, over_ranks
+from ..problem.problem import Options, Sizes, padded_alike
+from .dense import describe
+
+if TYPE_CHECKING:
+    pass
+
+
+@leaves_graph
+def plan(
+    q: Any = None,
+    k: Any = None,
+    v: Any = None,
+    *,
+    batch: int | None = None,
+    q_heads: int | None = None,
+    kv_heads: int | None = None,
+    q_len: int | None = None,
+    k_len: int | None = None,
+    head_dim: int | None = None,
+    value_dim: int | None = None,
+    dtype: Any = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    lengths: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
+    exact: bool = False,
+    device: Any = None,
+    precision: Precision = "ieee",
+    dropout: float = 0.0,
+    seed: Int | None = None,
+    backward: bool = False,
+    ranks: int | None = None,
+    link_bandwidth: float | None = None,
+    latency: float | None = None,
+    shard: Shard = "auto",
+    method: Method = "auto",
+) -> Plan:
+    """What attention() with these arguments would do: FLOPs, bytes, workspace, tiles, and the least time.
+
+    Takes either arrays, as attention() does, or sizes alone: batch 1 and float32 unless said; kv_heads are q_heads,
+    k_len is q_len, and value_dim head_dim; sizes that are left out are the longest of lengths, q_lengths, k_lengths or
+    cu_seqlens.
+    Every option of attention() counts in both. Sizes are of arrays that lie without gaps in the layout. Computes
+    no attention. The least time is at the best peak and bandwidth that were measured on this machine: a run may beat
+    it if the machine was busy then (`speedlight info --measure` measures again). Of a mask, the tiles that are computed
+    are always known. What is visible in them is known where a mask is made of comparisons of i, j and i -
+    j; else `exact=True` counts it, key by key in the tiles that are mixed, and without it visible_pairs and flops are
+    None. Of arrays on a GPU, or with `device="cuda"`, the plan is that of the GPU's kernel, its peak that of a product
+    of matrices of the dtype there. With `backward=True` it is the plan of attention_backward(), on the CPU: what
+    flows to q, k and v; gradients of tables and sinks come on top.
+
+    `ranks`: also how long the call takes at least over so many processes, each on a machine like this one, what each of
+    them sends, and what it holds beyond its shards: `Plan.ranks`, of speedlight.distributed's ways to do it, or of one
+    `method` ("ring", "ulysses", "gather", "exact", "mesh") and one `shard` ("contiguous", "zigzag", "stripe").
+    A mesh's numbers of ranks, (ring, ulysses), are in `Plan.ranks.way.mesh`; every pair of them is looked at.
+    `link_bandwidth`, in bytes per second, and `latency`, in seconds, are of the link between a rank and the others:
+    12.5e9 and 1e-5, where nothing is said; no link is measured.
+
+    Returns:
+        A `Plan`: a frozen dataclass that prints as a table. FLOPs count visible work; a multiply-add is two.
+
+    Raises:
+        speedlight.Error: as attention() does.
+
+    >>> import speedlight as sl
+    >>> p = sl.plan(batch=1, q_heads=32, kv_heads=8, q_len=8192, k_len=8192, head_dim=128, dtype="bfloat16",
+    ...             causal=True)
+    >>> p.visible_pairs == 32 * 8192 * 8193 // 2
+    True
+    >>> spread = sl.plan(q_heads=8, q_len=65536, head_dim=128, causal=True, ranks=8).ranks
+    >>> {name: round(slowest, 2) for name, slowest in spread.balance.items()}  # over the mean
+    {'contiguous': 1.87, 'zigzag': 1.0, 'stripe': 1.0}
+    """
+    spreading = asked_ranks(ranks, link_bandwidth, latency, shard, method)
+    check_flag("exact", exact)
+    check_flag("backward", backward)
+    check_precision(precision)
+    if lengths is not None:
+        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
+    options = Options(
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+        q_lengths, k_lengths, precision, dropout, seed,
+    ).spelled()  # fmt: skip
+    layout = options.layout
+    sizes = Sizes(dtype, batch, q_heads, kv_heads, q_len, k_len, head_dim, value_dim)
+    if q is not None or k is not None or v is not None:
+        for name, x in zip(Sizes._fields, sizes, strict=True):
+            if x is not None:
+                raise ArgumentError(f"{name}: expected either arrays or sizes; got both. Leave the sizes out.")
+        check_planned({"q": q, "k": k, "v": v})
+        a, b, c = describe(q, k, v, gpu=True)
+        device = a.device if device is None and a.device != "cpu" else device
+        problem = from_arrays(a, b, c, options).problem
+        if backward:
+            check_one_dtype(problem.dtype, problem.key_dtype)
+        strides = Dense(layout, b, c).strides(problem.key_dtype)
+        strides = strides._replace(strided_queries=stride_of(a.strides, layout, -1) != DTYPES[problem.dtype][1])
+    else:
+        sizes = sizes._replace(batch=1 if batch is None else batch, dtype="float32" if dtype is None else dtype)
+        problem = from_sizes(sizes, options)
+        strides = Strides(heads_adjoin=layout in ("blhd", "lhd") and problem.kv_heads > 1)
+    found = engines.plan(problem, device, strides, precision, exact=exact, backward=backward)
+    return found if spreading is None else over_ranks(found, spreading, packed=layout == "lhd")

@@ -1,0 +1,144 @@
+"""rotary(): positions as rotations of queries and keys."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+
+from ..errors.advice import explained
+from ..host.rounding import standard
+from ..problem.options import AnyArray, ArrayOf, Int, Ints, Layout, T
+from ..problem.rotary_angles import Options, Rotation, check_out, computed_in, converted, is_plain, library, rotation_of
+
+_PIECE = 1 << 17  # numbers that are turned at a time
+_WHOLE = slice(None)
+
+
+@explained
+def rotary(
+    x: ArrayOf[T],
+    cos: AnyArray | None = None,
+    sin: AnyArray | None = None,
+    *,
+    positions: Int | Ints | None = None,
+    base: float | None = None,
+    interleaved: bool = False,
+    dims: int | None = None,
+    layout: Layout = "bhld",
+    out: AnyArray | None = None,
+) -> T:
+    """Rotary positions: pairs (a, b) of every row become (a·cos - b·sin, b·cos + a·sin), by an angle of their token.
+
+    Args:
+        x: queries or keys, (batch, heads, length, head_dim) or as `layout` says, of float32, float64, float16 or
+            bfloat16: a NumPy array or a PyTorch tensor of any device and strides.
+        cos, sin: tables with a row for each position, (positions, dims / 2), or (positions, dims), a column for each
+            element, as transformers makes them; or rows for each token, (batch or 1, length, dims / 2 or dims).
+            Default: those of positions and base.
+        positions: the first token's (the others follow), or each token's: (length,) or (batch, length). Default 0.
+        base: pair t of a token at p turns by p · base^(-2t / dims). Default 10,000.
+        interleaved: pairs are (0, 1), (2, 3), … as GPT-J, flash-attention and Meta's Llama have them. Default: (0,
+            dims / 2), (1, dims / 2 + 1), … as in transformers' Llama and GPT-NeoX.
+        dims: how many elements of a row turn, from the first on; the others stay. Default head_dim.
+        layout: "bhld", "blhd", "hld" or "lhd", as for attention(); in a packed one positions run through unless given.
+        out: where to write the result; may be x itself.
+
+    Returns:
+        The turned rows, of x's kind, shape and dtype. Computed in float32 (float64 in float64): each product and their
+        sum are rounded, then all once to 16 bits; angles in float64. Autograd follows, to cos and sin, too; by hand,
+        what flows back to x is rotary() with -sin, or with negative positions.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came.
+
+    Source: Su et al., RoFormer (2021).
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 3, 4), np.float32)
+    >>> sl.rotary(x, positions=1)[0, 0].round(3).tolist()[0]
+    [-0.3009999990463257, 0.9900000095367432, 1.3819999694824219, 1.0099999904632568]
+    >>> turned = sl.rotary(x, np.zeros((3, 2), np.float32), np.ones((3, 2), np.float32))
+    >>> turned[0, 0, 0].tolist()
+    [-1.0, -1.0, 1.0, 1.0]
+    """
+    rotation = rotation_of(x, Options(cos, sin, positions, base, interleaved, dims, layout))
+    if out is not None:
+        check_out(out, x)
+    return _rotated(x, rotation, out)
+
+
+def _rotated(x: Any, rotation: Rotation, out: Any) -> Any:
+    """In pieces where that may be; into `out`, if there is one."""
+    if math.prod(x.shape) > _PIECE and _may_be_cut(x, rotation, out):
+        out = library(x).empty_like(x) if out is None else out
+        _by_pieces(x, rotation, out)
+        return out
+    result = _by_numpy(x, rotation) if library(x) is np else turned(x, rotation)
+    if out is None:
+        return result
+    if library(out) is np:
+        np.copyto(out, result)
+    else:
+        out.copy_(result)
+    return out
+
+
+def turned(x: Any, rotation: Rotation) -> Any:
+    """By the operations of x's library, which autograd, transforms and compilers follow."""
+    lib, dims = library(x), rotation.dims
+    a, b = rotation.halves(converted(x[..., :dims], computed_in(x)))
+    (cos_a, cos_b), (sin_a, sin_b) = map(rotation.halves, (rotation.cos, rotation.sin))
+    result = rotation.joined(a * cos_a - b * sin_a, b * cos_b + a * sin_b)
+    result = result.astype(x.dtype, copy=False) if lib is np else result.to(x.dtype)
+    return result if dims == x.shape[-1] else lib.concatenate((result, x[..., dims:]), -1)
+
+
+@standard
+def _by_numpy(x: Any, rotation: Rotation) -> Any:
+    """Silently: a visible NaN or infinity comes out."""
+    with np.errstate(all="ignore"):
+        return turned(x, rotation)
+
+
+def _may_be_cut(x: Any, rotation: Rotation, out: Any) -> bool:
+    """Whether nobody follows the call, and a piece that is written is no part of another that is not yet read."""
+    read = [x, rotation.cos, rotation.sin]
+    if library(x) is not np:
+        known = read if out is None else [*read, out]
+        if any([y.device.type != "cpu" or not is_plain(y) for y in known]):
+            return False
+    return out is None or not any([y is not out and _may_meet(y, out) for y in read])
+
+
+def _may_meet(a: Any, b: Any) -> bool:
+    """Whether two arrays, or tensors on the CPU, lie in memory that overlaps."""
+    if library(a) is np:
+        return np.may_share_memory(a, b)
+    (a_low, a_high), (b_low, b_high) = _ends(a), _ends(b)
+    return a_low < b_high and b_low < a_high
+
+
+def _ends(x: Any) -> tuple[int, int]:
+    """First byte and one past the last."""
+    last = sum([(n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)])
+    return x.data_ptr(), x.data_ptr() + (last + 1) * x.element_size()
+
+
+def _by_pieces(x: Any, rotation: Rotation, out: Any) -> None:
+    """The same numbers, a piece after the other: what is between then stays in a core's cache."""
+    steps, left = [], max(_PIECE // x.shape[-1], 1)
+    for n in reversed(x.shape[:-1]):
+        steps.append(min(n, left))
+        left = max(left // steps[-1], 1)
+    ranges = [range(0, n, step) for n, step in zip(x.shape, reversed(steps), strict=False)]
+    for first in itertools.product(*ranges):
+        at = tuple(slice(a, a + r.step) for a, r in zip(first, ranges, strict=True))
+        cos, sin = (
+            t[tuple(_WHOLE if n == 1 else s for s, n in zip(at, t.shape, strict=False))]
+            for t in (rotation.cos, rotation.sin)
+        )
+        piece = rotation._replace(cos=cos, sin=sin)
+        out[at] = _by_numpy(x[at], piece) if library(x) is np else turned(x[at], piece)

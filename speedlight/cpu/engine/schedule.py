@@ -1,0 +1,240 @@
+"""How this machine runs a problem: which kernel, in what blocks, on how many threads, in how much scratch. Pure.
+
+The figures of CPUs are the tables of tunings.py; no bit of a result depends on them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ...host.machine import PRODUCTS, Isa, level2_bytes, number_bytes
+from ...host.tunings import Decoding, Tuning
+from ...problem.problem import SPAN, TILE, Problem
+from ..memory.operands import Strides
+from ..memory.records import DECODE_SCRATCH, FORWARD_SCRATCH, PANEL, DecodeSizes, ForwardSizes, placed
+
+DECODE_ROWS = 16  # query rows of a kv head for which reading keys takes longer than computing
+_PARTIALS = 64 << 20  # bytes of what parts of heads leave for the last of them, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the CPU engine runs a problem."""
+
+    kind: Literal["forward", "decode"]
+    isa: Isa
+    tuning: Tuning
+    storage: str
+    panel: int  # query rows that go through a tile together
+    panels: int  # of one task
+    threads: int
+    tickets: int
+    words: tuple[tuple[str, int], ...]  # what the kernel's arguments say of it
+    scratch_bytes: int  # of one worker
+    vectors: int = 0  # of a panel, in the forward kernel
+    parts: int = 1  # of the spans of one task's kv heads, in the decode kernel
+    partial_bytes: int = 0  # what those leave for the last of them
+    heads: int = 1  # kv heads of one task
+
+    @property
+    def block_rows(self) -> int:
+        """Query rows of one task, of one kv head."""
+        return self.panel * self.panels
+
+    @property
+    def scratch_stride(self) -> int:
+        """From one worker's scratch to the next; the gap is never touched, so it costs addresses, not memory."""
+        return self.scratch_bytes + self.tuning.threading.apart
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Of all workers, and of what parts leave for each other."""
+        return self.scratch_bytes * self.threads + self.partial_bytes * (self.tickets // self.parts)
+
+
+def product_of(problem: Problem, isa: Isa) -> str:
+    """What multiplies: a name in machine.PRODUCTS. Codes are widened first, and keys of another dtype than q's."""
+    return "fma" if problem.quantised or problem.widened else isa.product(problem.storage)
+
+
+def schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning) -> Schedule:
+    """The decode kernel for few rows, the forward kernel for all else."""
+    if _decodes(problem, isa, strides):
+        return _decode_schedule(problem, isa, threads, strides.heads_adjoin, tuning)
+    return _forward_schedule(problem, isa, threads, strides, tuning)
+
+
+def _decodes(problem: Problem, isa: Isa, strides: Strides) -> bool:
+    """Whether the decode kernel runs a problem: few rows, values of at least a vector, side by side."""
+    if strides.strided_keys or strides.strided_values or problem.rows is not None or problem.partial:
+        return False
+    most = max(problem.q_lengths, default=0) * problem.group
+    return 0 < most <= DECODE_ROWS and problem.value_dim >= isa.lanes(problem.storage)
+
+
+# --- many rows
+
+
+def _forward_schedule(problem: Problem, isa: Isa, threads: int, strides: Strides, tuning: Tuning) -> Schedule:
+    """Chooses the panel that wastes least, then as many panels per block as the second-level cache and the threads
+    allow.
+    """
+    lanes, product = isa.lanes(problem.storage), product_of(problem, isa)
+    rows = [n * problem.group for n in problem.q_lengths]
+    wants, tiles = tuning.blocking(product), tuning.register_tiles(isa)
+    vectors = min((3, 2, 1), key=lambda n: _blocks(rows, lanes * n) * n / wants.worth[n - 1])
+    panel = lanes * vectors
+    stage_keys, stage_values = _staged(problem, product, strides)
+    cached = strides.pages is not None and strides.pages.lanes
+    # a cache's values are staged where pages part a tile
+    sizes = _sizes(problem, isa, vectors, tiles.keys[vectors - 1], (stage_keys, stage_values or cached))
+    scratch, fixed = placed(FORWARD_SCRATCH, sizes)
+    offsets, panel_bytes = placed(PANEL, sizes)
+    fits = (level2_bytes() * 5 // 8 - fixed) // panel_bytes
+    # a task of a few milliseconds: threads wait for each other at the end of a region; a staged tile wants more users
+    keys = max(problem.k_lengths, default=0)
+    work = panel * max(keys, 1) * (problem.head_dim + problem.value_dim) * 2
+    wanted = max(4 if stage_keys or stage_values else 2, wants.task_flops // work)
+    most, even = max(1, min(wants.panels, fits, wanted)), wants.even if stage_keys or stage_values else wants.tasks
+    panels = _shared_out(rows, panel, problem.kv_heads, most, threads, (wants.tasks, even))
+    blocks = _blocks(rows, panel * panels) * problem.kv_heads
+    words = {
+        "panels": panels, "width": sizes.width, "stage_k": int(stage_keys), "stage_v": int(stage_values),
+        "panel_bytes": panel_bytes,
+    }  # fmt: skip
+    return Schedule(
+        "forward",
+        isa,
+        tuning,
+        problem.storage,
+        panel,
+        panels,
+        threads=max(1, min(threads, blocks)),
+        tickets=blocks + _blocks(_unused(problem), panel * panels) * problem.kv_heads,
+        words=_words(words, scratch | offsets),
+        scratch_bytes=up(fixed + panels * panel_bytes, 4096),
+        vectors=vectors,
+    )
+
+
+def _shared_out(rows: list[int], panel: int, kv_heads: int, most: int, threads: int, tasks: tuple[int, int]) -> int:
+    """Panels of a task that leave so many tasks for each thread; or, where they are alike and every thread has as many,
+    the second number of them.
+    """
+    blocks = _blocks(rows, panel)
+    least, more = (max(1, min(most, blocks * kv_heads // (x * threads))) for x in tasks)
+    for panels in range(more, least, -1):
+        found = _blocks(rows, panel * panels)
+        if found * panels == blocks and found * kv_heads % threads == 0:
+            return panels
+    return least
+
+
+def _staged(problem: Problem, product: str, strides: Strides) -> tuple[bool, bool]:
+    """Whether tiles of keys, and of values, are copied: to be widened, made units, or brought together."""
+    paired = PRODUCTS[product] > 1
+    direct = (paired or problem.key_storage in ("f32", "f64")) and not problem.quantised
+    paged = strides.pages is not None
+    cached = strides.pages is not None and strides.pages.lanes
+    keys = paged or not direct or strides.strided_keys or problem.head_dim % PRODUCTS[product] != 0
+    values = not direct or strides.strided_values or (not cached and (paired or paged))
+    return keys, values
+
+
+def _sizes(problem: Problem, isa: Isa, vectors: int, rows: int, staged: tuple[bool, bool]) -> ForwardSizes:
+    """`rows`: keys of a register tile; `staged`: whether keys are, and values."""
+    number, elements = number_bytes(problem.storage), PRODUCTS[product_of(problem, isa)]
+    units = -(-problem.head_dim // elements)
+    return ForwardSizes(
+        number=number,
+        panel=vectors * isa.lanes(problem.storage),
+        tile_rows=up(TILE, rows),
+        units=units,
+        width=up(problem.value_dim, rows),
+        staged_keys=staged[0] * TILE * units * number,
+        staged_values=staged[1] * (TILE // elements) * problem.value_dim * number,
+        quantised=problem.quantised is not None,
+    )
+
+
+def _unused(problem: Problem) -> list[int]:
+    """Rows of out, in each item's group of heads, that have no query: they become 0."""
+    return (
+        []
+        if problem.rows is None or problem.partial
+        else [(problem.rows - n) * problem.group for n in problem.q_lengths]
+    )
+
+
+# --- few rows
+
+
+def _decode_schedule(problem: Problem, isa: Isa, threads: int, heads_adjoin: bool, tuning: Tuning) -> Schedule:
+    """One task for each kv head, or several that share its spans where heads are few.
+
+    Where heads adjoin, a task takes several of them through each tile: memory is then read in longer pieces (a page of
+    virtual memory holds all heads of a token, so that one head alone would need as many of them as there are tokens).
+    Where keys are few, it takes several as well: threads that draw tickets faster than that wait for each other.
+    """
+    rows = max(problem.q_lengths) * problem.group
+    heads = sum(1 for n in problem.q_lengths if n) * problem.kv_heads
+    spans = -(-max(problem.k_lengths, default=0) // SPAN)
+    wants = tuning.decoding
+    together = _heads_together(problem, threads, rows, spans, wants, heads_adjoin)
+    tasks, enough = heads // together, wants.tasks * threads
+    most = -(-spans // wants.spans)
+    parts = max(1, min(most, -(-enough // max(1, tasks)))) if tasks < enough and threads > 1 else 1
+    elements = PRODUCTS[product_of(problem, isa)]
+    sizes = DecodeSizes(
+        number=number_bytes(problem.storage),
+        rows=rows,
+        heads=together,
+        units=-(-problem.head_dim // elements),
+        slots=-(-problem.value_dim // isa.lanes(problem.storage)),
+        vector=isa.vector_bytes,
+    )
+    if tasks * spans * sizes.states > _PARTIALS:
+        parts = 1  # a window over a sequence without end: what its spans leave must not grow with it
+    scratch, used = placed(DECODE_SCRATCH, sizes)
+    partial = spans * sizes.states if parts > 1 else 0
+    words = {"rows": rows, "heads": together, "slots": sizes.slots, "partial_bytes": partial}
+    return Schedule(
+        "decode",
+        isa,
+        tuning,
+        problem.storage,
+        rows,
+        1,
+        threads=max(1, min(threads, tasks * parts)),
+        tickets=tasks * parts,
+        words=_words(words, scratch),
+        scratch_bytes=up(used, 4096),
+        parts=parts,
+        partial_bytes=partial,
+        heads=together,
+    )
+
+
+def _heads_together(problem: Problem, threads: int, rows: int, spans: int, wants: Decoding, heads_adjoin: bool) -> int:
+    """kv heads of one task: the most whose states stay in the cache, and which leave enough tasks.
+
+    Where heads don't adjoin: of a single span, and so that one sequence alone, the longest maybe, has all threads.
+    """
+    items = max(1, sum(1 for n in problem.q_lengths if n))
+    enough = wants.tasks * threads if threads > 1 else 1
+    most = problem.kv_heads if heads_adjoin else problem.kv_heads // threads if spans <= 1 else 1
+    fits = [n for n in range(1, most + 1) if problem.kv_heads % n == 0 and n * rows <= wants.rows]
+    return max((n for n in fits if items * (problem.kv_heads // n) * max(1, spans) >= enough), default=1)
+
+
+def _words(words: dict[str, int], places: dict[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple((words | {f"at_{name}": at for name, at in places.items()}).items())
+
+
+def _blocks(rows: list[int], size: int) -> int:
+    return sum(-(-r // size) for r in rows)
+
+
+def up(n: int, step: int) -> int:
+    return -(-n // step) * step

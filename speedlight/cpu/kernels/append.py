@@ -1,0 +1,438 @@
+"""The kernel that stores new tokens in a cache's or a pool's blocks: moved as they are, or as codes with scales; or in
+the rows of somebody else's pages.
+
+A ticket is some heads of some blocks of a run of tokens. A whole block is written in vectors, of keys transposed in
+registers; where only some of its tokens are new, token by token.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from llvmlite import ir
+
+from ...arrays.array import CODES, STORAGE_BYTES
+from ..language.conversions import load, to_float8, widened
+from ..language.functions import like, quotient
+from ..language.vector import F32, I8, I16, I32, I64, PTR, Function, Module, Value, Variable, vec
+from ..memory.records import APPEND, BLOCK, RUN
+from ..memory.shape import AppendShape
+from .task import Words, entry, region
+
+_RAW = {1: I8, 2: I16, 4: I32, 8: I64}  # by bytes
+_MOST_CODE = float(CODES["int8"])
+_WHOLE = 1.5 * 2.0**23  # a float32 so large has no fraction
+_LEAST_SCALE = 2.0**-80  # from here on every step of a quotient that is not coded as 0 is a normal number
+_INFINITE = 0x7F800000  # as bits of a float32
+
+
+def append_module(s: AppendShape, symbol: str) -> Module:
+    module = Module(symbol)
+    keys, values = (_block(module, s, name) for name in ("keys", "values"))
+    task = _task(module, s, keys, values)
+    entry(module, s.isa, region(module, task), symbol)
+    k = module.function(f"{symbol}_ticket", {"a": PTR, "number": I64}, public=True)  # for tasks of other kernels
+    k.call(task, k.p["a"], k.p["a"], k.p["number"])
+    k.finish()
+    return module
+
+
+def _task(module: Module, s: AppendShape, keys: Any, values: Any) -> Any:
+    """One ticket."""
+    k = module.function("task", {"a": PTR, "scratch": PTR, "number": I64})
+    a = Words(k, APPEND, k.p["a"])
+    each, which = a.run_tickets, k.p["number"]
+    run = Words(k, RUN, k.at(k.p["a"], which // each * RUN.bytes + APPEND.bytes))  # runs follow the arguments
+    groups, slot, end, numbers = a.head_groups, run.slot, run.slot + run.count, run.list
+    first_head = which % each % groups * a.heads
+    size = a.size if s.raw else k.i64(BLOCK)
+    first = slot // size + which % each // groups * a.blocks
+    last = k.min(first + a.blocks, (end + (size - 1)) // size)
+    parts = [
+        (f, dim, *(getattr(a, f"{name}_{x}") for x in ("row", "column", "head")), getattr(a, f"to_{name}_head"),
+         getattr(a, f"to_{name}_block"), getattr(a, name) + getattr(run, f"{name}_at"),
+         getattr(a, f"to_{name}") + getattr(run, f"to_{name}_at"),
+         [getattr(a, f"to_{name}_{x}") for x in ("row", "column")] if s.raw else [])
+        for f, dim, name in ((keys, a.head_dim, "k"), (values, a.value_dim, "v"))
+    ]  # fmt: skip
+    fixed, ring, of_page = a.fixed, a.ring, a.page_blocks
+    with k.range(first, last) as block:
+        low, high = k.max(slot - block * size, k.i64(0)), k.min(end - block * size, size)
+        token, place = block * size + low - slot, k.variable(block)
+        if s.raw:
+            place.set(k.load(I64, k.pointer(numbers), block // of_page * 8))
+        else:
+            with k.when(block >= fixed):
+                place.set(fixed + (block - fixed) % ring)
+            with k.when(numbers.differs(0)):
+                place.set(k.load(I64, k.pointer(numbers), block << 3))
+        number, inside = place.get(), block % of_page * size if s.raw else k.i64(0)
+        with k.range(first_head, k.min(first_head + a.heads, a.kv_heads)) as head:
+            for f, dim, row, column, from_head, to_head, to_block, source, target, steps in parts:
+                at = source + head * from_head + token * row
+                to = target + head * to_head + number * to_block
+                if s.raw:
+                    to = to + inside * steps[0]
+                ahead = k.select(a.heads > 1, from_head, row * BLOCK)  # to what is next
+                k.call(f, k.pointer(at), k.pointer(to), low, high, row, column, dim, ahead, *steps)
+    return k.finish()
+
+
+def _block(module: Module, s: AppendShape, name: str) -> Any:
+    """New tokens become those from `low` to `high` of a block."""
+    params = {"source": PTR, "block": PTR} | dict.fromkeys(("low", "high", "row", "column", "dim", "ahead"), I64)
+    k = module.function(name, params | (dict.fromkeys(("to_row", "to_column"), I64) if s.raw else {}))
+    match s.stored, name:
+        case _ if s.raw:
+            return _InPages(k, s, name).tokens()
+        case "int8", _:
+            block: Any = _Codes(k, s, name)
+        case "float8_e4m3fn", _:
+            block = _Float8(k, s, name)
+        case _, "keys":
+            block = _Keys(k, s, name)
+        case _ if s.pairs:
+            block = _Pairs(k, s, name)
+        case _:
+            block = _Rows(k, s, name)
+    low, high, row = k.p["low"], k.p["high"], k.p["row"]
+    with k.either((high - low).equals(BLOCK)) as (all_new, some_new):
+        with all_new:
+            block.streams = block.in_lines
+            block.whole()
+            block.streams = False
+        with some_new, k.range(low, high) as lane:
+            block.token(k.at(k.p["source"], (lane - low) * row), lane)
+    return k.finish()
+
+
+class _Elements:
+    """Elements of rows as they lie: `lanes` side by side, or one; in units of `unit` bytes."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        self.k, self.source = k, s.keys if name == "keys" else s.values
+        self.size = STORAGE_BYTES[self.source.storage]
+        self.dim, self.block, self.vector_bytes = k.p["dim"], k.p["block"], s.isa.vector_bytes
+        # half a line of pairs at a time takes longer past the caches than through them
+        self.streams, self.in_lines = False, s.streams and (self.vector_bytes == 64 or not s.pairs)
+
+    def at(self, row: Value, index: Value | int) -> Value:
+        """The address of an element."""
+        step = self.k.p["column"] if self.source.strided else self.k.i64(self.size)
+        return self.k.at(row, step * index)
+
+    def row(self, token: int) -> Value:
+        """The address of a new token, of whole blocks."""
+        return self.k.at(self.k.p["source"], self.k.p["row"] * token)
+
+    def gathered(self, t: ir.Type, read: Any, count: int) -> Value:
+        """What read(index) gives, in lanes."""
+        x: Any = ir.Constant(vec(t, count), ir.Undefined)
+        for lane in range(count):
+            x = self.k.b.insert_element(x, read(lane).x, I32(lane))
+        return Value(self.k, x)
+
+    def elements(self, row: Value, index: Value, count: int) -> Value:
+        """So many elements, as integers."""
+        k, t = self.k, _RAW[self.size]
+        if not self.source.strided:
+            return k.load(vec(t, count), self.at(row, index))
+        return self.gathered(t, lambda lane: k.load(t, self.at(row, index + lane)), count)
+
+    def store(self, x: Value, offset: Value | int) -> None:
+        """A vector into the block; of whole blocks past the caches, where the shape says so."""
+        if self.streams:
+            self.k.stream(x, self.block, offset)
+        else:
+            self.k.store(x, self.block, offset)
+
+    def stretches(self, count: Value, lanes: int, several: Any, one: Any) -> None:
+        """several(index) for `lanes` at a time, of which the last end where the row ends; one(index) where it is
+        shorter than that.
+        """
+        k = self.k
+        wide = k.select(count >= lanes, count, k.i64(0))
+        with k.range(0, wide, lanes) as index:
+            several(k.min(index, count - lanes))
+        with k.range(wide, count) as index:
+            one(index)
+
+
+class _Rows(_Elements):
+    """Rows of elements side by side."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        self.lanes = self.vector_bytes // self.size
+
+    def whole(self) -> None:
+        with self.k.range(0, BLOCK) as lane:
+            self.token(self.k.at(self.k.p["source"], lane * self.k.p["row"]), lane)
+
+    def token(self, row: Value, lane: Value) -> None:
+        k, to = self.k, lane * self.dim * self.size
+        self.stretches(
+            self.dim,
+            self.lanes,
+            lambda index: self.store(self.elements(row, index, self.lanes), to + index * self.size),
+            lambda index: k.store(k.load(_RAW[self.size], self.at(row, index)), self.block, to + index * self.size),
+        )
+
+
+class _InPages(_Elements):
+    """Rows of elements in somebody's page: `to_row` bytes apart, of elements `to_column` bytes apart."""
+
+    def tokens(self) -> Any:
+        """All new ones, one after another."""
+        k, p, lanes, self.streams = self.k, self.k.p, self.vector_bytes // self.size, self.in_lines
+        with k.range(p["low"], p["high"]) as lane:
+            row, to = k.at(p["source"], (lane - p["low"]) * p["row"]), lane * p["to_row"]
+
+            def one(index: Value, row: Value = row, to: Value = to) -> None:
+                k.store(k.load(_RAW[self.size], self.at(row, index)), self.block, to + index * p["to_column"])
+
+            with k.either(p["to_column"].equals(self.size)) as (side_by_side, apart):
+                with side_by_side:
+                    self.stretches(
+                        self.dim,
+                        lanes,
+                        lambda i, row=row, to=to: self.store(self.elements(row, i, lanes), to + i * self.size),
+                        one,
+                    )
+                with apart, k.range(0, self.dim) as index:
+                    one(index)
+        return k.finish()
+
+
+class _Pairs(_Elements):
+    """Rows of values two by two: [8 pairs of tokens][element][2]."""
+
+    def whole(self) -> None:
+        for pair in range(BLOCK // 2):
+            rows, to = (self.row(2 * pair), self.row(2 * pair + 1)), self.dim * (4 * pair)
+            self.stretches(
+                self.dim,
+                16,
+                lambda i, r=rows, to=to: self._both(r, to, i),
+                lambda i, r=rows, to=to: self._each(r, to, i),
+            )
+
+    def _both(self, rows: tuple[Value, Value], to: Value, index: Value) -> None:
+        a, b = (self.elements(row, index, 16) for row in rows)
+        self.store(self.k.shuffle(a, b, [lane // 2 + lane % 2 * 16 for lane in range(32)]), to + index * 4)
+
+    def _each(self, rows: tuple[Value, ...], to: Value, index: Value) -> None:
+        for n, row in enumerate(rows):
+            self.k.store(self.k.load(I16, self.at(row, index)), self.block, to + index * 4 + 2 * n)
+
+    def token(self, row: Value, lane: Value) -> None:
+        k, n, pair, half = self.k, self.vector_bytes // 4, (lane >> 1) * self.dim * 4, lane & 1
+        shift = k.splat(k.trunc(half << 4, I32), n)
+        other = k.splat(k.select(half.equals(0), k.const(-65536, I32), k.const(65535, I32)), n)
+
+        def several(index: Value) -> None:
+            new = k.zext(self.elements(row, index, n), vec(I32, n)) << shift
+            k.store((k.load(vec(I32, n), self.block, pair + index * 4) & other) | new, self.block, pair + index * 4)
+
+        self.stretches(self.dim, n, several, lambda index: self._each((row,), pair + half * 2, index))
+
+
+class _Keys(_Elements):
+    """Keys unit by unit: [unit][16 tokens]. A unit is an element, or a pair of them; an odd last one has a zero."""
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        self.each = 2 if s.pairs else 1  # elements of a unit
+        self.unit = self.size * self.each
+        self.lanes = min(BLOCK, s.isa.vector_bytes // self.unit)
+        self.units = self.dim // self.each
+
+    def whole(self) -> None:
+        rows = [self.row(token) for token in range(BLOCK)]
+        self.stretches(self.units, self.lanes, lambda u: self._transposed(rows, u), lambda u: self._one(rows, u))
+        self._odd(rows, self.k.i64(0))
+
+    def _transposed(self, rows: list[Value], unit: Value) -> None:
+        k, n = self.k, self.lanes
+        for first in range(0, BLOCK, n):
+            several = [self.elements(row, unit * self.each, n * self.each) for row in rows[first : first + n]]
+            for i, x in enumerate(k.transpose([x.bits(vec(_RAW[self.unit], n)) for x in several])):
+                self.store(x, (unit + i) * (BLOCK * self.unit) + first * self.unit)
+
+    def _one(self, rows: list[Value], unit: Value, lane: Value | int = 0) -> None:
+        k = self.k
+        for n, row in enumerate(rows):
+            to = k.at(self.block, unit * (BLOCK * self.unit) + (k.i64(n) + lane) * self.unit)
+            for i in range(self.each):
+                k.store(k.load(_RAW[self.size], self.at(row, unit * self.each + i)), to, i * self.size)
+
+    def _odd(self, rows: list[Value], lane: Value) -> None:
+        k = self.k
+        if self.each == 1:
+            return
+        with k.when((self.dim % 2).equals(1)):
+            for n, row in enumerate(rows):
+                last = k.zext(k.load(I16, self.at(row, self.dim - 1)), I32)
+                k.store(last, self.block, self.units * (BLOCK * self.unit) + (lane + n) * self.unit)
+
+    def token(self, row: Value, lane: Value) -> None:
+        with self.k.range(0, self.units) as unit:
+            self._one([row], unit, lane)
+        self._odd([row], lane)
+
+
+class _Codes(_Elements):
+    """int8: 16 scales, then keys element by element, [element][16 tokens], or rows of values."""
+
+    last = _MOST_CODE
+
+    def __init__(self, k: Function, s: AppendShape, name: str) -> None:
+        super().__init__(k, s, name)
+        self.is_keys, self.usual = name == "keys", False
+        self.magnitudes, self.reciprocals = k.buffer(I32, BLOCK), k.buffer(F32, BLOCK)  # of tokens; of usual scales
+
+    def numbers(self, row: Value, index: Value, count: int = 0) -> Value:
+        """In float32: so many side by side, or one."""
+        k, storage = self.k, self.source.storage
+        if self.usual and count and not self.source.strided:  # memory is read while numbers are coded: the next block
+            k.prefetch(k.at(self.at(row, index), k.p["ahead"]), 2)
+        if count and self.source.strided:
+            return self.gathered(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
+        return load(k, storage, self.at(row, index), 0, count)
+
+    def largest(self, row: Value) -> Value:
+        """A token's largest magnitude in float32, by its bits: NaNs are above infinity then."""
+        k, size, t = self.k, self.size, _RAW[self.size]
+        bits, lanes = 8 * size, BLOCK * 4 // size  # compared as they lie
+
+        def larger(total: Variable, x: Value) -> None:
+            total.set(k.max(x & ((1 << (bits - 1)) - 1), total.get()))
+
+        many, most = k.variable(k.const(0, vec(t, lanes))), k.variable(k.const(0, t))
+        self.stretches(
+            self.dim,
+            lanes,
+            lambda index: larger(many, self.elements(row, index, lanes)),
+            lambda index: larger(most, k.load(t, self.at(row, index))),
+        )
+        found = k.max(k.intrinsic(f"llvm.vector.reduce.smax.v{lanes}i{bits}", t, many.get()), most.get())
+        return found if size == 4 else widened(k, self.source.storage, found).bits(I32)
+
+    def scale_of(self, largest: Value) -> Value:
+        """A token's scale, or several in lanes: the largest magnitude over the last code; NaN where it is none."""
+        k, kind = self.k, like(largest, F32)
+        return k.select(largest < _INFINITE, largest.bits(kind) / k.const(self.last, kind), k.const(math.nan, kind))
+
+    def scaled(self, row: Value, lane: Value) -> None:
+        """Stores a token's scale."""
+        self.k.store(self.scale_of(self.largest(row)), self.block, lane * 4)
+
+    def of_token(self, numbers: Value, lane: Value | int, x: Value) -> Value:
+        """A token's of 16 numbers, as often as x has lanes."""
+        found = self.k.load(F32, numbers, (self.k.i64(0) + lane) * 4)
+        return self.k.splat(found, x.type.count) if isinstance(x.type, ir.VectorType) else found
+
+    def ratio(self, x: Value, scale: Value, lane: Value | int) -> Value:
+        """x over a usual scale, rounded to nearest where it is not coded as 0."""
+        return quotient(self.k, x, scale, self.of_token(self.reciprocals, lane, x))
+
+    def codes(self, x: Value, lane: Value | int) -> Value:
+        """Of a token's numbers, by its scale; 0 where that is 0 or NaN."""
+        k, scale = self.k, self.of_token(self.block, lane, x)
+        if self.usual:  # within 127 and a half: the last bits of a sum that has no others are the code
+            return k.trunc((self.ratio(x, scale, lane) + _WHOLE).bits(like(x, I32)), like(x, I8))
+        live = scale > 0.0
+        whole = k.unary("rint", x / k.select(live, scale, k.const(1.0, x.type)))
+        whole = k.min(k.max(whole, k.const(-_MOST_CODE, x.type)), k.const(_MOST_CODE, x.type))
+        number = Value(k, k.b.fptosi(whole.x, like(x, I32)))
+        return k.trunc(k.select(live, number, k.const(0, number.type)), like(x, I8))
+
+    def whole(self) -> None:
+        k, p = self.k, self.k.p
+        with k.range(0, BLOCK) as lane:
+            k.store(self.largest(k.at(p["source"], lane * p["row"])), self.magnitudes, lane * 4)
+        scales = self.scale_of(k.load(vec(I32, BLOCK), self.magnitudes))
+        k.store(scales, self.block)
+        with k.either(k.all(scales >= _LEAST_SCALE)) as (usual, others):
+            with usual:
+                k.store(k.const(1.0, scales.type) / scales, self.reciprocals)
+                self.usual = True
+                self._whole()
+                self.usual = False
+            with others, k.range(0, BLOCK) as lane:
+                self._coded(k.at(p["source"], lane * p["row"]), lane)
+
+    def _whole(self) -> None:
+        k, p = self.k, self.k.p
+        if not self.is_keys:
+            with k.range(0, BLOCK) as lane:
+                self._values(k.at(p["source"], lane * p["row"]), lane)
+            return
+        rows = [self.row(token) for token in range(BLOCK)]
+        self.stretches(
+            self.dim, BLOCK, lambda index: self._transposed(rows, index), lambda index: self._one(rows, index)
+        )
+
+    def _transposed(self, rows: list[Value], index: Value) -> None:
+        """16 elements of 16 tokens: bytes of four tokens become words, whose vectors are then interleaved, which is
+        fewer steps than to transpose bytes.
+        """
+        k, wide = self.k, vec(I32, BLOCK)
+        codes = [k.zext(self.codes(self.numbers(row, index, BLOCK), n), wide) for n, row in enumerate(rows)]
+        words = [a | b << 8 | c << 16 | d << 24 for a, b, c, d in (codes[n : n + 4] for n in range(0, BLOCK, 4))]
+        every = range(BLOCK * 2)
+        pairs = [k.shuffle(a, b, [x // 2 + x % 2 * BLOCK for x in every]) for a, b in (words[:2], words[2:])]
+        first, second = (x.bits(vec(I64, BLOCK)) for x in pairs)
+        for part in range(4):
+            quarter = [part * 4 + x // 2 + x % 2 * BLOCK for x in range(8)]
+            self.store(k.shuffle(first, second, quarter), index * BLOCK + (part + 1) * 64)
+
+    def _one(self, rows: list[Value], index: Value, lane: Value | int = 0) -> None:
+        k = self.k
+        for n, row in enumerate(rows):
+            at = k.i64(n) + lane
+            k.store(self.codes(self.numbers(row, index), at), self.block, index * BLOCK + at + 4 * BLOCK)
+
+    def _values(self, row: Value, lane: Value) -> None:
+        k, to = self.k, lane * self.dim + 4 * BLOCK
+        self.stretches(
+            self.dim,
+            BLOCK,
+            lambda index: self.store(self.codes(self.numbers(row, index, BLOCK), lane), to + index),
+            lambda index: k.store(self.codes(self.numbers(row, index), lane), self.block, to + index),
+        )
+
+    def token(self, row: Value, lane: Value) -> None:
+        self.scaled(row, lane)
+        self._coded(row, lane)
+
+    def _coded(self, row: Value, lane: Value) -> None:
+        """By the scale that is there."""
+        if not self.is_keys:
+            self._values(row, lane)
+            return
+        k = self.k
+
+        def several(index: Value) -> None:
+            x = self.codes(self.numbers(row, index, BLOCK), lane)
+            for i in range(BLOCK):
+                one = Value(k, k.b.extract_element(x.x, I32(i)))
+                k.store(one, self.block, (index + i) * BLOCK + lane + 4 * BLOCK)
+
+        self.stretches(self.dim, BLOCK, several, lambda index: self._one([row], index, lane))
+
+
+class _Float8(_Codes):
+    """The same of float8_e4m3fn."""
+
+    last = float(CODES["float8_e4m3fn"])
+
+    def codes(self, x: Value, lane: Value | int) -> Value:
+        k, scale = self.k, self.of_token(self.block, lane, x)
+        if self.usual:  # within half a unit of the last code; −0 keeps its sign
+            return to_float8(k, self.ratio(k.abs(x), scale, lane), x)
+        live = scale > 0.0
+        ratio = k.abs(x) / k.select(live, scale, k.const(1.0, x.type))
+        code = to_float8(k, k.min(ratio, k.const(self.last, x.type)), x)
+        return k.select(live, code, k.const(0, code.type))

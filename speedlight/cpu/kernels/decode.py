@@ -1,0 +1,345 @@
+"""The decode kernel: few query rows of some kv heads against many keys. It knows spans, tiles and heads, not lanes.
+
+    task: new tokens are stored, if it is to do that; for every span, for every tile: scores of all rows, weights, sums;
+          the span's state is merged, or left for the last of a head's tasks
+
+Arguments and scratch are described in layout.py, what a lane is in keys_in_lanes.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ...problem.problem import SPAN, TILE
+from ..language.vector import I64, PTR, Function, Module, Value
+from ..memory.records import BLOCK, PLACES, ROW
+from ..memory.shape import Shape
+from ..products.products import unit_of, units_of
+from .addresses import locate
+from .dropping import drop_row
+from .lower import expression_row
+from .row_scores import FEW_ROWS, score, score_heads, score_row
+from .row_weights import (
+    STEPS_TOGETHER,
+    add_up,
+    careful_values,
+    clear_row,
+    merge_row,
+    rescale,
+    store_row,
+    value_tiles,
+    weigh,
+)
+from .softmax import SINK_SUM, natural_log
+from .staging import pack_row
+from .task import Box, Work, call_at, entry, region
+from .visibility import extent, visibility
+
+
+class _Parts:
+    """The functions of one decode module."""
+
+    def __init__(self, s: Shape) -> None:
+        self.shape = s
+        m = self.module = Module(f"decode_{s.storage}")
+        self.locate, self.pack, self.weigh, self.add_up = locate(m, s.piece), pack_row(m, s), weigh(m, s), add_up(m, s)
+        self.score = score(m, s)
+        self.drop = drop_row(m, s) if s.dropout else None
+        self.rescale = rescale(m, s) if s.quantised else None
+        self.expression = expression_row(m, s, s.program) if s.program else None
+        self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
+        self.score_heads = score_heads(m, s) if s.cached and self.visibility is None else None
+        self.extent = extent(m, self.visibility) if self.visibility else None
+        self.values = value_tiles(m, s)
+        self.careful, self.merge, self.log = careful_values(m, s), merge_row(m, s), natural_log(m)
+        self.store = store_row(m, s, self.log)
+
+
+def decode_module(s: Shape, symbol: str) -> Module:
+    """The whole decode engine for one shape; `symbol` is the region's public name."""
+    parts = _Parts(s)
+    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64}, special=True)
+    _Task(k, parts).run()
+    entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
+    return parts.module
+
+
+class _Task(Work):
+    """All rows of some kv heads of one item, over a share of its spans."""
+
+    def __init__(self, k: Function, parts: _Parts) -> None:
+        super().__init__(k, parts.shape, parts.visibility, parts.extent)
+        self.parts = parts
+        a, s, item = self.a, self.s, self.item
+        local = k.p["number"] - item.first
+        self.first_head, self.share = local // item.blocks * a.heads, local % item.blocks
+        self.group = a.group
+        self.rows = item.q_len * self.group
+        self.all_rows = self.rows * a.heads
+        self.slots, self.value_dim = a.slots, a.value_dim
+        self.state_row = (self.slots + 1) * s.vector_bytes
+        self.units = units_of(s, a.head_dim)
+        self.queries, self.tile_sums, self.span, self.total, self.k_places = (
+            self.part(name) for name in ("queries", "sums", "span", "total", "places")
+        )
+        self.v_places = k.at(self.k_places, PLACES * 8)
+        self.alpha, self.sums, self.limits = (
+            k.at(self.part("numbers"), a.rows * ROW.offset(name)) for name in ("alpha", "sum", "limit")
+        )
+        # heads in step where all they see is one tile; longer sequences are read best head by head
+        few = (self.rows < FEW_ROWS) & (a.heads > 1) & (item.k_len <= TILE)
+        self.together = few if parts.score_heads is not None else None
+        self.take(k.i64(0))
+        self.positions = self.position(k.i64(0)), self.position(self.rows - 1)
+
+    def take(self, h: Value) -> None:
+        """Turns to the h-th head of the task."""
+        k = self.k
+        self.h, self.head, self.state_at = h, self.first_head + h, h * self.rows * self.state_row
+        self.keys, self.values = self.keys_of("k", self.head), self.keys_of("v", self.head)
+        self.heads = self.head * self.group, (self.head + 1) * self.group - 1
+        self.head_queries = k.at(self.queries, h * self.rows * self.units * self.s.number_bytes)
+        self.scores = self.scratch
+        if self.together is not None:
+            self.scores = k.at(self.scratch, k.select(self.together, h * self.rows, k.i64(0)) * score_row(self.s))
+        self.head_span = k.at(self.span, self.state_at)
+
+    @contextlib.contextmanager
+    def each_head(self) -> Iterator[None]:
+        """For all heads of the task, one after another."""
+        with self.k.range(0, self.a.heads) as h:
+            self.take(h)
+            yield
+
+    def position(self, r: Value) -> Value:
+        """Of a row's query."""
+        return self.item.start + r // self.group + self.a.k_start
+
+    def query(self, name: str, r: Value) -> Value:
+        """Address of a row of q, out or lse."""
+        head = self.head * self.group + r % self.group
+        return self.k.pointer(self.row_of(name, head, r // self.group))
+
+    def row_limit(self, r: Value) -> Value:
+        """How many keys a row sees."""
+        return self.limit(r // self.group)
+
+    def run(self) -> None:
+        k, a, blocks = self.k, self.a, self.item.blocks
+        if self.s.cached:
+            with k.when(a.put.differs(0)):
+                call_at(k, a.put, k.pointer(a.new), k.p["number"])
+        self.pack()
+        last = k.select(self.rows > 0, self.row_limit(self.rows - 1), k.i64(0))
+        spans = (last + (SPAN - 1)) // SPAN
+        first, end = (spans * x // blocks for x in (self.share, self.share + 1))
+        alone = blocks.equals(1)
+        single = alone & (spans <= 1)  # nothing is merged: what its span leaves is the end
+        self.state, self.spare = k.select(single, self.span, self.total), k.select(single, self.total, self.span)
+        self.clear(self.state)
+        states = self.all_rows * self.state_row  # bytes of what a span leaves
+        shared = k.pointer(a.partials + k.p["number"] // blocks * a.partial_bytes)
+        if self.visibility is not None:  # spans that are passed by have seen nothing
+            with k.when(alone ^ 1), k.range(first, end) as span:
+                self.clear(k.at(shared, span * states))
+        with self.stretches(first * SPAN, k.min(end * SPAN, last), self.every_box) as (start, stop):
+            with k.when(single ^ 1):
+                self.clear(self.span)
+            with k.range(start, stop, TILE) as tile:
+                count = k.min(last - tile, k.i64(TILE))
+                self.score_together(tile, count)
+                with self.each_head():
+                    self.trimmed_tile(tile, count)
+            with k.either(alone) as (merge, leave):
+                with merge, k.when(single ^ 1):
+                    self.merge(self.span)
+                with leave, k.range(0, states, 8) as byte:
+                    k.store(k.load(I64, self.span, byte), k.at(shared, start // SPAN * states), byte)
+        finished = k.variable(alone)
+        with k.when(alone ^ 1):  # the last of the head's tasks merges all of its spans, in order
+            counter = k.pointer(a.arrived + k.p["number"] // blocks * 8)
+            finished.set((k.fetch_add(counter, 0, 1) + 1).equals(blocks))
+            with k.when(finished.get()), k.range(0, spans) as span:
+                self.merge(k.at(shared, span * states))
+        with k.when(finished.get()), self.each_head(), k.range(0, self.rows) as r:
+            self.finish(r)
+
+    def every_box(self) -> Box:
+        """The queries of all heads of the task."""
+        last = (self.first_head + self.a.heads) * self.group - 1
+        return Box((self.first_head * self.group, last), self.positions)
+
+    def pack(self) -> None:
+        """The queries of all heads, by units."""
+        k, a = self.k, self.a
+        with self.each_head(), k.range(0, self.rows) as r:
+            query = k.at(self.head_queries, r * self.units * self.s.number_bytes)
+            k.call(self.parts.pack, query, self.query("q", r), a.head_dim, self.units, a.q_column, a.flip)
+
+    def clear(self, states: Value) -> None:
+        """What has seen nothing, for every row of every head."""
+        with self.k.range(0, self.all_rows) as r:
+            clear_row(self.k, self.s, self.k.at(states, r * self.state_row), self.slots)
+
+    def merge(self, states: Value) -> None:
+        """What a span has seen, into the totals of all heads."""
+        k = self.k
+        with k.range(0, self.all_rows) as r:
+            k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
+
+    def finish(self, r: Value) -> None:
+        """A sink joins last; then the row is written."""
+        k, s, a = self.k, self.s, self.a
+        state = k.at(self.state, self.state_at + r * self.state_row)
+        with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
+            clear_row(k, s, self.spare, self.slots)
+            head = self.head * self.group + r % self.group
+            k.store(k.load(s.number, k.pointer(a.sinks), head * s.number_bytes), self.spare)
+            k.store(k.const(SINK_SUM, s.number), self.spare, s.number_bytes)
+            k.call(self.parts.merge, state, self.spare, self.slots)
+        out, lse = self.query("out", r), self.query("lse", r)
+        k.call(self.parts.store, state, out, lse, self.value_dim, self.slots, a.out_column, a.lse, *self.divisor())
+
+    # --- one tile
+
+    def score_together(self, start: Value, count: Value) -> None:
+        """The scores of all heads of the task at once, where that is worth it."""
+        k, a = self.k, self.a
+        if self.together is None:
+            return
+        with k.when(self.together):
+            self.take(k.i64(0))
+            self.locate(self.k_places, "k", start, count)
+            arguments = (self.queries, self.k_places, a.k_row, count, self.units, self.all_rows, a.head_dim)
+            k.call(self.parts.score_heads, self.scratch, *arguments, a.k_head, self.rows)
+
+    def trimmed_tile(self, start: Value, count: Value) -> None:
+        """What a mask shows of a tile to the rows of a head."""
+        k = self.k
+        if self.visibility is None:
+            self.tile(start, count, count)
+            return
+        first, end, clear = self.extent_of(Box(self.heads, self.positions), start, count)
+        with k.when(first < end):
+            self.tile(start + first, end - first, clear - first)
+
+    def tile(self, start: Value, count: Value, clear: Value) -> None:
+        """Keys of one tile. The mask hides nothing below `clear`; `causal` still may."""
+        k, s, parts, a = self.k, self.s, self.parts, self.a
+        with contextlib.nullcontext() if self.together is None else k.when(self.together ^ 1):
+            self.locate(self.k_places, "k", start, count)
+            arguments = (self.head_queries, self.k_places, a.k_row, count, self.units, self.rows, a.head_dim)
+            k.call(parts.score, self.scratch, *arguments)
+        regular = self.locate(self.v_places, "v", start, count)
+        joint = self.weigh(start, count, clear)
+        k.call(parts.add_up, self.scores, self.sums, self.rows, units_of(s, count))
+        self.drop(start, count)
+        if parts.rescale is not None:
+            with k.range(0, self.rows) as r:
+                k.call(parts.rescale, self.weights(r), self.v_places, count)
+        self.begin_sums()
+        together = unit_of(s, joint)
+        self.add_values(together, regular)
+        with k.range(0, self.rows) as r:
+            end = units_of(s, k.load(I64, self.limits, r * 8))
+            with k.when(together < end):
+                k.call(parts.careful, *self.value_arguments(r, together, end, regular), count - 1)
+            self.accumulate(r)
+
+    def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
+        """The addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to be
+        fetched ahead.
+
+        What comes next is the tile of the task's next head, or its first head's next tile.
+        """
+        k, a, piece = self.k, self.a, self.s.piece
+        base, head, page_bytes, row = (
+            (self.keys, a.k_head, a.k_page, a.k_row) if name == "k" else (self.values, a.v_head, a.v_page, a.v_row)
+        )
+        more = (self.h + 1) < a.heads
+        next_base = k.at(base, k.select(more, head, -(self.h * head)))
+        next_start = k.select(more, start, start + TILE)
+        ahead = (self.s.fetching.cache_blocks if self.s.cached else 2) * BLOCK
+        next_end = k.min(next_start + ahead, self.item.k_len)
+        pages, locate = k.pointer(self.item.pages), self.parts.locate
+        regular = k.call(locate, k.p["a"], places, pages, base, page_bytes, row, start, start + count)
+        past = k.at(places, (count + (piece - 1)) // piece * 8)
+        fetched = count.equals(TILE) | (self.rows > 1)
+        with k.when(fetched) if self.s.cached and not self.s.fetching.alone else contextlib.nullcontext():
+            k.call(locate, k.p["a"], past, pages, next_base, page_bytes, row, next_start, next_end)
+        return k.select(a.heads.equals(1), regular, k.i64(0))  # else what comes next is elsewhere
+
+    def weights(self, r: Value) -> Value:
+        """A row's scores, and then weights."""
+        return self.k.at(self.scores, r * score_row(self.s))
+
+    def weigh(self, start: Value, count: Value, clear: Value) -> Value:
+        """Makes weights of every row's scores; returns how many keys all rows see."""
+        k, parts, a = self.k, self.parts, self.a
+        joint = k.variable(count)
+        self.count(k.max(k.min(self.row_limit(k.i64(0)) - start, clear), k.i64(0)), count)
+        c = self.scale()
+        with k.range(0, self.rows) as r:
+            limit = k.max(k.min(self.row_limit(r) - start, count), k.i64(0))
+            k.store(limit, self.limits, r * 8)
+            row, state = self.weights(r), k.at(self.head_span, r * self.state_row)
+            if parts.expression is not None:
+                q_head = self.head * self.group + r % self.group
+                where = (start + a.k_start, count, limit, clear, self.item.index, q_head, self.position(r))
+                k.call(parts.expression, k.p["a"], row, *where)
+            ahead = r * (64 * TILE) + self.s.fetching.cache_bytes
+            alpha = k.at(self.alpha, r * 8)
+            gone = k.call(parts.weigh, row, state, alpha, limit, count, c, self.v_places, a.v_row, ahead)
+            joint.set(k.min(k.select(gone.equals(0), limit, k.i64(0)), joint.get()))
+        return joint.get()
+
+    def drop(self, start: Value, count: Value) -> None:
+        """Dropout of every row's weights."""
+        k, a, drop = self.k, self.a, self.parts.drop
+        if drop is None:
+            return
+        with k.range(0, self.rows) as r:
+            q_head = self.head * self.group + r % self.group
+            where = (start + a.k_start, count, self.item.index, q_head, self.position(r))
+            k.call(drop, self.weights(r), *where, a.seed, a.drop_below)
+
+    def begin_sums(self) -> None:
+        """Updates running sums; what the tile's sums of values start from is a zero of the sign of its weights' sum."""
+        k, s = self.k, self.s
+        sign = k.const(-(1 << (63 if s.wide else 31)), s.integer)
+        with k.range(0, self.rows) as r:
+            total = k.load(s.number, self.sums, r * 8)
+            begin = k.splat((total.bits(s.integer) & sign).bits(s.number), s.lanes)
+            with k.range(0, self.slots) as slot:
+                k.store(begin, self.tile_sums, (r * self.slots + slot) * s.vector_bytes)
+            at = k.at(self.head_span, r * self.state_row)
+            alpha, running_sum = k.load(s.number, self.alpha, r * 8), k.load(s.number, at, s.number_bytes)
+            k.store(k.fma(running_sum, alpha, total), at, s.number_bytes)
+
+    def add_values(self, together: Value, regular: Value) -> None:
+        """The values of the steps that all rows see, for as many rows at once as there are registers."""
+        k = self.k
+        with k.range(0, together, STEPS_TOGETHER) as first:
+            end = k.min(first + STEPS_TOGETHER, together)
+            done = k.i64(0)
+            for rows, least, function in self.parts.values:
+                many = k.select(self.rows >= least, (self.rows - done) // rows * rows, k.i64(0))
+                with k.range(done, done + many, rows) as r:
+                    k.call(function, *self.value_arguments(r, first, end, regular))
+                done = done + many
+
+    def value_arguments(self, r: Value, first: Value, end: Value, regular: Value) -> tuple[Value, ...]:
+        row = self.slots * self.s.vector_bytes
+        sums = self.k.at(self.tile_sums, r * row)
+        places = (self.v_places, self.a.v_row)
+        return sums, row, self.weights(r), *places, first, end, self.value_dim, self.slots, regular
+
+    def accumulate(self, r: Value) -> None:
+        """accumulator · alpha + the tile's sums."""
+        k, s = self.k, self.s
+        alpha = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes)
+        with k.range(0, self.slots) as slot:
+            at = k.at(self.head_span, r * self.state_row + (slot + 1) * s.vector_bytes)
+            x = k.load(s.vector, self.tile_sums, (r * self.slots + slot) * s.vector_bytes)
+            k.store(k.fma(k.load(s.vector, at), alpha, x), at)

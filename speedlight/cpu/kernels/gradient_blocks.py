@@ -1,0 +1,279 @@
+"""What every pass back through attention begins with: blocks of queries against tiles of keys, down to P and dS.
+
+A block is QUERY_BLOCK positions of one head, from a multiple of that on, in panels whose lanes are queries; lanes
+before the first query and after the last one see nothing. What becomes of P and dS: backward.py, table_gradients.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ...problem.problem import QUERY_BLOCK
+from ..language.vector import I1, I32, I64, Function, Module, Value
+from ..memory.records import QUERY_ENDS, QUERY_LANES, together
+from ..memory.shape import Shape
+from ..products.products import units_of
+from .dropping import drop_factors
+from .gradient_rows import copied, multiplied, stage_across, stage_rows
+from .gradient_tiles import UNITS, Weights, dot_of_panels, make_units, product
+from .lower import aim, expression_tile, squares
+from .score_backward import changes_flow, entries_tile, flow_tile, needs_raw
+from .staging import pack_queries
+from .task import Box, Work
+from .visibility import extent, visibility
+
+_SPINS = 64  # looks before a waiting thread lets others run
+
+
+class PairParts:
+    """The functions of a module that make P and dS."""
+
+    def __init__(self, s: Shape, name: str) -> None:
+        self.shape, self.module = s, Module(f"{name}_{s.storage}")
+        m, program = self.module, s.program
+        self.visibility = visibility(m, s, program) if program and program.may_hide else None
+        self.extent = extent(m, self.visibility) if self.visibility else None
+        self.pack, self.stage, self.copy = pack_queries(m, s), stage_rows(m, s), copied(m, s)
+        self.stage_across = stage_across(m, s) if s.elements > 1 else self.stage
+        self.product, self.delta = product(m, s), dot_of_panels(m, s)
+        self.squares = squares(program) if program else []
+        self.aim = aim(m, s, program) if self.squares else None
+        self.expression = expression_tile(m, s, program) if program else None
+        self.flow = flow_tile(m, s, program) if program and changes_flow(program) else None
+        self.keeps_raw = needs_raw(program)
+        self.factors, self.multiplied = (drop_factors(m, s), multiplied(m, s)) if s.dropout else (None, None)
+        last = self.flow is None and not s.dropout
+        self.weights = Weights(m, s, last=last).function()
+        self.units = make_units(m, s) if s.elements > 1 and not last else None
+        self.entries = entries_tile(m, s, program) if program and program.entries else None
+
+
+class Panel:
+    """A panel's memory, by name."""
+
+    def __init__(self, task: PairWork, i: Value) -> None:
+        self.k, self.task, self.i = task.k, task, i
+        self.at = task.k.at(task.scratch, task.a.at_panels + i * task.a.panel_bytes)
+
+    def end(self, name: str) -> Value:
+        """One of QUERY_ENDS."""
+        return self.k.load(I64, self.at, QUERY_ENDS.offset(name))
+
+    def part(self, name: str) -> Value:
+        return self.task.part(name, self.at)
+
+    def pairs(self, name: str) -> Value:
+        """Of this panel and the tile at hand: one of PAIRS, by turns with the panels that are taken together."""
+        turn = self.i % together(self.task.s.panel)
+        return self.task.part(name, self.k.at(self.task.part("pairs"), turn * self.task.a.pair_bytes))
+
+    def lanes(self, name: str) -> Value:
+        """[panel] of one of QUERY_LANES."""
+        return self.k.at(self.part("lanes"), QUERY_LANES.offset(name) * self.task.s.panel)
+
+
+class Tile(NamedTuple):
+    """Some keys, with where they and their values lie."""
+
+    start: Value
+    length: Value
+    keys: Value
+    k_row: Value
+    values: Value
+    v_row: Value
+
+
+class PairWork(Work):
+    """One block of queries of one head. Who finds out which sets `step`, `range`, `head` and `progress`."""
+
+    step: Value  # block of queries, times the heads of a group
+    range: Value  # of keys
+    head: Value  # kv head
+    progress: Value  # address of how many steps are done
+
+    def __init__(self, k: Function, parts: PairParts) -> None:
+        super().__init__(k, parts.shape, parts.visibility, parts.extent)
+        self.parts: Any = parts
+        self.fetch = k.buffer(I64, max(1, len(parts.squares) * self.s.panel))  # rows of tables
+        a, item = self.a, self.item
+        self.q_head = self.head * a.group + self.step % a.group
+        self.heads = (self.q_head, self.q_head)
+        # of the block's first lane, which may come before the first query
+        self.row = (item.block + self.step // a.group) * QUERY_BLOCK - (item.start + a.k_start)
+        self.keys, self.values = self.keys_of("k", self.head), self.keys_of("v", self.head)
+
+    def wait(self, turn: Value) -> None:
+        """Until so many steps are done."""
+        k = self.k
+        with k.forever() as leave_if:
+            leave_if(self.has_come(turn))
+            spins = k.variable(k.i64(0))
+            with k.forever() as enough:
+                enough(self.has_come(turn) | (spins.get() >= _SPINS))
+                spins.set(spins.get() + 1)
+                if self.s.isa.arch == "x86_64":
+                    k.pause()
+            if sys.platform != "win32":
+                k.intrinsic("sched_yield", I32)
+
+    def has_come(self, turn: Value) -> Value:
+        return self.k.fetch_add(self.progress, 0, 0) >= turn
+
+    def factor(self) -> Value:
+        """The scale of scores."""
+        return self._number(self.a.scale)
+
+    # --- panels
+
+    def pack_all(self) -> Value:
+        """All panels of the block; how many keys any of its queries sees."""
+        k = self.k
+        most = k.variable(k.i64(0))
+        with k.range(0, self.a.panels) as i:
+            panel = Panel(self, i)
+            self.pack(panel)
+            most.set(k.max(most.get(), panel.end("high")))
+        return most.get()
+
+    def pack(self, panel: Panel) -> None:
+        """Finds a panel's rows and transposes its queries and their gradients."""
+        k, s, a, item = self.k, self.s, self.a, self.item
+        row = self.row + panel.i * s.panel
+        first = k.max(k.min(-row, k.i64(s.panel)), k.i64(0))
+        end = k.max(k.min(item.q_len - row, k.i64(s.panel)), first)
+        low, high = k.variable(item.k_len), k.variable(k.i64(0))
+        with k.range(0, s.panel) as lane:
+            position = k.max(k.min(row + lane, item.q_len - 1), k.i64(0))
+            words = {name: self.row_of(name, self.q_head, position) for name in ("q", "d_out", "out")}
+            lse_at = item.lse_at + self.q_head * a.lse_head + position * a.lse_row
+            lse = k.load(s.number, k.pointer(a.lse), lse_at)
+            words |= {"position": position + item.start + a.k_start, "head": self.q_head}
+            seen = (lane >= first) & (lane < end) & lse.differs(float("-inf"))
+            words["limit"] = k.select(seen, self.limit(position), k.i64(0))
+            low.set(k.min(low.get(), words["limit"]))
+            high.set(k.max(high.get(), words["limit"]))
+            for name, word in words.items():
+                k.store(word, panel.lanes(name), lane * 8)
+            k.store(lse, panel.part("stats"), lane * s.number_bytes)
+            d_lse = k.variable(k.const(0.0, s.number))
+            with k.when(a.d_lse.differs(0)):
+                d_lse.set(k.load(s.number, k.pointer(a.d_lse), lse_at))
+            k.store(d_lse.get(), panel.part("stats"), s.row_bytes + lane * s.number_bytes)
+        for name, word in (("low", low.get()), ("high", high.get()), ("first", first), ("end", end)):
+            k.store(word, panel.at, QUERY_ENDS.offset(name))
+        with k.when(first < end):
+            self._pack_rows(panel)
+
+    def _pack_rows(self, panel: Panel) -> None:
+        k, s, a, parts = self.k, self.s, self.a, self.parts
+        units, value_units = units_of(s, a.head_dim), units_of(s, a.value_dim)
+        none = k.i64(0)
+        queries, gradients = (panel.part(x) for x in ("queries", "gradients"))
+        # the output first, where queries will lie only after delta is known
+        k.call(parts.pack, panel.lanes("out"), queries, a.value_dim, value_units, a.out_column, none)
+        k.call(parts.pack, panel.lanes("d_out"), gradients, a.value_dim, value_units, a.d_out_column, none)
+        k.call(parts.delta, k.at(panel.part("stats"), s.row_bytes), queries, gradients, value_units)
+        k.call(parts.pack, panel.lanes("q"), queries, a.head_dim, units, a.q_column, a.flip)
+
+    # --- tiles
+
+    def box(self, first: Value, end: Value) -> Box:
+        """The queries of panels [first, end)."""
+        k, lanes = self.k, [Panel(self, x).lanes("position") for x in (first, end - 1)]
+        return Box(self.heads, (k.load(I64, lanes[0]), k.load(I64, lanes[1], (self.s.panel - 1) * 8)))
+
+    def sees(self, start: Value, count: Value, most: Value) -> Value:
+        """Whether any query of the block, which see `most` keys at most, sees any of a tile."""
+        k = self.k
+        seen = k.variable(k.i64(0))
+        with k.when(start < most):
+            seen.set(self.seen_of(self.box(k.i64(0), self.a.panels), start, start + count))
+        return seen.get() > 0
+
+    def staged(self, start: Value, count: Value) -> Tile:
+        """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
+        k, s, a = self.k, self.s, self.a
+        lie = []
+        for name, part, source, length in (
+            ("k", "keys", self.keys, a.head_dim),
+            ("v", "values", self.values, a.value_dim),
+        ):
+            row, column = getattr(a, f"{name}_row"), getattr(a, f"{name}_column")
+            source, target, units = k.at(source, start * row), self.part(part), units_of(s, length)
+            is_staged, tile_row = getattr(a, f"{name}_staged").differs(0), units * s.number_bytes
+            with k.when(is_staged):
+                k.call(self.parts.stage, target, source, tile_row, row, column, k.i64(0), count, length, units)
+            lie += [k.select(is_staged, target, source), k.select(is_staged, tile_row, row)]
+        return Tile(start, count, *lie)
+
+    def if_seen(self, panel: Panel, tile: Tile, then: Callable[[Panel, Tile, Value, Value, Value], None]) -> None:
+        """then(panel, tile, first, end, clear) if a panel sees any of a tile: keys [first, end). The mask hides nothing
+        below `clear`; `causal` still may.
+        """
+        k = self.k
+        high = k.min(panel.end("high") - tile.start, tile.length)
+        with k.when(high > 0):
+            if self.visibility is None:
+                then(panel, tile, k.i64(0), high, high)
+            else:
+                first, end, clear = self.extent_of(self.box(panel.i, panel.i + 1), tile.start, high)
+                with k.when(first < end):
+                    then(panel, tile, first, end, clear)
+
+    # --- P and dS
+
+    def weigh(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> Value:
+        """P and dS of keys [first, end) of a tile; whether products must look at every pair."""
+        k, s, parts, a = self.k, self.s, self.parts, self.a
+        full = k.max(k.min(panel.end("low") - tile.start, clear), first)
+        self.count(full - first, end - first)
+        start, count = tile.start + first, end - first
+        check = self.part("check")
+        for name, lanes, rows, row, length, at in (
+            ("scores", "queries", tile.keys, tile.k_row, a.head_dim, 3),
+            ("flows", "gradients", tile.values, tile.v_row, a.value_dim, 4),
+        ):
+            rows, units, sums = k.at(rows, first * row), units_of(s, length), k.at(check, at * s.row_bytes)
+            k.call(parts.product, panel.pairs(name), panel.part(lanes), rows, row, count, units, sums)
+        return self._weights(panel, (start + a.k_start, start, count, self.item.index, clear - first), full - first)
+
+    def _weights(self, panel: Panel, where: tuple[Value, ...], full: Value) -> Value:
+        """P and dS, through the expression and back; whether products must look at every pair."""
+        k, s, parts = self.k, self.s, self.parts
+        raw, check, scores, flows = self.part("raw"), self.part("check"), panel.pairs("scores"), panel.pairs("flows")
+        position, start, count, index, clear = where
+        units = [panel.pairs(x) for x in UNITS] if s.elements > 1 else []
+        lanes, limits = panel.lanes("position"), panel.lanes("limit")
+        if parts.aim is not None:
+            k.call(parts.aim, k.p["a"], self.fetch, lanes, position, index)
+        if parts.keeps_raw:
+            k.call(parts.copy, raw, scores, count * s.vectors)
+        if parts.expression is not None:
+            with k.when(k.const(1, I1) if s.program.score is not None else clear < count):
+                ends = k.i64(0), clear
+                k.call(parts.expression, k.p["a"], scores, check, lanes, limits, *where[:-1], *ends, self.fetch)
+        factors = (self.part("factors"), count * s.vectors)
+        if parts.factors is not None:
+            numbers = (position, count, index, self.a.seed, self.a.drop_below, self._number(self.a.drop_factor))
+            k.call(parts.factors, factors[0], lanes, *numbers)
+            k.call(parts.multiplied, flows, *factors)
+        makes_units = units if parts.units is None else []
+        stats, ends = panel.part("stats"), (start, full, count, self.scale())
+        careful = k.call(parts.weights, scores, flows, stats, limits, check, *ends, *makes_units).differs(0)
+        if parts.flow is not None:
+            k.call(parts.flow, k.p["a"], raw, scores, flows, lanes, self.fetch, position, count, index)
+        if parts.multiplied is not None:
+            k.call(parts.multiplied, scores, *factors)
+        if parts.units is not None:
+            k.call(parts.units, scores, flows, count, *units)
+        return careful
+
+    def add_to_entries(self, panel: Panel, first: Value, count: Value, sums: Value) -> None:
+        """What flows to entries of tables from P and dS of `count` keys from `first` on."""
+        k, pairs = self.k, (panel.pairs("scores"), panel.pairs("flows"))
+        where = (first + self.a.k_start, count, self.item.index)
+        k.call(
+            self.parts.entries, k.p["a"], self.part("raw"), *pairs, panel.lanes("position"), self.fetch, sums, *where
+        )

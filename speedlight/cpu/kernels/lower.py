@@ -1,0 +1,438 @@
+"""From an expression's tree to vector code: a lane is a query and keys come one after another, or a lane is a key.
+
+What does not depend on the key is computed before the loop over keys; what is the same for all lanes is scalar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+
+from ...expressions.operations import INT_MAX, INT_MIN, OPERATIONS
+from ...expressions.program import TABLE_WORDS, Program
+from ...expressions.tree import OF_KEYS, Node, order
+from ..language.functions import FUNCTIONS, like
+from ..language.lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
+from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
+from ..memory.records import field as field_at
+from ..memory.shape import Shape
+
+
+class Lowering:
+    """One function's values of a program's nodes."""
+
+    def __init__(
+        self, k: Function, s: Shape, program: Program, numbers: Value, tables: Value, *, narrow: bool = False
+    ) -> None:
+        self.k, self.s, self.numbers_at, self.tables_at = k, s, numbers, tables
+        self.program = program
+        self.int = I32 if narrow else I64
+        self.values: dict[int, Value] = {}
+        self.wrong: dict[tuple[int, int], tuple[Value, Value]] = {}  # (node, dimension): out of range, index
+
+    def type_of(self, kind: str) -> ir.Type:
+        return {"bool": I1, "int": self.int, "float": self.s.number, "double": F64}[kind]
+
+    def before_keys(self, root: Node, env: dict[str, Value]) -> None:
+        """Emits what no key changes."""
+        for node in order(root):
+            if not node.uses & OF_KEYS and id(node) not in self.values:
+                self.values[id(node)] = self.emit(node, env, self.values)
+
+    def value(self, root: Node, env: dict[str, Value], values: dict[int, Value]) -> Value:
+        """Emits the rest; `values` starts as a copy of self.values for each key."""
+        for node in order(root):
+            if id(node) not in values:
+                values[id(node)] = self.emit(node, env, values)
+        return values[id(root)]
+
+    def vector(self, x: Value) -> Value:
+        return x if isinstance(x.type, ir.VectorType) else self.k.splat(x, self.s.lanes)
+
+    def integer(self, x: Value) -> Value:
+        """An I64 as the integers of this lowering."""
+        return x if self.int is I64 else self.k.trunc(x, like(x, I32))
+
+    def wide(self, x: Value) -> Value:
+        """And back."""
+        return x if self.int is I64 else Value(self.k, self.k.b.sext(x.x, like(x, I64)))
+
+    def _broadcast(self, args: list[Value]) -> list[Value]:
+        return [self.vector(x) for x in args] if any([isinstance(x.type, ir.VectorType) for x in args]) else args
+
+    def emit(self, node: Node, env: dict[str, Value], values: dict[int, Value]) -> Value:
+        k, op = self.k, node.op
+        if op == "symbol":
+            return env[node.value]
+        if op == "number":
+            return self._number(node)
+        args = [values[id(a)] for a in node.args]
+        if op == "table":
+            return self._look_up(node, args)
+        args = self._broadcast(args)
+        if op in FUNCTIONS:
+            return FUNCTIONS[op](k, args[0])
+        match op:
+            case "lt" | "le" | "gt" | "ge" | "eq":
+                a, b = args if node.args[0].kind != "bool" else reversed(args)  # LLVM's signed True is -1
+                return a._compare(str(OPERATIONS[op].symbol), b)
+            case "ne":
+                return args[0].differs(args[1])
+            case "add":
+                return args[0] + args[1]
+            case "sub":
+                return args[0] - args[1]
+            case "mul":
+                return args[0] * args[1]
+            case "div":
+                return args[0] / args[1]
+            case "floordiv" | "mod":
+                return self._divided(op, *args)
+            case "and":
+                return args[0] & args[1]
+            case "or":
+                return args[0] | args[1]
+            case "xor":
+                return args[0] ^ args[1]
+            case "shl":
+                inside = self._may_shift(args[1])
+                return k.select(inside, Value(k, k.b.shl(args[0].x, (args[1] & 63).x)), k.const(0, args[0].type))
+            case "shr":
+                by = k.select(self._may_shift(args[1]), args[1], k.const(63, args[1].type))
+                return Value(k, k.b.ashr(args[0].x, by.x))
+            case "neg":
+                return -args[0]
+            case "not":
+                return args[0] ^ 1
+            case "abs":
+                return k.abs(args[0]) if args[0].is_float else k.select(args[0] < 0, -args[0], args[0])
+            case "floor":
+                return k.unary("floor", args[0])
+            case "min" | "max":
+                a, b = args
+                least = k.select(a <= b if op == "min" else a >= b, a, b)
+                return k.select(a.differs(a), a, least) if a.is_float else least
+            case "where":
+                return k.select(*args)
+            case "cast":
+                return self._cast(args[0], node.args[0].kind, self.type_of(node.kind))
+        raise AssertionError(op)
+
+    def _number(self, node: Node) -> Value:
+        word = self.k.load(I64, self.numbers_at, 8 * self.program.numbers[id(node)])
+        if node.kind == "int":
+            return self.integer(word)
+        if node.kind == "bool":
+            return word.differs(0)
+        number = word.bits(F64)
+        return number if self.type_of(node.kind) is F64 else self.k.narrow(number, F32)
+
+    def _may_shift(self, by: Value) -> Value:
+        """LLVM leaves shifts by anything else undefined.
+
+        Integers that are shifted have 64 bits: their intervals are unknown.
+        """
+        assert self.int is I64
+        return (by >= 0) & (by < 64)
+
+    def _divided(self, op: str, a: Value, b: Value) -> Value:
+        k = self.k
+        if a.is_float:
+            whole = k.unary("floor", a / b)
+            return whole if op == "floordiv" else k.fma(-whole, b, a)
+        none = b.equals(0)
+        if (
+            isinstance(a.type, ir.VectorType) and self.int is I32
+        ):  # no vector unit divides integers; float64 is exact here
+            by = k.select(none, k.const(1, b.type), b)
+            wide = vec(F64, a.type.count)
+            floor = k.unary("floor", k.to_float(a, wide) / k.to_float(by, wide))
+            floor = k.min(floor, k.const(2.0**31 - 1, wide))  # in a lane that nobody looks at
+            quotient = Value(k, k.b.fptosi(floor.x, a.type))
+            return k.select(none, k.const(0, a.type), quotient if op == "floordiv" else a - quotient * by)
+        minus = b.equals(-1)  # INT_MIN // -1 stops the process
+        by = k.select(none | minus, k.const(1, b.type), b)
+        quotient = k.select(minus, -a, Value(k, k.b.sdiv(a.x, by.x)))
+        rest = a - quotient * b
+        over = rest.differs(0) & ((rest ^ b) < 0)
+        result = k.select(over, quotient - 1, quotient) if op == "floordiv" else k.select(over, rest + b, rest)
+        return k.select(none, k.const(0, a.type), result)
+
+    def _cast(self, x: Value, kind: str, to: ir.Type) -> Value:
+        k, t = self.k, like(x, to)
+        if kind == "bool":
+            one = k.zext(x, like(x, self.int))
+            return one if to is self.int else k.to_float(one, t)
+        if kind == "int":
+            return k.to_float(x, t)
+        if to is self.int:
+            assert self.int is I64
+            inside = (x >= -(2.0**63)) & (x < 2.0**63)
+            ends = k.select(x > 0.0, k.const(INT_MAX, t), k.select(x < 0.0, k.const(INT_MIN, t), k.const(0, t)))
+            return k.select(inside, Value(k, k.b.fptosi(k.select(inside, x, k.const(0.0, x.type)).x, t)), ends)
+        if x.type == t:
+            return x
+        return k.extend(x, t) if to is F64 else k.narrow(x, t)
+
+    def table_at(self, node: Node) -> Value:
+        return self.k.at(self.tables_at, self.program.tables[node.value] * TABLE_WORDS * 8)
+
+    def _look_up(self, node: Node, index: list[Value]) -> Value:
+        """The entry at the index, clamped to the table; where it was out of bounds is remembered."""
+        k, at = self.k, self.table_at(node)
+        offset: Value | None = None
+        for d, x in enumerate(map(self.wide, index)):
+            inside, bad = clamped(k, at, d, x)
+            self.wrong[id(node), d] = bad, x
+            offset = added(k, offset, inside * splat_like(k, stride_of(k, at, d), x))
+        assert offset is not None
+        return as_number(k, node, entries(k, node, k.load(PTR, at), offset), self.type_of(node.kind))
+
+    def streams(self, program: Program, roots: list[Node], env: dict[str, Value], ahead: Value) -> list[Stream]:
+        """The lookups that are read many keys at once, begun. `ahead` as from aim(), at these lanes."""
+        addresses = {
+            id(x): k_at for n, x in enumerate(squares(program)) for k_at in [self.k.at(ahead, n * self.s.panel * 8)]
+        }
+        lookups = {id(n): n for root in roots for n in order(root) if n.op == "table" and direction(n)}
+        out = []
+        for node in lookups.values():
+            number = self.s.integer if node.kind == "bool" else self.type_of(node.kind)
+            if number not in (self.s.number, self.s.integer):
+                continue  # of another width than the lanes
+            stream = Stream(self.k, node, self.table_at(node), self.s.lanes, number, addresses.get(id(node)))
+            leading = [self.wide(self.value(a, env, self.values)) for a in node.args[:-1]]
+            self.wrong |= {(id(node), d): x for d, x in stream.begin(leading).items()}
+            out.append(stream)
+        return out
+
+    def each_key(
+        self,
+        streams: list[Stream],
+        env: dict[str, Value],
+        position: Value,
+        ends: tuple[Value, Value],
+        key: Callable[[Value, Value], None],
+        after: Callable[[Value, Value], None] | None = None,
+    ) -> None:
+        """key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
+
+        `position`: of key 0. `after`: called with the ends of every group of keys, as many as lanes, but for the last.
+        """
+        k, lanes, (begin, end) = self.k, self.s.lanes, ends
+        if not streams and after is None:
+            with k.range(begin, end) as j:
+                key(j, j)
+            return
+        with k.range(begin, end, lanes) as group:
+            here = env | {"j": self.integer(position + group)}
+            last = k.min(group + lanes, end)
+            for stream in streams:
+                index = self.wide(self.value(stream.node.args[-1], here, dict(self.values)))
+                stream.fill(index, group, last - group)
+            k.unrolled(group, last, lambda j: key(j, j - group))
+            if after is not None:
+                after(group, last)
+
+
+def squares(program: Program) -> list[Node]:
+    """The streams of which every query has a row of its own, read forwards."""
+    nodes = {id(n): n for n in program.nodes if n.op == "table" and direction(n) == 1}
+    return [n for n in nodes.values() if any(["i" in a.uses for a in n.args[:-1]])]
+
+
+def scale_of(k: Function, s: Shape) -> Value:
+    """The scale of scores, in every lane."""
+    word = k.load(I64, k.p["a"], field_at("scale"))
+    return k.splat(word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32), s.lanes)
+
+
+def of_queries(k: Function, s: Shape, program: Program, v: Value) -> tuple[Lowering, dict[str, Value], Value]:
+    """Of one vector of queries: its lowering, its symbols, and where its lanes are."""
+    wide, lane = vec(I64, s.lanes), v * (s.lanes * 8)
+    numbers, tables = (k.load(PTR, k.p["a"], field_at(n)) for n in ("numbers", "tables"))
+    lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
+    env = {
+        "b": k.p["batch"],
+        "i": k.load(wide, k.p["lanes"], lane),
+        "h": k.load(wide, k.p["lanes"], lane + s.panel * 8),
+    }
+    return lowering, {name: lowering.integer(x) for name, x in env.items()}, lane
+
+
+def aim(module: Any, s: Shape, program: Program) -> Any:
+    """ahead[square, lane] = where the lane's entries of the keys from `first` on lie; in range or not, it is only a
+    hint.
+    """
+    k = module.function("aim", {"a": PTR, "ahead": PTR, "lanes": PTR, "first": I64, "batch": I64}, special=True)
+    p, wide = k.p, vec(I64, s.lanes)
+    numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
+    with k.range(0, s.vectors) as v:
+        lane = v * (s.lanes * 8)
+        lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
+        env = {
+            "b": p["batch"],
+            "i": k.load(wide, p["lanes"], lane),
+            "h": k.load(wide, p["lanes"], lane + s.panel * 8),
+            "j": p["first"],
+        }
+        env = {name: lowering.integer(x) for name, x in env.items()}
+        for n, node in enumerate(squares(program)):
+            stream = Stream(k, node, lowering.table_at(node), s.lanes, s.number)
+            *leading, last = (lowering.wide(lowering.value(x, env, lowering.values)) for x in node.args)
+            stream.begin(leading)
+            k.store(stream.address(last), k.at(p["ahead"], lane), n * s.panel * 8)
+    return k.finish()
+
+
+def expression_tile(module: Any, s: Shape, program: Program) -> Any:
+    """scores[n_keys, panel] = score(scale · S), and -inf (which means hidden) where the mask says so, but of the keys
+    [clear, full).
+
+    `lanes` holds the position and then the head of every lane; `limits` as in softmax_tile. With a score, `check` is as
+    from score_tile, of the keys that the mask shows. An index out of range at a visible key is noted in `wrong`: per
+    lookup and dimension, a flag and one such index.
+    """
+    k = module.function("expression_tile",
+                        {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
+                                            "start": I64, "n_keys": I64, "batch": I64, "clear": I64,
+                                            "full": I64, "ahead": PTR}, special=True)  # fmt: skip
+    p = k.p
+    scale = scale_of(k, s)
+    numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
+    hidden, wide = k.const(float("-inf"), s.vector), vec(I64, s.lanes)
+    # without a score nothing happens to visible keys
+    begin = k.i64(0) if program.score is not None else k.select(p["clear"] > 0, k.i64(0), p["full"])
+    with k.range(0, s.vectors) as v:
+        at, lane = v * (s.lanes * s.number_bytes), v * (s.lanes * 8)
+        lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
+        env = {"b": p["batch"], "i": k.load(wide, p["lanes"], lane), "h": k.load(wide, p["lanes"], lane + s.panel * 8)}
+        env = {name: lowering.integer(x) for name, x in env.items()}
+        seen = k.load(wide, p["limits"], lane) - k.splat(p["start"], s.lanes)
+        for root in (program.score, program.mask):
+            if root is not None:
+                lowering.before_keys(root, env)
+        streams = lowering.streams(
+            program, [x for x in (program.score, program.mask) if x is not None], env, k.at(p["ahead"], lane)
+        )
+        risky = _any(lowering, [condition for condition, _ in lowering.wrong.values()])  # in what no key changes
+        top, total, least = (k.variable(x) for x in (hidden, k.const(0.0, s.vector), -hidden))
+
+        def key(j: Value, m: Value) -> None:
+            """Key j, which is the m-th of those whose streams are filled."""
+            row = k.at(p["scores"], j * s.row_bytes)
+            now = env | {"j": lowering.integer(p["first"] + j), "s": k.load(s.vector, row, at)}
+            values = lowering.values | {id(x.node): x.value(m) for x in streams}
+            x, visible = now["s"], None
+            if program.score is not None:
+                now["s"] = x * scale
+                x = lowering.vector(lowering.value(program.score, now, values))
+            if program.mask is not None:
+                whole = k.splat((j >= p["clear"]) & (j < p["full"]), s.lanes)
+                visible = lowering.vector(lowering.value(program.mask, now, values)) | whole
+                x = k.select(visible, x, hidden)
+
+            def looked_at() -> Value:
+                inside = k.splat(j, s.lanes) < seen
+                return inside if visible is None else inside & visible
+
+            _note_wrong(lowering, wrong, looked_at, risky, streams, m)
+            k.store(x, row, at)
+            if program.score is not None:
+                top.set(k.max(x, top.get()))
+                shown = (
+                    [x, x] if visible is None else [k.select(visible, x, y) for y in (k.const(0.0, s.vector), -hidden)]
+                )
+                total.set(shown[0] + total.get())
+                least.set(k.min(shown[1], least.get()))
+
+        lowering.each_key(streams, env, p["first"], (begin, p["n_keys"]), key)
+        if program.score is not None:
+            for n, variable in enumerate((top, total, least)):
+                k.store(variable.get(), k.at(p["check"], at), n * s.row_bytes)
+    return k.finish()
+
+
+def expression_row(module: Any, s: Shape, program: Program) -> Any:
+    """scores[key] = score(scale · S), and -inf (which means hidden) where the mask says so, of one row. A lane is a
+    key.
+
+    `first` is the position of the first key; the mask hides nothing below `clear`. The row sees keys below `limit`.
+    """
+    names = ("first", "count", "limit", "clear", "batch", "head", "position")
+    k = module.function("expression_row", {"a": PTR, "scores": PTR} | dict.fromkeys(names, I64), special=True)
+    p, n = k.p, s.lanes
+    numbers, tables, wrong = (k.load(PTR, p["a"], field_at(x)) for x in ("numbers", "tables", "wrong"))
+    scale = scale_of(k, s)
+    lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
+    env = {"b": lowering.integer(p["batch"]), "i": lowering.integer(p["position"]), "h": lowering.integer(p["head"])}
+    for root in (program.score, program.mask):
+        if root is not None:
+            lowering.before_keys(root, env)
+    risky = _any(lowering, [condition for condition, _ in lowering.wrong.values()])
+    with k.range(k.i64(0) if program.score is not None else p["clear"] & -n, p["count"], n) as j:
+        lanes = k.splat(j, n) + k.iota(n)
+        x = k.load(s.vector, p["scores"], j * s.number_bytes)
+        now = env | {"j": lowering.integer(k.splat(p["first"], n) + lanes)}
+        values, seen = dict(lowering.values), lanes < k.splat(p["limit"], n)
+        if program.score is not None:
+            now["s"] = x * scale
+            x = lowering.vector(lowering.value(program.score, now, values))
+        if program.mask is not None:
+            visible = lowering.vector(lowering.value(program.mask, now, values)) | (lanes < k.splat(p["clear"], n))
+            x, seen = k.select(visible, x, k.const(float("-inf"), s.vector)), seen & visible
+        _note_wrong(lowering, wrong, lambda: seen, risky, [], j)
+        k.store(x, p["scores"], j * s.number_bytes)
+    return k.finish()
+
+
+def _any(lowering: Lowering, conditions: list[Value]) -> Value | None:
+    """Whether any lane of any condition holds; None without conditions."""
+    every: Value | None = None
+    for condition in conditions:
+        vector = lowering.vector(condition)
+        every = vector if every is None else every | vector
+    return None if every is None else lowering.k.any(every)
+
+
+def _note_wrong(
+    lowering: Lowering,
+    wrong: Value,
+    seen: Callable[[], Value],
+    invariant: Value | None,
+    streams: list[Stream],
+    m: Value,
+) -> None:
+    """Writes down indices that are out of range at a key that a lane sees; m: the key's index in its streams.
+
+    `invariant`: whether any index that is the same for every key is out of range.
+    """
+    k, program = lowering.k, lowering.program
+    moving, fixed = [], []
+    streamed = {id(x.node): x for x in streams}
+    for n, (node, d) in enumerate(program.lookups):
+        stream = streamed.get(id(node))
+        if stream is not None and d == stream.last:
+            with k.when(stream.risky.get()):
+                index = stream.index(m)
+                _, bad = clamped(k, stream.at, d, index)
+                _note(lowering, wrong, n, bad, index, seen())
+        elif stream is not None or not node.uses & OF_KEYS:
+            fixed.append((n, *lowering.wrong[id(node), d]))
+        else:
+            moving.append((n, *lowering.wrong[id(node), d]))
+    for any_bad, lookups in ((_any(lowering, [bad for _, bad, _ in moving]), moving), (invariant, fixed)):
+        if any_bad is not None and lookups:
+            with k.when(any_bad):
+                for n, bad, index in lookups:
+                    _note(lowering, wrong, n, bad, index, seen())
+
+
+def _note(lowering: Lowering, wrong: Value, n: int, bad: Value, index: Value, seen: Value) -> None:
+    k, s = lowering.k, lowering.s
+    bad = lowering.vector(bad) & seen
+    with k.when(k.any(bad)):
+        worst = k.select(bad, lowering.vector(index), k.const(-(1 << 63), vec(I64, s.lanes)))
+        k.store(k.intrinsic(f"llvm.vector.reduce.smax.v{s.lanes}i64", I64, worst), wrong, 16 * n + 8)
+        k.store(k.i64(1), wrong, 16 * n)

@@ -1,0 +1,192 @@
+"""Scores of a panel become weights in place, in which a lane is a query; and what lanes see."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, Literal
+
+from llvmlite import ir
+
+from ...problem.problem import TILE
+from ..language.vector import F32, I32, I64, PTR, Function, Module, Value, vec
+from ..memory.shape import Shape
+from ..products.products import add_weights, packed, scales_of, unit_of
+from .softmax import LARGE, base_of, clamped, exp4, largest, lowest_exponent, rescaled
+
+
+def softmax_tile(module: Module, s: Shape) -> Any:
+    """Scores become weights in place; running_max, running_sum and alpha are updated. Returns `full`, or 0 if all keys
+    must be predicated.
+
+    Keys [clear, full) are visible to every lane; lane i sees keys below limits[i] - tile_start. If the scores are
+    finite, the maximum is below LARGE and no weight underflows, those keys take the fast loop; all others take the
+    careful one, which stands anything. There the weight of a hidden key is -0, which no visible key can have.
+    """
+    params = {
+        "scores": PTR, "check": PTR, "state": PTR, "limits": PTR, "tile_start": I64, "clear": I64, "full": I64,
+        "n_keys": I64, "c": s.number,
+    }  # fmt: skip
+    if s.pads:
+        params["missing"] = s.number  # what the partner of an odd last key weighs
+    k = module.function("softmax_tile", params | scales_of(s), I64)
+    p = k.p
+    c = k.splat(p["c"], s.lanes)
+    old = [k.load(s.vector, p["state"], s.lane_offset(v)) for v in range(s.vectors)]
+    tops = [k.variable(k.max(k.load(s.vector, p["check"], s.lane_offset(v)) * c, x)) for v, x in enumerate(old)]
+    limits = [limit_of(k, s, v) for v in range(s.vectors)]
+    finite = normal = k.const(1, ir.IntType(1))
+    usual = LARGE + lowest_exponent(s) - 1  # without hidden keys a row's maximum may be lower, and LARGE
+    for v, top in enumerate(tops):
+        total, lowest = (k.load(s.vector, p["check"], i * s.row_bytes + s.lane_offset(v)) for i in (1, 2))
+        finite = finite & k.all(k.abs(total) < float("inf")) & k.all(k.abs(top.get()) < usual)
+        normal = normal & k.all(k.fma(lowest, c, -top.get()) >= lowest_exponent(s))
+    with k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"])):
+        ends = [k.select(finite, p[x], k.i64(0)) for x in ("clear", "full")]
+        for top, best, x in zip(tops, _largest_seen(k, s, limits, ends), old, strict=True):
+            top.set(largest(k, s, best, c, x))
+    weights = _Weights(k, s, c, [top.get() for top in tops], limits)
+    weights.add(finite & normal)
+    weights.finish(old)
+    return k.finish(k.select(finite, p["full"], k.i64(0)))
+
+
+def limit_of(k: Function, s: Shape, v: int) -> Value:
+    """How many keys of this tile each lane sees."""
+    wide = vec(I64, s.lanes)
+    x = k.load(wide, k.p["limits"], v * s.lanes * 8) - k.splat(k.p["tile_start"], s.lanes)
+    x = k.max(k.min(x, k.const(TILE, wide)), k.const(0, wide))
+    return x if s.wide else k.trunc(x, s.ivector)
+
+
+def below(k: Function, s: Shape, j: Value, limit: Value) -> Value:
+    """Which lanes see key j of a tile, if its score is not -inf."""
+    return k.splat(j if s.wide else k.trunc(j, I32), s.lanes) < limit
+
+
+def sees(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
+    """Visible and not -inf (NaN counts as visible)."""
+    return below(k, s, j, limit) & x.differs(float("-inf"))
+
+
+def _largest_seen(k: Function, s: Shape, limits: list[Value], whole: list[Value]) -> list[Value]:
+    """Each lane's largest visible score. Keys of `whole`, from and to, are finite and visible; several maxima of them
+    are taken side by side, as each waits for the one before.
+    """
+    lowest, chains = k.const(float("-inf"), s.vector), max(1, min(4, s.isa.registers // (4 * s.vectors)))
+    best = [[k.variable(lowest) for _ in range(chains)] for _ in range(s.vectors)]
+    turns = itertools.cycle(range(chains))
+
+    def score(j: Value, v: int) -> Value:
+        return k.load(s.vector, k.p["scores"], j * s.row_bytes + s.lane_offset(v))
+
+    def key(j: Value) -> None:
+        turn = next(turns)
+        for v, chain in enumerate(best):
+            chain[turn].set(k.max(score(j, v), chain[turn].get()))
+
+    k.unrolled(whole[0], whole[1], key, chains)
+    for ends in ((k.i64(0), whole[0]), (whole[1], k.p["n_keys"])):
+        with k.range(*ends) as j:
+            for v, (first, *_) in enumerate(best):
+                x = score(j, v)
+                first.set(k.max(k.select(sees(k, s, x, j, limits[v]), x, lowest), first.get()))
+    return [functools.reduce(k.max, [x.get() for x in chain]) for chain in best]
+
+
+# of keys: all are seen; or by lanes below their limits; and scores may be anything
+_How = Literal["all", "seen", "careful"]
+
+
+class _Weights:
+    """Exponentials of one tile, its row sum, alpha, and the new running_max and running_sum; part of softmax_tile."""
+
+    def __init__(self, k: Function, s: Shape, c: Value, top: list[Value], limits: list[Value]) -> None:
+        self.k, self.s, self.c, self.top, self.limits = k, s, c, top, limits
+        self.base = [base_of(k, s, t) for t in top]
+        self.hidden = k.const(-0.0, s.vector)
+        self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
+
+    def add(self, usual: Value) -> None:
+        """All keys of a tile, whose visible scores may be `usual`. Weights of hidden ones, which may be anything, are
+        dropped.
+        """
+        k, p, together = self.k, self.k.p, self.s.elements
+        first, end = p["clear"], p["full"] & -2
+        whole = p["n_keys"] & -together
+        with k.either(usual) as (as_usual, any_scores):
+            with as_usual:
+                if self.s.hides:
+                    self._steps(k.i64(0), first, together, "seen")
+                self._steps(first, end, 2, "all")
+                self._steps(end, whole, together, "seen")
+                self._last(whole, "seen")
+            with any_scores:
+                self._steps(k.i64(0), whole, together, "careful")
+                self._last(whole, "careful")
+
+    def _last(self, whole: Value, how: _How) -> None:
+        if self.s.elements > 1:
+            with self.k.when(whole < self.k.p["n_keys"]):
+                self._step(whole, 1, how)
+
+    def _steps(self, first: Value, end: Value, keys: int, how: _How) -> None:
+        with self.k.range(first, end, keys) as j:
+            self._step(j, keys, how)
+
+    def _step(self, j: Value, keys: int, how: _How) -> None:
+        """Keys j and j + 1; or one alone."""
+        weights = self._weigh(j, keys, how)
+        for v in range(self.s.vectors):
+            for i in range(0, keys, self.s.elements):
+                self._store(j + i, v, [x[v] for x in weights[i : i + self.s.elements]])
+
+    def _store(self, j: Value, v: int, weights: list[Value]) -> None:
+        """The weights of the unit of keys that begins with key j; the last one's may be incomplete.
+
+        A missing partner weighs +0 beside the zeros past an array's end. It is hidden where there may be anything, and
+        where its key is: +0 would change the sign of a sum that is -0.
+        """
+        k, s, total = self.k, self.s, self.total[v]
+        missing = s.elements - len(weights)
+        partner = self.hidden
+        if missing and s.pads:
+            sign = weights[0].bits(s.ivector) & self.hidden.bits(s.ivector)
+            partner = (k.splat(k.p["missing"], s.lanes).bits(s.ivector) | sign).bits(s.vector)
+        unit = packed(k, s, weights + [partner] * missing)
+        stored = rescaled(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes)) if s.quantised else unit
+        k.store(stored, k.p["scores"], unit_of(s, j) * s.row_bytes + s.lane_offset(v))
+        unit = packed(k, s, weights + [self.hidden] * missing) if missing else unit
+        total.set(add_weights(k, s, unit, total.get()))
+
+    def _weigh(self, j: Value, keys: int, how: _How) -> list[list[Value]]:
+        """[key][vector] of weights."""
+        k, s = self.k, self.s
+        each = [(i, v) for i in range(keys) for v in range(s.vectors)]
+        xs = [k.load(s.vector, k.p["scores"], (j + i) * s.row_bytes + s.lane_offset(v)) for i, v in each]
+        es = [k.fma(x, self.c, -self.base[v]) for x, (_, v) in zip(xs, each, strict=True)]
+        if how == "careful":
+            es = clamped(k, s, es, [self.base[v] for _, v in each])
+        ws = exp4(k, s, es, any_x=how == "careful")
+        if how != "all":
+            shown = [below(k, s, j + i, self.limits[v]) for i, v in each]
+            if how == "careful" or s.hides:  # what a mask hides has such a score
+                shown = [y & x.differs(float("-inf")) for x, y in zip(xs, shown, strict=True)]
+            ws = [k.select(y, w, self.hidden) for y, w in zip(shown, ws, strict=True)]
+        return [ws[i * s.vectors : (i + 1) * s.vectors] for i in range(keys)]
+
+    def finish(self, old: list[Value]) -> None:
+        """Updates the state. check gets alpha, then what a sum of values starts from: +0, or -0 in a lane that sees
+        nothing here, whose accumulator it then leaves as it is.
+        """
+        k, s, p = self.k, self.s, self.k.p
+        for v in range(s.vectors):
+            at, sum_at = s.lane_offset(v), s.row_bytes + s.lane_offset(v)
+            (alpha,) = exp4(k, s, [old[v] - self.base[v]], any_x=True)
+            running_sum = k.load(s.vector, p["state"], sum_at)
+            total = self.total[v].get()
+            k.store(self.top[v], p["state"], at)
+            k.store(k.fma(running_sum, alpha, total), p["state"], sum_at)
+            k.store(alpha, p["check"], at)
+            sign = k.const(-(1 << (63 if s.wide else 31)), s.ivector)
+            k.store(total.bits(s.ivector) & sign, p["check"], sum_at)

@@ -1,0 +1,1 @@
+"""Python that writes vector code: values, functions, conversions, random numbers, table lookups."""

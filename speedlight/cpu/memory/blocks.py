@@ -1,0 +1,196 @@
+"""The memory layout of keys and values in a cache: blocks of 16 tokens, in the order in which the kernels read them.
+
+A `Store` is the memory of one layer's keys or values, (…, block, bytes of a block), and *planes*: views of it with
+tokens first, (…, block, token, element), through which whole tokens are copied, moved and read from files.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...arrays import array as arrays
+from ...errors import ReservationError, pass_on, shown
+from ...host.rounding import standard
+from ...problem.tokens import Moves, TokenShape
+from .records import BLOCK
+
+
+class Store:
+    """Keys or values in their own dtype: a block of keys is [element][16 keys], a block of values is 16 rows."""
+
+    def __init__(self, dim: int, dtype: str, *, keys: bool) -> None:
+        self.dim, self.dtype, self.is_keys = dim, dtype, keys
+        self.kind = arrays.numpy_dtype(dtype)
+        self.row = self.row_bytes()  # of a token: a block's bytes over 16
+        self.planes: list[np.ndarray] = []
+
+    def use(self, whole: np.ndarray, first: int = 0) -> None:
+        """Its memory: of each block of `whole`, (…, block, bytes), the bytes from `first` on."""
+        self.whole, self.first = whole, first
+        self.memory = whole[..., first : first + BLOCK * self.row]
+        self.address = whole.ctypes.data + first
+        self.planes = self.views()
+
+    def row_bytes(self) -> int:
+        return self.dim * self.kind.itemsize
+
+    def views(self) -> list[np.ndarray]:
+        return [
+            self.view(self.kind, (self.dim, BLOCK)).swapaxes(-1, -2)
+            if self.is_keys
+            else self.view(self.kind, (BLOCK, self.dim))
+        ]
+
+    def view(self, kind: np.dtype, tail: tuple[int, ...], offset: int = 0) -> np.ndarray:
+        """Part of each block as an array of this type."""
+        inner = [kind.itemsize * math.prod(tail[i + 1 :]) for i in range(len(tail))]
+        strides = (*self.memory.strides[:-1], *inner)
+        return np.ndarray((*self.memory.shape[:-1], *tail), kind, self.whole, self.first + offset, strides)
+
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        """Tokens (…, dim) of what the planes hold."""
+        return parts[0]
+
+    # --- tokens in and out: new ones are put by the kernel of append.py
+
+    def move(self, moves: Moves) -> None:
+        """Whole tokens of (page, heads, block, …), all at once."""
+        ends = ((moves.from_owner, moves.from_slot), (moves.to_owner, moves.to_slot))
+        (old, old_slot), (new, new_slot) = ((np.array(page, np.int64), np.array(slot, np.int64)) for page, slot in ends)
+        for plane in self.planes:
+            tail = plane.shape[self.memory.ndim - 1 :]
+            if len(tail) == 2 or tail[0] == BLOCK:
+                moved = plane[old, :, old_slot >> 4, old_slot & 15]  # a copy
+                plane[new, :, new_slot >> 4, new_slot & 15] = moved
+            else:
+                moved = plane[old, :, old_slot >> 4, (old_slot & 15) >> 1, old_slot & 1]
+                plane[new, :, new_slot >> 4, (new_slot & 15) >> 1, new_slot & 1] = moved
+
+    def fill(self, parts: list[np.ndarray]) -> None:
+        """Stores what parts() returned, from the first token on."""
+        for plane, part in zip(self.planes, parts, strict=True):
+            _scatter(plane, self.memory.ndim - 1, 0, part)
+
+    def get(self, where: Any, n: int) -> np.ndarray:
+        """A copy of the first n tokens of memory[where], (items, heads, n, dim)."""
+        return self.joined(self.parts(where, n))
+
+    def parts(self, where: Any, n: int) -> list[np.ndarray]:
+        """A copy of the first n tokens of memory[where], plane by plane."""
+        count = -(-n // BLOCK)
+        parts = []
+        for plane in self.planes:
+            blocks = plane[where][:, :, :count]
+            tokens = blocks.reshape(*blocks.shape[:2], count * BLOCK, math.prod(blocks.shape[3:]) // BLOCK)
+            parts.append(tokens[:, :, :n, : self.dim].copy())
+        return parts
+
+
+class Pairs(Store):
+    """bfloat16, as the dot instruction takes it and others part it: a block of keys is [pair of elements][16 keys][2],
+    one of values is [8 pairs of keys][element][2].
+
+    An odd last element of a key has a zero beside it.
+    """
+
+    def row_bytes(self) -> int:
+        return (self.dim + self.dim % 2 if self.is_keys else self.dim) * self.kind.itemsize
+
+    def views(self) -> list[np.ndarray]:
+        if self.is_keys:
+            return [np.moveaxis(self.view(self.kind, ((self.dim + 1) // 2, BLOCK, 2)), -3, -2)]  # (…, token, pair, 2)
+        return [np.moveaxis(self.view(self.kind, (BLOCK // 2, self.dim, 2)), -1, -2)]  # (…, pair of tokens, 2, element)
+
+
+class Coded(Store):
+    """Codes with a scale per token and head: 16 scales, then the block of codes as `Store` has it. codes · scales ≈ x,
+    from each row alone: a scale is the row's largest magnitude over the largest code. A row with NaN or infinity is
+    NaN.
+    """
+
+    def row_bytes(self) -> int:
+        return self.dim + 4
+
+    def views(self) -> list[np.ndarray]:
+        codes = self.view(self.kind, (self.dim, BLOCK) if self.is_keys else (BLOCK, self.dim), 4 * BLOCK)
+        return [codes.swapaxes(-1, -2) if self.is_keys else codes, self.view(np.dtype(np.float32), (BLOCK, 1))]
+
+    @standard
+    def joined(self, parts: list[np.ndarray]) -> np.ndarray:
+        return parts[0].astype(np.float32) * parts[1]
+
+
+def _even(x: np.ndarray) -> np.ndarray:
+    """An odd last axis gets a zero."""
+    return np.concatenate([x, np.zeros((*x.shape[:-1], 1), x.dtype)], axis=-1) if x.shape[-1] % 2 else x
+
+
+def _scatter(blocks: np.ndarray, axes: int, at: int, x: np.ndarray) -> None:
+    """Tokens x (items, heads, n, dim) from token `at` on, into blocks whose first `axes` axes end with the block."""
+    n = x.shape[2]
+    tail = blocks.shape[axes:]
+    if len(tail) == 3 and tail[0] == BLOCK:  # pairs of elements
+        x = _even(x)
+    done = 0
+    while done < n:
+        block, lane = divmod(at + done, BLOCK)
+        if lane or n - done < BLOCK:
+            count = min(BLOCK - lane, n - done)
+            for token in range(count):
+                one = x[:, :, done + token]
+                where = blocks[:, :, block]
+                if len(tail) == 2:
+                    where[:, :, lane + token] = one
+                elif tail[0] == BLOCK:
+                    where[:, :, lane + token] = one.reshape(*one.shape[:2], *tail[1:])
+                else:
+                    where[:, :, (lane + token) // 2, (lane + token) % 2] = one
+        else:
+            count = (n - done) // BLOCK * BLOCK
+            whole = x[:, :, done : done + count]
+            blocks[:, :, block : block + count // BLOCK] = whole.reshape(*x.shape[:2], count // BLOCK, *tail)
+        done += count
+
+
+def reserved(shape: tuple[int, ...]) -> np.ndarray:
+    """Zero bytes on pages of their own: a row of a multiple of 64 bytes starts on a cache line, and unused pages take
+    no memory.
+    """
+    count = math.prod(shape)
+    try:
+        memory = arrays.pages(count, large=True)
+    except (OSError, OverflowError, ValueError) as error:
+        pass_on(error, Exception)
+        raise ReservationError(
+            f"capacity: {shown(count)} bytes cannot be reserved ({error}). Reduce the capacity or pages, layers or "
+            "dtype."
+        ) from None
+    return np.frombuffer(memory, np.uint8, count).reshape(shape)
+
+
+def make_stores(shape: TokenShape, blocks: tuple[int, ...], *, together: bool) -> tuple[list[Store], list[Store]]:
+    """Keys and values of every layer, in an array of blocks of this shape.
+
+    `together`: a block's values follow its keys.
+    """
+    kind: type[Store] = Store
+    if shape.dtype in arrays.CODES:
+        kind = Coded
+    elif shape.dtype == "bfloat16":
+        kind = Pairs
+    k, v = (
+        [kind(dim, shape.dtype, keys=keys) for _ in range(shape.layers)]
+        for dim, keys in ((shape.head_dim, True), (shape.value_dim, False))
+    )
+    for keys, values in zip(k, v, strict=True):
+        if together:
+            whole = reserved((*blocks, BLOCK * (keys.row + values.row)))
+            keys.use(whole)
+            values.use(whole, BLOCK * keys.row)
+        else:
+            for x in (keys, values):
+                x.use(reserved((*blocks, BLOCK * x.row)))
+    return k, v

@@ -1,0 +1,353 @@
+"""Memory that the host fills and kernels read, by name: arguments, items, scratch and the memory of panels.
+
+A `Record` is a row of 64-bit words. The host writes them into an int64 array at `word(name)`, kernels read them at
+`offset(name)`. Scratch has parts of sizes that depend on the problem: `placed` says where each begins, and a kernel
+finds that in its arguments, as `at_<part>`. LLVM is not needed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from ...problem.problem import QUERY_BLOCK, TILE
+
+BLOCK = 16  # keys of a block of a cache: one after another for each element
+SLACK = 8  # numbers past the last of a list of pages: they are read, not used
+PLACES = 192  # addresses of a tile's keys, of what is fetched ahead of it, and what one store may write past them
+ENDLESS = 1 << 62  # tokens or pages: there is no end
+
+
+class Record:
+    """Words of 64 bits, by name."""
+
+    __slots__ = ("names", "words")
+
+    def __init__(self, *names: str) -> None:
+        self.names, self.words = names, {name: i for i, name in enumerate(names)}
+
+    def word(self, name: str) -> int:
+        return self.words[name]
+
+    def offset(self, name: str) -> int:
+        """In bytes."""
+        return 8 * self.words[name]
+
+    @property
+    def bytes(self) -> int:
+        return 8 * len(self.names)
+
+
+class Item(NamedTuple):
+    """An item of the batch: values in a kernel, columns of the host's table, or their numbers (ITEM)."""
+
+    first: Any  # tickets before it
+    blocks: Any  # tickets per kv head, or per group of them that share a task
+    q_len: Any
+    k_len: Any
+    start: Any  # position of the first query, less that of the first key
+    q_at: Any  # bytes from the address in the arguments, likewise the next four
+    k_at: Any
+    v_at: Any
+    out_at: Any
+    lse_at: Any
+    index: Any  # in the batch; -1: rows without a query
+    pages: Any  # address of its list of pages
+
+
+ITEM = Item._make(range(len(Item._fields)))
+ITEM_BYTES = 8 * len(Item._fields)
+
+
+class GradientItem(NamedTuple):
+    """An item of the batch in a backward pass: as Item."""
+
+    steps: Any  # blocks of queries, times the heads of a group
+    ranges: Any  # of keys
+    block: Any  # number of the first block of queries: its position / QUERY_BLOCK
+    q_len: Any
+    k_len: Any
+    start: Any
+    q_at: Any  # bytes from the address in the arguments, likewise all others
+    k_at: Any
+    v_at: Any
+    out_at: Any
+    lse_at: Any
+    d_out_at: Any
+    dq_at: Any
+    dk_at: Any
+    dv_at: Any
+    sq_at: Any  # of the sums of dq, dk and dv, likewise the next two
+    sk_at: Any
+    sv_at: Any
+    index: Any
+
+
+GRADIENT_ITEM_BYTES = 8 * len(GradientItem._fields)
+
+# kv heads that are worked on at once: tickets before them, number of the first, how many; ranges of each, at most;
+# words of progress before theirs
+GANG = Record("first", "column", "columns", "ranges", "progress")
+
+# a block of queries, of the pass that makes gradients of tables; its share, and how many of that come before it
+BLOCK_OF = Record("item", "head", "step", "share", "turn")
+# of a table: its entries' sums, share after share (0 bytes: all shares have the same), and the bytes of one sum
+SHARE_OF = Record("at", "bytes", "number")
+SUM_OF = Record("at", "number")  # of a lookup, likewise, in one share
+
+# what a counting run adds up (`counts` is not null): tiles full, mixed; keys computed for panels
+COUNTS = Record("full", "mixed", "panel_keys")
+
+# --- arguments
+
+# What every kernel's arguments begin with: a region reads no more. `ticket` has a cache line of its own
+HEAD = ("ticket", "worker", "left", "pad3", "pad4", "pad5", "pad6", "pad7", "limit", "scratch", "scratch_stride")
+# new for each call
+_CALL = ("q", "k", "v", "out", "lse", "counts", "items", "partials", "arrived", "wrong", "seed")
+_COMMON = (
+    *HEAD, *_CALL, "item_count",
+    "q_head", "q_row", "q_column", "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
+    "out_head", "out_row", "out_column", "lse_head", "lse_row",
+    "head_dim", "value_dim", "group", "causal", "c", "scale", "flip", "k_start", "numbers", "tables", "sinks",
+    "drop_below", "divisor",
+    "page_size", "page_fixed", "page_ring", "k_page", "v_page",
+)  # fmt: skip
+TICKET, WORKER, LEFT, LIMIT, SCRATCH = (HEAD.index(x) for x in ("ticket", "worker", "left", "limit", "scratch"))
+CALL = slice(len(HEAD), len(HEAD) + len(_CALL))
+
+# of the kernel that stores new tokens; a run, of those that follow the arguments: tokens of a sequence
+APPEND = Record(
+    *HEAD, "k", "v", "to_k", "to_v",  # new for each call
+    "k_head", "k_row", "k_column", "v_head", "v_row", "v_column",
+    "to_k_head", "to_k_block", "to_v_head", "to_v_block",
+    "kv_heads", "head_dim", "value_dim",
+    "run_tickets", "head_groups", "heads", "blocks",  # tickets of a run; groups of heads; of a ticket heads, and blocks
+    "fixed", "ring",  # blocks before those that are a ring, and those
+    # of raw pages: tokens of a block, blocks of a page; distances in a page
+    "size", "page_blocks", "to_k_row", "to_k_column", "to_v_row", "to_v_column",
+)  # fmt: skip
+RUN = Record("count", "slot", "k_at", "v_at", "to_k_at", "to_v_at", "list")  # list: of its blocks' numbers, or 0
+
+# --- scratch: each part, and its bytes; parts begin on cache lines
+
+
+class ForwardSizes(NamedTuple):
+    """What the parts of the forward kernel's scratch depend on."""
+
+    number: int  # bytes of a score or sum
+    panel: int  # queries of a panel
+    tile_rows: int  # TILE, rounded up to register tiles
+    units: int  # of a query
+    width: int  # value columns, rounded up to register tiles
+    staged_keys: int  # bytes of a tile's keys, and values, where they are copied
+    staged_values: int
+    quantised: bool
+
+    @property
+    def row(self) -> int:
+        """Bytes of a number for each query."""
+        return self.panel * self.number
+
+
+# what a panel keeps of each of its queries: keys seen; addresses of the rows of q, out, lse; position, head
+LANES = Record("limit", "q", "out", "lse", "position", "head")
+ENDS = Record("low", "high", *(f"pad{i}" for i in range(2, 8)))  # keys that a panel's first query sees, and its last
+
+# of a worker; a state is a panel's running_max, running_sum, then the accumulator [width, panel]
+FORWARD_SCRATCH: Mapping[str, Callable[[ForwardSizes], int]] = {
+    "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel], then weights in their place
+    "check": lambda z: 3 * z.row,  # largest score, sum, smallest; then alpha and what sums of values start from
+    "partial": lambda z: (2 + z.width) * z.row,  # [width, panel] sums of the fully visible keys; at the end, a sink
+    "keys": lambda z: z.staged_keys,  # [TILE, units]
+    "values": lambda z: z.staged_values,  # [steps of TILE, value_dim]
+    "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values
+    "scales": lambda z: z.quantised * 2 * TILE * 4,  # of a tile's keys, then of its values
+    "panels": lambda z: 0,  # one after another to the end
+}
+PANEL: Mapping[str, Callable[[ForwardSizes], int]] = {
+    "ends": lambda z: ENDS.bytes,
+    "queries": lambda z: z.units * z.row,  # [units, panel]
+    "total": lambda z: (2 + z.width) * z.row,  # state of the spans so far
+    "span": lambda z: (2 + z.width) * z.row,  # state of this span
+    "lanes": lambda z: LANES.bytes * z.panel,  # [LANES, panel]
+}
+
+
+class DecodeSizes(NamedTuple):
+    """What the parts of the decode kernel's scratch depend on."""
+
+    number: int  # bytes of a score or sum
+    rows: int  # query rows of a kv head
+    heads: int  # kv heads of a task
+    units: int  # of a query
+    slots: int  # vectors of a value
+    vector: int  # bytes
+
+    @property
+    def states(self) -> int:
+        """Bytes of a state for every row of every head: max, sum, then the accumulator in slots of one vector."""
+        return self.heads * self.rows * (self.slots + 1) * self.vector
+
+
+# what a tile leaves of each row: the factor of what came before, the sum of weights, keys seen
+ROW = Record("alpha", "sum", "limit")
+DECODE_SCRATCH: Mapping[str, Callable[[DecodeSizes], int]] = {
+    "scores": lambda z: z.heads * z.rows * TILE * z.number,  # [heads, rows, TILE], then weights in their place
+    "queries": lambda z: z.heads * z.rows * z.units * z.number,  # [heads, rows, units]
+    "sums": lambda z: z.rows * z.slots * z.vector,  # [rows, slots] of a tile's values
+    "span": lambda z: z.states,
+    "total": lambda z: z.states,
+    "numbers": lambda z: ROW.bytes * z.rows,  # [ROW, rows]
+    "places": lambda z: 2 * PLACES * 8,  # addresses of a tile's keys, then of its values, each with those to fetch
+}
+
+# what of the next task is fetched next: addresses of a row of q, of out, of keys and of values; how many are left
+UPCOMING = Record("q", "out", "k", "v", "positions", "keys")
+
+
+class BackwardSizes(NamedTuple):
+    """What the parts of the backward kernel's scratch depend on."""
+
+    number: int  # bytes of a score or sum
+    panel: int  # queries of a panel
+    tile_rows: int  # TILE, and what register tiles write past it
+    units: int  # of a query
+    value_units: int  # of a row of d_out
+    width: int  # columns of q, rounded up to register tiles
+    columns: int  # of rows of q, rounded up to vectors
+    value_columns: int  # of rows of d_out, likewise
+    staged_keys: int  # bytes of a tile's keys, and values, where they are copied
+    staged_values: int
+    elements: int  # of a unit; weights are kept once more where they are more than one
+    together: int  # panels that add to dK and dV at once
+    keeps_raw: bool
+    drops: bool
+    head_dim: int
+
+    @property
+    def row(self) -> int:
+        """Bytes of a number for each query."""
+        return self.panel * self.number
+
+    @property
+    def units_of_weights(self) -> int:
+        """Bytes of a tile's P, or dS, in units."""
+        return self.tile_rows * self.row // self.elements if self.elements > 1 else 0
+
+
+# what a panel of the backward kernel keeps of each of its queries: keys seen; addresses of the rows of q, d_out, out
+QUERY_LANES = Record("limit", "q", "d_out", "out", "position", "head")
+# … and of all: keys that it sees, least and most; the first lane that is a query, and one past the last
+# and of a tile, the keys that any of them sees, and whether products must look at every pair
+QUERY_ENDS = Record("low", "high", "first", "end", "key_first", "key_end", "careful", "pad")
+
+BACKWARD_SCRATCH: Mapping[str, Callable[[BackwardSizes], int]] = {
+    "raw": lambda z: z.keeps_raw * z.tile_rows * z.row,  # S, where an expression changes it
+    "factors": lambda z: z.drops * z.tile_rows * z.row,  # of weights: 0, or what dropout leaves is multiplied by
+    "check": lambda z: 5 * z.row,  # as an expression leaves it: largest score, sum, smallest; sums of S, and of dP
+    "dk": lambda z: z.tile_rows * apart(z.columns * z.number),  # [TILE, columns] of this block of queries
+    "dv": lambda z: z.tile_rows * apart(z.value_columns * z.number),
+    "keys": lambda z: z.staged_keys,  # [TILE, units]
+    "values": lambda z: z.staged_values,
+    "key_units": lambda z: (z.elements > 1) * TILE // z.elements * z.head_dim * z.number,  # [units of TILE, head_dim]
+    "pairs": lambda z: z.together * placed(PAIRS, z)[1],  # of panels that are taken together
+    "panels": lambda z: 0,  # one after another to the end
+}
+# of a panel and a tile
+PAIRS: Mapping[str, Callable[[BackwardSizes], int]] = {
+    "scores": lambda z: z.tile_rows * z.row,  # [TILE, panel] of S, then of P
+    "flows": lambda z: z.tile_rows * z.row,  # [TILE, panel] of dP, then of dS
+    "p_units": lambda z: z.units_of_weights,  # [TILE, panel] of P: a unit is of queries
+    "ds_units": lambda z: z.units_of_weights,  # … and of dS
+    "flow_units": lambda z: z.units_of_weights,  # [units of TILE, panel] of dS: a unit is of keys
+}
+BACKWARD_PANEL: Mapping[str, Callable[[BackwardSizes], int]] = {
+    "ends": lambda z: QUERY_ENDS.bytes,
+    "stats": lambda z: 2 * z.row,  # lse; delta
+    "queries": lambda z: max(z.units, z.value_units) * z.row,  # [units, panel]; of out, until delta is known
+    "gradients": lambda z: z.value_units * z.row,  # [value_units, panel] of d_out
+    "dq": lambda z: z.width * z.row,  # [width, panel]
+    "q_rows": lambda z: z.panel * apart(z.columns * z.number),  # [panel, columns]
+    "d_out_rows": lambda z: z.panel * apart(z.value_columns * z.number),
+    "lanes": lambda z: QUERY_LANES.bytes * z.panel,  # [QUERY_LANES, panel]
+}
+
+
+# sums over queries for each of `keys` keys of a tile: weights [keys, panel] times rows [panel, columns] of each panel
+SUMS = Record(
+    "partial", "weights", "marks", "pair_bytes", "rows", "panel", "panel_bytes",
+    "row",  # from one of `rows` to the next, and of partial
+    "panels", "keys",
+    "begin",  # from +0, not from what partial has
+    "join",  # partial is not written: totals are, or at the end what is returned
+    "fresh", "end", "total", "total_row", "out", "out_row", "factor",
+)  # fmt: skip
+
+
+def apart(row: Any) -> Any:
+    """Bytes from one row to the next, an odd number of cache lines: the same columns of many rows then lie in all sets
+    of the first-level cache, not in a few.
+    """
+    return ((row + 63) >> 6 | 1) << 6
+
+
+def together(panel: int) -> int:
+    """How many panels of so many queries add to dK and dV at once: half a block, whose rows the first-level cache holds
+    (48 columns of them, 18 KiB).
+    """
+    return max(1, QUERY_BLOCK // panel // 2)
+
+
+def placed(parts: Mapping[str, Callable[[Any], int]], sizes: Any) -> tuple[dict[str, int], int]:
+    """Where each part begins, and where the last ends."""
+    places, end = {}, 0
+    for name, bytes_of in parts.items():
+        places[name] = end
+        end += -(-bytes_of(sizes) // 64) * 64
+    return places, end
+
+
+FORWARD = Record(
+    *_COMMON, "panels", "width", "stage_k", "stage_v", "panel_bytes",
+    *(f"at_{name}" for name in (*FORWARD_SCRATCH, *PANEL)),
+    # of the task that a thread will probably run next: tickets on, 0 if nothing is fetched for it; cache lines of a row
+    # of q, out, k and v; positions, and keys, that are fetched with each group of keys
+    "upcoming", "q_lines", "out_lines", "k_lines", "v_lines", "next_positions", "next_keys",
+    # of a partial problem: accumulators, laid as out is; [rows, 2] of running_max and running_sum, laid as lse is; and
+    # whether rows begin here, with nothing, and end here, in out and lse
+    "accumulators", "sums", "begins", "ends",
+)  # fmt: skip
+STATE = slice(FORWARD.word("accumulators"), FORWARD.word("ends") + 1)  # new for each call, as CALL
+# put, new: a function that stores a task's new tokens before they are read, or 0, and the address of its arguments
+DECODE = Record(
+    *_COMMON, "rows", "heads", "slots", "partial_bytes", *(f"at_{name}" for name in DECODE_SCRATCH), "put", "new"
+)
+NEW = slice(DECODE.word("put"), DECODE.word("new") + 1)  # new for each call, as CALL
+
+BACKWARD = Record(
+    *_COMMON, "drop_factor", "d_out", "d_lse", "dq", "dk", "dv", "sq", "sk", "sv", "progress",
+    "shares", "gangs", "gang_count", "skew", "blocks", "kv_heads", "range_keys", "panels",
+    "panel_bytes", "pair_bytes",
+    "d_out_head", "d_out_row", "d_out_column",
+    *(f"{name}_{part}" for name in ("dq", "dk", "dv", "sq", "sk", "sv") for part in ("head", "row")),
+    "columns", "value_columns", "k_staged", "v_staged",
+    *(f"at_{name}" for name in (*BACKWARD_SCRATCH, *PAIRS, *BACKWARD_PANEL)),
+)  # fmt: skip
+GRADIENTS = slice(BACKWARD.word("d_out"), BACKWARD.word("shares") + 1)  # new for each call, as CALL
+
+
+def arguments_of(kind: str) -> Record:
+    """What a kernel of this kind is called with."""
+    match kind:
+        case "forward":
+            return FORWARD
+        case "decode":
+            return DECODE
+        case "backward" | "tables":
+            return BACKWARD
+    raise AssertionError(kind)
+
+
+def field(name: str) -> int:
+    """The offset of a word that the arguments of every attention kernel have at the same place."""
+    return 8 * _COMMON.index(name)

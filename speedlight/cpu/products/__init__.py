@@ -1,0 +1,1 @@
+"""The ways to multiply on a CPU: units, packing, and one step of a sum."""

@@ -1,0 +1,1 @@
+"""Running kernels: compilation and its cache, threads, tunings in force, the measured roof."""

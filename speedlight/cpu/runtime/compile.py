@@ -1,0 +1,435 @@
+"""Kernels: their names, object code, and the cache of object files.
+
+A cached kernel is a plain object file, named by a hash of everything that went into it: the specialisation, the
+target, llvmlite's version and the sources of the package. There is no index and no pickle. Nothing is read from a
+directory or file that others could have written; any failure of the cache warns once and the kernel is compiled.
+
+In memory the key of a kernel is its structure, so no array stays alive for it; those least recently used are unloaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import os
+import re
+import stat
+import sys
+import threading
+import warnings
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ArgumentError, CompileError, pass_on, shown
+from ...host.llvm import load, process_triple, undisturbed
+from ...host.rounding import standard
+
+if TYPE_CHECKING:
+    from ...host.machine import Isa
+    from ..kernels.merge import MergeShape
+    from ..kernels.thread_pool import ServingShape
+    from ..memory.shape import AppendShape, Shape
+
+    AnyShape = Shape | MergeShape | AppendShape | ServingShape
+
+_OURS = b"speedlight object "
+_MAGIC = _OURS + b"3\n"
+_HEADER = len(_MAGIC) + 64  # then sha256 of the file's name and the objects, sha256 of the IR, the objects
+_NAME = re.compile(r"[a-z0-9_]+_[0-9a-f]{12}_[0-9a-f]{64}\.o")
+MOST_LOADED = 256  # kernels; then the least recently used is unloaded, once no thread runs it
+lock = threading.RLock()
+_loaded: dict[Any, Kernel] = {}
+_turns = itertools.count()  # a clock of uses
+_warned = False
+
+# No fork while a kernel is being made: the child's lock would stay locked.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+
+
+class Kernel:
+    """Machine code and its symbol; unloaded with this object. The GIL is released while it runs.
+
+    `entry(address of arguments)` does one thread's share of a region. `joined(address)` does the same, and returns when
+    no thread is inside any more. `ticket`: the address of what does one ticket, where the kernel says it.
+    """
+
+    __slots__ = ("__weakref__", "address", "code", "entry", "from_cache", "joined", "last", "symbol", "ticket")
+
+    def __init__(
+        self, symbol: str, objects: tuple[bytes, ...], from_cache: bool, *, does_tickets: bool = False
+    ) -> None:
+        self.symbol, self.from_cache, self.last = symbol, from_cache, 0
+        names = symbol, f"{symbol}_joined", *[f"{symbol}_ticket"] * does_tickets
+        self.code = load(objects, names)
+        self.address, self.ticket = self.code[symbol], self.code[names[-1]] if does_tickets else 0
+        call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+        self.entry, self.joined = call(self.address), call(self.code[f"{symbol}_joined"])
+
+    def used(self) -> None:
+        """Marks it as recently used."""
+        self.last = next(_turns)
+
+
+def symbol_of(shape: AnyShape) -> str:
+    """The kernel's identity: the same string in profiles, in the cache and in benchmark rows."""
+    return f"{shape.stem}_{_digest(shape)[:12]}"
+
+
+def kernel_of(shape: AnyShape) -> Kernel:
+    """The forward, decode or merge kernel for `shape`: loaded once in a process, from the cache or freshly compiled."""
+    key = _structure(shape)
+    kernel = _loaded.get(key)
+    if kernel is None:
+        with lock:
+            kernel = _loaded.get(key)
+            if kernel is None:
+                kernel = _make(shape)
+                _make_room()
+                _loaded[key] = kernel
+    kernel.used()
+    return kernel
+
+
+def _structure(shape: Any) -> Any:
+    """What makes the kernel, and nothing else: equal to `shape`, without the arrays and numbers of its expressions."""
+    program = getattr(shape, "program", None)
+    if program is None:
+        return shape
+    return replace(shape, program=replace(program, mask=None, score=None, flow=None, entries=()))
+
+
+def _make_room() -> None:
+    """For one more. A running call holds a reference, so its kernel is unloaded afterwards."""
+    while len(_loaded) >= MOST_LOADED:
+        del _loaded[min(_loaded, key=lambda key: _loaded[key].last)]
+
+
+def loaded_kernels() -> list[str]:
+    """The symbols of the kernels that are loaded."""
+    return sorted(kernel.symbol for kernel in list(_loaded.values()))
+
+
+def emit(shape: AnyShape) -> str:
+    """The LLVM IR of the kernel, as one module."""
+    return str(_module(shape))
+
+
+@standard
+def _module(shape: AnyShape) -> Any:
+    """Emitters are imported where they are needed: a first call waits for its own alone."""
+    symbol = symbol_of(shape)
+    match shape.kind:
+        case "merge":
+            from ..kernels.merge import merge_module as module
+        case "append":
+            from ..kernels.append import append_module as module
+        case "forward":
+            from ..kernels.forward import forward_module as module
+        case "backward":
+            from ..kernels.backward import backward_module as module
+        case "tables":
+            from ..kernels.table_gradients import tables_module as module
+        case "serving":
+            from ..kernels.thread_pool import serving_module as module
+        case _:
+            from ..kernels.decode import decode_module as module
+    of_kind: Any = shape
+    return module(of_kind, symbol)
+
+
+@standard  # and so the thread that is made
+def compile_ir(shape: AnyShape, text: str, triple: str | None = None, *, assembly: bool = False) -> Any:
+    """Object code (or assembly) of `text` for the shape's target."""
+
+    def call() -> Any:
+        try:
+            return _compiled(shape.isa, text, triple or shape.isa.triple, assembly)
+        except RuntimeError as error:
+            said = f"kernel {symbol_of(shape)} could not be compiled: {error}. Please report this."
+            raise CompileError(said) from error
+
+    return undisturbed(call)
+
+
+@functools.lru_cache(maxsize=16)  # what many kernels share comes again and again
+def _compiled(isa: Isa, text: str, triple: str, assembly: bool) -> Any:
+    from llvmlite import binding
+
+    if isa.arch == "x86_64":
+        binding.initialize_native_target()
+        binding.initialize_native_asmprinter()
+    else:
+        binding.initialize_all_targets()
+        binding.initialize_all_asmprinters()
+    target = binding.Target.from_triple(triple)
+    # absolute addresses where parts call each other: LLVM's loader counts from the first part's table of offsets
+    reloc = "static" if _in_parts(isa) else "pic"
+    machine = target.create_target_machine(cpu=isa.cpu, features=isa.features, opt=3, reloc=reloc)
+    module = binding.parse_assembly(text)
+    module.verify()
+    options = binding.create_pipeline_tuning_options(speed_level=1)
+    options.loop_vectorization = options.slp_vectorization = options.loop_unrolling = False
+    _optimise(module, binding.create_pass_builder(machine, options))
+    return machine.emit_assembly(module) if assembly else machine.emit_object(module)
+
+
+def _optimise(module: Any, builder: Any) -> None:
+    """Runs LLVM's passes for functions, and frees them: in llvmlite 0.50 ObjectRef's empty _dispose hides the one that
+    does. Those for whole modules take twice as long, for kernels as fast: they are one function each.
+    """
+    from llvmlite.binding.ffi import ObjectRef
+    from llvmlite.binding.newpassmanagers import NewPassManager
+
+    passes = builder.getFunctionPassManager()
+    try:
+        for function in module.functions:
+            if not function.is_declaration:
+                passes.run(function, builder)
+    finally:
+        if type(passes)._dispose is ObjectRef._dispose:
+            NewPassManager._dispose(passes)
+
+
+def _make(shape: AnyShape) -> Kernel:
+    return Kernel(symbol_of(shape), *objects_of(shape), does_tickets=shape.kind == "append")
+
+
+def objects_of(shape: AnyShape) -> tuple[tuple[bytes, ...], bool]:
+    """Its object files, and whether they come from the cache."""
+    path = cache_path(shape)
+    data = read_kept(path) if path else None
+    objects = _objects_in(path, data) if path and data is not None else None
+    hit = objects is not None
+    if objects is None:
+        module = _module(shape)
+        texts = module.parts() if _in_parts(shape.isa) else (str(module),)
+        objects = tuple([compile_ir(shape, text, _host_triple(shape)) for text in texts])
+        if path:
+            code = len(objects[0]).to_bytes(8, "little") + b"".join(objects)
+            keep(path, _MAGIC + _sum(path, code) + hashlib.sha256("".join(texts).encode()).digest() + code)
+    return objects, hit
+
+
+def _in_parts(isa: Isa) -> bool:
+    """Whether a kernel is two object files. Tried where it could be; one is as good."""
+    return isa.arch == "x86_64" and sys.platform == "linux"
+
+
+def _host_triple(shape: AnyShape) -> str | None:
+    """The object format must be the host's; on Linux it is the level's own."""
+    return None if sys.platform == "linux" else process_triple()
+
+
+# All that kernels may be made of: the rooms that cpu/ may import.
+ROOMS = ("arrays", "cpu", "errors", "expressions", "host", "problem")
+
+
+@functools.cache
+def _sources() -> bytes:
+    return digest_of(Path(__file__).parents[2], ROOMS)
+
+
+def digest_of(package: Path, rooms: Collection[str]) -> bytes:
+    """Returns a hash of every source in these folders of the package: changed code never meets an old object.
+
+    Every first call and plan waits for it, some 3 ms: pathlib would take twice as long.
+    """
+    total = hashlib.sha256()
+    for name, path in sorted(x for room in rooms for x in _python_files(f"{package}/{room}", f"{room}/")):
+        with open(path, "rb", buffering=0) as f:
+            source = f.read()
+        total.update(f"{name} {len(source)}\n".encode() + source)
+    return total.digest()
+
+
+def _python_files(folder: str, within: str = "") -> list[tuple[str, str]]:
+    """Name below the package, and path, of each."""
+    found: list[tuple[str, str]] = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".py"):
+                found.append((within + entry.name, entry.path))
+            elif entry.name != "__pycache__" and entry.is_dir():
+                found += _python_files(entry.path, f"{within}{entry.name}/")
+    return found
+
+
+def _digest(shape: AnyShape) -> str:
+    return _digest_of(_structure(shape))
+
+
+@functools.lru_cache(maxsize=4 * MOST_LOADED)
+def _digest_of(structure: Any) -> str:
+    import llvmlite
+
+    return hashlib.sha256(repr((structure, llvmlite.__version__, sys.platform)).encode() + _sources()).hexdigest()
+
+
+# --- the cache of object files
+
+
+def cache_directory() -> Path | None:
+    """The directory of object files, or None without a cache (SPEEDLIGHT_CACHE=0, or no home directory)."""
+    kept = os.environ.get("SPEEDLIGHT_CACHE", "")
+    if kept not in ("", "0", "1"):
+        raise ArgumentError(f"SPEEDLIGHT_CACHE: expected 0 (keep no kernels) or 1 (keep them); got {shown(kept)}.")
+    if kept == "0":
+        return None
+    named = os.environ.get("SPEEDLIGHT_CACHE_DIR")
+    if named:
+        return Path(named)
+    try:
+        return _users_directory()
+    except RuntimeError:
+        return None
+
+
+def _users_directory() -> Path:
+    """Where this system keeps what may be made again: a directory of this user's."""
+    if sys.platform == "darwin" or sys.platform == "win32":
+        from platformdirs import user_cache_path
+
+        return user_cache_path("speedlight", appauthor=False)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "speedlight"
+
+
+def cache_path(shape: AnyShape) -> Path | None:
+    directory = cache_directory()
+    return directory and directory / f"{symbol_of(shape)}_{_digest(shape)}.o"
+
+
+def cached_kernels() -> dict[Path, int]:
+    """The object files in the cache, and their bytes; other files in the directory are ignored."""
+    directory = cache_directory()
+    if directory is None:
+        return {}
+    try:
+        _check_directory(directory)
+        return {path: path.stat().st_size for path in sorted(directory.glob("*.o")) if _is_ours(path)}
+    except OSError:
+        return {}
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a version of speedlight has written it: by its name and its first bytes."""
+    if not _NAME.fullmatch(path.name):
+        return False
+    try:
+        return _content(path, len(_OURS)) == _OURS
+    except OSError:
+        return False
+
+
+def clear_kernels() -> int:
+    """Deletes the object files; returns how many."""
+    gone = 0
+    for path in cached_kernels():
+        with contextlib.suppress(OSError):
+            path.unlink()
+            gone += 1
+    return gone
+
+
+def _warn(what: str, error: object) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"speedlight: the kernel cache {what} ({error}); kernels are compiled in each process. "
+            "Set SPEEDLIGHT_CACHE_DIR to a directory of your own, or SPEEDLIGHT_CACHE=0.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _trusted(info: os.stat_result) -> bool:
+    """Owned by this user, and writable by no other."""
+    return not hasattr(os, "geteuid") or (info.st_uid == os.geteuid() and not info.st_mode & 0o022)
+
+
+def _check_directory(directory: Path) -> None:
+    info = os.lstat(directory)
+    if not stat.S_ISDIR(info.st_mode):
+        raise PermissionError(f"{directory} is not a directory (a symbolic link is not followed)")
+    if not _trusted(info):
+        raise PermissionError(f"{directory} belongs to, or can be written by, somebody else")
+
+
+def _content(path: Path, size: int = 1 << 26) -> bytes:  # far more than a kernel has
+    """Bytes of a regular file that only this user can write. Others are not even opened: a pipe would block."""
+    _check_file(path, os.lstat(path))
+    with open(path, "rb") as f:
+        _check_file(path, info := os.fstat(f.fileno()))
+        return f.read(min(size, info.st_size))
+
+
+def _check_file(path: Path, info: os.stat_result) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise PermissionError(f"{path.name} is not a file (a symbolic link is not followed)")
+    if not _trusted(info):
+        raise PermissionError(f"{path.name} belongs to, or can be written by, somebody else")
+
+
+def read_kept(path: Path) -> bytes | None:
+    """A file of the cache, if there is one that only this user could have written."""
+    try:
+        _check_directory(path.parent)
+        return _content(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        pass_on(error, OSError)
+        _warn("cannot be read", error)
+        return None
+
+
+def _objects_in(path: Path, data: bytes) -> tuple[bytes, ...] | None:
+    """The object files of a kernel; of a file that is truncated, damaged or another kernel's, None."""
+    code = data[_HEADER:]
+    if data[: _HEADER - 32] != _MAGIC + _sum(path, code):
+        return None
+    end = 8 + int.from_bytes(code[:8], "little")
+    return (code[8:end], code[end:]) if len(code) > end else (code[8:],)
+
+
+def _sum(path: Path, code: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + b"\n" + code).digest()
+
+
+def keep(path: Path, data: bytes) -> None:
+    """Under a temporary name first, then renamed: a reader sees all of it or none.
+
+    The temporary file is removed whatever happens.
+    """
+    temporary = path.parent / f".new-{os.getpid()}-{os.urandom(8).hex()}"
+    try:
+        _make_directory(path.parent)
+        _check_directory(path.parent)
+        with open(temporary, "xb") as f:
+            if hasattr(os, "fchmod"):
+                os.fchmod(f.fileno(), 0o600)
+            f.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        pass_on(error, OSError)
+        _warn("cannot be written", error)
+    finally:
+        try:  # noqa: SIM105 - no Python is called before it, so no signal comes before it
+            os.unlink(temporary)
+        except OSError:
+            pass
+
+
+def _make_directory(directory: Path) -> None:
+    """With missing parents, accessible to this user alone whatever the umask. Existing directories stay as they are."""
+    if not directory.exists():
+        _make_directory(directory.parent)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700)

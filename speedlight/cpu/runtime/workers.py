@@ -1,0 +1,327 @@
+"""Threads: where a region runs.
+
+On a few threads of our own; on those of the OpenMP runtime that the process has loaded already as long as they are
+awake (two thread pools that are awake take turns on the same cores); inline for little work. On Linux our threads are
+those of `threads`; elsewhere they are Python's. Kernels never raise and never call Python.
+
+CPython handles signals, and changes threads, only after calls, at jumps back and at the start of functions. So a slot
+is claimed and given back by plain stores without a call between, and a wait that must not end early is one call into a
+kernel.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import functools
+import os
+import queue
+import sys
+import threading
+import time
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from ...arrays.integers import integer
+from ...errors import ArgumentError, pass_on
+from ...host.forks import importing
+from ...host.machine import setting, slow_cores, usable_cpus
+from ..memory.records import LEFT, LIMIT, TICKET, WORKER
+from .compile import Kernel
+
+if TYPE_CHECKING:
+    from .threads import Threads
+
+_threads: int | None = None
+_forked = False  # GNU OpenMP hangs in a forked child: there we use threads of our own
+_region: list[object] = [None]  # the owner's token: one region at a time; other callers run inline
+_ours: Threads | None = None  # touched by the region's owner alone, likewise _helpers
+_helpers: list[_Helper] = []
+_warned = False
+
+
+def set_threads(n: int | None) -> None:
+    """Use up to `n` threads from now on, in this process; None goes back to SPEEDLIGHT_THREADS or every CPU.
+
+    A call never runs on more threads than there are CPUs that the process may use at that time.
+
+    >>> import speedlight as sl
+    >>> sl.set_threads(1)
+    >>> sl.get_threads()
+    1
+    >>> sl.set_threads(None)
+    """
+    global _threads
+    if n is not None:
+        n = integer("n", n)
+        if not 1 <= n <= 1024:
+            raise ArgumentError(f"n: expected 1 to 1024 threads; got {n}.")
+    _threads = n
+
+
+def get_threads() -> int:
+    """Threads a call may use now: set_threads, else SPEEDLIGHT_THREADS, but no more than the CPUs this process may use.
+
+    >>> import speedlight as sl
+    >>> sl.get_threads() >= 1
+    True
+    """
+    now, asked, known = time.monotonic(), _threads, _in_use
+    if now >= known.until or asked != known.asked:  # affinity and quotas change while a process runs
+        wanted = asked or _threads_named(setting("SPEEDLIGHT_THREADS"))
+        known.count = min(wanted, _limit()) if wanted else max(1, usable_cpus() - slow_cores())
+        known.asked, known.until = asked, now + 1.0
+    return known.count
+
+
+class _InUse(threading.local):
+    """How many threads a thread's calls run on, of what was asked for, and until when that counts."""
+
+    count = 1
+    asked: int | None = None
+    until = 0.0
+
+
+_in_use = _InUse()
+_limit = usable_cpus  # threads that share a CPU take turns in the middle of tasks; tests want that
+
+
+def _threads_named(text: str) -> int:
+    """The number that SPEEDLIGHT_THREADS says; 0 where it says nothing."""
+    if not text:
+        return 0
+    if not text.isdecimal() or not 1 <= int(text) <= 1024:
+        raise ArgumentError(
+            f"SPEEDLIGHT_THREADS: expected a number from 1 to 1024; got {text!r}. Unset it to use every CPU."
+        )
+    return int(text)
+
+
+@functools.cache
+def _openmp(_torch_loaded: bool) -> int | None:
+    """The address of GOMP_parallel of an OpenMP runtime that something else has loaded; None without one."""
+    if sys.platform != "linux":
+        return None
+    try:
+        with open("/proc/self/maps") as f:
+            paths = {line.split(None, 5)[5].strip() for line in f if "omp" in line and ".so" in line}
+    except OSError as error:
+        pass_on(error, OSError)
+        return None
+    for path in sorted(paths, key=lambda p: "libgomp" not in p):  # torch's first: LLVM's exports the same entry
+        name = os.path.basename(path)
+        if not name.startswith(("libgomp", "libomp", "libiomp")):
+            continue
+        with contextlib.suppress(OSError, AttributeError):
+            run = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_NOW).GOMP_parallel
+            return ctypes.cast(run, ctypes.c_void_p).value
+    return None
+
+
+def runtime() -> str:
+    """Which threads a region may use now: 'pool', ours; 'openmp', those of an OpenMP runtime as well."""
+    return "openmp" if not _forked and _openmp("torch" in sys.modules) else "pool"
+
+
+def run_tickets(kernel: Kernel, words: Any, tickets: int, threads: int, seconds: float, longest: float) -> None:
+    """All tickets of a call; `seconds` is how long one thread may take, and `longest` a region at most.
+
+    Raises as run_region does.
+
+    In the main thread, where signals are handled, a long call is one region after another. The bits don't know.
+    """
+    if seconds < longest or threading.current_thread() is not threading.main_thread():
+        words[LIMIT] = tickets
+        run_region(kernel, words, threads)
+        return
+    step = max(1, round(tickets * longest / seconds / threads)) * threads
+    done = 0
+    while done < tickets:
+        end = min(tickets, done + step)
+        words[TICKET], words[WORKER], words[LEFT], words[LIMIT] = done, 0, 0, end
+        start = time.perf_counter()
+        run_region(kernel, words, threads)
+        passed = max(time.perf_counter() - start, 1e-6)
+        step = max(1, min(4 * step, round((end - done) * longest / passed)) // threads) * threads
+        done = end
+
+
+def run_alone(kernel: Kernel, words: Any, tickets: int) -> None:
+    """All tickets of a short call, in this thread."""
+    words[LIMIT] = tickets
+    try:
+        kernel.entry(ctypes.addressof(words))
+    except ctypes.ArgumentError as error:  # as in run_region
+        raise MemoryError(str(error)) from None
+
+
+def run_region(kernel: Kernel, words: Any, threads: int) -> None:
+    """Runs one region to its end on up to `threads` threads; `words` is the ctypes array of its arguments.
+
+    Raises only what signal handlers raise (and MemoryError), and only when no thread works on the region any more.
+    """
+    token = object()
+    try:
+        if threads > 1 and _region[0] is None:
+            _region[0] = token
+        if _region[0] is not token:
+            kernel.entry(ctypes.addressof(words))
+        elif (ours := _ours or _new_threads()) is not None:
+            _run_on_threads(ours, kernel, words, threads)
+        else:
+            _run_on_helpers(kernel, words, threads - 1)
+    except ctypes.ArgumentError as error:  # addresses are valid arguments: it means that memory ran out
+        raise MemoryError(str(error)) from None
+    finally:
+        if _region[0] is token:
+            _region[0] = None
+
+
+def _new_threads() -> Threads | None:
+    """Imported here: LLVM writes their code. None where there are none of this kind."""
+    global _ours
+    if sys.platform == "linux":
+        with importing:
+            from .threads import Threads, available
+
+        if available():
+            _ours = Threads()
+    return _ours
+
+
+def _run_on_threads(ours: Threads, kernel: Kernel, words: Any, threads: int) -> None:
+    """One call into machine code, from the first store to the end: no signal comes between."""
+    openmp = None if _forked else _openmp("torch" in sys.modules)
+    clock = _clock_of_team(ours, openmp, threads) if openmp else 0
+    error = ours.run(kernel.address, ctypes.addressof(words), threads - 1, openmp or 0, clock)
+    if error:
+        _warn(os.strerror(error))
+
+
+def _run_on_helpers(kernel: Kernel, words: Any, count: int) -> None:
+    """Runs a region with our own threads. The caller alone could finish it, so a late helper just finds no ticket."""
+    words = type(words).from_buffer_copy(words)  # late helpers read them after the caller has returned
+    arguments = ctypes.addressof(words)
+    try:
+        for helper in _started(count):
+            helper.regions.put((kernel, words))
+    except BaseException:
+        words[LIMIT] = 0  # no more tickets are drawn
+        raise
+    finally:
+        try:
+            kernel.joined(arguments)
+        except (MemoryError, ctypes.ArgumentError):  # memory ran out before the call was made: once more
+            kernel.joined(arguments)
+            raise
+
+
+def _started(count: int) -> list[_Helper]:
+    """Up to `count` running helpers; fewer if no more threads can be started."""
+    while len(_helpers) < count:
+        _helpers.append(_Helper())
+    for helper in _helpers[:count]:
+        if not helper.up.locked():
+            try:
+                _thread.start_new_thread(helper.run, ())
+            except RuntimeError as error:
+                _warn(error)
+                return [x for x in _helpers[:count] if x.up.locked()]
+    return _helpers[:count]
+
+
+class _Helper:
+    """A thread that waits for regions. ctypes releases the GIL while a kernel runs.
+
+    Starting one may be interrupted before or after its thread runs: so it is started again until `up` is locked, and
+    the lock lets a single thread serve.
+    """
+
+    __slots__ = ("regions", "up")
+
+    def __init__(self) -> None:
+        self.regions: queue.SimpleQueue[tuple[Kernel, Any]] = queue.SimpleQueue()
+        self.up = threading.Lock()
+
+    def run(self) -> None:
+        if self.up.acquire(blocking=False):
+            try:
+                while True:
+                    self._help(*self.regions.get())
+            finally:
+                self.up.release()
+
+    @staticmethod
+    def _help(kernel: Kernel, words: Any) -> None:
+        """Holds kernel and words while it runs, and no longer."""
+        kernel.entry(ctypes.addressof(words))
+
+
+_calling = threading.local()  # .threads: of its OpenMP team, at most so far; .clock: of one of them, not its own
+
+
+def _clock_of_team(ours: Threads, openmp: int, threads: int) -> int:
+    """By which it can be told whether the calling thread's OpenMP team is awake; 0: a region must not run on it.
+
+    GNU OpenMP ends the process if it cannot start a thread, so a trial comes first.
+    """
+    if threads > getattr(_calling, "threads", 1):
+        if not _try_threads(threads - 1):
+            return 0
+        _calling.clock = ours.clock_of_team(openmp, threads)
+        _calling.threads = threads
+    return _calling.clock
+
+
+def _try_threads(count: int) -> bool:
+    """Whether `count` more threads can run at the same time; they have ended when it returns True.
+
+    In vain, now, where one does not come: it may have ended before its first line, as in llvm.undisturbed().
+    """
+    came: list[int] = []
+    gate = threading.Lock()
+
+    def wait() -> None:
+        came.append(threading.get_native_id())
+        with gate:
+            pass
+
+    try:
+        with gate:
+            for _ in range(count):
+                _thread.start_new_thread(wait, ())
+    except RuntimeError as error:
+        _warn(error)
+        return False
+    latest = time.monotonic() + 1.0
+    while len(came) < count or any([os.path.exists(f"/proc/self/task/{n}") for n in came]):
+        if len(came) < count and time.monotonic() > latest:
+            return False
+        time.sleep(5e-5)
+    return True
+
+
+def _warn(error: object) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            f"speedlight: no more threads can be started ({error}); calls run on fewer. Raise the limit (ulimit -u, or "
+            "a container's "
+            "limit of processes), or ask for fewer: SPEEDLIGHT_THREADS=1.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _after_fork() -> None:
+    """In the child: none of the parent's threads exist, and no region runs."""
+    global _forked, _ours
+    _forked, _ours = True, None
+    _helpers.clear()
+    _region[0] = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

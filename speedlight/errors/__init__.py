@@ -1,0 +1,43 @@
+"""Exceptions, and what errors say to people who know other libraries' names."""
+
+from .exceptions import (
+    ArgumentError,
+    ArgumentTypeError,
+    CacheBusy,
+    CacheFull,
+    CommunicationError,
+    CompileError,
+    Error,
+    ExpressionError,
+    FileError,
+    ReservationError,
+    UnsupportedError,
+    has,
+    how_to_install,
+    not_pickled,
+    of_a_handler,
+    pass_on,
+    rename,
+    shown,
+)
+
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "CacheBusy",
+    "CacheFull",
+    "CommunicationError",
+    "CompileError",
+    "Error",
+    "ExpressionError",
+    "FileError",
+    "ReservationError",
+    "UnsupportedError",
+    "has",
+    "how_to_install",
+    "not_pickled",
+    "of_a_handler",
+    "pass_on",
+    "rename",
+    "shown",
+]

@@ -1,0 +1,227 @@
+"""What errors say to those who come from other libraries: our names of their arguments, and what differs."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+from . import ArgumentTypeError, Error
+from .other_names import ADAPTERS, CAPACITY, LAYOUTS, MAKERS, OF, OPTIONS, OVER_RANKS
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A call whose errors say what other libraries' arguments are called here. Not for what a signal must not divide:
+    when a decorator's call returns, signals are looked for.
+    """
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> _R:
+        try:
+            return function(*args, **options)
+        except (TypeError, Error) as error:
+            explain(error, function, args, options)
+            raise
+
+    return call
+
+
+def explain(error: Exception, function: Any, args: Sequence[Any], options: Mapping[str, Any]) -> None:
+    """Raises what says more than an error of a call: one of Python's own, that arguments do not fit, or one of ours.
+
+    Of a TypeError from within, whose call had all that it needs, nothing is said.
+    """
+    if isinstance(error, Error):
+        if options.get("lengths") is not None:
+            _named_lengths(error)
+        return
+    known, by_place = parameters(function)
+    theirs = [name for name in options if name not in known]
+    if theirs:
+        raise unknown(function, theirs[0]) from None
+    if len(args) > by_place < len(known):
+        skipped = "self" in known
+        named = ", ".join(known[skipped:by_place]) or "no argument"
+        raise ArgumentTypeError(
+            f"{_name(function)}: expected {named} by place, and others by name; got {len(args) - skipped} by place. "
+            f"Write {'mask' if 'mask' in known else known[by_place]}=…, and so on."
+        ) from None
+    has_sizes = {"layers", "kv_heads", "head_dim"} <= set(options)
+    if _over_ranks(function) and _name(function) == "KVCache" and has_sizes and "capacity" not in options:
+        raise ArgumentTypeError(CAPACITY) from None
+
+
+def parameters(function: Any) -> tuple[list[str], int]:
+    """Names that a function's arguments have, and how many of them may come by place."""
+    code = inspect.unwrap(function).__code__
+    return list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]), code.co_argcount
+
+
+def unknown(function: Any, name: str, further: Collection[str] = ()) -> Exception:
+    """The error of an argument that a function has not: another library's, or a slip of the pen. `further`: options
+    that it takes beside those of its signature.
+    """
+    hint = hint_of(function, name, further)
+    if hint is not None:
+        way = hint.replace("nothing", "Leave it out", 1) if hint.startswith("nothing") else f"Use {hint}"
+        more = "".join([f" {text}" for names, text in ADAPTERS.items() if name in names])
+        attention = sys.modules["speedlight"].attention
+        whose = "an argument of attention()" if name in parameters(attention)[0] else "another library's"
+        called = f"{_home(function)}{_name(function)}"
+        return ArgumentTypeError(f"{name}: expected the arguments of {called}(); got {whose}. {way}.{more}")
+    from difflib import get_close_matches
+
+    near = get_close_matches(name, [x for x in (*parameters(function)[0], *further) if x != "self"], 1)
+    way = f" Did you mean {near[0]!r}?" if near else ""
+    return TypeError(f"{_home(function)}{_name(function)}() got an unexpected keyword argument {name!r}.{way}")
+
+
+def hint_of(function: Any, name: str, further: Collection[str] = ()) -> str | None:
+    """What another library's argument is in a call of ours; None where nobody knows the name, or the call has no such
+    option, nor is it among `further`.
+    """
+    called = _name(function)
+    if _over_ranks(function) and name in (known := OVER_RANKS.get(called, {})):
+        return known[name]
+    own = MAKERS.get(called)
+    if own is not None:
+        return own.get(name)
+    if name in OF.get(called, {}):
+        return OF[called][name]
+    hint = OPTIONS.get(name) if called not in ("merge", "merge_states", "synchronize") else None
+    return hint if hint is not None and options_in(hint) <= {*parameters(function)[0], *further} else None
+
+
+def options_in(hint: str) -> set[str]:
+    """Which of a call's options a hint tells to use."""
+    return set(re.findall(r"\b(\w+)=", re.sub(r"\w\(.*?\)", "", hint)))
+
+
+def _name(function: Any) -> str:
+    return function.__qualname__.removesuffix(".__init__")
+
+
+def _home(function: Any) -> str:
+    """What tells a function from the one of the same name that most people call."""
+    if _over_ranks(function):
+        return "speedlight.distributed."
+    return "reference." if function.__module__ == "speedlight.reference" else ""
+
+
+def _over_ranks(function: Any) -> bool:
+    return bool(function.__module__.startswith("speedlight.distributed"))
+
+
+def _named_lengths(error: Error) -> None:
+    """`lengths=` is both kinds of lengths from early on: what is wrong with them is wrong with it."""
+    text = re.sub(r"^[qk]_lengths(?=: )", "lengths", str(error.args[0])) if error.args else ""
+    if error.args and text != error.args[0]:
+        way = " lengths= is of queries and keys alike; k_lengths= is of keys alone, q_lengths= of queries."
+        error.args = (text + way * ("expected lengths from" in text), *error.args[1:])
+
+
+def refuses_others(method: _F) -> _F:
+    """Of a method without a decorator's frame around it: its `**theirs`, which are only there to be refused by name,
+    are no part of the signature that it shows.
+    """
+    shown = inspect.signature(method)
+    own = [x for x in shown.parameters.values() if x.kind is not x.VAR_KEYWORD]
+    vars(method)["__signature__"] = shown.replace(parameters=own)
+    return method
+
+
+def of_layout(layout: Any) -> str:
+    """A sentence for who gives a layout that we have not."""
+    hint = LAYOUTS.get(layout.lower()) if isinstance(layout, str) else None
+    return "" if hint is None else f" {layout!r}: {hint}."
+
+
+def of_heads(layout: str, sizes: Any) -> str:
+    """A sentence for who gives heads and lengths that would fit each other the other way round."""
+    other = {"bhld": "blhd", "blhd": "bhld"}.get(layout)
+    if other is None or not 0 < sizes.k_len <= sizes.q_len < sizes.q_heads or sizes.q_len % sizes.k_len:
+        return ""
+    return f" If these are lengths, of {sizes.q_len} and {sizes.k_len} heads, give layout={other!r}."
+
+
+def of_window(x: Any) -> str:
+    """A sentence for who gives a cache the pair that attention() takes."""
+    if not isinstance(x, (tuple, list)):
+        return ""
+    is_pair = len(x) == 2 and type(x[0]) is int and x[0] >= 0
+    ours = f": attention()'s ({x[0]}, 0) is window={x[0] + 1}" if is_pair else ""
+    return f" window=n is n tokens, a query's own among them{ours}."
+
+
+def of_items(layout: str) -> str:
+    """A sentence for who gives several lengths of what has no batch."""
+    one = "layout='hld' is of one item: (batch, length, head_dim) of one head is q[:, None], by layout='bhld'."
+    return f" {one}" if layout == "hld" else ""
+
+
+def of_causal(x: Any) -> str:
+    """A sentence for who gives a truth that is no bool."""
+    return f" Write causal={bool(x)}." if type(x).__name__ in ("int", "bool", "bool_") and x in (0, 1) else ""
+
+
+def of_masks(name: str, x: Any) -> str:
+    """A sentence for who gives several masks, or an array's lists."""
+    if name != "mask" or not isinstance(x, (list, tuple)):
+        return ""
+    numbers = all([isinstance(one, (list, tuple, bool, int, float)) for one in x])
+    return " Try numpy.array(mask)." if numbers else " Join masks by &: sl.causal() & sl.prefix(3)."
+
+
+def of_mask(name: str, shape: tuple[int, ...], whole: tuple[int, ...]) -> str:
+    """A sentence for who gives an array of a shape that does not broadcast to (batch, q_heads, q_len, k_len)."""
+    batch, _, q_len, k_len = whole
+    if shape == (batch, k_len):
+        padding = "A tokenizer's mask of (batch, k_len) is mask=sl.padding(attention_mask)"
+        bools = f"{padding}; of bools it is mask[:, None, None, :], too"
+        return f" {bools if name == 'mask' else f'Of (batch, k_len) write {name}[:, None, None, :]'}."
+    if shape == (batch, q_len, k_len):
+        return f" Of (batch, q_len, k_len) write {name}[:, None]."
+    return ""
+
+
+# Keys and values of models have up to 128 heads, and those with more than 64 have head dims of 128 and above.
+_MOST_HEADS, _MOST_NARROW_HEADS, _NARROW = 128, 64, 64
+_USUAL_HEADS = frozenset((4, 6, 8, 10, 12, 14, 16, 20, 24, 32, 40, 48, 64, 96, 128))  # of models
+
+
+def warn_if_swapped(layout: str, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> None:
+    """Heads and length in each other's place give numbers, and wrong ones. Told where a call is prepared: few tokens
+    of many heads are common (a step of decoding, a short prompt), more heads of keys than models have are not.
+    """
+    if layout not in ("bhld", "blhd") or not len(q_shape) == len(k_shape) == 4:
+        return
+    heads, length = (1, 2) if layout == "bhld" else (2, 1)
+    count, q_len, k_len = q_shape[heads], q_shape[length], k_shape[length]
+    most = _MOST_NARROW_HEADS if q_shape[3] <= _NARROW else _MOST_HEADS
+    if not count == k_shape[heads] > most or not k_len or q_len % k_len:
+        return  # heads of q that divide by those of k, the other way round, too
+    many = count >= 2 * _MOST_HEADS and count >= 16 * q_len  # even of a single token
+    if not many and (q_len not in _USUAL_HEADS or count <= q_len):
+        return
+    other = "blhd" if layout == "bhld" else "bhld"
+    warnings.warn(
+        f"q of shape {q_shape} has {count} heads of {q_len} token{'s' * (q_len != 1)} by layout={layout!r}. If these "
+        f"are {q_len} head{'s' * (q_len != 1)} of {count} tokens, give layout={other!r}.",
+        stacklevel=_outside(),
+    )
+
+
+def _outside() -> int:
+    """The stacklevel of the first frame that is not ours, seen from who asks."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and str(frame.f_globals.get("__name__")).split(".")[0] in ("speedlight", "torch"):
+        frame, level = frame.f_back, level + 1
+    return max(level, 1)

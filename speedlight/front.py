@@ -1,0 +1,190 @@
+"""attention(): a repeated call runs again, one that autograd follows goes to autograd, any other to the engine."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from .arrays import array as arrays
+from .calls import dense
+from .errors import UnsupportedError
+from .host.forks import importing
+from .host.graph_breaks import leaves_graph
+from .problem.checks import check_flag
+from .problem.gradients import Followed, followed
+from .problem.options import (
+    AnyArray,
+    ArrayOf,
+    ArrayOptions,
+    Causal,
+    Engine,
+    Int,
+    Ints,
+    Layout,
+    Mask,
+    Precision,
+    Scores,
+    Sinks,
+    T,
+    Window,
+)
+from .problem.problem import Options, new_options, padded_alike
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+@overload
+def attention(
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[False] = False, **options: Unpack[ArrayOptions]
+) -> T: ...
+@overload
+def attention(
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: Literal[True], **options: Unpack[ArrayOptions]
+) -> tuple[T, T]: ...
+@overload
+def attention(
+    q: ArrayOf[T], k: AnyArray, v: AnyArray, *, return_lse: bool, **options: Unpack[ArrayOptions]
+) -> T | tuple[T, T]: ...
+@leaves_graph
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: Mask | None = None,
+    score: Scores | None = None,
+    sink_logits: Sinks | None = None,
+    q_start: Int | Ints | None = None,
+    k_start: Int = 0,
+    scale: float | None = None,
+    layout: Layout = "bhld",
+    cu_seqlens_q: Ints | None = None,
+    cu_seqlens_k: Ints | None = None,
+    lengths: Ints | None = None,
+    q_lengths: Ints | None = None,
+    k_lengths: Ints | None = None,
+    return_lse: bool = False,
+    out: AnyArray | None = None,
+    engine: Engine | None = None,
+    precision: Precision = "ieee",
+    dropout: float = 0.0,
+    seed: Int | None = None,
+) -> Any:
+    """Exact attention, softmax(scale · QKᵀ)V, in memory that does not grow with the square of the length.
+
+    Of the types above, Int is a whole number of Python's or NumPy's, or a tensor of one; Ints are several, in a list
+    or an array; AnyArray is an array of a library that q may be of. Causal, Window, Mask, Scores, Sinks, Layout, Engine
+    and Precision are what the arguments of these names take, as said below.
+
+    Args:
+        q: (batch, q_heads, q_len, head_dim) of float32, float64, float16 or bfloat16: a NumPy array, a PyTorch
+            tensor, or an object with DLPack or `__array_interface__`; on the CPU or (not float64) on an NVIDIA GPU. Any
+            strides.
+        k: (batch, kv_heads, k_len, head_dim), same dtype, or float16 or bfloat16 under a q of another of float32 and
+            these: then all is computed in float32, with the bits of a k and v that were converted. kv_heads divides
+            q_heads: query head h reads kv head h // (q_heads // kv_heads). A batch of 1 is shared by all items of q;
+            nothing is copied.
+        v: (batch, kv_heads, k_len, value_dim), of k's dtype and batch.
+        causal: True (or "bottom-right") hides keys after the query, aligned at the end (the last query sees every
+            key); "top-left" aligns at the start, as PyTorch's is_causal does.
+        window: (left, right): hides keys before i - left and after i + right; None means no limit on that side. A
+            sliding window of n tokens, as speedlight.torch.Attention(window=n) and KVCache(window=n) have it, is
+            (n - 1, None) beside causal=True.
+        mask: which keys a query sees: a function (b, h, i, j) -> bool of batch item, query head and absolute positions
+            of query and key, a pattern such as sl.window(1024, 0) or several joined by & | ~, or a bool array that
+            broadcasts to (batch, q_heads, q_len, k_len), True meaning visible. Joined to `causal` and `window` by &.
+        score: what becomes of a score: a function (s, b, h, i, j) -> s of the scaled score, a pattern such as
+            sl.alibi(slopes), a float array to add, or a list of these, left to right. A score of -inf hides the key.
+        sink_logits: a score per query head that joins the softmax's denominator and nothing else, as gpt-oss has it.
+        q_start: absolute position of the first query, an int or one per batch item. Default k_len - q_len,
+            by each item's lengths.
+        k_start: absolute position of the first key, a multiple of 1024.
+        scale: factor of the scores. Default 1/sqrt(head_dim).
+        layout: "bhld", "blhd" for (batch, length, heads, head_dim), "hld" for one item without a batch, (heads,
+            length, head_dim), or "lhd" for packed (total_length, heads, head_dim). Other libraries' names of these
+            ("bhsd", "bshd", "BNSD", "thd" …) are taken, too.
+        cu_seqlens_q: for "lhd", offsets of the sequences in q: 0, …, total_length. Default one sequence.
+        cu_seqlens_k: the same for k and v. Default cu_seqlens_q.
+        lengths: for a batch that is padded on the right, tokens of each item, queries and keys alike: those past them
+            do not exist; their rows get out 0 and lse -inf. Padding anywhere is mask=sl.padding(attention_mask).
+        q_lengths: for a padded batch, queries of each item, where keys have other lengths.
+        k_lengths: for a padded batch, keys of each item. Where q_len is k_len, one of the two alone is refused if
+            `causal`, `window` or a function of i looks at positions: the default q_start, by each item's lengths, is
+            not what a padded square means. Give lengths= (self-attention), or q_start=0, which puts row i at key i.
+        return_lse: also return the log-sum-exp of each row's scores, natural logarithm, (batch, q_heads, q_len), or
+            (q_heads, q_len) without a batch and packed; float32, or float64 for float64. A row that sees nothing has
+            -inf, and out 0.
+        out: where to write the result, in the layout of q. If the call raises an Error, of a lookup out of range, too,
+            it is as it was; a signal may come when it is half written.
+        engine: "cpu" or "cuda" insists on one. Default: where q, k and v lie.
+        precision: of float32 products on a GPU: "ieee", or by tensor cores "tf32x3" (three products for each) or "tf32"
+            (10 bits). The CPU, and a GPU with head dims above 128, always compute as "ieee".
+        dropout: how likely each weight becomes 0 after the softmax; those that stay are divided by 1 - dropout. The
+            log-sum-exp is of all.
+        seed: of dropout, an int of 64 bits: the same weights are dropped whenever seed, batch item, query head and
+            positions of query and key are the same, on every device. sl.reference.keep_mask() tells which.
+
+    Returns:
+        The output, shaped as q with value_dim last, of q's kind and dtype; with return_lse a pair (out, lse).
+        On a CPU with the dot instruction the lse of bfloat16 is off by 1e-3 or so: of weights that are rounded.
+
+    Raises:
+        speedlight.Error: the argument, what was expected and what came. Nothing has been written then. It is also a
+            ValueError or TypeError.
+
+    Source: Dao et al., FlashAttention (2022); the arithmetic is described in docs/numerics.md.
+
+    >>> import numpy as np, speedlight as sl
+    >>> q = k = v = np.ones((1, 2, 3, 4), dtype=np.float32)
+    >>> out, lse = sl.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape, float(out[0, 0, 0, 0])
+    ((1, 2, 3, 4), (1, 2, 3), 1.0)
+    """
+    if lengths is not None:
+        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
+    options = new_options(Options, (
+        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
+        q_lengths, k_lengths, precision, dropout, seed,
+    ))  # fmt: skip
+    if arrays.is_tensor(q) and sys.modules["torch"]._C._is_any_autocast_enabled():
+        with importing:
+            from .autograd.attending import cast
+
+        q, k, v = cast(q, k, v)
+    return _compute(q, k, v, options, return_lse, out, engine)
+
+
+def _compute(q: Any, k: Any, v: Any, options: Options, return_lse: Any, out: Any = None, engine: Any = None) -> Any:
+    on_gpu = dense.runs_on_gpu(q, engine)
+    key, results = (None, None) if on_gpu else dense.repeat(q, k, v, options, return_lse, out)
+    if results is not None:
+        return results
+    check_flag("return_lse", return_lse)
+    options = options.spelled()
+    if on_gpu or (key is None and arrays.is_tensor(q)):
+        known = followed(options)
+        if known or any([arrays.is_tensor(x) and arrays.is_followed(x) for x in (q, k, v)]):
+            return _differentiate(q, k, v, known, return_lse, out)
+        options = known.options
+    if on_gpu:
+        return dense.attend_on_gpu(q, k, v, options, return_lse, out)
+    return dense.attend_anew(q, k, v, options, return_lse, out, key)
+
+
+compute = leaves_graph(_compute)  # attention() with its options in one, of tensors as they are under autocast, too
+
+
+def _differentiate(q: Any, k: Any, v: Any, known: Followed, return_lse: bool, out: Any) -> Any:
+    """Attends where autograd records the call."""
+    if out is not None:
+        raise UnsupportedError(
+            "out: expected None where autograd follows the call (a tensor requires grad or has a tangent); got an "
+            "array. Leave it out, or call under torch.no_grad()."
+        )
+    with importing:
+        from .autograd.attending import attended
+
+    return attended(q, k, v, known, return_lse)

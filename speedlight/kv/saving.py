@@ -1,0 +1,186 @@
+"""A KVCache in a .safetensors file: its sizes as words, lengths, and keys and values of every layer, token by token."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..arrays import array as arrays
+from ..arrays.files import read_arrays, read_metadata, write_arrays
+from ..errors import ArgumentTypeError, FileError, UnsupportedError, of_a_handler
+from ..problem.checks import MOST
+from ..problem.windows import Ring, ring_of
+
+_FORMAT, _VERSION = "speedlight key-value cache", 1
+_LONGEST_WINDOW = 1 << 30  # tokens: a ring has a list of its tiles
+_NAMES = ("layers", "batch", "kv_heads", "head_dim", "value_dim", "capacity")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a file holds, checked."""
+
+    sizes: dict[str, int]
+    dtype: str
+    held: list[tuple[list[int], list[int]]]  # of each layer: lengths, and one past the highest position written
+    parts: list[tuple[list[np.ndarray], list[np.ndarray]]]  # of each layer keys and values, plane by plane
+
+    def reserved(self, where: Path, made: Callable[..., Any]) -> Any:
+        """A cache of these sizes, still empty."""
+        try:
+            return made(**self.sizes, dtype=self.dtype)
+        except UnsupportedError:  # of the device
+            raise
+        except (OSError, OverflowError, MemoryError, ValueError, RuntimeError) as error:
+            if of_a_handler(error):
+                raise
+            raise FileError(f"{where}: a cache of {self.sizes} cannot be reserved ({error}).") from None
+
+    def fill(self, storage: Any) -> None:
+        """The tokens, and their lengths."""
+        for layer, (keys, values) in enumerate(self.parts):
+            storage.fill(layer, keys, values)
+        storage.set_lengths([lengths for lengths, _ in self.held])
+
+
+def checked_path(path: Any) -> Path:
+    """Where a cache is saved."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentTypeError(f"path: expected a str or a Path; got {type(path).__name__}.")
+    name = os.fspath(path)
+    if not isinstance(name, str) or "\0" in name or not name.endswith(".safetensors"):
+        raise FileError(f"{name!r}: expected a name that ends in .safetensors.")
+    return Path(name)
+
+
+def write(path: Path, saved: Saved, more: dict[str, str]) -> None:
+    """Under a temporary name first, then renamed; more: words that read() leaves alone."""
+    stored = {name: np.array([x[n] for x in saved.held], np.int64) for n, name in enumerate(("lengths", "written"))}
+    for layer, both in enumerate(saved.parts):
+        for name, parts in zip(("key", "value"), both, strict=True):
+            stored |= {f"{name}{part}s.{layer}": x for part, x in zip(("", "_scale"), parts, strict=False)}
+    words = {n: str(x) for n, x in saved.sizes.items()}
+    write_arrays(path, stored, {"format": _FORMAT, "version": str(_VERSION), "dtype": saved.dtype} | words | more)
+
+
+def read(path: Path) -> Saved:
+    """What write() wrote. Sizes are held against the file, and against each other, before anything is made of them."""
+    words = read_metadata(path)
+    if words.get("format") != _FORMAT:
+        raise FileError(f"{path}: expected a file that KVCache.save() wrote; got format {words.get('format')!r}.")
+    if words.get("version") != str(_VERSION):
+        raise FileError(
+            f"{path}: expected version {_VERSION}; got {words.get('version')!r}. Save it anew with this release."
+        )
+    sizes, dtype = _sizes(path, words), words["dtype"]
+    room = path.stat().st_size
+    if sizes["layers"] * sizes["batch"] * 16 > room:
+        raise FileError(f"{path}: {room:,} bytes cannot hold {sizes['layers']} layers of {sizes['batch']} sequences.")
+    stored = read_arrays([path])
+    ring = ring_of(sizes.get("window"), sizes.get("keep_first", 0))
+    held = _held(path, sizes, ring, stored)
+    parts = []
+    for layer, pairs in enumerate(held):
+        most = max(ring.held(*pair) for pair in zip(*pairs, strict=True))
+        keys, values = (_parts(path, f"{name}{{}}s.{layer}", sizes, dtype, most, stored) for name in ("key", "value"))
+        parts.append((keys, values))
+    return Saved(sizes, dtype, held, parts)
+
+
+def opened(path: Path, made: Callable[..., Any]) -> Any:
+    """The cache that a file holds."""
+    content = read(path)
+    cache = content.reserved(path, made)
+    content.fill(cache._storage)
+    cache._held = content.held
+    return cache
+
+
+def check_whole(path: Path) -> None:
+    """That it is not one rank's file."""
+    words = read_metadata(path)
+    if "ranks" in words:
+        raise FileError(f"{path} {part_of(path, words)}, on {words['ranks']} ranks.")
+
+
+def part_of(path: Path, words: dict[str, str]) -> str:
+    """What a rank's file is, and which call reads it."""
+    name = re.sub(r"\.\d+-of-\d+(?=\.safetensors$)", "", path.name)
+    return (
+        f"is the part of rank {words.get('rank', '?')} of {words['ranks']} of a cache over ranks; "
+        f"speedlight.distributed.KVCache.load({name!r}) reads it"
+    )
+
+
+def _sizes(path: Path, words: dict[str, str]) -> dict[str, int]:
+    try:
+        sizes = {n: int(words[n]) for n in _NAMES} | {n: int(words[n]) for n in ("window", "keep_first") if n in words}
+    except (KeyError, ValueError) as error:
+        raise FileError(f"{path}: a size is missing or no number ({error}).") from None
+    wrong = any([not (0 if n == "keep_first" else 1) <= x <= MOST for n, x in sizes.items()])
+    if (
+        wrong
+        or words.get("dtype") not in (*arrays.DTYPES, *arrays.CODES)
+        or (sizes.get("keep_first") and "window" not in sizes)
+    ):
+        raise FileError(
+            f"{path}: expected sizes from 1 to 2^46 and a known dtype; got {sizes} and {words.get('dtype')!r}."
+        )
+    if "window" in sizes and max(sizes["window"], sizes.get("keep_first", 0)) > _LONGEST_WINDOW:
+        raise FileError(
+            f"{path}: expected a window of up to 2^30 tokens; got {sizes['window']} and keep_first "
+            f"{sizes.get('keep_first')}."
+        )
+    return sizes
+
+
+def _held(
+    path: Path, sizes: dict[str, int], ring: Ring, stored: dict[str, np.ndarray]
+) -> list[tuple[list[int], list[int]]]:
+    shape, capacity = (sizes["layers"], sizes["batch"]), sizes["capacity"]
+    both = []
+    for name in ("lengths", "written"):
+        x = stored.get(name)
+        if x is None or x.shape != shape or x.dtype != np.int64:
+            raise FileError(f"{path}: expected {name} of {shape[0]} layers and {shape[1]} sequences.")
+        if x.min() < 0 or x.max() > capacity:
+            raise FileError(f"{path}: expected {name} from 0 to the capacity {capacity}; got {x.min()} to {x.max()}.")
+        both.append(x.tolist())
+    held = list(zip(*both, strict=True)) if ring.size else [(x, x) for x in both[0]]
+    for lengths, written in held:
+        for n, w in zip(lengths, written, strict=True):
+            if w < n or ring.lost(n, n, w):
+                raise FileError(
+                    f"{path}: expected what a sequence of {n} tokens sees; of {w} that were there it has been written "
+                    "over."
+                )
+    return held
+
+
+def _parts(
+    path: Path, name: str, sizes: dict[str, int], dtype: str, held: int, stored: dict[str, np.ndarray]
+) -> list[np.ndarray]:
+    """Keys or values of a layer; codes and their scales."""
+    dim = sizes["head_dim" if name.startswith("key") else "value_dim"]
+    coded = dtype in arrays.CODES
+    planes = [("", dim, arrays.numpy_dtype(dtype))] + ([("_scale", 1, np.dtype(np.float32))] if coded else [])
+    parts = []
+    for part, last, kind in planes:
+        x, wanted = stored.get(name.format(part)), (sizes["batch"], sizes["kv_heads"], held, last)
+        if x is None or x.shape != wanted or x.dtype != kind:
+            got = "none" if x is None else f"{x.shape} of {x.dtype}"
+            raise FileError(f"{path}: expected {name.format(part)} of shape {wanted} and dtype {kind}; got {got}.")
+        parts.append(x)
+    if coded:
+        if np.isnan(parts[0]).any():
+            raise FileError(f"{path}: expected {name.format('')} of numbers; got NaN, which belongs in the scale.")
+        if (parts[1] < 0).any() or np.isinf(parts[1]).any():
+            raise FileError(f"{path}: expected {name.format('_scale')} of finite numbers that are not negative.")
+        parts[1] = np.abs(parts[1])  # zeros and NaN of one sign: the kernels read it
+    return parts

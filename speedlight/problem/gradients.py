@@ -1,0 +1,246 @@
+"""What a backward call is asked for: a problem, and arrays and names that go with it, checked in one place; and what of
+a call PyTorch's autograd follows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ..arrays.array import Array, conversion, is_followed, is_tensor, is_traced, listed
+from ..arrays.integers import is_one, whole
+from ..arrays.layouts import are_widened, check_beside
+from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
+from ..expressions.tables import Table
+from ..expressions.tracing import Expression, expression
+from .problem import LAYOUTS, Options, Problem, scores_of
+
+SINKS: Final = "sink_logits"  # in `grads`: the gradient of those
+
+
+class Followed(NamedTuple):
+    """Options of a call, and what of them autograd follows."""
+
+    options: Options
+    sinks: Any = None
+    tables: tuple[Table, ...] = ()  # which have sources
+
+    def __bool__(self) -> bool:
+        return self.sinks is not None or bool(self.tables)
+
+
+def followed(options: Options) -> Followed:
+    """Functions are traced, since they may look up tables that are followed; such tensors to add become tables."""
+    score, sinks = options.score, options.sink_logits
+    sinks = sinks if is_tensor(sinks) and is_followed(sinks) else None
+    if score is None:
+        return Followed(options, sinks)
+    scores = [_traced(x) for x in scores_of(score)]
+    tables = [t for t in tables_of(scores) if not t.is_left_alone()]
+    check_attached(tables)
+    check_fresh(tables)
+    score = scores if isinstance(score, (list, tuple)) else scores[0]
+    return Followed(options._replace(score=score), sinks, tuple(dict.fromkeys(tables)))
+
+
+def tables_of(score: Any) -> list[Table]:
+    """Which a score holds already; functions are not traced for it."""
+    held = [x for x in scores_of(score) if isinstance(x, (Table, Expression))]
+    return [t for x in held for t in ([x] if isinstance(x, Table) else x.tables)]
+
+
+def check_attached(tables: Any) -> None:
+    """Raises if a table's gradient could not reach its tensor: the table was made of a part of it under no_grad()."""
+    for t in tables:
+        whole = None if is_traced(t.source) else t.source._base
+        if whole is not None and whole.requires_grad and t.source.grad_fn is None:
+            raise ArgumentError(
+                f"{t.name}: expected a tensor that autograd follows, or a detached one; got a part of one that "
+                "requires grad now, taken while it was frozen or under torch.no_grad(), which no gradient flows "
+                "through. Make the table anew for each call, or of tensor.detach()."
+            )
+
+
+def check_on_cpu(on_gpu: bool) -> None:
+    """Raises unless the tensors are on a device that has a backward pass."""
+    if on_gpu:
+        raise UnsupportedError(
+            "q: expected tensors on the CPU, where gradients are computed; got one on a GPU. Use .cpu(), or call under "
+            "torch.no_grad()."
+        )
+
+
+def check_fresh(tables: Any) -> None:
+    """Raises if a table's source tensor was modified after the table was made."""
+    for t in tables:
+        if t.is_stale():
+            raise ArgumentError(
+                f"{t.name}: expected a table of the numbers that its tensor has now; the tensor was written to since. "
+                "Make the table anew for each call (sl.table, sl.alibi …), or let a function read the tensor: "
+                "score=lambda s, b, h, i, j: s + tensor[h] * (j - i)."
+            )
+
+
+def settled(known: Followed) -> tuple[Followed, list[tuple[Any, Any]]]:
+    """The same with functions traced and lists read, and the tensors and arrays that the call reads where they lie,
+    with their versions: a backward pass must find them as they were.
+    """
+    options = known.options
+    mask = _expression(options.mask, "mask")
+    names = ("q_start", "cu_seqlens_q", "cu_seqlens_k", "q_lengths", "k_lengths")
+    ints = {name: _read(getattr(options, name), name) for name in names}
+    ints |= {name: _one(getattr(options, name)) for name in ("k_start", "seed")}
+    window, sinks = options.window, options.sink_logits
+    options = options._replace(
+        mask=mask, window=tuple(map(_one, window)) if isinstance(window, (list, tuple)) else window,
+        sink_logits=list(sinks) if isinstance(sinks, list) else sinks, **ints,
+    )  # fmt: skip
+    read: list[Any] = [] if is_tensor(known.sinks) else [options.sink_logits]
+    for x in (mask, *scores_of(options.score)):
+        tables = tables_of(x)
+        read += [t.watched for t in tables] if tables else [x]
+    there = [x for x in read if is_tensor(x) or isinstance(x, np.ndarray)]
+    return known._replace(options=options), [(x, _version(x)) for x in there]
+
+
+def check_unwritten(read: list[tuple[Any, Any]]) -> None:
+    for x, version in read:
+        if _version(x) != version:
+            what, copy = ("a tensor", ".clone()") if is_tensor(x) else ("an array", ".copy()")
+            raise ArgumentError(
+                f"mask: expected masks, scores and what they look up as the forward pass had them; {what} of shape "
+                f"{tuple(x.shape)} was written to since. Give each call {what} of its own ({copy}), or write to it "
+                "after backward()."
+            )
+
+
+def _version(x: Any) -> Any:
+    """Returns what tells later writes: PyTorch's version, or a hash of the numbers of others."""
+    if is_tensor(x):
+        return None if x.is_inference() else x._version
+    once = x[tuple(slice(1) if step == 0 else slice(None) for step in x.strides)]  # of what is broadcast
+    return hashlib.sha256(np.ascontiguousarray(once).view(np.uint8).data).digest()
+
+
+def _read(x: Any, name: str) -> Any:
+    return _one(x) if x is None or is_one(x) else [_one(n) if is_one(n) else n for n in listed(x, name, "ints")]
+
+
+def _one(x: Any) -> Any:
+    """Returns a whole number as it is now; the call itself refuses anything else."""
+    n = whole(x)
+    return x if n is None else n
+
+
+def _traced(x: Any) -> Any:
+    if is_tensor(x):
+        return Table(x, "score", copy=False) if is_followed(x) else x
+    return _expression(x, "score")
+
+
+def _expression(x: Any, role: str) -> Any:
+    """Traces a function; anything else is returned as it is."""
+    return expression(x, role) if callable(x) and not isinstance(x, Expression) else x
+
+
+def resolved(flow: Any) -> Any:
+    """Returns an upstream gradient that is not lazily negated."""
+    return flow.resolve_neg() if is_tensor(flow) and flow.is_neg() else flow
+
+
+class Given(NamedTuple):
+    """Queries, what attention() returned for them, and what flows back into that."""
+
+    q: Array
+    out: Array
+    lse: Array
+    d_out: Array
+    d_lse: Array | None = None  # None: nothing flows into lse
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A backward call: of which problem, and which gradients beside those of q, k and v."""
+
+    problem: Problem
+    grads: tuple[Table | str, ...] = ()
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """Those of the score whose gradients are asked for."""
+        return tuple(x for x in self.grads if isinstance(x, Table))
+
+    def shape(self, grad: Table | str) -> tuple[int, ...]:
+        """Returns the shape of one of `grads`."""
+        return grad.shape if isinstance(grad, Table) else (self.problem.q_heads,)
+
+
+def asked(problem: Problem, layout: str, given: Given, grads: Any) -> Asked:
+    """The backward call of a problem whose q, k and v are right; or the error that names what does not go with them."""
+    _check_arrays(problem, layout, given)
+    return Asked(problem, _checked(grads, problem))
+
+
+def check_one_dtype(q: str, k: str) -> None:
+    """Raises if keys and values are widened: their gradients have the dtype that is computed with."""
+    if are_widened(k, q):
+        raise UnsupportedError(
+            f"k: expected dtype {q}, as q has, where gradients are computed; got {k}. Convert k and v: in PyTorch, "
+            "autograd follows k.to(q.dtype)."
+        )
+
+
+def _check_arrays(problem: Problem, layout: str, given: Given) -> None:
+    """Raises unless out, lse and their upstream gradients are shaped as attention() returns them."""
+    q = given.q
+    check_one_dtype(problem.dtype, problem.key_dtype)
+    rows = (*q.shape[:-1], problem.value_dim), q.dtype
+    logs = tuple(q.shape[a] for a in LAYOUTS[layout][:-1]), "float64" if q.dtype == "float64" else "float32"
+    for x, (shape, dtype) in ((given.out, rows), (given.lse, logs), (given.d_out, rows), (given.d_lse, logs)):
+        if x is None:
+            continue
+        what = x.name.removeprefix("d_")
+        if x.shape != shape:
+            raise ArgumentError(f"{x.name}: expected shape {shape}, as attention() returns {what}; got {x.shape}.")
+        if x.dtype != dtype:
+            raise ArgumentTypeError(
+                f"{x.name}: expected dtype {dtype}, as attention() returns {what}; got {x.dtype}. Convert it first: "
+                f"{conversion(x.name, dtype)}."
+            )
+        check_beside(x, q)
+
+
+def _checked(grads: Any, problem: Problem) -> tuple[Table | str, ...]:
+    what = f"a tuple of the score's tables (sl.table) and {SINKS!r}"
+    if not isinstance(grads, (tuple, list)):
+        way = f" Use grads=({shown(grads) if isinstance(grads, str) else 'table'},)."
+        alone = isinstance(grads, Table) or (isinstance(grads, str) and grads == SINKS)
+        raise ArgumentTypeError(f"grads: expected {what}; got {shown(grads)}.{way if alone else ''}")
+    for at, x in enumerate(grads):
+        if not (isinstance(x, Table) or (isinstance(x, str) and x == SINKS)):
+            raise ArgumentTypeError(f"grads: expected {what}; got {shown(x)} at [{at}].")
+        if True in [x is y or (isinstance(x, str) and x == y) for y in grads[:at]]:
+            raise ArgumentError(f"grads: expected each once; got {x!r} at [{at}] again.")
+        if isinstance(x, Table):
+            _check_table(x, at, problem)
+        elif problem.sinks is None:
+            raise ArgumentError(f"grads: expected sink_logits= beside {SINKS!r}; got none. Leave it out of grads.")
+    return tuple(grads)
+
+
+def _check_table(table: Table, at: int, problem: Problem) -> None:
+    """Raises unless the score looks up this table, of floats."""
+    if table.kind not in ("float", "double"):
+        raise ArgumentTypeError(
+            f"grads: expected tables of floats; got {table!r} at [{at}], whose entries nothing flows to. Leave it out."
+        )
+    if problem.score is None or table not in problem.score.tables:
+        only = problem.mask is not None and table in problem.mask.tables
+        raise ArgumentError(
+            f"grads: expected tables that the score looks up; got {table!r} at [{at}], which "
+            f"{'only the mask does' if only else 'it does not'}. Pass the table that score= reads, at an index of "
+            "symbols: an entry at a constant one is a number."
+        )

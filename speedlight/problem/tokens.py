@@ -1,0 +1,67 @@
+"""What caches and pools tell the engines' storage: the shape of a token, pieces of a chunk, a packed batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .build import Stored
+
+
+class TokenShape(NamedTuple):
+    """What is stored of every token, in each of `layers` layers."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str  # of arrays.CODES: codes, with a scale for each token and head
+    most: int | None = None  # tokens that a sequence has room for; None where old ones make room
+
+    def stored(self, lengths: list[int], **more: Any) -> Stored:
+        """So many tokens of each sequence, to whom it concerns; more: as Stored has it."""
+        return Stored(self.dtype, self.kv_heads, self.head_dim, self.value_dim, tuple(lengths), most=self.most, **more)
+
+
+class Piece(NamedTuple):
+    """Rows of a chunk of queries, and of each sequence the tokens before and after those rows are stored."""
+
+    rows: slice
+    before: list[int]
+    after: list[int]
+    counts: list[int] | None  # of each sequence the rows that are queries, where some have fewer than the piece
+
+    @property
+    def new(self) -> list[int]:
+        """Tokens that each sequence gets."""
+        return [b - a for a, b in zip(self.before, self.after, strict=True)]
+
+
+class Batch(NamedTuple):
+    """Sequences of a pool whose queries are packed: of each its table, and tokens before and after new ones."""
+
+    tables: list[Any]  # as the storage made them: where the tokens are
+    before: list[int]
+    after: list[int]
+    counts: list[int]  # of each sequence its rows in the packed arrays
+
+
+class Moves(NamedTuple):
+    """Tokens that go to the places of others, all at once: of each the sequence, or page, and the slot in it."""
+
+    from_owner: list[int]
+    from_slot: list[int]
+    to_owner: list[int]
+    to_slot: list[int]
+
+
+def pieces_of(n_new: int, lengths: list[int], counts: list[int], step: int) -> list[Piece]:
+    """A chunk of n_new tokens in pieces of up to `step`; counts: of each sequence its tokens in the chunk."""
+    pieces = []
+    for start in range(0, max(n_new, 1), step):
+        rows = slice(start, min(start + step, n_new))
+        n = rows.stop - start
+        part = [min(max(x - start, 0), n) for x in counts]
+        after = [a + b for a, b in zip(lengths, part, strict=True)]
+        pieces.append(Piece(rows, lengths, after, None if part.count(n) == len(part) else part))
+        lengths = after
+    return pieces

@@ -1,0 +1,101 @@
+"""A cache with a window: which tokens it still has, where they lie, and the mask that hides the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..expressions.patterns import prefix, window
+from ..expressions.tracing import Expression
+from .problem import TILE
+
+PIECE = 256  # tokens that a windowed cache takes at a time
+SPARE = 16  # the oldest tokens of a ring are not promised: a call that fails may have written over so many
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The slots of a sequence: the first `fixed` tokens keep theirs, the others go round in the next `size`.
+
+    The same on every device, and in files. Without a window every token keeps its slot: size 0.
+    """
+
+    window: int | None = None
+    keep_first: int = 0
+    fixed: int = 0
+    size: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """That there is room for."""
+        return self.fixed + self.size
+
+    def slot(self, position: int) -> int:
+        """Where a token lies, from the start of its sequence's memory."""
+        return position if position < self.fixed or not self.size else self.fixed + (position - self.fixed) % self.size
+
+    def held(self, length: int, written: int) -> int:
+        """Slots in use, from the first one, whether or not their tokens are still seen."""
+        return min(max(length, written), self.tokens) if self.size else length
+
+    def shown(self, length: int) -> list[int]:
+        """Positions that a next token would see, besides itself."""
+        first = max(self.keep_first, length - (self.window or 1) + 1)
+        return [*range(min(self.keep_first, length)), *range(first, length)]
+
+    def in_order(self, stored: Any, lengths: list[int]) -> Any:
+        """Of slots (batch, heads, slot, dim), the tokens that a next one would see, in order; then zeros."""
+        if not self.size:
+            for item, n in enumerate(lengths):
+                stored[item, :, n:] = 0
+            return stored
+        shown = [self.shown(n) for n in lengths]
+        out = stored[:, :, list(range(max(map(len, shown))))]  # a copy
+        for item, positions in enumerate(shown):
+            out[item, :, : len(positions)] = stored[item][:, [self.slot(n) for n in positions]]
+            out[item, :, len(positions) :] = 0
+        return out
+
+    def lost(self, position: int, length: int, written: int) -> bool:
+        """Whether of what a query at `position` sees, of a sequence of this length, anything may have been written
+        over.
+
+        written: past the last token that was ever there.
+        """
+        if not self.size:
+            return False
+        return max(position - (self.window or 1) + 1, self.fixed) < min(length, written + SPARE - self.size)
+
+    def forgotten(self, position: int, written: int) -> bool:
+        """Whether a token may have been written over."""
+        return self.fixed <= position < written + SPARE - self.size if self.size else False
+
+    def reached(self, written: list[int], totals: list[int]) -> list[int]:
+        """Of sequences that grow to these totals: past the last token that was ever there."""
+        return [max(a, b) for a, b in zip(written, totals, strict=True)] if self.size else totals
+
+    def shortened(self, written: list[int], lengths: list[int]) -> list[int]:
+        """As reached(), of sequences that end at these lengths: older tokens of a ring stay where they are."""
+        return [n and w for n, w in zip(lengths, written, strict=True)] if self.size else lengths
+
+    def overwritten(self, written: list[int], totals: list[int]) -> list[int]:
+        """Slots of promised tokens that new ones are written over, where sequences grow to these totals."""
+        slots: set[int] = set()
+        for old, total in zip(written, totals, strict=True) if self.size else ():
+            first = max(old + SPARE, self.tokens, total - self.size)
+            slots.update(self.slot(n) for n in range(first, total))
+        return sorted(slots)
+
+    def mask(self, causal: bool) -> Expression | None:
+        """What the window hides from queries that are, or are not, hidden from later keys anyway."""
+        if self.window is None:
+            return None
+        limits = window(self.window - 1, 0 if causal else None)
+        return limits | prefix(self.keep_first) if self.keep_first else limits
+
+
+def ring_of(window: int | None, keep_first: int) -> Ring:
+    """Room for a window and a piece of new tokens, in whole tiles."""
+    if window is None:
+        return Ring()
+    return Ring(window, keep_first, -(-keep_first // TILE) * TILE, -(-(window + PIECE) // TILE) * TILE)

@@ -1,0 +1,391 @@
+"""The specification: attention in float64, row by row, and the error bound that every engine keeps.
+
+Slow, in memory that grows with q_len x k_len of one head, and plain on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arrays import array as arrays
+from ..errors import ArgumentError, ArgumentTypeError
+from ..errors.advice import unknown
+from ..host.rounding import standard
+from ..problem.checks import (
+    MOST,
+    cache_dtype,
+    check_flag,
+    check_index,
+    check_precision,
+    check_tokens,
+    dropout_of,
+    integer,
+    seed_of,
+    size,
+    states_of,
+)
+from ..problem.gradients import SINKS
+from ..problem.philox import MOST_POSITIONS, kept
+from ..problem.problem import Options
+from ..problem.rotary_angles import Options as RotaryOptions
+from ..problem.rotary_angles import rotation_of
+from .backward_bounds import (
+    GradientBounds,
+    Sums,
+    add_share,
+    add_terms,
+    key_bounds,
+    query_bound,
+    shared_bound,
+    summed_bound,
+    terms_of,
+)
+from .bounds import ROUNDOFF, TINY, Arithmetic, Bounds, bounds_of
+from .case import Case, Flow
+from .head_backward import backward_of
+
+
+@standard
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool = False, **options: Any) -> Any:
+    """Returns the exact result of `speedlight.attention` with the same arguments, in float64.
+
+    Args:
+        q, k, v: as for `speedlight.attention`.
+        return_lse: also return the log-sum-exp.
+        **options: causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q,
+            cu_seqlens_k, lengths, q_lengths, k_lengths, dropout, seed.
+
+    Returns:
+        float64 NumPy arrays of the shapes that `speedlight.attention` returns.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> sl.reference.attention(x, x, x)[0, 0, 0, 0]
+    np.float64(1.0)
+    """
+    check_flag("return_lse", return_lse)
+    case = _case(attention, q, k, v, options)
+    out, lse = case.results()
+    lse[...] = -np.inf
+    with np.errstate(all="ignore"):
+        for place in case.heads():
+            place.solve(out, lse)
+    return (case.outward(out), lse) if return_lse else case.outward(out)
+
+
+@standard
+def backward(
+    q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any = None, *, grads: Any = (), **options: Any
+) -> Any:
+    """Gradients of `speedlight.attention` with the same arguments, in float64.
+
+    Weights are those of the lse that is given: q, k and v may be a shard of what out and lse are of, and the gradients
+    of disjoint shards add up. A pair that is hidden adds no term to anything.
+
+    Args:
+        q, k, v, **options: as for `attention`.
+        out, lse: what attention(…, return_lse=True) returned, or `merge` did. A row whose lse is -inf has no gradient.
+        d_out, d_lse: what flows into them, of their shapes and dtypes; None: nothing flows into lse.
+        grads: of what else: tables (sl.table) of floats that the score looks up, and "sink_logits".
+
+    Returns:
+        (dq, dk, dv), shaped as q, k and v; with `grads` (dq, dk, dv, grads), a tuple of arrays shaped as the tables,
+        (q_heads,) for the sinks.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> out, lse = sl.reference.attention(x, x, x, causal=True, return_lse=True)
+    >>> dq, dk, dv = sl.reference.backward(x, x, x, out, lse, x, causal=True)
+    >>> dv[0, 0, :, 0].round(6).tolist()
+    [1.5, 0.5]
+    """
+    case = _case(backward, q, k, v, options)
+    flow = Flow(case, q, (out, lse, d_out, d_lse), grads)
+    dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
+    found = {grad: np.zeros(flow.asked.shape(grad)) for grad in flow.asked.grads}
+    with np.errstate(all="ignore"):
+        for head in case.heads():
+            x = backward_of(head, flow.into(head), flow.asked.tables)
+            dq[head.at] += x.dq
+            dk[head.keys] += x.dk
+            dv[head.keys] += x.dv
+            for table, share in zip(flow.asked.tables, x.tables, strict=True):
+                found[table] += share
+            if SINKS in found:
+                found[SINKS][int(head.env["h"])] += x.sink
+    results = tuple(case.outward(x) for x in (dq, dk, dv))
+    return (*results, tuple(found.values())) if found else results
+
+
+def backward_bound(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    d_out: Any,
+    d_lse: Any = None,
+    *,
+    grads: Any = (),
+    dot: bool = False,
+    **options: Any,
+) -> Any:
+    """Bounds how far gradients may be from `backward`, element by element: by the roundings of these very numbers,
+    to first order. docs/numerics.md has the formula.
+
+    Args:
+        q, k, v, out, lse, d_out, d_lse, grads, **options: as for `backward`.
+        dot: bfloat16 by the dot instruction.
+
+    Returns:
+        GradientBounds, of dq, dk and dv; with `grads` (dq, dk, dv, grads), as `backward` returns them.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4), np.float32)
+    >>> lse = np.full((1, 1, 2), 2.6931472, np.float32)
+    >>> bool((sl.reference.backward_bound(x, x, x, x, lse, x).dv < 1e-5).all())
+    True
+    """
+    check_flag("dot", dot)
+    case = _case(backward_bound, q, k, v, options)
+    flow, arithmetic = Flow(case, q, (out, lse, d_out, d_lse), grads), Arithmetic(case.problem, dot=dot)
+    dq, dk, dv = (np.zeros(x.shape) for x in (case.q, case.k, case.v))
+    further = {grad: Sums.none(flow.asked.shape(grad)) for grad in flow.asked.grads}
+    group, shared = [], case.problem.shared
+    of_items = [Sums.none(x.shape) for x in (dk, dv)]  # where keys are shared
+    with np.errstate(all="ignore"):
+        for head in case.heads():
+            group.append(terms_of(head, flow.into(head), arithmetic, flow.asked.tables))
+            dq[head.at] = query_bound(group[-1], arithmetic)
+            for grad, sums in further.items():
+                add_terms(sums, group[-1], grad, arithmetic)
+            if shared:
+                x = backward_of(head, flow.into(head))
+                for y, share in zip(of_items, (x.dk, x.dv), strict=True):
+                    add_share(y, head.keys, share)
+            if len(group) == case.problem.group:
+                for total, off in zip((dk, dv), key_bounds(group, arithmetic), strict=True):
+                    total[head.keys] += off
+                group = []
+        if shared:
+            dk, dv = (shared_bound(y, off, arithmetic) for y, off in zip(of_items, (dk, dv), strict=True))
+        bounds = tuple(summed_bound(sums, grad, arithmetic) for grad, sums in further.items())
+    own = GradientBounds(*(case.outward(x) for x in (dq, dk, dv)))
+    return (*own, bounds) if bounds else own
+
+
+def error_bound(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    proven: bool = False,
+    dot: bool = False,
+    int8: bool = False,
+    tile: int | None = None,
+    precision: str = "ieee",
+    **options: Any,
+) -> Bounds:
+    """Bounds how far a result may be from `attention`, element by element. docs/numerics.md has both formulas.
+
+    Args:
+        q, k, v, **options: as for `attention`.
+        proven: what the CPU engine cannot exceed, whatever the values are (with a score expression to first order).
+            Default: what roundings of these very numbers come to at most, to first order: several times less.
+        dot: bfloat16 by the dot instruction, where k and v are of q's dtype.
+        int8: k and v are codes · scales of a cache of codes (int8, float8_e4m3fn), as its keys() and values() give
+            them.
+        tile: by the GPU engine, keys of whose blocks these are, at least; `precision` is that of its float32 products.
+
+    Raises:
+        ArgumentError: `proven` of the GPU engine, whose tensor cores add in an order of their own.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4), np.float32)
+    >>> bool((sl.reference.error_bound(x, x, x).out < 1e-5).all())
+    True
+    """
+    for name, x in (("proven", proven), ("dot", dot), ("int8", int8)):
+        check_flag(name, x)
+    check_precision(precision)
+    tile = None if tile is None else size("tile", tile, 1)
+    if proven and tile is not None:
+        raise ArgumentError("proven: expected False with `tile`: only the CPU engine's bound is proven.")
+    case = _case(error_bound, q, k, v, options)
+    arithmetic = Arithmetic(case.problem, proven, dot and not case.problem.widened, int8, tile, precision)
+    out, lse = case.results()
+    with np.errstate(all="ignore"):
+        for head in case.heads():
+            if head.q.size and (head.k.size or head.problem.sinks):
+                out[head.at], lse[head.at] = bounds_of(head, arithmetic)
+    return Bounds(case.outward(out), lse)
+
+
+@standard
+def quantise(x: Any, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Quantises tokens as a cache of codes does: codes · scales is as near to x as a scale for each row allows.
+
+    A row's scale is its largest magnitude over the largest code, 127 of int8 and 448 of float8_e4m3fn; a code is the
+    nearest to x / scale, of two the even one. Both quotients are rounded to float32. A row with NaN or infinity has a
+    scale of NaN. docs/numerics.md says how far codes · scales may be from x.
+
+    Args:
+        x: (…, dim) of float32, float16 or bfloat16: each row of dim elements, a token's of one head, is by itself.
+        dtype: "int8" or "float8_e4m3fn", as KVCache takes it.
+
+    Returns:
+        codes (…, dim) and scales (…, 1), both as float32.
+
+    >>> import numpy as np, speedlight as sl
+    >>> codes, scales = sl.reference.quantise(np.float32([[896.0, 100.0, 0.01]]), "fp8")
+    >>> codes.tolist(), scales.tolist()
+    ([[448.0, 48.0, 0.005859375]], [[2.0]])
+    """
+    name = cache_dtype(dtype)
+    if name not in arrays.CODES:
+        raise ArgumentTypeError(f"dtype: expected int8 or float8_e4m3fn; got {name}, of which a cache keeps every bit.")
+    given = arrays.describe(x, "x")
+    check_tokens(given.dtype, "x", name)
+    rows, last = given.numpy().astype(np.float32), np.float32(arrays.CODES[name])
+    with np.errstate(all="ignore"):
+        most = np.abs(rows).max(axis=-1, keepdims=True, initial=0.0)
+        scales = np.where(np.isfinite(most), most / last, np.float32(np.nan))
+        ratios = np.where(scales > 0, np.clip(rows / scales, -last, last), np.float32(0))
+    # e4m3 has four digits of what is at least 2^-6, and as many after the point as that of what is below
+    digits = 0 if name == "int8" else 4 - np.maximum(np.frexp(ratios)[1], -5)
+    return np.ldexp(np.rint(np.ldexp(ratios, digits)), np.negative(digits)), scales
+
+
+def rotary(x: Any, cos: Any = None, sin: Any = None, **options: Any) -> np.ndarray:
+    """Returns the exact result of `speedlight.rotary` with the same arguments, in float64.
+
+    >>> import numpy as np, speedlight as sl
+    >>> sl.reference.rotary(np.ones((1, 1, 1, 2)), positions=1).round(6).tolist()
+    [[[[-0.301169, 1.381773]]]]
+    """
+    _check_names(rotary, options, RotaryOptions._fields)
+    rotation = rotation_of(x, RotaryOptions(cos, sin, **options), "float64")
+    rows, dims = _float64(x), rotation.dims
+    of_pair = np.zeros((*rows.shape[:-1], rotation.cos.shape[-1]))
+    cos, sin = (_float64(t) + of_pair for t in (rotation.cos, rotation.sin))
+    for t in range(dims // 2):
+        one, other = (2 * t, 2 * t + 1) if rotation.interleaved else (t, t + dims // 2)
+        at, at_other = (one, other) if cos.shape[-1] == dims else (t, t)
+        a, b = rows[..., one].copy(), rows[..., other].copy()
+        rows[..., one] = a * cos[..., at] - b * sin[..., at]
+        rows[..., other] = b * cos[..., at_other] + a * sin[..., at_other]
+    return rows
+
+
+def _case(function: Any, q: Any, k: Any, v: Any, options: dict[str, Any]) -> Case:
+    """Reads the arguments of one of these calls."""
+    _check_names(function, options, ("lengths", *Options._fields))
+    return Case(q, k, v, options)
+
+
+def _check_names(function: Any, options: dict[str, Any], known: Sequence[str]) -> None:
+    for name in options:
+        if name not in known:
+            raise unknown(function, name, known)
+
+
+def _float64(x: Any) -> np.ndarray:
+    """A copy."""
+    return np.array(x.detach().cpu().double() if arrays.is_tensor(x) else x, np.float64)
+
+
+def weights(q: Any, k: Any, **options: Any) -> np.ndarray:
+    """softmax(scale · QKᵀ) itself, (batch, q_heads, q_len, k_len) in float64; for a few rows, since it is as large as
+    it is; under dropout, what that leaves.
+
+    Options as for `attention`, with layout "bhld", "blhd" or "hld". A row that sees nothing is 0.
+
+    >>> import numpy as np, speedlight as sl
+    >>> x = np.ones((1, 1, 2, 4))
+    >>> sl.reference.weights(x, x, causal=True)[0, 0].tolist()
+    [[1.0, 0.0], [0.5, 0.5]]
+    """
+    case = _case(weights, q, k, k, options)
+    out = np.zeros((*case.q.shape[:-1], case.k.shape[-2]))
+    with np.errstate(all="ignore"):
+        for place in case.heads():
+            score = np.where(place.visible, place.scores(), -np.inf)
+            p = np.exp(score - np.maximum(score.max(axis=1, keepdims=True, initial=-np.inf), -1e300))
+            total = p.sum(axis=1, keepdims=True)
+            left = p if place.factors is None else p * place.factors
+            out[place.at][:, : score.shape[1]] = left / np.where(total == 0, 1, total)
+    return out
+
+
+def keep_mask(dropout: float, seed: int, b: int, h: int, i: Any, j: Any) -> np.ndarray:
+    """Which weights `dropout=, seed=` leave: (len(i), len(j)), True where one stays.
+
+    Args:
+        dropout, seed: as for `speedlight.attention`.
+        b: what a mask calls the batch item: its place in the batch.
+        h: the query head.
+        i, j: absolute positions of queries and of keys: below 2^32, and those of queries may be negative.
+
+    >>> import speedlight as sl
+    >>> sl.reference.keep_mask(0.5, 0, b=0, h=0, i=range(2), j=range(4)).tolist()
+    [[False, True, True, True], [True, True, False, True]]
+    """
+    item, head = (check_index(name, x, MOST_POSITIONS) for name, x in (("b", b), ("h", h)))
+    rows, keys = (_positions(name, x, least) for name, x, least in (("i", i, -MOST), ("j", j, 0)))
+    return kept(dropout_of(dropout), seed_of(seed), item, head, rows, keys)
+
+
+def _positions(name: str, x: Any, least: int) -> list[int]:
+    found = [integer(name, n) for n in arrays.listed(x, name, "a sequence of ints")]
+    if found and not least <= min(found) <= max(found) < MOST_POSITIONS:
+        raise ArgumentError(f"{name}: expected positions from {least} to 2^32 - 1; got {min(found)} to {max(found)}.")
+    return found
+
+
+def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the exact result of `speedlight.merge` with the same arguments, in float64.
+
+    >>> import numpy as np, speedlight as sl
+    >>> out, lse = sl.reference.merge([np.ones((1, 2)), np.zeros((1, 2))], [np.zeros(1), np.zeros(1)])
+    >>> out.tolist(), round(float(lse[0]), 6)
+    ([[0.5, 0.5]], 0.693147)
+    """
+    out, seen, share, base, total = _shares(*states_of(out1, lse1, out2, lse2, gpu=False))
+    with np.errstate(all="ignore"):
+        return np.where(seen, share * out, 0.0).sum(axis=0), base + np.log(total)
+
+
+def merge_bound(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> Bounds:
+    """Bounds how far a result of `speedlight.merge` may be from `merge` with the same arguments, element by element.
+
+    docs/numerics.md has the formula.
+    """
+    outs, lses = states_of(out1, lse1, out2, lse2, gpu=False)
+    dtype, lse_dtype = outs[0].dtype, lses[0].dtype
+    out, seen, share, base, total = _shares(outs, lses)
+    with np.errstate(all="ignore"):
+        log = np.abs(base + np.log(total))
+        below = np.where(seen[..., 0] & (share[..., 0] > 0), -np.log(share[..., 0]), 0.0).max(axis=0)
+        steps = 2.0**-51 * (len(outs) + 5 + below)
+        m, mean = (np.where(seen, share * x, 0.0).sum(axis=0) for x in (np.abs(out), out))
+        tiny = TINY[dtype] + len(outs) * 2.0**-1074 + 2.0**-1022 * np.where(seen, np.abs(out), 0.0).sum(axis=0)
+        rounded = (ROUNDOFF[x] + (2.0**-24 if x.endswith("16") else 0.0) for x in (dtype, lse_dtype))
+        return Bounds(
+            next(rounded) * np.abs(mean) + steps[..., None] * m + tiny, next(rounded) * log + steps + TINY[lse_dtype]
+        )
+
+
+def _shares(outs: list[arrays.Array], lses: list[arrays.Array]) -> tuple[np.ndarray, ...]:
+    """[states, …] of outputs, which of them saw anything, and their shares; per row, the largest lse and the sum of
+    weights.
+    """
+    out, lse = (np.stack([x.numpy().astype(np.float64) for x in xs]) for xs in (outs, lses))
+    top = np.where(np.isnan(lse), -np.inf, lse).max(axis=0)
+    base = np.where(np.isneginf(top), 0.0, top)
+    with np.errstate(all="ignore"):
+        weight = np.exp(lse - base)
+        total = weight.sum(axis=0)
+        return out, ~np.isneginf(lse)[..., None], (weight / total)[..., None], base, total

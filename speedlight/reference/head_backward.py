@@ -1,0 +1,138 @@
+"""The specification's backward pass over one head, in float64. docs/numerics.md, "Gradients", has the formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..expressions.derivative import Flows, flows
+from ..expressions.tables import Table
+from ..expressions.tree import FLOW, evaluate
+from ..problem.problem import FAR_LSE
+
+
+class Returned(NamedTuple):
+    """The results of attention() for a head's rows, and their upstream gradients."""
+
+    out: np.ndarray  # [q_len, value_dim]
+    lse: np.ndarray  # [q_len]
+    d_out: np.ndarray
+    d_lse: np.ndarray
+    keep: np.ndarray | None = None  # [q_len, k_len] of dropout: 0, or 1 / (1 - p); None: no dropout
+
+
+class Pairs(NamedTuple):
+    """The intermediate values of every query and key of a head; 0 where the pair is hidden."""
+
+    seen: np.ndarray
+    products: np.ndarray  # scale · q·k, whatever is seen
+    p: np.ndarray  # weights, by the lse that was given
+    dp: np.ndarray  # d_out · v
+    delta: np.ndarray  # [q_len]: d_out · out - d_lse
+    ds: np.ndarray  # what flows into the scores
+    raw: np.ndarray  # what flows into scale · q·k
+    back: Flows | None  # through the score's expression
+
+
+class HeadGradients(NamedTuple):
+    """One head's gradients: its own rows of dq, its share of a kv head's dk and dv, and of the tables'."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    tables: tuple[np.ndarray, ...]
+    sink: float
+
+
+def backward_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> HeadGradients:
+    """Returns the gradients of one head of the reference. A hidden pair adds no term to anything: 0 · NaN is NaN."""
+    pairs = pairs_of(head, given, tables)
+    scale, seen = head.problem.scale, pairs.seen
+    weights = dropped(pairs.p, given.keep)
+    return HeadGradients(
+        scale * sum_of_seen(head, pairs.raw, head.k, seen),
+        scale * sum_of_seen(head, pairs.raw.T, head.q, seen.T),
+        sum_of_seen(head, weights.T, given.d_out, seen.T),
+        tuple(_table_gradient(head, pairs, table) for table in tables),
+        _sink_gradient(head, given.lse, pairs.delta),
+    )
+
+
+def pairs_of(head: Any, given: Returned, tables: tuple[Table, ...] = ()) -> Pairs:
+    """Weights again, from the lse given, and what flows back into every score."""
+    products = head.products()
+    score = head.scores(products)
+    seen = head.visible & (score != -np.inf) & (given.lse != -np.inf)[:, None]
+    p = np.where(seen, np.exp(exponents(head, score, given.lse)), 0.0)
+    dp = np.where(seen, head.product(given.d_out, head.v.T), 0.0)
+    delta = np.sum(given.d_out * given.out, axis=1) - given.d_lse
+    ds = np.where(seen, p * (dropped(dp, given.keep) - delta[:, None]), 0.0)
+    raw, back = ds, None
+    if head.problem.score is not None:
+        back = flows(head.problem.score.root, tables)
+        raw = np.zeros(ds.shape) if back.s is None else flow_through(head, back.s, products, ds, seen)
+    return Pairs(seen, products, p, dp, delta, ds, raw, back)
+
+
+def exponents(head: Any, score: np.ndarray, lse: np.ndarray) -> np.ndarray:
+    """score - lse. At most 0 where so large an lse was rounded by more than its distance to a score."""
+    x = score - lse[:, None]
+    return np.where(is_far(head, lse)[:, None], np.minimum(x, 0.0), x)
+
+
+def is_far(head: Any, lse: np.ndarray) -> np.ndarray:
+    """Which rows have such an lse."""
+    return np.abs(lse) >= FAR_LSE["float64" if head.problem.dtype == "float64" else "float32"]
+
+
+def dropped(x: np.ndarray, keep: np.ndarray | None) -> np.ndarray:
+    """Weights, or what flows into them, after dropout: the one place where it acts."""
+    return x if keep is None else keep * x
+
+
+def flow_through(head: Any, flow: Any, products: np.ndarray, ds: Any, seen: np.ndarray) -> np.ndarray:
+    """[q_len, k_len]: what a tree of flows makes of `ds`; 0 for hidden pairs, whatever comes out there."""
+    value = evaluate(flow, head.env | {"s": products, FLOW: ds}, seen=seen, beyond=head.beyond)
+    return np.where(seen, np.broadcast_to(value, seen.shape), 0.0)
+
+
+def sum_of_seen(head: Any, weights: np.ndarray, x: np.ndarray, seen: np.ndarray) -> np.ndarray:
+    """weights @ x, of seen pairs alone."""
+    if np.isfinite(x).all():
+        return head.product(weights, x)
+    rows = [head.product(row[at][None], x[at])[0] for row, at in zip(weights, seen, strict=True)]
+    return np.array(rows).reshape(len(weights), x.shape[1])
+
+
+def _table_gradient(head: Any, pairs: Pairs, table: Table) -> np.ndarray:
+    """Returns the gradient of every entry: the sum over all places where it is read."""
+    total = np.zeros(table.shape)
+    for lookup, flow in () if pairs.back is None else pairs.back.entries:
+        if lookup.value is table:
+            arrived = flow_through(head, flow, pairs.products, pairs.ds, pairs.seen)
+            np.add.at(total, tuple(entries_read(head, lookup, pairs)), arrived[pairs.seen])
+    return total
+
+
+def entries_read(head: Any, lookup: Any, pairs: Pairs) -> Iterator[np.ndarray]:
+    """Index of the entry that every seen pair reads, dimension by dimension."""
+    for a in lookup.args:
+        value = evaluate(a, head.env | {"s": pairs.products}, seen=pairs.seen, beyond=head.beyond)
+        yield np.broadcast_to(value, pairs.seen.shape)[pairs.seen]
+
+
+def _sink_gradient(head: Any, lse: np.ndarray, delta: np.ndarray) -> float:
+    """A sink is one more key, which every row sees and whose value is zeros."""
+    rows, p, _ = sink_weights(head, lse)
+    return float(-np.sum(p * delta[rows]))
+
+
+def sink_weights(head: Any, lse: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which rows see a sink, its weight in each, and the exponent that this is the power of."""
+    sinks = head.problem.sinks
+    sink = -np.inf if sinks is None else sinks[int(head.env["h"])]
+    rows = (lse != -np.inf) & (sink != -np.inf)
+    x = exponents(head, np.full((len(lse), 1), sink), lse)[rows, 0]
+    return rows, np.exp(x), x

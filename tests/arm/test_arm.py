@@ -1,0 +1,46 @@
+"""Kernels compile for 64-bit Arm on any machine; `make check-arm` also runs them, under qemu."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import FULL
+
+import speedlight as sl
+from speedlight.cpu.kernels.merge import MergeShape
+from speedlight.cpu.kernels.thread_pool import ServingShape
+from speedlight.cpu.memory.shape import AppendShape, Shape, Source
+from speedlight.cpu.runtime.compile import compile_ir, emit
+from speedlight.expressions.program import Program
+from speedlight.host.machine import isa_named
+
+
+@pytest.mark.each("storage", "cached")
+@pytest.mark.parametrize("storage", ["f32", "f64", "f16", "bf16"] if FULL else ["bf16"])
+@pytest.mark.parametrize("cached", [False, True])
+def test_kernels_compile_for_arm(storage, cached):
+    mask, score = sl.window(30, 0) | sl.dilated(3), sl.softcap(2.0)
+    program = Program("both", mask.root, score.root)
+    for shape in (
+        Shape("decode", isa_named("neon"), storage, 0, None, cached, dropout=not cached),
+        Shape("forward", isa_named("neon"), storage, 2, program, cached, dropout=cached),
+    ):
+        assert compiles(shape)
+
+
+def test_float8_compiles_for_arm():
+    neon, keys = isa_named("neon"), Source("f32", False)
+    assert compiles(Shape("decode", neon, "f32", cached=True, quantised="float8_e4m3fn"))
+    assert compiles(AppendShape(neon, "float8_e4m3fn", keys, keys))
+
+
+def test_merge_compiles_for_arm():
+    assert compiles(MergeShape(isa_named("neon")))
+
+
+def test_what_threads_run_compiles_for_arm():
+    assert compiles(ServingShape(isa_named("neon")))
+
+
+def compiles(shape):
+    code = compile_ir(shape, emit(shape))
+    return code[:4] == b"\x7fELF" and int.from_bytes(code[18:20], "little") == 183  # AArch64

@@ -1,0 +1,407 @@
+"""Whatever interrupts a call of a cache or pool, wherever: everything is as it was, nothing stays busy, no page is
+lost.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from conftest import FULL
+from injection import Interrupt, interrupted, needs_places, places, spread
+from pools import check_accounts, forget_steps
+
+import speedlight as sl
+
+MOST = 100_000 if FULL else 16  # places of a call that are tried
+
+
+@pytest.fixture(autouse=True)
+def no_callbacks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An exception in a callback of the garbage collector, such as Hypothesis', is swallowed. And every 64th cache has
+    more places, since it tidies what is renewed after a fork.
+    """
+    monkeypatch.setattr("speedlight.host.forks._numbers", itertools.count((1 << 40) + 1, 64))
+    callbacks = gc.callbacks[:]
+    gc.callbacks.clear()
+    yield
+    gc.callbacks[:] = callbacks
+
+
+class Tokens(NamedTuple):
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+
+def tokens(rng, n, batch=2):
+    return Tokens(*(rng.standard_normal((batch, heads, n, 16), dtype=np.float32) for heads in (4, 2, 2)))
+
+
+def packed(rng, n):
+    return Tokens(*(rng.standard_normal((n, heads, 16), dtype=np.float32) for heads in (4, 2, 2)))
+
+
+# --- what a cache and a pool are, and what is done with them
+
+
+def cache_state(w):
+    cache = w.cache
+    empty = np.zeros((2, 2, 0, 16), np.float32)
+    for layer in (0, 1):
+        cache.append(layer, empty, empty)  # nobody is busy
+    layers = [(cache.lengths(n), cache.keys(n).tobytes(), cache.values(n).tobytes()) for n in (0, 1)]
+    return layers, cache.used_bytes
+
+
+def pool_state(w):
+    pool, empty = w.pool, np.zeros((0, 2, 16), np.float32)
+    for layer in (0, 1):
+        pool.append(layer, w.sequences, empty, empty, new_lengths=[0] * len(w.sequences))
+    check_accounts(pool, w.sequences)
+    names: dict[int, int] = {}  # of pages, in their order here
+    pages = [[names.setdefault(page, len(names)) for page in s.pages] for s in w.sequences]
+    return (
+        [(s.length(0), s.length(1), s.keys(0).tobytes(), s.values(1).tobytes()) for s in w.sequences],
+        pages,
+        pool.free_pages,
+    )
+
+
+def made_cache(rng, **options):
+    w = SimpleNamespace(cache=sl.KVCache(layers=2, batch=2, kv_heads=2, head_dim=16, **options), state=cache_state)
+    w.some, w.one, w.few, w.piece, w.long = (tokens(rng, n) for n in (24, 1, 5, 40, 700))
+    for layer in (0, 1):
+        w.cache.append(layer, w.some.k, w.some.v)
+    return w
+
+
+def made_ring(rng):
+    w = made_cache(rng, window=40, keep_first=5)
+    for layer in (0, 1):
+        w.cache.append(layer, w.long.k, w.long.v)  # many times round
+    return w
+
+
+def made_pool(rng, **options):
+    """a and b share two pages, of which the second is not full; c has its own."""
+    pool = sl.PagePool(layers=2, pages=20, page_size=16, kv_heads=2, head_dim=16, **options)
+    a, c = pool.sequence(), pool.sequence()
+    w = SimpleNamespace(pool=pool, sequences=[a, c], state=pool_state)
+    w.one, w.few, w.many = packed(rng, 3), packed(rng, 40), packed(rng, 64)
+    for layer in (0, 1):
+        pool.append(layer, [a, c], w.many.k, w.many.v, new_lengths=[24, 40])
+    w.sequences.insert(1, a.fork())
+    return w
+
+
+MADE = {
+    "cache": lambda rng: made_cache(rng, capacity=900),
+    "int8": lambda rng: made_cache(rng, capacity=900, dtype="int8"),
+    "ring": made_ring,
+    "pool": made_pool,
+    "int8 pool": lambda rng: made_pool(rng, dtype="int8"),
+}
+
+
+def again(w):
+    vars(w).update(vars(w.made(np.random.default_rng(0))))
+
+
+# Written out: after f(*x) Python looks for signals once more, when everything has taken effect
+CACHE = {
+    "attend": (lambda w: w.cache.attend(1, w.one.q, w.one.k, w.one.v), again),
+    "attend again": (lambda w: w.cache.attend(1, w.one.q, w.one.k, w.one.v), again),
+    "attend some of": (
+        lambda w: w.cache.attend(0, w.few.q, w.few.k, w.few.v, new_lengths=[5, 2], return_lse=True),
+        again,
+    ),
+    "attend others": (lambda w: w.cache.attend(0, w.piece.q, w.few.k, w.few.v, q_lengths=[20, 9]), again),
+    "attend many": (lambda w: w.cache.attend(0, w.piece.q, w.piece.k, w.piece.v), again),
+    "only attend": (lambda w: w.cache.attend(0, w.one.q), None),
+    "append": (lambda w: w.cache.append(0, w.few.k, w.few.v), again),
+    "truncate": (lambda w: w.cache.truncate([20, 3] if w.cache.window is None else 700), again),
+    "keep": (lambda w: w.cache.keep([[1, 4, 7], [0, 9]], start=[10, 12] if w.cache.window is None else 700), again),
+    "clear": (lambda w: w.cache.clear(), again),
+    "select": (lambda w: w.cache.select([1, 1, 0]), None),
+    "copy": (lambda w: w.cache.copy(), None),
+}
+RING = {
+    "attend pieces": (lambda w: w.cache.attend(0, w.long.q, w.long.k, w.long.v), again),
+    "append round": (lambda w: w.cache.append(1, w.long.k, w.long.v), again),
+}
+
+
+def adds(w):
+    w.sequences += [w.pool.sequence()]
+
+
+def forks(w):
+    w.sequences += [w.sequences[0].fork()]
+
+
+def frees(w):
+    w.sequences[1].free()
+    del w.sequences[1]
+
+
+def blocks(w):
+    with w.sequences[0].fork() as fork:
+        w.pool.append(0, [fork], w.one.k, w.one.v)
+
+
+POOL = {
+    "attend": (lambda w: w.pool.attend(1, w.sequences, w.one.q, w.one.k, w.one.v), again),
+    "attend chunks": (
+        lambda w: w.pool.attend(0, w.sequences, w.few.q, w.few.k, w.few.v, new_lengths=[1, 30, 9], return_lse=True),
+        again,
+    ),
+    "only attend": (lambda w: w.pool.attend(0, w.sequences, w.one.q), None),
+    "append": (lambda w: w.pool.append(0, w.sequences, w.few.k, w.few.v, new_lengths=[20, 0, 20]), again),
+    "sequence": (adds, again),
+    "fork": (forks, again),
+    "truncate": (lambda w: w.sequences[2].truncate(3), again),
+    "truncate shared": (lambda w: w.sequences[1].truncate(3), again),
+    "keep": (lambda w: w.sequences[2].keep([1, 5, 18], start=14), again),
+    "keep shared": (lambda w: w.sequences[1].keep([1, 5, 6], start=14), again),
+    "free": (frees, again),
+    "block": (blocks, None),
+}
+CALLS = [
+    (kind, name) for kind in MADE for name in (POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE)
+]
+
+
+def world(kind):
+    w = MADE[kind](np.random.default_rng(0))
+    w.made = MADE[kind]
+    return w
+
+
+def result(w, call):
+    """What a call gives, and leaves."""
+    out = call(w)
+    return [x.tobytes() for x in (out if isinstance(out, tuple) else (out,)) if isinstance(x, np.ndarray)], w.state(w)
+
+
+@needs_places
+@pytest.mark.parametrize(("kind", "name"), CALLS)
+def test_an_exception_anywhere_leaves_everything_as_it_was(kind, name):
+    call, undo = (POOL if "pool" in kind else CACHE | RING)[name]
+    sl.set_threads(1)
+    wanted = result(world(kind), call)
+    w = world(kind)
+    if name == "attend again":  # by what is remembered of the first time; else the long way
+        call(w)
+        w.cache.truncate(24 if kind != "ring" else 724)
+    else:
+        forget_steps(w.cache if hasattr(w, "cache") else w.pool)
+    before = w.state(w)
+    found = places(lambda: call(w))
+    assert len(found) > 5
+    if name == "attend again":
+        w.cache.truncate(24 if kind != "ring" else 724)
+    elif undo is not None:
+        w = world(kind)
+    for n in spread(found, MOST):
+        if name != "attend again":
+            forget_steps(w.cache if hasattr(w, "cache") else w.pool)
+        assert interrupted(lambda: call(w), n), f"place {n} of {len(found)}"
+        assert w.state(w) == before, f"place {n} of {len(found)}"
+    assert result(w, call) == wanted
+
+
+# --- with real signals
+
+
+def alarmed(call, w, seconds):
+    """Whether an alarm ended the call."""
+    armed = done = True
+
+    def handler(*_):
+        if armed:
+            raise Interrupt
+
+    old = signal.signal(signal.SIGALRM, handler)
+    try:
+        done = False
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        call(w)
+        done = True
+        armed = False
+    except Interrupt:
+        armed = False
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, old)
+    return not done
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
+@pytest.mark.parametrize("kind", MADE)
+def test_a_signal_at_any_moment_leaves_everything_as_it_was(kind):
+    assert threading.current_thread() is threading.main_thread()
+    rng, ended = np.random.default_rng(1), 0
+    calls = POOL if "pool" in kind else CACHE | RING if kind == "ring" else CACHE
+    for call, _ in calls.values():  # reads the kernels: a file that is being opened is Python's to close
+        call(world(kind))
+    w = world(kind)
+    deadline = time.monotonic() + (60 if FULL else 0.5)
+    while time.monotonic() < deadline + 60 * (ended <= 20):  # on a busy machine few alarms come in time
+        call, undo = calls[str(rng.choice(list(calls)))]
+        before = w.state(w)
+        if alarmed(call, w, float(rng.uniform(20e-6, 400e-6))):
+            ended += 1
+            assert w.state(w) == before
+        elif undo is not None:
+            w = world(kind)
+    assert ended > 20
+
+
+# --- forks
+
+
+def child(check):
+    """Whether check() ends well in a forked child; it has 20 s."""
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        try:
+            check()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def halfway(monkeypatch, owner, name, at, call):
+    """Begins a call in another thread and stops it where owner.name returns for the at-th time; gives what lets it go
+    on.
+    """
+    there, go, real, calls = threading.Event(), threading.Event(), getattr(owner, name), []
+
+    def stopped(*arguments, **options):
+        result = real(*arguments, **options)
+        calls.append(1)
+        if len(calls) == at and threading.current_thread() is thread:
+            there.set()
+            go.wait(60)
+        return result
+
+    monkeypatch.setattr(owner, name, stopped)
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert there.wait(60)
+
+    def finish():
+        go.set()
+        thread.join()
+
+    return finish
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.parametrize(
+    ("kind", "name", "stop", "at"),
+    [
+        ("cache", "attend some of", "attend", 1),
+        ("cache", "attend", "put", 1),
+        ("cache", "append", "put", 1),
+        ("cache", "keep", "move", 2),
+        ("ring", "keep", "move", 1),
+        ("ring", "attend pieces", "attend", 2),
+        ("ring", "attend many", "put", 1),
+        ("pool", "attend", "put", 1),
+        ("pool", "append", "_take", 1),
+        ("pool", "keep", "move", 2),
+        ("int8 pool", "keep shared", "move", 1),
+        ("pool", "attend chunks", "attend", 1),
+    ],
+)
+def test_a_child_finds_everything_as_it_was(monkeypatch, kind, name, stop, at):
+    """What another thread of the parent had begun has not been; what it was writing to can be written to."""
+    call, _ = (POOL if "pool" in kind else CACHE | RING)[name]
+    wanted = result(world(kind), call)
+    w = world(kind)
+    before = w.state(w)
+
+    def check():
+        assert w.state(w) == before
+        assert result(w, call) == wanted
+
+    owner = w.pool if "pool" in kind else w.cache
+    finish = halfway(monkeypatch, owner if stop == "_take" else owner._storage, stop, at, lambda: call(w))
+    try:
+        assert child(check)
+    finally:
+        finish()
+    assert w.state(w) == wanted[1]  # and the parent goes on
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_child_of_a_thread_that_takes_pages():
+    w = world("pool")
+    there, go = threading.Event(), threading.Event()
+
+    def take():
+        with w.pool._taking:
+            there.set()
+            go.wait(60)
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    assert there.wait(60)
+    try:
+        assert child(lambda: w.pool.append(0, [w.sequences[0]], w.few.k, w.few.v, new_lengths=[40]))
+    finally:
+        go.set()
+        thread.join()
+
+
+class _Stop(BaseException):
+    pass
+
+
+def test_a_ring_is_as_it_was_when_signals_come_in_threes(rng):
+    """A further signal comes while the first one's call is being undone."""
+    again, on = [0], [False]
+
+    def handler(*_: object) -> None:
+        if on[0]:
+            if again[0]:
+                again[0] -= 1
+                signal.setitimer(signal.ITIMER_REAL, float(rng.choice([1e-5, 3e-5, 1e-4])))
+            raise _Stop
+
+    cache = sl.KVCache(layers=1, batch=2, kv_heads=2, head_dim=8, window=100, keep_first=3)
+    x = [rng.standard_normal((2, 2, 300, 8)).astype(np.float32) for _ in range(3)]
+    for _ in range(3):
+        cache.attend(0, *x)
+    before_handler = signal.signal(signal.SIGALRM, handler)
+    try:
+        for n in range(2000 if FULL else 100):
+            before, done = (cache.lengths(0), cache.keys(0).tobytes(), cache.values(0).tobytes()), False
+            try:
+                again[0], on[0] = 2, True
+                signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 3e-3)))
+                cache.attend(0, *(y * (n % 7 + 2) for y in x))
+                done, on[0] = True, False
+            except _Stop:
+                pass
+            on[0] = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            after = cache.lengths(0), cache.keys(0).tobytes(), cache.values(0).tobytes()
+            assert done or after[0] != before[0] or after == before  # a signal after the return is not the call's
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before_handler)

@@ -1,0 +1,253 @@
+"""What is asked of macOS and Windows, with what they answer put in their place: neither has run it yet."""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from speedlight.cpu.runtime import compile as compiling
+from speedlight.host import machine
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Another system, as far as Python can tell."""
+
+    def pretend(name: str) -> None:
+        monkeypatch.setattr(sys, "platform", name)
+        forget()
+
+    def forget() -> None:
+        machine.level2_bytes.cache_clear()
+        machine._cpuinfo.cache_clear()
+
+    yield pretend
+    monkeypatch.undo()
+    forget()
+
+
+def macos(monkeypatch, answers: dict[str, bytes]) -> None:
+    """ctypes.CDLL(None).sysctlbyname with these answers."""
+    import ctypes
+
+    def sysctlbyname(name, found, size, new, new_size):
+        answer = answers.get(name.decode())
+        if answer is None or len(answer) > size._obj.value:
+            return -1
+        ctypes.memmove(found, answer, len(answer))
+        size._obj.value = len(answer)
+        return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(sysctlbyname=sysctlbyname))
+
+
+def number(x: int, size: int = 8) -> bytes:
+    return x.to_bytes(size, "little")
+
+
+def test_macos(on, monkeypatch):
+    on("darwin")
+    apple = {
+        "machdep.cpu.brand_string": b"Apple M3 Pro\0",
+        "hw.perflevel0.l2cachesize": number(16 << 20, 4),
+        "hw.perflevel0.cpusperl2": number(6, 4),
+        "hw.l2cachesize": number(4 << 20),
+    }
+    macos(monkeypatch, apple)
+    assert machine.cpu_name() == "Apple M3 Pro" and machine.level2_bytes() == (16 << 20) // 6
+    machine.level2_bytes.cache_clear()
+    macos(monkeypatch, {"machdep.cpu.brand_string": b"Intel(R) Core(TM) i7\0", "hw.l2cachesize": number(256 << 10)})
+    assert machine.cpu_name() == "Intel(R) Core(TM) i7" and machine.level2_bytes() == 256 << 10
+
+
+def test_windows_names_its_cpu(on, monkeypatch):
+    on("win32")
+    registry = ModuleType("winreg")
+    values = {"ProcessorNameString": ("AMD Ryzen 9 7950X 16-Core Processor            ", 1)}
+    opened = []
+
+    class Key:
+        def __init__(self, *place):
+            opened.append(place)
+
+        def __enter__(self):
+            return values
+
+        def __exit__(self, *error):
+            return None
+
+    registry.HKEY_LOCAL_MACHINE, registry.OpenKey = "machine", Key  # type: ignore[attr-defined]
+    registry.QueryValueEx = lambda key, name: key[name]  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "winreg", registry)
+    assert machine.cpu_name() == "AMD Ryzen 9 7950X 16-Core Processor"
+    assert opened == [("machine", r"HARDWARE\DESCRIPTION\System\CentralProcessor\0")]
+
+
+def test_windows_tells_its_caches(on, monkeypatch):
+    """A core, its first-level caches, the second of 1 MiB, and the third, as Windows lays them out: 32 bytes each."""
+    import ctypes
+
+    core = struct.pack("<QI4xQQ", 3, 0, 1, 0)
+    caches = [
+        struct.pack("<QI4xBBHII4x", 3, 2, level, 8, 64, size, kind)
+        for level, size, kind in ((1, 32 << 10, 2), (1, 32 << 10, 1), (2, 1 << 20, 0), (3, 32 << 20, 0))
+    ]
+    records = core + b"".join(caches)
+
+    def ask(found, size):
+        enough = size._obj.value >= len(records)
+        size._obj.value = len(records)
+        if enough:
+            ctypes.memmove(found, records, len(records))
+        return enough
+
+    kernel32 = SimpleNamespace(GetLogicalProcessorInformation=ask)
+    monkeypatch.setattr(ctypes, "WinDLL", lambda name: kernel32 if name == "kernel32" else None, raising=False)
+    on("win32")
+    assert len(records) == 5 * 32 and machine.level2_bytes() == 1 << 20
+
+
+@pytest.mark.parametrize("name", ["darwin", "win32", "linux"])
+def test_a_system_that_says_nothing(on, monkeypatch, name):
+    """Its functions are missing, its files cannot be opened: a name all the same, and the usual size."""
+
+    def nothing(*_args: object, **_named: object) -> None:
+        raise OSError(2, "nothing here")
+
+    import ctypes
+
+    monkeypatch.setattr(ctypes, "CDLL", nothing)
+    monkeypatch.setattr(ctypes, "WinDLL", nothing, raising=False)
+    monkeypatch.setitem(sys.modules, "winreg", SimpleNamespace(OpenKey=nothing, HKEY_LOCAL_MACHINE=0))
+    monkeypatch.setattr("builtins.open", nothing)
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    on(name)
+    assert machine.cpu_name() == machine.platform.machine() != "" and machine.level2_bytes() == 512 << 10
+
+
+def test_linux_says_it(on):
+    on("linux")
+    assert machine.cpu_name() and machine.level2_bytes() >= 64 << 10
+
+
+@pytest.fixture
+def nowhere_said(monkeypatch):
+    for variable in ("SPEEDLIGHT_CACHE_DIR", "SPEEDLIGHT_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("HOME", "/home/ada")
+
+
+@pytest.mark.parametrize("name", ["darwin", "win32"])
+def test_kernels_lie_where_the_system_keeps_such_files(on, monkeypatch, nowhere_said, name):
+    known = ModuleType("platformdirs")
+    known.user_cache_path = lambda *asked, **named: Path("/caches", *asked, *map(str, named.items()))  # type: ignore
+    monkeypatch.setitem(sys.modules, "platformdirs", known)
+    on(name)
+    assert compiling.cache_directory() == Path("/caches/speedlight/('appauthor', False)")
+    monkeypatch.setenv("SPEEDLIGHT_CACHE_DIR", "/mine")
+    assert compiling.cache_directory() == Path("/mine")
+
+
+def test_on_linux_nothing_more_is_imported(on, monkeypatch, nowhere_said):
+    monkeypatch.setitem(sys.modules, "platformdirs", None)  # an import would fail
+    on("linux")
+    assert compiling.cache_directory() == Path("/home/ada/.cache/speedlight")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/fast")
+    assert compiling.cache_directory() == Path("/fast/speedlight")
+
+
+# --- the CPUs that Linux and macOS tell of: the first of /proc/cpuinfo, and sysctl
+
+_ARMV8_2 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm"
+_V1 = (
+    f"{_ARMV8_2} jscvt fcma lrcpc dcpop sha3 sm3 sm4 asimddp sha512 sve asimdfhm dit uscat ilrcpc flagm ssbs paca pacg"
+)
+_V2 = f"{_V1} dcpodp sve2 sveaes svepmull svebitperm svesha3 flagm2 frint svei8mm svebf16 i8mm bf16 dgh rng bti"
+
+
+def arm(part: str, variant: str, revision: str, features: str) -> str:
+    return (
+        f"processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: {features}\nCPU implementer\t: 0x41\n"
+        f"CPU architecture: 8\nCPU variant\t: {variant}\nCPU part\t: {part}\nCPU revision\t: {revision}\n\n"
+        f"processor\t: 1\nFeatures\t: {features}\nCPU part\t: 0xd05\n"
+    )
+
+
+def x86(vendor: str, family: int, model: int, stepping: int, name: str, flags: str) -> str:
+    return (
+        f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: {model}\n"
+        f"model name\t: {name}\nstepping\t: {stepping}\nflags\t\t: {flags}\n\nprocessor\t: 1\n"
+    )
+
+
+_AVX2 = "fpu sse sse2 avx f16c fma avx2 bmi1 bmi2"
+_AVX512 = f"{_AVX2} avx512f avx512dq avx512cd avx512bw avx512vl avx512_vnni avx512_bf16"
+LINUX = {  # name: text, features that it must tell, features that it must not
+    "Graviton 2": (arm("0xd0c", "0x3", "1", f"{_ARMV8_2} lrcpc dcpop asimddp ssbs"), "neon dotprod", "sve bf16 i8mm"),
+    "Graviton 3": (arm("0xd40", "0x1", "1", f"{_V1} svei8mm svebf16 i8mm bf16"), "neon sve bf16 i8mm", "sve2"),
+    "Graviton 4": (arm("0xd4f", "0x0", "1", _V2), "neon dotprod fullfp16 sve sve2 bf16 i8mm", "asimd"),
+    "Ampere Altra": (arm("0xd0c", "0x3", "1", f"{_ARMV8_2} lrcpc dcpop asimddp"), "neon dotprod fullfp16", "sve"),
+    "Grace": (arm("0xd4f", "0x0", "0", _V2), "neon sve2 sve-bf16 sve-i8mm", "asimddp"),
+    "Raspberry Pi 5": (arm("0xd0b", "0x4", "1", f"{_ARMV8_2} lrcpc dcpop asimddp"), "neon dotprod", "bf16 sve"),
+    "Intel": (x86("GenuineIntel", 6, 143, 8, "Intel(R) Xeon(R) Platinum 8481C", _AVX512), "avx512bf16 avx2", "neon"),
+    "AMD": (x86("AuthenticAMD", 25, 1, 1, "AMD EPYC 7763 64-Core Processor", _AVX2), "avx2 fma f16c", "avx512f"),
+}
+
+
+def linux(on, monkeypatch, text: str) -> None:
+    import io
+
+    on("linux")
+    monkeypatch.setattr(machine, "host_arch", lambda: "aarch64" if "Features" in text else "x86_64")
+    monkeypatch.setattr(machine.platform, "processor", lambda: "")
+    monkeypatch.setattr("builtins.open", lambda path, *_: io.StringIO(text if path == "/proc/cpuinfo" else ""))
+
+
+@pytest.mark.parametrize("name", LINUX)
+def test_linux_tells_what_a_cpu_has(on, monkeypatch, name):
+    text, has, lacks = LINUX[name]
+    linux(on, monkeypatch, text)
+    found = machine._features()
+    assert found.issuperset(has.split()) and found.isdisjoint(lacks.split())
+    units = machine.host_isas.__wrapped__()
+    assert units == tuple(x for x in machine.ISAS if x.arch == machine.host_arch() and found.issuperset(x.needs)) != ()
+
+
+def test_no_two_cores_are_the_same(on, monkeypatch):
+    """Tunings and roofs are kept by identity: those of one core are not another's."""
+    found = {}
+    for name, (text, _, _) in LINUX.items():
+        linux(on, monkeypatch, text)
+        found[name] = machine.cpu_identity()
+    assert found["Graviton 2"] == found.pop("Ampere Altra")  # the same core, a Neoverse N1 r3p1
+    assert len(set(found.values())) == len(found)
+
+
+def test_a_unit_is_offered_where_its_needs_are_met(on, monkeypatch):
+    needy = machine.ISAS[-1].__class__("sve2", "aarch64", 16, 32, "generic", "+sve2", ("neon", "sve2"))
+    monkeypatch.setattr(machine, "ISAS", (needy, *machine.ISAS))
+    for name in LINUX:
+        linux(on, monkeypatch, LINUX[name][0])
+        assert (needy in machine.host_isas.__wrapped__()) == (name in ("Graviton 4", "Grace"))
+
+
+@pytest.mark.parametrize(("name", "extra", "lacks"), [("Apple M1", "", "bf16 i8mm"), ("Apple M2", "BF16 I8MM", "sme")])
+def test_macos_tells_what_a_cpu_has(on, monkeypatch, name, extra, lacks):
+    on("darwin")
+    monkeypatch.setattr(machine, "host_arch", lambda: "aarch64")
+    monkeypatch.setattr(machine, "_cpuinfo", dict)
+    features = {x: number(int(x in f"AdvSIMD DotProd FP16 FHM LSE {extra}".split()), 4) for x in machine._ARM_MACOS}
+    answers = {f"hw.optional.arm.FEAT_{x}": answer for x, answer in features.items()}
+    answers |= {"machdep.cpu.brand_string": name.encode() + b"\0", "hw.perflevel0.logicalcpu": number(4, 4)}
+    macos(monkeypatch, answers)
+    found = machine._features()
+    assert found.issuperset(["neon", "dotprod", "fullfp16", *extra.lower().split()])
+    assert found.isdisjoint(lacks.split()) and machine.cpu_identity() == name
+    monkeypatch.setattr(os, "cpu_count", lambda: 10)
+    assert machine.slow_cores.__wrapped__() == 6
+    assert [x.name for x in machine.host_isas.__wrapped__()] == ["neon"]
