@@ -91,8 +91,11 @@ def _wrong_decode(q: np.ndarray, k: np.ndarray, v: np.ndarray, cache: Any, paged
     if got[:, :, 0].tobytes() != paged.tobytes():
         return "pages have other bits than the cache"
     if cache.dtype in CODES:
-        arithmetic = {"int8": True}
-        return wrong(got, q, cache.keys(0), cache.values(0), heads=q.shape[1], arithmetic=arithmetic)
+        wide = q.astype(np.float32)
+        exact = cache.attend(0, wide)
+        if got.tobytes() != exact.astype(q.dtype).tobytes():
+            return "queries of float32 have other results"
+        return wrong(exact, wide, cache.keys(0), cache.values(0), heads=q.shape[1], arithmetic={"int8": True})
     if got.tobytes() != sl.attention(q, k, v).tobytes():
         return "the arrays have other bits than the cache"
     return wrong(got, q, k, v, heads=q.shape[1])

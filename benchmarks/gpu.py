@@ -122,10 +122,10 @@ def masked(
 ) -> dict[str, Any]:
     """A mask of the list beside compiled FlexAttention; of ALiBi, whose slopes differ, all heads are checked."""
     options, mask, score = mask_list(n, heads)[name]
-    arrays = [drawn(2 if peers else 1, heads, n, d, dtype="bfloat16", seed=s) for s in range(3)]
+    q, k, v = (drawn(2 if peers else 1, heads, n, d, dtype="bfloat16", seed=s) for s in range(3))
     checked = heads if name == "alibi" else 1
     title = f"mask {name} bfloat16 d{d} N{n}"
-    return row_of(title, turns, Asked(*arrays, mask=mask, score=score), peers, heads=checked, **options)
+    return row_of(title, turns, Asked(q, k, v, mask=mask, score=score), peers, heads=checked, **options)
 
 
 def decode(

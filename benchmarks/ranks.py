@@ -129,12 +129,12 @@ class _Subject:
 
     def _wrong(self, got: list[torch.Tensor]) -> str | None:
         """Holds results to float64, every element with its bound."""
-        *arrays, flow = (x.detach().numpy() for x in self.whole)
+        q, k, v, flow = (x.detach().numpy() for x in self.whole)
         out, lse, *grads = (x.numpy() for x in got)
-        refused = wrong(out, *arrays, **self.case.options)
+        refused = wrong(out, q, k, v, **self.case.options)
         if refused or not grads:
             return refused
-        return wrong_gradients(grads, *arrays, out, lse, flow, causal=True)
+        return wrong_gradients(grads, q, k, v, out, lse, flow, causal=True)
 
 
 @contextlib.contextmanager

@@ -165,7 +165,7 @@ def _run_gpu(given: argparse.Namespace, turns: int) -> int:
     report = about("triton", "flash_attn") | gpu.about() | {"roofs": gpu.roofs(turns)}
     copy, products = report["roofs"]["copy"] / 1e9, report["roofs"]["bfloat16"] / 1e12
     print(f"{report['machine']}: copies {copy:,.0f} GB/s, multiplies bfloat16 at {products:.0f} TFLOP/s")
-    output = given.output and given.output / f"{_file_name(report['machine'])}.json"
+    output = given.output and given.output / f"{_file_name(str(report['machine']))}.json"
     line = functools.partial(gpu.line, roofs=report["roofs"])
     return write_report(report, gpu.rows(turns, given.only), line, output)
 

@@ -91,7 +91,7 @@ def masks(turns: int) -> Rows:
         if refused := held(ours()):
             yield {"name": title, "refused": refused}
             continue
-        asked = Asked(*arrays, mask=mask, score=score, dense=_dense(mask, bias, n))
+        asked = Asked(arrays[0], arrays[1], arrays[2], mask=mask, score=score, dense=_dense(mask, bias, n))
         table = {"flex": flex} | ({} if asked.dense is None else {"torch": sdpa})
         found: dict[str, Any] = {}
         build = functools.partial(usable, table, asked, functools.partial(held, slack=PEER_SLACK))

@@ -108,11 +108,11 @@ def test_whole_models(tmp_path, monkeypatch, capsys):
 
 
 def test_language_models_have_the_same_results():
-    """One layer of each way to call attention: prefill, generation over a cache."""
     pytest.importorskip("transformers")
     import language_models
     import models
 
+    language_models.speedlight.transformers.register()
     problem = language_models._prefill("small", language_models._llama(torch.float32), 40, "sdpa")
     row = models.measured(problem, 1)
     assert len(row["ratios"]["sdpa"]) == 5 and len(row["attention_ratios"]["sdpa"]) == 5
