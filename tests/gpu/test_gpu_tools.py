@@ -90,18 +90,6 @@ def test_commands_without_a_gpu(monkeypatch, capsys):
     assert run.main(["gpu"]) == 2 and "gpu: expected a CUDA device; PyTorch sees none" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.skipif(not FULL, reason="a short run asks the command in its own process, above")
-def test_a_command_of_its_own_process_finds_no_gpu():
-    env = {n: x for n, x in os.environ.items() if n != "TRITON_INTERPRET"}
-    words = ["plan", "--q-len", "64", "--device", "cuda"]
-    done = subprocess.run(
-        [sys.executable, "-m", "speedlight.tools.cli", *words], capture_output=True, text=True, env=env
-    )
-    text = " ".join(done.stderr.split())
-    assert done.returncode == 2 and "device: expected a CUDA device; PyTorch sees none here." in text, done
-
-
 @INTERPRETED
 @pytest.mark.skipif(not FULL, reason="a process of its own")
 def test_triton_is_interpreted_whoever_imports_it_first(tmp_path):

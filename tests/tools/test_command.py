@@ -128,24 +128,17 @@ def test_counting_says_how_far_it_is(monkeypatch, other):
     assert pairs == sl.plan(q_heads=8, q_len=300, head_dim=64, mask=whole.problem.mask, exact=True).visible_pairs
 
 
-@pytest.mark.parametrize("hiding", ["h > 1", "h >= 0"])
-def test_heads_that_a_mask_tells_apart_are_not_computed_alone(rng, monkeypatch, hiding):
-    """A long call goes head by head, in which each would be head 0."""
-    monkeypatch.setattr(attending, "_LONG", 0.0)
-    q, k, v = qkv(rng, "float32", 1, 4, 2, 20, 30, 8, 8)
-    given = {"layout": "bhld"} | options.hidden_by(False, None, hiding, None)
-    out, lse, _ = attending._attend([q, k, v], given, sl.plan(q, k, v, **given))
-    want, want_lse = sl.attention(q, k, v, **given, return_lse=True)
-    assert out.tobytes() == want.tobytes() and lse.tobytes() == want_lse.tobytes()
-
-
-@pytest.mark.parametrize("layout", ["bhld", "blhd", "lhd"])
-def test_heads_alone_have_the_same_bits(rng, monkeypatch, layout):
+@pytest.mark.parametrize(
+    ("layout", "mask"), [("bhld", None), ("blhd", None), ("lhd", None), ("bhld", "h > 1"), ("bhld", "h >= 0")]
+)
+def test_a_call_head_by_head_has_the_same_bits(rng, monkeypatch, layout, mask):
+    """Heads that a mask tells apart are not computed alone: each would be head 0."""
     monkeypatch.setattr(attending, "_LONG", 0.0)
     q, k, v = qkv(rng, "float32", 1, 4, 2, 20, 30, 8, 8)
     turned = {"bhld": (0, 1, 2, 3), "blhd": (0, 2, 1, 3), "lhd": (0, 2, 1, 3)}[layout]
     arrays = [x.transpose(turned)[0] if layout == "lhd" else x.transpose(turned) for x in (q, k, v)]
-    given = {"layout": layout, "causal": layout != "lhd"}
+    causal = layout != "lhd" and mask is None
+    given = {"layout": layout} | options.hidden_by(causal, None, mask, None)
     plan = sl.plan(*arrays, **given)
     out, lse, _ = attending._attend(arrays, given, plan)
     want, want_lse = sl.attention(*arrays, **given, return_lse=True)
