@@ -102,7 +102,7 @@ def _linked(axes: Any, row: dict[str, Any], marker: str, aside: float) -> None:
 
 
 def model_bars(report: dict[str, Any], path: Path) -> None:
-    """How much longer whole models take with PyTorch's attention, and attention alone, where it was told apart."""
+    """Draws how much longer whole models take with PyTorch's attention, and attention alone, where it is told apart."""
     plt = pyplot()
     rows = [r for r in report["rows"] if "ratios" in r][::-1]
     bars = [(f"{r['name']}\nbeside {peer}", r, peer) for r in rows for peer in list(r["ratios"])[::-1]]

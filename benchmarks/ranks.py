@@ -109,7 +109,7 @@ class _Subject:
         return {"seconds": time.perf_counter() - start}
 
     def checked(self) -> dict[str, Any]:
-        """What it sends and holds, whether it is right, and its bits. The first call compiles."""
+        """Returns what it sends and holds, whether it is right, and its bits. The first call compiles."""
         self.call()
         for x in self.parts:
             x.grad = None  # else they would be freed while memory is measured
@@ -155,7 +155,7 @@ def _counted() -> Iterator[list[int]]:
 
 @contextlib.contextmanager
 def _peak() -> Iterator[list[int]]:
-    """By how many bytes this process grows at most; 0 where the system does not tell."""
+    """Measures by how many bytes this process grows at most; 0 where the system does not tell."""
     found, status = [0], Path("/proc/self/status")
     gc.collect()
     with contextlib.suppress(OSError, AttributeError):
@@ -174,7 +174,7 @@ def _kilobytes(status: Path, name: str) -> int:
 
 
 def _link() -> dict[str, float]:
-    """Between ranks 0 and 1, both ways at once: bytes per second, and seconds of the least message."""
+    """Measures the link of ranks 0 and 1, both ways at once: bytes per second, and seconds of the least message."""
     rank = dist.get_rank()
     found = {}
     for name, count, times in (("latency", 1, 50), ("bandwidth", _MESSAGE // 4, 4)):
@@ -231,7 +231,7 @@ class Group:
         ]
 
     def ask(self, question: Any) -> list[dict[str, Any]]:
-        """Everybody's answers."""
+        """Returns everybody's answers."""
         for x in self.processes:
             assert x.stdin is not None
             x.stdin.write(json.dumps(question) + "\n")
@@ -262,7 +262,7 @@ def rows(about: dict[str, Any], ranks: int, turns: int, only: str) -> Iterator[d
 
 @contextlib.contextmanager
 def groups(about: dict[str, Any]) -> Iterator[tuple[Group, Group]]:
-    """One process and several, and what is known of their link."""
+    """Starts one process and several, and measures their link."""
     ranks, each = about["ranks"], about["threads_each"]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         single, several = (Group(folder, n, ranks * each // n) for n in (1, ranks))

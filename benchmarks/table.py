@@ -23,7 +23,7 @@ README, PAGE, PICTURES = ROOT / "README.md", ROOT / "docs" / "benchmarks.md", RO
 
 
 def marks(name: str) -> tuple[str, str]:
-    """What stands before and after a part that is written here."""
+    """Returns the lines before and after a part that is written here."""
     return f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
 
 
@@ -99,7 +99,7 @@ PARTS = {"prefill": "attention", "masks": "masks", "decode": "decoding"}
 
 
 def commits_of(rows: list[dict[str, Any]]) -> str:
-    """Of each part of the tables."""
+    """Names the commit of each part of the tables."""
     found = {row["part"]: row["commit"] for row in rows if row["part"] in PARTS}
     return ", ".join(f"{found[part]} ({name})" for part, name in PARTS.items() if part in found)
 

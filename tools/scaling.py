@@ -33,7 +33,7 @@ HIDING: dict[str, dict[str, Any]] = {
 
 
 def figures(ranks: tuple[int, ...] = RANKS) -> Iterator[dict[str, Any]]:
-    """Of each number of ranks, what the best of each method takes of the time that is ideal: one rank's, divided."""
+    """Returns the efficiency of each method over ranks: the ideal time, one rank's divided, over the method's."""
     for kind, hiding, n in ((k, h, n) for k in ("strong", "weak") for h in HIDING for n in ranks):
         length = STRONG if kind == "strong" else WEAK * n
         problem = sl.plan(q_heads=8, q_len=length, head_dim=128, **HIDING[hiding]).problem

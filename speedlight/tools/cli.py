@@ -111,7 +111,7 @@ def view(
 
 
 def _weight_rows(weights: dict[str, Any]) -> list[tuple[str, str]]:
-    """What was drawn, as lines of a table."""
+    """Returns lines of a table of what was drawn."""
     (first, end), (first_key, end_key) = weights["queries"], weights["keys"]
     where = f"item {weights['item']}, queries {first} to {end - 1}, keys {first_key} to {end_key - 1}"
     heads = [(f"head {x['head']}", f"largest weight {x['largest']:.3g}") for x in weights["heads"]]

@@ -129,7 +129,7 @@ def _shortened(text: str) -> str:
 
 
 def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) -> Any:
-    """What the formula makes of these names.
+    """Returns the value of the formula with these names.
 
     Nothing else can be reached: the tree is walked here, and not run by Python.
     """
@@ -154,7 +154,7 @@ def _evaluated(option: str, text: str, tree: ast.expr, names: dict[str, Any]) ->
 
 
 def _operands(node: ast.AST) -> list[ast.expr]:
-    """What a node's value is made of; an error for anything that is no part of a formula."""
+    """Returns the nodes that a node's value is made of; raises for anything that is no part of a formula."""
     match node:
         case ast.BinOp(op=op) if type(op) in _BINARY:
             return [node.left, node.right]
@@ -212,7 +212,7 @@ def _value(node: ast.AST, values: dict[ast.AST, Any], names: dict[str, Any]) -> 
 
 
 def _joined(op: type[ast.operator], left: Any, right: Any) -> Any:
-    """Python's integers may grow without end: ours have 64 bits."""
+    """Applies a binary operator; raises where Python's integers grow beyond our 64 bits."""
     if op is ast.LShift and type(right) is int and right > 63:
         raise ValueError(f"<<: expected a shift of 0 to 63; got {shown(right)}")
     found = _BINARY[op](left, right)

@@ -106,7 +106,7 @@ def bf16_rows(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _roofs(unit: machine.Isa, threads: int, *, again: bool) -> dict[str, Roofs]:
-    """Of each dtype that has a peak of its own: those that were kept, or measured again."""
+    """Returns roofs of each dtype that has a peak of its own: those that were kept, or measured again."""
     from ..cpu.runtime import roof
 
     kinds = {"float32": "f32", "float64": "f64"} | ({"bfloat16": "bf16"} if unit.product("bf16") == "pairs" else {})
@@ -183,7 +183,7 @@ def show(
 
 
 def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> dict[str, Any]:
-    """What is known of a kernel, for --json."""
+    """Returns a kernel's figures, for --json."""
     functions, unit = _functions(listing), shape.isa
     return {
         "kernel": symbol, "isa": unit.name, "runs_here": unit in machine.host_isas(),
@@ -197,7 +197,7 @@ def _report(symbol: str, shape: Any, panels: int, code: bytes, listing: str) -> 
 
 
 def _rows(report: dict[str, Any], unit: machine.Isa) -> list[tuple[str, str]]:
-    """The same as lines of a table."""
+    """Returns a kernel's figures as lines of a table."""
     panels = f"{report['panels']} panels share" if report["panels"] > 1 else "a panel at a time takes"
     tile = f"{report['lanes_are']} in lanes; {panels} a tile of keys"
     if report["tile_rows"]:
@@ -229,7 +229,7 @@ def _registers(listing: str, unit: machine.Isa) -> int:
 
 
 def _functions(listing: str) -> dict[str, tuple[int, int]]:
-    """Of each function in an assembly listing: instructions, and vector registers stored to the stack."""
+    """Counts instructions of each function in an assembly listing, and vector registers stored to the stack."""
     found: dict[str, tuple[int, int]] = {}
     name = None
     for line in listing.splitlines():

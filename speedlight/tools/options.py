@@ -20,7 +20,7 @@ from .formula import read_formulas
 
 
 def one_of(*names: str) -> Callable[[str], list[str]]:
-    """What a shell completes a value to."""
+    """Returns the function by which a shell completes a value."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -127,7 +127,7 @@ def window_of(text: str | None) -> tuple[int | None, int | None] | None:
 
 
 def check_seed(dropout: float, seed: int | None) -> None:
-    """Whoever drops weights says which."""
+    """Raises unless a seed says which weights are dropped."""
     if dropout and seed is None:
         raise ArgumentError(
             "--seed: expected an int beside --dropout, which says what is dropped; got none. Write --seed=7."

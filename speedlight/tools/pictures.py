@@ -44,7 +44,7 @@ def check_path(path: Path) -> None:
 
 
 def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float, float] = (7.2, 7.0)) -> None:
-    """Which tiles are computed whole, computed under the mask, and skipped: queries downwards, keys to the right.
+    """Draws which tiles are computed whole, under the mask, or skipped: queries downwards, keys to the right.
 
     A small `size`, in inches, has shorter words.
     """
@@ -79,7 +79,7 @@ def tile_map(plan: Plan, head: int, text: str, path: Path, *, size: tuple[float,
 
 
 def _heads_drawn(problem: Problem, head: int) -> str:
-    """Whose tiles those of a head are: all that share its keys go through them together."""
+    """Names the heads that share a head's keys, and so its tiles."""
     first, end = head // problem.group * problem.group, (head // problem.group + 1) * problem.group
     which = f"head {head}" if problem.group == 1 else f"heads {first} to {end - 1}"
     return f"{which} of {problem.q_heads}"
@@ -215,7 +215,7 @@ def _cells(
 
 
 def _spans(text: str | None, *lengths: int) -> list[tuple[int, int]]:
-    """Which rows and keys to draw: where one of them is shorter, as many as there are."""
+    """Returns the rows and keys to draw: where one of them is shorter, as many as there are."""
     if text is None:
         return [(0, length) for length in lengths]
     try:

@@ -112,7 +112,7 @@ def _tune_cpu(unit: machine.Isa, turns: int | None, *, as_json: bool) -> None:
 
 
 def _text(outcome: Any) -> str:
-    """What came of a trial."""
+    """Returns a trial's outcome in words."""
     if outcome.kept is not None:
         return f"{outcome.kept}: {outcome.confirmed.gain:.3f} times as fast, {outcome.confirmed.worst:.3f} at worst"
     best = max(outcome.verdicts, key=lambda name: outcome.verdicts[name].gain, default=None)
