@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from workers import Workers
 
 import speedlight as sl
 from speedlight.tools.measuring import Problem, alternate, quantiles, ratios
@@ -48,7 +49,7 @@ def rows(base: str, problems: list[Problem], turns: int) -> Iterator[dict[str, A
             answers: dict[str, list[Any]] = {}
 
             def ask(name: str, problem: Problem = problem, answers: dict[str, list[Any]] = answers) -> float:
-                seconds, *answers[name] = _ask(workers[name], [*problem, 0.03])
+                seconds, *answers[name] = workers[name].ask([*problem, 0.03])[0]
                 return seconds
 
             times = alternate({name: functools.partial(ask, name) for name in workers}, turns)
@@ -75,25 +76,10 @@ def _trees(base: str) -> Iterator[dict[str, Path]]:
         yield {"speedlight": here, "base": Path(folder)}
 
 
-@contextlib.contextmanager
-def _worker(tree: Path) -> Iterator[Any]:
-    """A process that imports this tree and answers until it is killed."""
+def _worker(tree: Path) -> Workers:
+    """Starts a process that imports this tree."""
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONHASHSEED": "0"}
-    command, pipe = [sys.executable, "-c", _WORKER], subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd=tree)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def _ask(worker: Any, question: list[Any]) -> list[Any]:
-    worker.stdin.write(json.dumps(question) + "\n")
-    worker.stdin.flush()
-    if answer := worker.stdout.readline():
-        return json.loads(answer)
-    raise SystemExit("base: that version could not run attention(q, k, v, causal=…), or its backward pass: see above.")
+    return Workers([[sys.executable, "-c", _WORKER]], env=environment, cwd=tree)
 
 
 def line(row: dict[str, Any]) -> str:

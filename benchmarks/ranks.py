@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from workers import Workers
 
 import speedlight as sl
 import speedlight.torch
@@ -217,34 +217,13 @@ def answer(folder: str, rank: int, ranks: int) -> None:
 # --- who asks them
 
 
-class Group:
-    """Processes that answer the same questions together."""
-
-    def __init__(self, folder: str, ranks: int, threads: int) -> None:
-        named = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "SPEEDLIGHT_THREADS"
-        env = os.environ | dict.fromkeys(named, str(threads))
-        env["PYTHONPATH"] = os.pathsep.join([str(Path(sl.__file__).parent.parent), env.get("PYTHONPATH", "")])
-        command, pipe = [sys.executable, "-W", "ignore", __file__, folder], subprocess.PIPE
-        self.processes = [
-            subprocess.Popen([*command, str(rank), str(ranks)], stdin=pipe, stdout=pipe, text=True, env=env)
-            for rank in range(ranks)
-        ]
-
-    def ask(self, question: Any) -> list[dict[str, Any]]:
-        """Returns everybody's answers."""
-        for x in self.processes:
-            assert x.stdin is not None
-            x.stdin.write(json.dumps(question) + "\n")
-            x.stdin.flush()
-        answers = [x.stdout.readline() for x in self.processes if x.stdout is not None]
-        if not all(answers):
-            raise SystemExit(f"ranks: expected every process to answer; rank {answers.index('')} ended. See above.")
-        return [json.loads(x) for x in answers]
-
-    def end(self) -> None:
-        for x in self.processes:
-            x.kill()
-            x.communicate()
+def start(folder: str, ranks: int, threads: int) -> Workers:
+    """Starts processes of so many threads each."""
+    named = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "SPEEDLIGHT_THREADS"
+    env = os.environ | dict.fromkeys(named, str(threads))
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(sl.__file__).parent.parent), env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-W", "ignore", __file__, folder]
+    return Workers([[*command, str(rank), str(ranks)] for rank in range(ranks)], env=env)
 
 
 def rows(about: dict[str, Any], ranks: int, turns: int, only: str) -> Iterator[dict[str, Any]]:
@@ -261,19 +240,17 @@ def rows(about: dict[str, Any], ranks: int, turns: int, only: str) -> Iterator[d
 
 
 @contextlib.contextmanager
-def groups(about: dict[str, Any]) -> Iterator[tuple[Group, Group]]:
+def groups(about: dict[str, Any]) -> Iterator[tuple[Workers, Workers]]:
     """Starts one process and several, and measures their link."""
     ranks, each = about["ranks"], about["threads_each"]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        single, several = (Group(folder, n, ranks * each // n) for n in (1, ranks))
-        stack.callback(single.end)
-        stack.callback(several.end)
+        single, several = (stack.enter_context(start(folder, n, ranks * each // n)) for n in (1, ranks))
         link = several.ask("link")[:2]
         about["link"] = {name: slower(x[name] for x in link) for name, slower in (("bandwidth", min), ("latency", max))}
         yield single, several
 
 
-def row_of(case: Case, single: Group, several: Group, turns: int, about: dict[str, Any]) -> dict[str, Any]:
+def row_of(case: Case, single: Workers, several: Workers, turns: int, about: dict[str, Any]) -> dict[str, Any]:
     """Checks a case and then measures it in turn."""
     alone, found = single.ask(case._asdict())[0], several.ask(case._asdict())
     same, refused = alone["bits"] == found[0]["bits"], alone["refused"] or found[0]["refused"]
@@ -282,7 +259,7 @@ def row_of(case: Case, single: Group, several: Group, turns: int, about: dict[st
     if refused:
         return {"name": case.name, "refused": refused}
 
-    def sample(group: Group) -> float:
+    def sample(group: Workers) -> float:
         time.sleep(0.05)  # threads of those before have stopped spinning
         return max(x["seconds"] for x in group.ask("again"))
 
