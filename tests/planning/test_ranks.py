@@ -346,9 +346,9 @@ def test_the_page_says_what_the_model_says(capsys):
 
 
 @pytest.mark.skipif(not FULL, reason="three processes that import PyTorch")
-def test_bench_of_ranks_measures_what_is_right():
-    from speedlight.tools import ranks
-
+def test_bench_of_ranks_measures_what_is_right(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS.parent / "benchmarks"))
+    ranks = importlib.import_module("ranks")
     about: dict[str, Any] = {"ranks": 2, "threads_each": 1, "threads": 2}
     with ranks.groups(about) as (single, several):
         assert about["link"]["bandwidth"] > 1e6 and 0 < about["link"]["latency"] < 1
