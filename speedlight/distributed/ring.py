@@ -23,12 +23,11 @@ from ..problem import LAYOUTS, Problem
 from ..resolve import Stated
 from .arriving import Arrivals, Shard
 from .groups import Peers
-from .parts import Part, finishing, of_heads
+from .parts import Part, Turn, finishing, of_heads, turns_of
 from .plans import Plan, Sharded, Work
 from .returning import Returns
 from .shardings import Runs, places, tokens
 from .tensors import Memory, passing
-from .turns import Turn, turns_of
 
 
 class Here(NamedTuple):
