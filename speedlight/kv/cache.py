@@ -14,7 +14,8 @@ from ..compiling import in_graph, outside
 from ..errors import ArgumentError, CacheFull, not_pickled
 from ..forks import renew_after_fork
 from ..hints import explained, refuses_others, unknown
-from ..problem import Options, new_options
+from ..problem import Options, Problem, new_options
+from ..resolve import from_stored
 from ..signatures import AnyArray, ArrayOf, Dtype, DtypeName, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import TokenShape, pieces_of
 from ..windows import PIECE, ring_of
@@ -334,10 +335,24 @@ class KVCache:
                     del undo[layer]
                 claims -= mine
 
-    def _take_back(self, layer: int, held: _Lengths) -> None:
-        """Of a layer that only grew, without a window: it is again as it was. What other ranks do decides so."""
+    # --- for a cache over ranks, where what others do decides
+
+    def held(self, layer: int) -> _Lengths:
+        """Lengths of a layer's sequences, for roll_back()."""
+        return self._held[layer]
+
+    def roll_back(self, layer: int, held: _Lengths) -> None:
+        """Drops what a layer without a window has gained since held()."""
         self._held[layer] = held
         self._storage.set_lengths([lengths for lengths, _ in self._held])
+
+    def padded(self, k: Any, v: Any, new_lengths: Any) -> tuple[Any, Any, list[int]]:
+        """New tokens as append() takes them, checked, and how many each sequence gets."""
+        return padded_tokens(self._storage, self.batch, k, v, new_lengths, None)
+
+    def problem(self, q: Any, lengths: list[int], options: Options) -> Problem:
+        """Problem of queries over sequences of these lengths."""
+        return from_stored(self._storage.query(q), self._storage.shape.stored(lengths), options)
 
     # --- shrinking and copying
 
@@ -415,14 +430,14 @@ class KVCache:
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file, which any device can load: under a temporary name first, then renamed."""
-        self._save(saved.checked_path(path), {})
+        self.save_with(saved.checked_path(path), {})
 
-    def _save(self, where: Path, words: dict[str, str]) -> None:
-        """The same, and words for somebody else."""
+    def save_with(self, where: Path, metadata: dict[str, str]) -> None:
+        """save(), with extra metadata."""
         held = list(self._now())
         parts = [self._storage.parts(layer, list(map(self._ring.held, *pair))) for layer, pair in enumerate(held)]
         sizes = {n: x for n, x in self._sizes().items() if x is not None}
-        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), words)
+        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), metadata)
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu") -> KVCache:
