@@ -84,7 +84,8 @@ class Case:
         self, problem: Problem, q: tuple[Runs, ...], k: tuple[Runs, ...], shard: Shard, rates: Rates, link: Link,
         pair_flops: int, *, packed: bool, backward: bool,
     ) -> None:  # fmt: skip
-        self.problem, self.q, self.k, self.shard, self.rates, self.link = problem, q, k, shard, rates, link
+        self.problem, self.q, self.k, self.rates, self.link = problem, q, k, rates, link
+        self.shard: Shard = shard
         self.pair_flops, self.packed, self.backward, self.ranks = pair_flops, packed, backward, len(k)
         self.items = 1 if packed else problem.batch
         queries, self.keys = (np.array([tokens(runs) for runs in each], np.int64) for each in (q, k))

@@ -96,11 +96,13 @@ def _boxes(rows: Rows, i: np.ndarray, j: np.ndarray) -> Iterator[tuple[Any, ...]
     splits = hiding_condition(rows.problem.roots[1]) is None  # a part of a visible box is visible
     some = [np.flatnonzero(ends[0] < ends[1]) for ends in (i, j)]
     each = max(1, _BOXES // max(1, len(some[1])))
-    stack = [[x.ravel() for x in np.meshgrid(some[0][n : n + each], some[1])] for n in range(0, len(some[0]), each)]
-    while stack:
+    starts = list(range(0, len(some[0]), each))
+    stack: list[np.ndarray] = []
+    while stack or starts:
+        if not stack:
+            run, piece = (x.ravel() for x in np.meshgrid(some[0][starts[-1] : starts.pop() + each], some[1]))
+            stack.append(np.stack([run, piece, *i[:, run], *j[:, piece]]))
         boxes = stack.pop()
-        if len(boxes) == 2:
-            boxes = np.stack([*boxes, *i[:, boxes[0]], *j[:, boxes[1]]])
         if boxes.shape[1] > _BOXES:
             stack.append(boxes[:, _BOXES:])
         _, _, i0, i1, j0, j1 = boxes = boxes[:, :_BOXES]
@@ -108,8 +110,8 @@ def _boxes(rows: Rows, i: np.ndarray, j: np.ndarray) -> Iterator[tuple[Any, ...]
         kind = np.where(j0 >= i1, 0, kind) if causal else kind
         shown = (kind == 2) & splits
         small = (i1 - i0 <= _LEAF) & (j1 - j0 <= _LEAF) & (kind > 0) & ~shown
-        run, piece, *ends = boxes[:, shown]
-        yield run, piece, _area(*ends, causal), ends[2], np.minimum(ends[3], ends[1]) if causal else ends[3]
+        run, piece, i0, i1, j0, j1 = boxes[:, shown]
+        yield run, piece, _area(i0, i1, j0, j1, causal), j0, np.minimum(j1, i1) if causal else j1
         looked += int(small.sum())
         if looked > _MOST_LEAVES:
             raise UnsupportedError(too_long(rows.problem, "under this mask "))
