@@ -235,7 +235,7 @@ def case_differences() -> None:
     both.attend(4)
     if dist.get_world_size() > 1:
         said = refused(lambda: both.all.append(0, k, k[:, :, : 2 - last]))
-        assert "v: expected 2 tokens, as k has; got 1" in said and said.startswith("v: " if last else "group: expected")
+        assert "v: expected 2 tokens, as k has; got 1" in said and said.startswith("v: " if last else "group: rank")
         if last:  # as if the others had gone on where this rank failed
             both.all._placed[0] = [grown(x, 1, 16) for x in both.all._placed[0]]
         said = refused(lambda: both.all.attend(0, q))

@@ -1,4 +1,4 @@
-"""Messages of a ring, round by round: keys and values that come, and gradients that go home, while others are computed."""
+"""Messages of a ring, round by round: keys that come and gradients that go home beside what is computed."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from ..integers import whole
 from ..kv import saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
+from ..kv.query import padded_tokens
 from ..problem import Options
 from . import placement
 from .forms import entries_of
@@ -196,7 +197,7 @@ class KVCache:
             check_shard(shard)
             if new_lengths is not None:
                 raise ArgumentError("new_lengths: expected None beside shard=, which is of all sequences; got lengths.")
-            new = _New(*self._local.padded(k, v, None)[:2], [], [])
+            new = _New(*padded_tokens(self._local.storage, self._local.batch, k, v, None, None)[:2], [], [])
             return _Checked({"shard": shard, **self._state(at)}, new, new.k.shape[2])
 
         new, counts = self._agreed("append", checked)
@@ -406,7 +407,7 @@ class KVCache:
 
     def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[_New, dict[str, str]]:
         """New tokens that every rank has."""
-        k, v, counts = self._local.padded(k, v, new_lengths)
+        k, v, counts = padded_tokens(self._local.storage, self._local.batch, k, v, new_lengths, None)
         before = self._placed[layer]
         grown: dict[tuple[int, int], Placement] = {}  # most often the sequences of a batch have one
         for x, n in zip(before, counts, strict=True):

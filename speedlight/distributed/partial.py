@@ -21,6 +21,7 @@ from ..kv.cache import KVCache
 from ..kv.query import check_asked
 from ..merging import merge
 from ..problem import Options, Problem
+from ..resolve import from_stored
 from .forms import entries_of, form_of
 from .groups import Peers
 from .placement import Placement
@@ -52,8 +53,8 @@ def asked_of(local: KVCache, q: Any, n_new: int | None, after: Sequence[Placemen
     """The queries of a call that brought n_new tokens, or None."""
     if not isinstance(q, Tensor):
         raise ArgumentTypeError(f"q: expected a torch.Tensor; got {type(q).__name__}. Use torch.as_tensor().")
-    totals = [x.length for x in after]
-    problem = local.problem(q, totals, given)
+    storage, totals = local.storage, [x.length for x in after]
+    problem = from_stored(storage.query(q), storage.shape.stored(totals), given)
     if n_new is not None and given.q_lengths is None and q.shape[2] != n_new:
         raise ArgumentError(
             f"q: expected {n_new} tokens, as k has; got {q.shape[2]} (shape {tuple(q.shape)}). Other queries than "

@@ -14,8 +14,7 @@ from ..compiling import in_graph, outside
 from ..errors import ArgumentError, CacheFull, not_pickled
 from ..forks import renew_after_fork
 from ..hints import explained, refuses_others, unknown
-from ..problem import Options, Problem, new_options
-from ..resolve import from_stored
+from ..problem import Options, new_options
 from ..signatures import AnyArray, ArrayOf, Dtype, DtypeName, Int, Ints, Mask, Scores, Sinks, StepOptions, T
 from ..tokens import TokenShape, pieces_of
 from ..windows import PIECE, ring_of
@@ -109,6 +108,11 @@ class KVCache:
     def device(self) -> Any:
         """Where it lies: "cpu", or a torch.device."""
         return self._storage.device
+
+    @property
+    def storage(self) -> Any:
+        """Storage of the tokens, as the device's engine makes it."""
+        return self._storage
 
     @property
     def token_bytes(self) -> int:
@@ -345,14 +349,6 @@ class KVCache:
         """Drops what a layer without a window has gained since held()."""
         self._held[layer] = held
         self._storage.set_lengths([lengths for lengths, _ in self._held])
-
-    def padded(self, k: Any, v: Any, new_lengths: Any) -> tuple[Any, Any, list[int]]:
-        """New tokens as append() takes them, checked, and how many each sequence gets."""
-        return padded_tokens(self._storage, self.batch, k, v, new_lengths, None)
-
-    def problem(self, q: Any, lengths: list[int], options: Options) -> Problem:
-        """Problem of queries over sequences of these lengths."""
-        return from_stored(self._storage.query(q), self._storage.shape.stored(lengths), options)
 
     # --- shrinking and copying
 
