@@ -23,8 +23,8 @@ from ..problem import Options
 from . import placement
 from .forms import entries_of
 from .groups import Peers, agreed
-from .partial import asked_of, carried, merged, partial
-from .placement import Placement, picked
+from .partial import NewTokens, asked_of, carried, merged, partial, put
+from .placement import Placement
 from .shardings import check_shard, positions
 from .tensors import check_lengths
 
@@ -41,15 +41,6 @@ class _Checked(NamedTuple):
     form: dict[str, str]  # in words that have to be the same on every rank
     found: Any = None
     own: int = 0  # of this rank alone: tokens that it brings, or what it has drawn
-
-
-class _New(NamedTuple):
-    """Tokens that a call brings, as this rank has them, and where all of them go."""
-
-    k: Any
-    v: Any
-    rows: list[list[range]]  # of every sequence, which of k and v this rank keeps
-    after: list[Placement]
 
 
 class _Shorter(NamedTuple):
@@ -197,15 +188,15 @@ class KVCache:
             check_shard(shard)
             if new_lengths is not None:
                 raise ArgumentError("new_lengths: expected None beside shard=, which is of all sequences; got lengths.")
-            new = _New(*padded_tokens(self._local.storage, self._local.batch, k, v, None, None)[:2], [], [])
+            new = NewTokens(*padded_tokens(self._local.storage, self._local.batch, k, v, None, None)[:2], [], [])
             return _Checked({"shard": shard, **self._state(at)}, new, new.k.shape[2])
 
         new, counts = self._agreed("append", checked)
         if shard is not None:
             new = self._sharded(layer, new, counts, shard)
-        before = self._local.held(layer)
+        before = self._local.lengths(layer)
         try:
-            self._put(layer, new)
+            put(self._local, layer, new)
             self._placed[layer] = new.after  # from here on nothing comes between
         except BaseException:
             self._local.roll_back(layer, before)
@@ -265,11 +256,11 @@ class KVCache:
             return _Checked({**asked.form(), **form, **self._state(at)}, (new, asked))
 
         (new, asked), _ = self._agreed("attend", checked)
-        before, failed, state = self._local.held(layer), None, None
+        before, failed, state = self._local.lengths(layer), None, None
         try:
             try:
                 if new is not None:
-                    self._put(layer, new)
+                    put(self._local, layer, new)
                 state = partial(self._local, layer, asked, self.rank)
             except BaseException as error:  # the others wait for what this rank finds: they hear that nothing comes
                 failed = error
@@ -405,7 +396,7 @@ class KVCache:
     def _state(self, layer: int) -> dict[str, str]:
         return {"layer": str(layer), _STORED: str([x.counts for x in self._placed[layer]])}
 
-    def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[_New, dict[str, str]]:
+    def _new(self, layer: int, k: Any, v: Any, new_lengths: Any) -> tuple[NewTokens, dict[str, str]]:
         """New tokens that every rank has."""
         k, v, counts = padded_tokens(self._local.storage, self._local.batch, k, v, new_lengths, None)
         before = self._placed[layer]
@@ -417,9 +408,9 @@ class KVCache:
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
         rows = [placement.new_rows(x, y, self.rank) for x, y in zip(before, after, strict=True)]
         form = {"k": f"{k.dtype} {tuple(k.shape)}", "v": f"{v.dtype} {tuple(v.shape)}", "new_lengths": str(counts)}
-        return _New(k, v, rows, after), form | entries_of(counts, k=k, v=v)
+        return NewTokens(k, v, rows, after), form | entries_of(counts, k=k, v=v)
 
-    def _sharded(self, layer: int, new: _New, counts: list[int], shard: Shard) -> _New:
+    def _sharded(self, layer: int, new: NewTokens, counts: list[int], shard: Shard) -> NewTokens:
         """New tokens of which every rank has its shard."""
         shards = positions(sum(counts), self.ranks, shard)
         check_lengths("k", counts, shards, shard)
@@ -428,23 +419,6 @@ class KVCache:
         after = [joined[id(x)] for x in before]
         placement.check_room(layer, before, after, self.capacity, self._local.capacity)
         return new._replace(rows=[[range(counts[self.rank])]] * self.batch, after=after)
-
-    def _put(self, layer: int, new: _New) -> None:
-        """Appends what is this rank's."""
-        counts = [sum(map(len, rows)) for rows in new.rows]
-        most = max(counts)
-        if not most:
-            return
-        if all([rows == new.rows[0] for rows in new.rows]):
-            self._local.append(layer, picked(new.k, new.rows[0]), picked(new.v, new.rows[0]))
-            return
-        both = []
-        for x in (new.k, new.v):
-            own = x[:, :, :most] + 0  # a copy, as long as any needs
-            for item, rows in enumerate(new.rows):
-                own[item, :, : counts[item]] = picked(x[item : item + 1], rows)[0]
-            both.append(own)
-        self._local.append(layer, *both, new_lengths=counts)
 
 
 def _of_all(layers: list[_Shorter]) -> _Shorter:

@@ -24,10 +24,19 @@ from ..problem import Options, Problem
 from ..resolve import from_stored
 from .forms import entries_of, form_of
 from .groups import Peers
-from .placement import Placement
+from .placement import Placement, picked
 
 _CAUSAL = causal()
 _B, _I, _J = (Symbol(Node("symbol", SYMBOLS[name], value=name)) for name in "bij")
+
+
+class NewTokens(NamedTuple):
+    """Tokens that a call brings, as this rank has them, and where all of them go."""
+
+    k: Any
+    v: Any
+    rows: list[list[range]]  # of every sequence, which of k and v this rank keeps
+    after: list[Placement]
 
 
 class Asked(NamedTuple):
@@ -47,6 +56,24 @@ class Asked(NamedTuple):
         p = self.problem
         options = Options(mask=p.mask, score=p.score, sink_logits=p.sinks, scale=p.scale, q_lengths=list(p.q_lengths))
         return form_of(options, {"q": f"{self.q.dtype} {tuple(self.q.shape)}"}) | entries_of(p.q_lengths, q=self.q)
+
+
+def put(local: KVCache, layer: int, new: NewTokens) -> None:
+    """Appends those of the new tokens that are this rank's."""
+    counts = [sum(map(len, rows)) for rows in new.rows]
+    most = max(counts)
+    if not most:
+        return
+    if all([rows == new.rows[0] for rows in new.rows]):
+        local.append(layer, picked(new.k, new.rows[0]), picked(new.v, new.rows[0]))
+        return
+    both = []
+    for x in (new.k, new.v):
+        own = x[:, :, :most] + 0  # a copy, as long as any needs
+        for item, rows in enumerate(new.rows):
+            own[item, :, : counts[item]] = picked(x[item : item + 1], rows)[0]
+        both.append(own)
+    local.append(layer, *both, new_lengths=counts)
 
 
 def asked_of(local: KVCache, q: Any, n_new: int | None, after: Sequence[Placement], given: Options) -> Asked:

@@ -339,15 +339,9 @@ class KVCache:
                     del undo[layer]
                 claims -= mine
 
-    # --- for a cache over ranks, where what others do decides
-
-    def held(self, layer: int) -> _Lengths:
-        """Lengths of a layer's sequences, for roll_back()."""
-        return self._held[layer]
-
-    def roll_back(self, layer: int, held: _Lengths) -> None:
-        """Drops what a layer without a window has gained since held()."""
-        self._held[layer] = held
+    def roll_back(self, layer: int, lengths: Sequence[int]) -> None:
+        """Drops what a layer without a window has gained since it had these lengths, as other ranks decide."""
+        self._held[layer] = list(lengths), list(lengths)
         self._storage.set_lengths([lengths for lengths, _ in self._held])
 
     # --- shrinking and copying
