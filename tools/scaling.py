@@ -14,8 +14,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 import speedlight as sl
-from speedlight.distributed.model import ASSUMED, Asked, Link, Rates, spread
 from speedlight.problem.plan import pair_flops
+from speedlight.problem.rank_plan import ASSUMED, Asked, Link, Rates, spread
 from speedlight.tools.pictures import pyplot
 
 ROOT = Path(__file__).parent.parent

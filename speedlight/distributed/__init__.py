@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 from ..host.lazy import importer
 
 if TYPE_CHECKING:
+    from ..problem.shardings import positions
     from . import ring_flash_attn
     from .attending import attention
     from .cache import KVCache
     from .local import local_attention
-    from .shardings import positions
     from .tensors import shard, unshard
 
 _HOMES = {
     "KVCache": "cache",
     "attention": "attending",
     "local_attention": "local",
-    "positions": "shardings",
+    "positions": "..problem.shardings",
     "shard": "tensors",
     "unshard": "tensors",
 }

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..problem.shardings import Runs, places
 from .groups import Message, Peers
 from .rounds import Schedule, Step, Transfer
-from .shardings import Runs, places
 from .tensors import Memory, contiguous, mmap_empty
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]

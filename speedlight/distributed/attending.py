@@ -20,10 +20,10 @@ from ..problem.checks import check_flag, check_layout
 from ..problem.gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
 from ..problem.options import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
 from ..problem.problem import LAYOUTS, Options, Problem, new_options, padded_alike
+from ..problem.shardings import Shard, check_shard, one_after_the_other, positions
 from .forms import form_of, tables_in
 from .groups import MeshGroups, agreed, peers_of
 from .plans import Sharded
-from .shardings import Shard, check_shard, one_after_the_other, positions
 from .tensors import check_device, check_lengths
 from .ways import METHODS, Execution, Method
 

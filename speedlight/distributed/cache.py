@@ -20,17 +20,17 @@ from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
 from ..problem.checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
 from ..problem.problem import Options
+from ..problem.shardings import check_shard, positions
 from . import placement
 from .forms import entries_of
 from .groups import Peers, agreed
 from .partial import NewTokens, asked_of, carried, merged, partial, put
 from .placement import Placement
-from .shardings import check_shard, positions
 from .tensors import check_lengths
 
 if TYPE_CHECKING:
     from ..problem.options import Dtype, Ints, Mask, Scores, Sinks
-    from .shardings import Shard
+    from ..problem.shardings import Shard
 
 _STORED = "stored tokens"  # as a message names what ranks have by now
 

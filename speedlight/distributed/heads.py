@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..problem.key_parts import Heads
 from ..problem.problem import LAYOUTS
+from ..problem.shardings import Runs, tokens, whole_of
 from .arriving import pieces
 from .groups import Peers
-from .parts import Heads
-from .shardings import Runs, tokens, whole_of
 from .tensors import Exchange, common, contiguous, exchange, mmap_empty, strided_slice
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from .. import engines
+from ..problem.key_parts import KeyPart
 from ..problem.problem import LAYOUTS
+from ..problem.shardings import places
 from .arriving import Arrivals
-from .parts import KeyPart
 from .plans import Work
 from .ring import RankContext
-from .shardings import places
 
 
 def forward(here: RankContext, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..problem.build import Stated
+from ..problem.key_parts import KeyPart, needed, parts_of
 from ..problem.problem import SPAN, TILE
+from ..problem.shardings import Runs, cut, tokens
 from . import rounds
-from .parts import KeyPart, needed, parts_of
 from .rounds import Schedule, Step
-from .shardings import Runs, cut, tokens
 
 
 class Sharded(NamedTuple):

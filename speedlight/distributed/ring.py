@@ -20,12 +20,12 @@ from ..errors import ArgumentError
 from ..host.machine import current_isa
 from ..problem.build import Stated
 from ..problem.gradients import Given, asked
+from ..problem.key_parts import KeyPart, Turn, finishing, of_heads, turns_of
 from ..problem.problem import LAYOUTS, Problem
+from ..problem.shardings import Runs, places, tokens
 from .arriving import Arrivals, LocalKeys, Returns
 from .groups import Peers
-from .parts import KeyPart, Turn, finishing, of_heads, turns_of
 from .plans import Plan, Sharded, Work
-from .shardings import Runs, places, tokens
 from .tensors import Memory, mmap_empty
 
 

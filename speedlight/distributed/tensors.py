@@ -12,8 +12,8 @@ import torch
 
 from ..arrays.array import check_plain_tensor, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from ..problem.shardings import Runs, Shard, check_shard, places, positions, tokens
 from .groups import Peers, agreed
-from .shardings import Runs, Shard, check_shard, places, positions, tokens
 
 _LARGE = 1 << 18  # bytes of memory that is worth a mapping of its own
 

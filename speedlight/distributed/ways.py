@@ -17,13 +17,13 @@ from ..errors import ArgumentError
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..problem.gradients import Followed
+from ..problem.key_parts import problem_of, split_of
 from ..problem.problem import LAYOUTS
+from ..problem.shardings import Runs, positions, tokens, whole_of
 from .differentiable import Context, Core, attended
 from .groups import MeshGroups, SingleRank
 from .heads import HeadExchange, axes_of, gathered, scattered
-from .parts import problem_of, split_of
 from .plans import Sharded
-from .shardings import Runs, positions, tokens, whole_of
 from .tensors import Everywhere, resharded
 
 Method: TypeAlias = Literal["ring", "ulysses", "gather", "auto"]

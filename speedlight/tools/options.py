@@ -11,11 +11,11 @@ from typing import Annotated, Any
 import typer
 
 from ..arrays.array import DTYPES
-from ..distributed.model import METHODS
-from ..distributed.shardings import SHARDS
 from ..errors import ArgumentError, how_to_install
 from ..host import machine
 from ..problem.problem import LAYOUTS
+from ..problem.rank_plan import METHODS
+from ..problem.shardings import SHARDS
 from .formula import read_formulas
 
 

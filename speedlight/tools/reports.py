@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..distributed.model import Spread
 from ..errors import FileError
 from ..problem.plan import Plan
+from ..problem.rank_plan import Spread
 
 _VERDICTS = {"passed": "green", "FAILED": "red"}  # of a check
 

@@ -18,13 +18,14 @@ from conftest import FULL, ROOT
 from PIL import Image
 
 import speedlight as sl
-from speedlight.distributed import model, visible
-from speedlight.distributed.model import ASSUMED, Link, Rates, asked_ranks, spread
 from speedlight.distributed.plans import Sharded, schedule_of
-from speedlight.distributed.shardings import SHARDS, positions
-from speedlight.distributed.visible import seen_by
+from speedlight.problem import rank_plan as model
+from speedlight.problem import shard_visibility as visible
 from speedlight.problem.build import Stated
 from speedlight.problem.plan import pair_flops
+from speedlight.problem.rank_plan import ASSUMED, Link, Rates, asked_ranks, spread
+from speedlight.problem.shard_visibility import seen_by
+from speedlight.problem.shardings import SHARDS, positions
 from speedlight.problem.tiles import seen
 
 DOCS = ROOT / "docs"

@@ -38,9 +38,9 @@ from turns import make_in_turn
 import speedlight as sl
 import speedlight.torch
 from speedlight import distributed, reference
-from speedlight.distributed import parts as parts_module
 from speedlight.distributed.groups import Peers
 from speedlight.host.machine import current_isa
+from speedlight.problem import key_parts as parts_module
 
 LEAST = parts_module._LEAST
 

@@ -20,13 +20,13 @@ import speedlight as sl
 from speedlight.arrays.array import describe
 from speedlight.distributed import arriving, groups, tensors
 from speedlight.distributed.groups import Message
-from speedlight.distributed.parts import needed, parts_of
 from speedlight.distributed.plans import Sharded, plan_of, schedule_of
-from speedlight.distributed.shardings import SHARDS, positions
 from speedlight.distributed.tensors import common
 from speedlight.expressions.substitution import substituted
 from speedlight.problem.build import from_arrays
+from speedlight.problem.key_parts import needed, parts_of
 from speedlight.problem.problem import Options
+from speedlight.problem.shardings import SHARDS, positions
 
 
 def started(world, name, *numbers, timeout=600):

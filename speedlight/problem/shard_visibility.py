@@ -13,9 +13,9 @@ import numpy as np
 
 from ..errors import UnsupportedError
 from ..expressions.program import hiding_condition
-from ..problem.problem import Problem
-from ..problem.tiles import Rows, classes, integers_of, seen
+from .problem import Problem
 from .shardings import Runs, tokens
+from .tiles import Rows, classes, integers_of, seen
 
 _LEAF = 32  # positions to a side of a box whose pairs are looked at
 _LEAVES = 2048  # looked at together: some 2 million pairs

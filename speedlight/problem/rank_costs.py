@@ -13,10 +13,10 @@ import numpy as np
 
 from ..arrays.array import STORAGE_BYTES
 from ..host.machine import number_bytes
-from ..problem.problem import SPAN, TILE, Problem
-from .parts import problem_of, split_of, turns_of
+from .key_parts import problem_of, split_of, turns_of
+from .problem import SPAN, TILE, Problem
+from .shard_visibility import seen_by
 from .shardings import Runs, Shard, cut, tokens, whole_of
-from .visible import seen_by
 
 
 class Link(NamedTuple):

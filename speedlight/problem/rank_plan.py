@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import ArgumentError, UnsupportedError, shown
-from ..problem import checks
-from ..problem.problem import Problem
-from . import costs
-from .costs import Case, Estimate, Link, Rates, balance_of
+from . import checks
+from . import rank_costs as costs
+from .problem import Problem
+from .rank_costs import Case, Estimate, Link, Rates, balance_of
+from .shard_visibility import check_sizes
 from .shardings import SHARDS, positions
-from .visible import check_sizes
 
 METHODS = ("ring", "ulysses", "gather", "exact", "mesh")
 ASSUMED = Link(12.5e9, 1e-5)  # 100 Gbit/s and ten microseconds, where nobody says

@@ -16,10 +16,10 @@ from ..errors import ArgumentError
 from ..expressions.program import visibility
 from ..expressions.substitution import substituted
 from ..host.machine import number_bytes
-from ..problem.build import Stated
-from ..problem.problem import Problem
-from ..problem.tiles import Many, integers_of
+from .build import Stated
+from .problem import Problem
 from .shardings import Runs, tokens
+from .tiles import Many, integers_of
 
 _MOST_BOXES = 64  # of rows, and of keys, in which a part is looked at
 _LEAST = 1 << 21  # bytes of a turn's keys and values: less memory is not worth more messages
