@@ -12,10 +12,9 @@ import contextlib
 from collections.abc import Iterator
 
 from ...problem.problem import SPAN, TILE
-from ..language.vector import I64, PTR, Function, Module, Value
+from ..language.vector import I64, Function, Module, Value
 from ..memory.records import BLOCK, PLACES, ROW
 from ..memory.shape import Shape
-from ..products.products import unit_of, units_of
 from .addresses import locate
 from .dropping import drop_row
 from .lower import expression_row
@@ -33,7 +32,7 @@ from .row_weights import (
 )
 from .softmax import SINK_SUM, natural_log
 from .staging import pack_row
-from .task import Box, Work, call_at, entry, region
+from .task import Box, Work, attention_module, call_at
 from .visibility import extent, visibility
 
 
@@ -57,12 +56,8 @@ class _Parts:
 
 
 def decode_module(s: Shape, symbol: str) -> Module:
-    """The whole decode engine for one shape; `symbol` is the region's public name."""
-    parts = _Parts(s)
-    k = parts.module.function("task", {"a": PTR, "scratch": PTR, "number": I64}, special=True)
-    _Task(k, parts).run()
-    entry(parts.module, s.isa, region(parts.module, k.finish()), symbol)
-    return parts.module
+    """Writes the kernel for one shape; `symbol` is the region's public name."""
+    return attention_module(_Parts(s), _Task, symbol)
 
 
 class _Task(Work):
@@ -79,7 +74,7 @@ class _Task(Work):
         self.all_rows = self.rows * a.heads
         self.slots, self.value_dim = a.slots, a.value_dim
         self.state_row = (self.slots + 1) * s.vector_bytes
-        self.units = units_of(s, a.head_dim)
+        self.units = s.count_units(a.head_dim)
         self.queries, self.tile_sums, self.span, self.total, self.k_places = (
             self.part(name) for name in ("queries", "sums", "span", "total", "places")
         )
@@ -107,13 +102,13 @@ class _Task(Work):
 
     @contextlib.contextmanager
     def each_head(self) -> Iterator[None]:
-        """For all heads of the task, one after another."""
+        """Loops over all heads of the task."""
         with self.k.range(0, self.a.heads) as h:
             self.take(h)
             yield
 
     def position(self, r: Value) -> Value:
-        """Of a row's query."""
+        """Returns the position of a row's query."""
         return self.item.start + r // self.group + self.a.k_start
 
     def query(self, name: str, r: Value) -> Value:
@@ -122,7 +117,7 @@ class _Task(Work):
         return self.k.pointer(self.row_of(name, head, r // self.group))
 
     def row_limit(self, r: Value) -> Value:
-        """How many keys a row sees."""
+        """Counts the keys that a row sees."""
         return self.limit(r // self.group)
 
     def run(self) -> None:
@@ -143,7 +138,7 @@ class _Task(Work):
         if self.visibility is not None:  # spans that are passed by have seen nothing
             with k.when(alone ^ 1), k.range(first, end) as span:
                 self.clear(k.at(shared, span * states))
-        with self.stretches(first * SPAN, k.min(end * SPAN, last), self.every_box) as (start, stop):
+        with self.visible_spans(first * SPAN, k.min(end * SPAN, last), self.every_box) as (start, stop):
             with k.when(single ^ 1):
                 self.clear(self.span)
             with k.range(start, stop, TILE) as tile:
@@ -178,12 +173,12 @@ class _Task(Work):
             k.call(self.parts.pack, query, self.query("q", r), a.head_dim, self.units, a.q_column, a.flip)
 
     def clear(self, states: Value) -> None:
-        """What has seen nothing, for every row of every head."""
+        """Clears the state of every row of every head."""
         with self.k.range(0, self.all_rows) as r:
             clear_row(self.k, self.s, self.k.at(states, r * self.state_row), self.slots)
 
     def merge(self, states: Value) -> None:
-        """What a span has seen, into the totals of all heads."""
+        """Merges what a span has seen into the totals of all heads."""
         k = self.k
         with k.range(0, self.all_rows) as r:
             k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
@@ -215,7 +210,7 @@ class _Task(Work):
             k.call(self.parts.score_heads, self.scratch, *arguments, a.k_head, self.rows)
 
     def trimmed_tile(self, start: Value, count: Value) -> None:
-        """What a mask shows of a tile to the rows of a head."""
+        """Takes the rows of a head through what a mask shows of a tile."""
         k = self.k
         if self.visibility is None:
             self.tile(start, count, count)
@@ -233,16 +228,16 @@ class _Task(Work):
             k.call(parts.score, self.scratch, *arguments)
         regular = self.locate(self.v_places, "v", start, count)
         joint = self.weigh(start, count, clear)
-        k.call(parts.add_up, self.scores, self.sums, self.rows, units_of(s, count))
+        k.call(parts.add_up, self.scores, self.sums, self.rows, s.count_units(count))
         self.drop(start, count)
         if parts.rescale is not None:
             with k.range(0, self.rows) as r:
                 k.call(parts.rescale, self.weights(r), self.v_places, count)
         self.begin_sums()
-        together = unit_of(s, joint)
+        together = s.unit_of(joint)
         self.add_values(together, regular)
         with k.range(0, self.rows) as r:
-            end = units_of(s, k.load(I64, self.limits, r * 8))
+            end = s.count_units(k.load(I64, self.limits, r * 8))
             with k.when(together < end):
                 k.call(parts.careful, *self.value_arguments(r, together, end, regular), count - 1)
             self.accumulate(r)

@@ -1,4 +1,4 @@
-"""From an expression's tree to vector code: a lane is a query and keys come one after another, or a lane is a key.
+"""Vector code of an expression's tree: a lane is a query and keys come one after another, or a lane is a key.
 
 What does not depend on the key is computed before the loop over keys; what is the same for all lanes is scalar.
 """
@@ -15,6 +15,7 @@ from ...expressions.program import TABLE_WORDS, Program
 from ...expressions.tree import OF_KEYS, Node, order
 from ..language.functions import FUNCTIONS, like
 from ..language.lookups import Stream, added, as_number, clamped, direction, entries, splat_like, stride_of
+from ..language.prototypes import prototype
 from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
 from ..memory.records import field as field_at
 from ..memory.shape import Shape
@@ -56,7 +57,7 @@ class Lowering:
         return x if self.int is I64 else self.k.trunc(x, like(x, I32))
 
     def wide(self, x: Value) -> Value:
-        """And back."""
+        """Returns an integer of this lowering as an I64."""
         return x if self.int is I64 else Value(self.k, self.k.b.sext(x.x, like(x, I64)))
 
     def _broadcast(self, args: list[Value]) -> list[Value]:
@@ -191,9 +192,11 @@ class Lowering:
         return as_number(k, node, entries(k, node, k.load(PTR, at), offset), self.type_of(node.kind))
 
     def streams(self, program: Program, roots: list[Node], env: dict[str, Value], ahead: Value) -> list[Stream]:
-        """The lookups that are read many keys at once, begun. `ahead` as from aim(), at these lanes."""
+        """The lookups that are read many keys at once, begun. `ahead` as from prefetch_addresses(), at these lanes."""
         addresses = {
-            id(x): k_at for n, x in enumerate(squares(program)) for k_at in [self.k.at(ahead, n * self.s.panel * 8)]
+            id(x): k_at
+            for n, x in enumerate(per_query_streams(program))
+            for k_at in [self.k.at(ahead, n * self.s.panel * 8)]
         }
         lookups = {id(n): n for root in roots for n in order(root) if n.op == "table" and direction(n)}
         out = []
@@ -236,7 +239,7 @@ class Lowering:
                 after(group, last)
 
 
-def squares(program: Program) -> list[Node]:
+def per_query_streams(program: Program) -> list[Node]:
     """The streams of which every query has a row of its own, read forwards."""
     nodes = {id(n): n for n in program.nodes if n.op == "table" and direction(n) == 1}
     return [n for n in nodes.values() if any(["i" in a.uses for a in n.args[:-1]])]
@@ -249,7 +252,7 @@ def scale_of(k: Function, s: Shape) -> Value:
 
 
 def of_queries(k: Function, s: Shape, program: Program, v: Value) -> tuple[Lowering, dict[str, Value], Value]:
-    """Of one vector of queries: its lowering, its symbols, and where its lanes are."""
+    """Returns the lowering of one vector of queries, its symbols, and where its lanes are."""
     wide, lane = vec(I64, s.lanes), v * (s.lanes * 8)
     numbers, tables = (k.load(PTR, k.p["a"], field_at(n)) for n in ("numbers", "tables"))
     lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
@@ -261,11 +264,11 @@ def of_queries(k: Function, s: Shape, program: Program, v: Value) -> tuple[Lower
     return lowering, {name: lowering.integer(x) for name, x in env.items()}, lane
 
 
-def aim(module: Any, s: Shape, program: Program) -> Any:
+def prefetch_addresses(module: Any, s: Shape, program: Program) -> Any:
     """ahead[square, lane] = where the lane's entries of the keys from `first` on lie; in range or not, it is only a
     hint.
     """
-    k = module.function("aim", {"a": PTR, "ahead": PTR, "lanes": PTR, "first": I64, "batch": I64}, special=True)
+    k = module.function("prefetch_addresses", prototype("a* ahead* lanes* first batch"), special=True)
     p, wide = k.p, vec(I64, s.lanes)
     numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
     with k.range(0, s.vectors) as v:
@@ -278,7 +281,7 @@ def aim(module: Any, s: Shape, program: Program) -> Any:
             "j": p["first"],
         }
         env = {name: lowering.integer(x) for name, x in env.items()}
-        for n, node in enumerate(squares(program)):
+        for n, node in enumerate(per_query_streams(program)):
             stream = Stream(k, node, lowering.table_at(node), s.lanes, s.number)
             *leading, last = (lowering.wide(lowering.value(x, env, lowering.values)) for x in node.args)
             stream.begin(leading)
@@ -294,10 +297,8 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     from score_tile, of the keys that the mask shows. An index out of range at a visible key is noted in `wrong`: per
     lookup and dimension, a flag and one such index.
     """
-    k = module.function("expression_tile",
-                        {"a": PTR, "scores": PTR, "check": PTR, "lanes": PTR, "limits": PTR, "first": I64,
-                                            "start": I64, "n_keys": I64, "batch": I64, "clear": I64,
-                                            "full": I64, "ahead": PTR}, special=True)  # fmt: skip
+    words = "a* scores* check* lanes* limits* first start n_keys batch clear full ahead*"
+    k = module.function("expression_tile", prototype(words), special=True)
     p = k.p
     scale = scale_of(k, s)
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables", "wrong"))
@@ -360,8 +361,8 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
 
     `first` is the position of the first key; the mask hides nothing below `clear`. The row sees keys below `limit`.
     """
-    names = ("first", "count", "limit", "clear", "batch", "head", "position")
-    k = module.function("expression_row", {"a": PTR, "scores": PTR} | dict.fromkeys(names, I64), special=True)
+    words = "a* scores* first count limit clear batch head position"
+    k = module.function("expression_row", prototype(words), special=True)
     p, n = k.p, s.lanes
     numbers, tables, wrong = (k.load(PTR, p["a"], field_at(x)) for x in ("numbers", "tables", "wrong"))
     scale = scale_of(k, s)
@@ -388,7 +389,7 @@ def expression_row(module: Any, s: Shape, program: Program) -> Any:
 
 
 def _any(lowering: Lowering, conditions: list[Value]) -> Value | None:
-    """Whether any lane of any condition holds; None without conditions."""
+    """Returns whether any lane of any condition holds; None without conditions."""
     every: Value | None = None
     for condition in conditions:
         vector = lowering.vector(condition)

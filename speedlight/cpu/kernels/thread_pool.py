@@ -1,4 +1,4 @@
-"""What threads of ours run, and how a region is handed to them, as LLVM. Linux.
+"""The loop that threads of ours run, and the hand-over of a region to them, as LLVM. Linux.
 
 The block is what they look at. Its `state` is a generation (the low half, a futex), how many seats are free in the
 region of that generation, and whether the region is open. Who takes a seat runs the kernel on the words and counts
@@ -52,7 +52,7 @@ BLOCK = Record(
 
 @dataclass(frozen=True, slots=True)
 class ServingShape:
-    """What the module is specialised for: an architecture, by its least vector unit."""
+    """The specialisation of the module: an architecture, by its least vector unit."""
 
     isa: Isa
     kind: ClassVar[str] = "serving"
@@ -271,7 +271,7 @@ class _Emit:
             k.intrinsic("llvm.aarch64.hint", VOID, k.const(1, I32))
 
     def futex(self, k: Function, block: Value, operation: int, value: Value) -> None:
-        """On the generation: its words are little-endian."""
+        """Calls futex on the generation: its words are little-endian."""
         number, nothing = k.i64(_SYSCALL_FUTEX[self.isa.arch]), k.i64(0)
         known = self.module.ir.globals.get("syscall")
         syscall = known or ir.Function(self.module.ir, ir.FunctionType(I64, [I64], var_arg=True), "syscall")
@@ -292,7 +292,7 @@ def _seats(state: Value) -> Value:
 
 
 def _exchange(k: Function, block: Value, name: str, new: Value) -> Value:
-    """What was there before."""
+    """Returns what was there before."""
     return Value(k, k.b.atomic_rmw("xchg", k.at(block, BLOCK.offset(name)).x, new.x, "seq_cst"))
 
 
