@@ -3,7 +3,7 @@
     task: new tokens are stored, if it is to do that; for every span, for every tile: scores of all rows, weights, sums;
           the span's state is merged, or left for the last of a head's tasks
 
-Arguments and scratch are described in layout.py, what a lane is in keys_in_lanes.py.
+Arguments and scratch are described in memory/records.py, what a lane is in row_weights.py.
 """
 
 from __future__ import annotations

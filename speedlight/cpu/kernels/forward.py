@@ -4,7 +4,7 @@
     task: pack the block's query panels; for every span, for every tile of keys, for every panel: score, softmax,
           value; merge the span into the panel's state; at the end divide, transpose and store
 
-Arguments, scratch and the memory of a panel are described in layout.py.
+Arguments, scratch and the memory of a panel are described in memory/records.py.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ What does not depend on the key is computed before the loop over keys; what is t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,12 @@ from ..language.prototypes import prototype
 from ..language.vector import F32, F64, I1, I32, I64, PTR, Function, Value, vec
 from ..memory.records import field as field_at
 from ..memory.shape import Shape
+
+# what Python's operators on values emit
+_INFIX = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv, "and": operator.and_,
+    "or": operator.or_, "xor": operator.xor,
+}  # fmt: skip
 
 
 class Lowering:
@@ -35,6 +42,13 @@ class Lowering:
 
     def type_of(self, kind: str) -> ir.Type:
         return {"bool": I1, "int": self.int, "float": self.s.number, "double": F64}[kind]
+
+    def symbols_of(self, lane: Value, **more: Value) -> dict[str, Value]:
+        """Returns symbols of a vector of queries whose positions, and then heads, lie from a lane on."""
+        k, wide = self.k, vec(I64, self.s.lanes)
+        env = {"b": k.p["batch"], "i": k.load(wide, k.p["lanes"], lane)}
+        env |= {"h": k.load(wide, k.p["lanes"], lane + self.s.panel * 8)} | more
+        return {name: self.integer(x) for name, x in env.items()}
 
     def before_keys(self, root: Node, env: dict[str, Value]) -> None:
         """Emits what no key changes."""
@@ -75,28 +89,16 @@ class Lowering:
         args = self._broadcast(args)
         if op in FUNCTIONS:
             return FUNCTIONS[op](k, args[0])
+        if op in _INFIX:
+            return _INFIX[op](*args)
         match op:
             case "lt" | "le" | "gt" | "ge" | "eq":
                 a, b = args if node.args[0].kind != "bool" else reversed(args)  # LLVM's signed True is -1
                 return a._compare(str(OPERATIONS[op].symbol), b)
             case "ne":
                 return args[0].differs(args[1])
-            case "add":
-                return args[0] + args[1]
-            case "sub":
-                return args[0] - args[1]
-            case "mul":
-                return args[0] * args[1]
-            case "div":
-                return args[0] / args[1]
             case "floordiv" | "mod":
                 return self._divided(op, *args)
-            case "and":
-                return args[0] & args[1]
-            case "or":
-                return args[0] | args[1]
-            case "xor":
-                return args[0] ^ args[1]
             case "shl":
                 inside = self._may_shift(args[1])
                 return k.select(inside, Value(k, k.b.shl(args[0].x, (args[1] & 63).x)), k.const(0, args[0].type))
@@ -253,15 +255,10 @@ def scale_of(k: Function, s: Shape) -> Value:
 
 def of_queries(k: Function, s: Shape, program: Program, v: Value) -> tuple[Lowering, dict[str, Value], Value]:
     """Returns the lowering of one vector of queries, its symbols, and where its lanes are."""
-    wide, lane = vec(I64, s.lanes), v * (s.lanes * 8)
+    lane = v * (s.lanes * 8)
     numbers, tables = (k.load(PTR, k.p["a"], field_at(n)) for n in ("numbers", "tables"))
     lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
-    env = {
-        "b": k.p["batch"],
-        "i": k.load(wide, k.p["lanes"], lane),
-        "h": k.load(wide, k.p["lanes"], lane + s.panel * 8),
-    }
-    return lowering, {name: lowering.integer(x) for name, x in env.items()}, lane
+    return lowering, lowering.symbols_of(lane), lane
 
 
 def prefetch_addresses(module: Any, s: Shape, program: Program) -> Any:
@@ -269,18 +266,12 @@ def prefetch_addresses(module: Any, s: Shape, program: Program) -> Any:
     hint.
     """
     k = module.function("prefetch_addresses", prototype("a* ahead* lanes* first batch"), special=True)
-    p, wide = k.p, vec(I64, s.lanes)
+    p = k.p
     numbers, tables = (k.load(PTR, p["a"], field_at(n)) for n in ("numbers", "tables"))
     with k.range(0, s.vectors) as v:
         lane = v * (s.lanes * 8)
         lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
-        env = {
-            "b": p["batch"],
-            "i": k.load(wide, p["lanes"], lane),
-            "h": k.load(wide, p["lanes"], lane + s.panel * 8),
-            "j": p["first"],
-        }
-        env = {name: lowering.integer(x) for name, x in env.items()}
+        env = lowering.symbols_of(lane, j=p["first"])
         for n, node in enumerate(per_query_streams(program)):
             stream = Stream(k, node, lowering.table_at(node), s.lanes, s.number)
             *leading, last = (lowering.wide(lowering.value(x, env, lowering.values)) for x in node.args)
@@ -308,8 +299,7 @@ def expression_tile(module: Any, s: Shape, program: Program) -> Any:
     with k.range(0, s.vectors) as v:
         at, lane = v * (s.lanes * s.number_bytes), v * (s.lanes * 8)
         lowering = Lowering(k, s, program, numbers, tables, narrow=program.narrow)
-        env = {"b": p["batch"], "i": k.load(wide, p["lanes"], lane), "h": k.load(wide, p["lanes"], lane + s.panel * 8)}
-        env = {name: lowering.integer(x) for name, x in env.items()}
+        env = lowering.symbols_of(lane)
         seen = k.load(wide, p["limits"], lane) - k.splat(p["start"], s.lanes)
         for root in (program.score, program.mask):
             if root is not None:

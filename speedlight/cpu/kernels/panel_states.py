@@ -2,7 +2,7 @@
 part of the keys.
 
 There, of each row its accumulator lies as its output does, in numbers instead of the storage type; its running_max and
-running_sum, side by side, as its log-sum-exp does. All arguments are layout.FORWARD's.
+running_sum, side by side, as its log-sum-exp does. All arguments are records.FORWARD's.
 """
 
 from __future__ import annotations

@@ -221,10 +221,8 @@ def value_rows(module: Module, s: Shape, rows: int, together: int) -> Any:
     if together < 8:
         _value_slots(k, s, rows, together)
         return k.finish()
-    with k.either(k.p["slots"] <= together // 2) as (
-        short,
-        long,
-    ):  # sums of a row that has no more are not all the same
+    # sums of a row that has no more are not all the same
+    with k.either(k.p["slots"] <= together // 2) as (short, long):
         with short:
             _value_slots(k, s, rows, together // 2)
         with long:

@@ -61,13 +61,12 @@ class Store:
         ends = ((moves.from_owner, moves.from_slot), (moves.to_owner, moves.to_slot))
         (old, old_slot), (new, new_slot) = ((np.array(page, np.int64), np.array(slot, np.int64)) for page, slot in ends)
         for plane in self.planes:
-            tail = plane.shape[self.memory.ndim - 1 :]
-            if len(tail) == 2 or tail[0] == BLOCK:
-                moved = plane[old, :, old_slot >> 4, old_slot & 15]  # a copy
-                plane[new, :, new_slot >> 4, new_slot & 15] = moved
-            else:
-                moved = plane[old, :, old_slot >> 4, (old_slot & 15) >> 1, old_slot & 1]
-                plane[new, :, new_slot >> 4, (new_slot & 15) >> 1, new_slot & 1] = moved
+            of_pairs = plane.shape[self.memory.ndim - 1] != BLOCK
+            at, to = (
+                (slot >> 4, (slot & 15) >> 1, slot & 1) if of_pairs else (slot >> 4, slot & 15)
+                for slot in (old_slot, new_slot)
+            )
+            plane[(new, slice(None), *to)] = plane[(old, slice(None), *at)]  # of a copy
 
     def fill(self, parts: list[np.ndarray]) -> None:
         """Stores what parts() returned, from the first token on, and zeros behind it to the end of a block."""
