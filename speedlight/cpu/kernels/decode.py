@@ -45,7 +45,7 @@ class _Parts:
         self.locate, self.pack, self.weigh, self.add_up = locate(m, s.piece), pack_row(m, s), weigh(m, s), add_up(m, s)
         self.score = score(m, s)
         self.drop = drop_row(m, s) if s.dropout else None
-        self.rescale = rescale(m, s) if s.quantised else None
+        self.rescale = rescale(m, s) if s.format.is_coded else None
         self.expression = expression_row(m, s, s.program) if s.program else None
         self.visibility = visibility(m, s, s.program) if s.program and s.program.may_hide else None
         self.score_heads = score_heads(m, s) if s.cached and self.visibility is None else None

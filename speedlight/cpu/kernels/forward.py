@@ -215,9 +215,9 @@ class _Task(PanelWork):
             if not s.cached:
                 self.locate(v_places, "v", start, count)
             many, row = (s.count_units(count), v_row) if s.cached else (count, a.v_row)
-            row = dim if s.quantised else row
+            row = s.format.offset(dim) if s.format.is_coded else row
             k.call(self.parts.stage_values, v_staged, v_places, row, a.v_column, many, dim, dim)
-        if s.quantised:
+        if s.format.is_coded:
             self.stage_scales(k_places, v_places, count)
         return Tile(
             start,
@@ -259,7 +259,7 @@ class _Task(PanelWork):
         keys = k.at(tile.keys, first * tile.k_row)
         values = k.at(tile.values, s.count_units(first) * tile.v_row)
         missing = [k.select(end < tile.length, k.const(-0.0, s.number), k.const(0.0, s.number))] if s.pads else []
-        scales = [k.at(x, first * 4) for x in self.scales()] if s.quantised else []
+        scales = [k.at(x, first * 4) for x in self.scales()] if s.format.is_coded else []
         check, state, limits = self.part("check"), panel.part("span"), panel.lanes("limit")
         position = start + a.k_start
         if parts.prefetch_addresses is not None:

@@ -104,7 +104,7 @@ def _fetch_rows(k: Function, s: Shape, lines: Sequence[int], j: Value) -> None:
 def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> list[Value]:
     """Scores of keys j, j + 1, … against one vector of queries."""
     p = k.p
-    if s.quantised:
+    if s.format.is_coded:
         last = p["n_keys"] - 1
         x = [each * k.splat(k.load(F32, p["scales"], k.min(j + m, last) * 4), s.lanes) for m, each in enumerate(x)]
     out = k.at(p["scores"], j * s.row_bytes)

@@ -154,7 +154,9 @@ class _Weights:
             sign = weights[0].bits(s.ivector) & self.hidden.bits(s.ivector)
             partner = (k.splat(k.p["missing"], s.lanes).bits(s.ivector) | sign).bits(s.vector)
         unit = product.pack_weights(k, weights + [partner] * missing)
-        stored = rescaled(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes)) if s.quantised else unit
+        stored = (
+            rescaled(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes)) if s.format.is_coded else unit
+        )
         k.store(stored, k.p["scores"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
         unit = product.pack_weights(k, weights + [self.hidden] * missing) if missing else unit
         total.set(product.add_weights(k, unit, total.get()))

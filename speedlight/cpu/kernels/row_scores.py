@@ -109,7 +109,7 @@ def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
     """Rows and blocks of a cache whose sums are in registers."""
     if s.lanes < BLOCK:
         return s.tiles.narrow_scores
-    return s.tiles.int8_scores if s.quantised else s.tiles.scores
+    return s.tiles.int8_scores if s.format.is_coded else s.tiles.scores
 
 
 def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j: Value, together: int) -> None:
@@ -133,7 +133,7 @@ def _score_groups(
         vectors = [(block, i * n) for block in blocks for i in range(max(1, BLOCK // n))]
         queries = [k.at(p["queries"], r * p["units"] * s.number_bytes) for r in rows]
         sums.append((vectors, [(x, [k.variable(k.const(0.0, s.vector)) for _ in vectors]) for x in queries]))
-    for ahead in aheads if s.quantised else ():
+    for ahead in aheads if s.format.is_coded else ():
         k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
     def units(t: Value, count: int = 1) -> None:
@@ -154,7 +154,7 @@ def _score_groups(
         for r, (_, totals) in zip(numbers, rows, strict=True):
             for i, (total, (block, lane)) in enumerate(zip(totals, vectors, strict=True)):
                 x = total.get()
-                if s.quantised:
+                if s.format.is_coded:
                     x = x * load_scales(k, s.format, block, lane * 4 - s.header, n)
                 k.store(x, p["scores"], r * score_row(s) + (j + i * n) * s.number_bytes)
 

@@ -198,7 +198,7 @@ def _steps_together(s: Shape) -> int:
 
 def _step_row(k: Function, s: Shape) -> Value:
     """Bytes from one step's values to the next, where they lie side by side."""
-    return k.p["value_dim"] if s.quantised else s.step_bytes(k.p["value_row"])
+    return s.format.offset(k.p["value_dim"]) if s.format.is_coded else s.step_bytes(k.p["value_row"])
 
 
 def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
@@ -207,7 +207,7 @@ def value_tiles(module: Module, s: Shape) -> list[tuple[int, int, Any]]:
     Memory is read best in whole rows of values. But where a vector of them is used by many rows, or are codes that must
     be widened, it is read once for several.
     """
-    tiles = s.tiles.int8_values if s.quantised else s.tiles.values
+    tiles = s.tiles.int8_values if s.format.is_coded else s.tiles.values
     return [(rows, least, value_rows(module, s, rows, together)) for rows, together, least in tiles]
 
 
@@ -272,7 +272,7 @@ def _blocks_of_values(k: Function, s: Shape, lines: list[Value], step: _Step) ->
     with k.range(p["first"], p["end"], size) as j:
         block = block_at(k, s, j // size)
         ahead = None if far is None else block_at(k, s, j // size + far)
-        if s.quantised and ahead is not None:
+        if s.format.is_coded and ahead is not None:
             k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
         def rows(i: Value, count: int = 1, j: Value = j, block: Value = block, ahead: Value | None = ahead) -> None:

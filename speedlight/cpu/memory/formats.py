@@ -27,13 +27,17 @@ class Plain:
     error = 0.0  # of an element, over the largest magnitude of its token, at most
 
     @property
-    def bytes(self) -> int:
-        return STORAGE_BYTES[self.name]
+    def bits(self) -> int:
+        return 8 * STORAGE_BYTES[self.name]
 
     @property
     def in_pairs(self) -> bool:
         """Has neighbouring elements of a key, or keys of a value, side by side, as the dot instruction takes them."""
         return self.name == "bf16"
+
+    def offset(self, index: Value) -> Value:
+        """Returns where an element of a row lies, in bytes."""
+        return index * (self.bits // 8)
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
         """Loads one number, or `lanes` side by side, in f32; in f64 where they are f64."""
@@ -43,10 +47,13 @@ class Plain:
 class Int8:
     """Whole numbers from -127 to 127."""
 
-    name, bytes, is_coded, in_pairs = "int8", 1, True, False
+    name, bits, is_coded, in_pairs = "int8", 8, True, False
     last = float(CODES[name])  # the largest code, of the largest magnitude
     unit = 1.0
     error = 0.5 / last
+
+    def offset(self, index: Value) -> Value:
+        return index
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
         """Loads one code, or `lanes` side by side, in f32."""
@@ -70,10 +77,13 @@ class Int8:
 class Float8:
     """float8_e4m3fn: a sign, four bits of exponent and three of mantissa; no infinity."""
 
-    name, bytes, is_coded, in_pairs = "float8_e4m3fn", 1, True, False
+    name, bits, is_coded, in_pairs = "float8_e4m3fn", 8, True, False
     last = float(CODES[name])
     unit = 256.0
     error = 16 / last  # half a step of the binade of the last code
+
+    def offset(self, index: Value) -> Value:
+        return index
 
     def widen(self, k: Function, pointer: Value, offset: Value | int, lanes: int = 0) -> Value:
         """Loads one code, or `lanes` side by side, in f32, over `unit`.

@@ -105,7 +105,7 @@ class Shape:
     @property
     def key_bytes(self) -> int:
         """Bytes of one element of keys or values."""
-        return self.format.bytes
+        return self.format.bits // 8
 
     @property
     def stored_bytes(self) -> int:

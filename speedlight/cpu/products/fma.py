@@ -53,7 +53,7 @@ class Fma:
     def load_units(self, k: Function, row: Value, t: Value, *, stored: bool = False) -> Value:
         """Loads `lanes` units from a row with unit stride: of keys or values that are `stored`, or of q."""
         found = self.format if stored else self.given
-        return found.widen(k, row, t if found.is_coded else t * found.bytes, self.s.lanes)
+        return found.widen(k, row, found.offset(t), self.s.lanes)
 
     def load_unit(
         self, k: Function, row: Value, t: Value, column: Value, count: Value, *, stored: bool = False
