@@ -36,7 +36,7 @@ class PairParts:
         self.extent = extent(m, self.visibility) if self.visibility else None
         self.pack, self.stage, self.copy = pack_queries(m, s), stage_rows(m, s), copied(m, s)
         self.stage_across = stage_across(m, s) if s.elements > 1 else self.stage
-        self.product, self.delta = product_of(s).product_tile(m), dot_of_panels(m, s)
+        self.product_tile, self.delta = product_of(s).product_tile(m), dot_of_panels(m, s)
         self.per_query_streams = per_query_streams(program) if program else []
         self.prefetch_addresses = prefetch_addresses(m, s, program) if self.per_query_streams else None
         self.expression = expression_tile(m, s, program) if program else None
@@ -194,7 +194,7 @@ class PairWork(PanelWork):
             ("d_scores", "gradients", tile.values, tile.v_row, a.value_dim, 4),
         ):
             rows, units, sums = k.at(rows, first * row), s.count_units(length), k.at(check, at * s.row_bytes)
-            k.call(parts.product, panel.pairs(name), panel.part(lanes), rows, row, count, units, sums)
+            k.call(parts.product_tile, panel.pairs(name), panel.part(lanes), rows, row, count, units, sums)
         return self._weights(panel, (start + a.k_start, start, count, self.item.index, clear - first), full - first)
 
     def _weights(self, panel: Panel, where: tuple[Value, ...], full: Value) -> Value:

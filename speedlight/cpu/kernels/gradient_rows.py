@@ -47,7 +47,7 @@ def stage_across(module: Module, s: Shape) -> Any:
             sources.append(k.at(p["source"], k.max(k.min(row, last), p["first"]) * p["row"]))
         keep = k.trunc(keep, I32)
         with k.range(0, whole, s.lanes) as c:
-            k.store(product.load_pairable(k, sources, c) & k.splat(keep, s.lanes), target, c * s.number_bytes)
+            k.store(product.gather_values(k, sources, c) & k.splat(keep, s.lanes), target, c * s.number_bytes)
         with k.range(whole, p["length"]) as c:
             low, high = (k.zext(k.load(I16, x, c * p["column"]), I32) for x in sources)
             k.store((low | (high << 16)) & keep, target, c * s.number_bytes)

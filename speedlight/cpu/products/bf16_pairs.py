@@ -64,7 +64,7 @@ class Bf16Pairs:
             return stage_lanes(self, module), rows
         return rows, pair_rows(module, self.s)
 
-    def load_pairable(self, k: Function, rows: list[Value], column: Value) -> Value:
+    def gather_values(self, k: Function, rows: list[Value], column: Value) -> Value:
         low, high = (k.zext(k.load(vec(I16, self.s.lanes), row, column * 2), self.s.ivector) for row in rows)
         return low | (high << 16)
 
@@ -85,7 +85,7 @@ class Bf16Pairs:
         return [row]
 
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
-        return [self.load_units(k, rows[0], column) if self.s.cached else self.load_pairable(k, rows, column)]
+        return [self.load_units(k, rows[0], column) if self.s.cached else self.gather_values(k, rows, column)]
 
     # --- weights, rounded to nearest even
 

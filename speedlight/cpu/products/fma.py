@@ -68,7 +68,7 @@ class Fma:
             return split_lanes(module, self.s), split_rows(module, self.s)
         return stage_lanes(self, module) if self.s.cached else rows, rows
 
-    def load_pairable(self, k: Function, rows: list[Value], column: Value) -> Value:
+    def gather_values(self, k: Function, rows: list[Value], column: Value) -> Value:
         """Loads one vector of columns of a unit's values, of keys whose rows these are."""
         return self.load_units(k, rows[0], column, stored=True)
 
@@ -116,7 +116,7 @@ class Fma:
     def load_values(self, k: Function, rows: list[Value], column: Value, count: int = 1) -> list[Value]:
         """Loads one vector of columns of `count` units of values: of a block's row, or of keys' `rows`."""
         if not self.splits_bf16_pairs:
-            return [self.load_pairable(k, rows, column)]
+            return [self.gather_values(k, rows, column)]
         pairs = k.load(self.s.ivector, rows[0], column * 4)
         return split_pairs(pairs) if count > 1 else [_element_of_pairs(k, pairs, rows[1], self.s)]
 

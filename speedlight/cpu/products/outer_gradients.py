@@ -29,7 +29,7 @@ def product_tile(product: Product, module: Module) -> Any:
 
     Row groups past the end repeat the last key: what they write lies past n_keys.
     """
-    s, k = product.s, module.function("product", prototype("out* panel* keys* key_row n_keys units check*"))
+    s, k = product.s, module.function("product_tile", prototype("out* panel* keys* key_row n_keys units check*"))
     p = k.p
     for v in range(s.vectors):
         k.store(k.const(0.0, s.vector), p["check"], s.lane_offset(v))

@@ -73,7 +73,7 @@ def stage_lanes(product: Product, module: Module) -> Any:
 
 def split_lanes(module: Module, s: Shape) -> Any:
     """tile[count, units] of f32 from a cache's blocks of bf16 pairs: pair after pair, of each the BLOCK keys."""
-    k = module.function("part_lanes", prototype(_TILE))
+    k = module.function("split_lanes", prototype(_TILE))
     p, n = k.p, s.lanes
     row = p["units"] * s.number_bytes
     whole = p["units"] // (2 * n) * n  # pairs
@@ -96,7 +96,7 @@ def split_lanes(module: Module, s: Shape) -> Any:
 
 def split_rows(module: Module, s: Shape) -> Any:
     """tile[count, length] of f32 from a cache's rows of bf16 pairs, each of two keys."""
-    k = module.function("part_rows", prototype(_TILE))
+    k = module.function("split_rows", prototype(_TILE))
     p, row = k.p, k.p["length"] * s.number_bytes
     end = p["length"] // s.lanes * s.lanes
     with k.range(0, p["count"], 2) as j:
@@ -118,7 +118,7 @@ def _side_by_side(k: Function, s: Shape, pairs: Value) -> list[Value]:
 
 def pair_rows(module: Module, s: Shape) -> Any:
     """tile[ceil(count / 2), length] of bf16 pairs from neighbouring rows; after an odd end comes a row of zeros."""
-    k = module.function("stage_pairs", prototype(_TILE))
+    k = module.function("pair_rows", prototype(_TILE))
     p = k.p
     whole = p["length"] // s.lanes * s.lanes
     end = k.select(p["column"].equals(s.storage_bytes), whole, k.i64(0))
