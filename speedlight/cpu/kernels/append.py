@@ -125,7 +125,7 @@ class _Elements:
         """Returns the address of a new token, of whole blocks."""
         return self.k.at(self.k.p["source"], self.k.p["row"] * token)
 
-    def gathered(self, t: ir.Type, read: Any, count: int) -> Value:
+    def gather(self, t: ir.Type, read: Any, count: int) -> Value:
         """Returns what read(index) gives, in lanes."""
         x: Any = ir.Constant(vec(t, count), ir.Undefined)
         for lane in range(count):
@@ -137,7 +137,7 @@ class _Elements:
         k, t = self.k, _RAW[self.size]
         if not self.source.strided or not count:
             return k.load(vec(t, count) if count else t, self.at(row, index))
-        return self.gathered(t, lambda lane: k.load(t, self.at(row, index + lane)), count)
+        return self.gather(t, lambda lane: k.load(t, self.at(row, index + lane)), count)
 
     def store(self, x: Value, offset: Value | int) -> None:
         """Stores a vector, or one element, into the block; vectors of whole blocks past the caches, where the shape
@@ -286,7 +286,7 @@ class _Codes(_Elements):
         if self.usual and count and not self.source.strided:  # memory is read while numbers are coded: the next block
             k.prefetch(k.at(self.at(row, index), k.p["ahead"]), 2)
         if count and self.source.strided:
-            return self.gathered(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
+            return self.gather(F32, lambda lane: load(k, storage, self.at(row, index + lane)), count)
         return load(k, storage, self.at(row, index), 0, count)
 
     def largest(self, row: Value) -> Value:
@@ -308,7 +308,7 @@ class _Codes(_Elements):
             largest < _INFINITE, largest.bits(kind) / k.const(self.format.last, kind), k.const(math.nan, kind)
         )
 
-    def scaled(self, row: Value, lane: Value) -> None:
+    def store_scale(self, row: Value, lane: Value) -> None:
         """Stores a token's scale."""
         self.k.store(self.scale_of(self.largest(row)), self.block, lane * 4)
 
@@ -379,7 +379,7 @@ class _Codes(_Elements):
             self.store(self.codes(self.numbers(row, index, count), lane), to + index)
 
     def token(self, row: Value, lane: Value) -> None:
-        self.scaled(row, lane)
+        self.store_scale(row, lane)
         self._coded(row, lane)
 
     def _coded(self, row: Value, lane: Value) -> None:

@@ -168,7 +168,7 @@ class _Task(PairWork):
                 if s.elements > 1:
                     steps = (a.head_dim * s.number_bytes, a.k_row, a.k_column, k.i64(0), count, a.head_dim, a.head_dim)
                     k.call(self.parts.stage_across, self.part("key_units"), k.at(self.keys, start * a.k_row), *steps)
-                tile, n, joins = self.staged(start, count), together(s.panel), self.may_join(count, end)
+                tile, n, joins = self.stage_tile(start, count), together(s.panel), self.may_join(count, end)
                 with k.range(0, a.panels, n) as first:
                     with k.range(first, first + n) as i:
                         self.weigh_panel(Panel(self, i), tile)

@@ -182,7 +182,7 @@ class _Task(PanelWork):
     def tile(self, start: Value, count: Value) -> None:
         """One tile of keys for all panels that see any of it."""
         k = self.k
-        tile = self.staged(start, count)
+        tile = self.stage_tile(start, count)
         with k.range(0, self.panels) as i:
             panel = Panel(self, i)
             high = k.min(panel.end("high") - start, count)
@@ -194,7 +194,7 @@ class _Task(PanelWork):
                     with k.when(first < end):
                         self.panel_tile(panel, tile, first, end, clear, full)
 
-    def staged(self, start: Value, count: Value) -> Tile:
+    def stage_tile(self, start: Value, count: Value) -> Tile:
         """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
         keys, values = k.at(self.keys, start * a.k_row), k.at(self.values, start * a.v_row)

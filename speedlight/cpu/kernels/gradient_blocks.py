@@ -15,7 +15,7 @@ from ..memory.records import QUERY_ENDS, QUERY_LANES
 from ..memory.shape import Shape
 from ..products.product import product_of
 from .dropping import drop_factors
-from .gradient_rows import copied, multiplied, stage_across, stage_rows
+from .gradient_rows import copy_vectors, multiply_vectors, stage_across, stage_rows
 from .gradient_tiles import UNITS, Weights, dot_of_panels, make_units
 from .lower import expression_tile, per_query_streams, prefetch_addresses
 from .panels import Panel, PanelWork, Tile
@@ -34,7 +34,7 @@ class PairParts:
         m, program = self.module, s.program
         self.visibility = visibility(m, s, program) if program and program.may_hide else None
         self.extent = extent(m, self.visibility) if self.visibility else None
-        self.pack, self.stage, self.copy = pack_queries(m, s), stage_rows(m, s), copied(m, s)
+        self.pack, self.stage, self.copy = pack_queries(m, s), stage_rows(m, s), copy_vectors(m, s)
         self.stage_across = stage_across(m, s) if s.elements > 1 else self.stage
         self.product_tile, self.delta = product_of(s).product_tile(m), dot_of_panels(m, s)
         self.per_query_streams = per_query_streams(program) if program else []
@@ -42,7 +42,7 @@ class PairParts:
         self.expression = expression_tile(m, s, program) if program else None
         self.flow = score_backward_tile(m, s, program) if program and changes_flow(program) else None
         self.keeps_raw = needs_raw(program)
-        self.factors, self.multiplied = (drop_factors(m, s), multiplied(m, s)) if s.dropout else (None, None)
+        self.factors, self.multiplied = (drop_factors(m, s), multiply_vectors(m, s)) if s.dropout else (None, None)
         last = self.flow is None and not s.dropout
         self.weights = Weights(m, s, last=last).function()
         self.units = make_units(m, s) if s.elements > 1 and not last else None
@@ -150,7 +150,7 @@ class PairWork(PanelWork):
             seen.set(self.seen_of(self.box(k.i64(0), self.a.panels), start, start + count))
         return seen.get() > 0
 
-    def staged(self, start: Value, count: Value) -> Tile:
+    def stage_tile(self, start: Value, count: Value) -> Tile:
         """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
         lie = []

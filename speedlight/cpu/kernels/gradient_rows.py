@@ -57,23 +57,23 @@ def stage_across(module: Module, s: Shape) -> Any:
 
 
 def clear(module: Module, s: Shape) -> Any:
-    """`count` vectors of +0."""
+    """Stores `count` vectors of +0."""
     k = module.function("clear", prototype("at* count"))
     with k.range(0, k.p["count"]) as i:
         k.store(k.const(0.0, s.vector), k.p["at"], i * s.vector_bytes)
     return k.finish()
 
 
-def copied(module: Module, s: Shape) -> Any:
-    """`count` vectors."""
+def copy_vectors(module: Module, s: Shape) -> Any:
+    """Copies `count` vectors."""
     k = module.function("copied", prototype("to* source* count"))
     with k.range(0, k.p["count"]) as i:
         k.store(k.load(s.vector, k.p["source"], i * s.vector_bytes), k.p["to"], i * s.vector_bytes)
     return k.finish()
 
 
-def multiplied(module: Module, s: Shape) -> Any:
-    """`count` vectors, each times its factor."""
+def multiply_vectors(module: Module, s: Shape) -> Any:
+    """Multiplies `count` vectors, each by its factor."""
     k = module.function("multiplied", prototype("at* factors* count"))
     with k.range(0, k.p["count"]) as i:
         x, factor = (k.load(s.vector, k.p[name], i * s.vector_bytes) for name in ("at", "factors"))

@@ -13,7 +13,7 @@ from ..language.prototypes import prototype
 from ..language.vector import F32, I32, I64, Function, Module, Value, vec
 from ..memory.shape import Shape
 from ..products.product import product_of
-from .softmax import LARGE, base_of, clamped, exp4, largest, lowest_exponent, rescaled
+from .softmax import LARGE, base_of, clamp_exponents, exp4, find_largest, lowest_exponent, rescale_weights
 
 
 def softmax_tile(module: Module, s: Shape) -> Any:
@@ -43,7 +43,7 @@ def softmax_tile(module: Module, s: Shape) -> Any:
     with k.when((finite ^ 1) | (p["clear"] > 0) | (p["full"] < p["n_keys"])):
         ends = [k.select(finite, p[x], k.i64(0)) for x in ("clear", "full")]
         for top, best, x in zip(tops, _largest_seen(k, s, limits, ends), old, strict=True):
-            top.set(largest(k, s, best, c, x))
+            top.set(find_largest(k, s, best, c, x))
     weights = _Weights(k, s, c, [top.get() for top in tops], limits)
     weights.add(finite & normal)
     weights.finish(old)
@@ -155,7 +155,9 @@ class _Weights:
             partner = (k.splat(k.p["missing"], s.lanes).bits(s.ivector) | sign).bits(s.vector)
         unit = product.pack_weights(k, weights + [partner] * missing)
         stored = (
-            rescaled(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes)) if s.format.is_coded else unit
+            rescale_weights(k, s, unit, k.splat(k.load(F32, k.p["scales"], j * 4), s.lanes))
+            if s.format.is_coded
+            else unit
         )
         k.store(stored, k.p["scores"], s.unit_of(j) * s.row_bytes + s.lane_offset(v))
         unit = product.pack_weights(k, weights + [self.hidden] * missing) if missing else unit
@@ -168,7 +170,7 @@ class _Weights:
         xs = [k.load(s.vector, k.p["scores"], (j + i) * s.row_bytes + s.lane_offset(v)) for i, v in each]
         es = [k.fma(x, self.c, -self.base[v]) for x, (_, v) in zip(xs, each, strict=True)]
         if how == "careful":
-            es = clamped(k, s, es, [self.base[v] for _, v in each])
+            es = clamp_exponents(k, s, es, [self.base[v] for _, v in each])
         ws = exp4(k, s, es, any_x=how == "careful")
         if how != "all":
             shown = [below(k, s, j + i, self.limits[v]) for i, v in each]

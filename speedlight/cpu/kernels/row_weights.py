@@ -27,15 +27,15 @@ from .row_scores import block_at, blocks_ahead, score_row
 from .softmax import (
     LARGE,
     base_of,
-    clamped,
-    divided,
+    clamp_exponents,
+    divide_row,
     exp4,
+    find_largest,
     is_empty,
-    largest,
     log_sum_exp,
     lowest_exponent,
     merge_of,
-    rescaled,
+    rescale_weights,
 )
 
 STEPS_TOGETHER = 32  # steps of keys whose values are used for all rows while the first-level cache has them
@@ -73,7 +73,7 @@ def weigh(module: Module, s: Shape) -> Any:
             _weigh_keys(k, s, c, top.get(), None)
         with careful:
             seen = functools.partial(_seen, k, s, k.iota(n))
-            top.set(largest(k, s, _largest_seen(k, s, seen, gone), c, old))
+            top.set(find_largest(k, s, _largest_seen(k, s, seen, gone), c, old))
             _weigh_keys(k, s, c, top.get(), seen)
     (alpha,) = exp4(k, s, [old - base_of(k, s, top.get())], any_x=True)
     for x, where in ((top.get(), p["state"]), (alpha, p["alpha"])):
@@ -131,7 +131,7 @@ def _weigh_keys(k: Function, s: Shape, c: Value, top: Value, seen: _Seen | None)
             _fetch_values(k, s, j)
         xs = [k.load(s.vector, p["scores"], (j + i * n) * s.number_bytes) for i in (0, 1)]
         es = [k.fma(x, c, -base) for x in xs]
-        es = es if seen is None else clamped(k, s, es, [base, base])
+        es = es if seen is None else clamp_exponents(k, s, es, [base, base])
         ws = exp4(k, s, es, any_x=seen is not None)
         if seen is not None:
             ws = [k.select(seen(x, j + i * n)[0], w, hidden) for i, (x, w) in enumerate(zip(xs, ws, strict=True))]
@@ -182,7 +182,7 @@ def rescale(module: Module, s: Shape) -> Any:
     with k.range(0, p["count"], n) as j:
         scale = load_scales(k, s.format, k.load(PTR, p["places"], j // BLOCK * 8), j % BLOCK * 4, n)
         x = k.load(s.vector, p["weights"], j * 4)
-        k.store(rescaled(k, s, x, scale), p["weights"], j * 4)
+        k.store(rescale_weights(k, s, x, scale), p["weights"], j * 4)
     return k.finish()
 
 
@@ -368,7 +368,7 @@ def store_row(module: Module, s: Shape, log: Any) -> Any:
     lanes = k.buffer(s.number, n)
     with k.range(0, p["slots"]) as slot:
         column = k.min(slot * n, p["value_dim"] - n)
-        x = divided(k, s, k.load(s.vector, p["state"], (slot + 1) * s.vector_bytes), by, none)
+        x = divide_row(k, s, k.load(s.vector, p["state"], (slot + 1) * s.vector_bytes), by, none)
         with k.either(p["column"].equals(s.storage_bytes)) as (side_by_side, apart):
             with side_by_side:
                 k.store(conversions.narrowed(k, s.storage, x), p["out"], column * s.storage_bytes)

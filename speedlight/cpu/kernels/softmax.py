@@ -59,7 +59,7 @@ def exp4(k: Function, s: Shape, xs: list[Value], *, any_x: bool) -> list[Value]:
     return [k.select(x.differs(x), k.abs(x), y) for x, y in zip(xs, zeroed, strict=True)]
 
 
-def largest(k: Function, s: Shape, best: Value, c: Value, old: Value) -> Value:
+def find_largest(k: Function, s: Shape, best: Value, c: Value, old: Value) -> Value:
     """Returns max(old, c · best), the product rounded down where it is LARGE."""
     product = best * c
     large = (k.abs(product) >= LARGE) & (k.abs(product) < float("inf"))
@@ -74,13 +74,13 @@ def base_of(k: Function, s: Shape, top: Value) -> Value:
     return k.select(top.equals(float("-inf")), k.const(0.0, s.vector), top)
 
 
-def clamped(k: Function, s: Shape, exponents: list[Value], bases: list[Value]) -> list[Value]:
+def clamp_exponents(k: Function, s: Shape, exponents: list[Value], bases: list[Value]) -> list[Value]:
     """Returns exponents of at most 0 in rows whose maximum is LARGE."""
     zero = k.const(0.0, s.vector)
     return [k.select((k.abs(base) >= LARGE) & (e > 0.0), zero, e) for e, base in zip(exponents, bases, strict=True)]
 
 
-def rescaled(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
+def rescale_weights(k: Function, s: Shape, weight: Value, scale: Value) -> Value:
     """Returns what a code is multiplied by: weight · scale. The -0 of a hidden key stays, whatever its scale is."""
     return k.select(weight.bits(s.ivector) < 0, weight, k.abs(weight * scale))
 
@@ -121,7 +121,7 @@ def merge_of(k: Function, s: Shape, first: tuple[Value, Value], second: tuple[Va
 # --- the end of a row
 
 
-def divided(k: Function, s: Shape, accumulator: Value, by: Value, empty: Value) -> Value:
+def divide_row(k: Function, s: Shape, accumulator: Value, by: Value, empty: Value) -> Value:
     """Returns the output of a row: 0 where nothing was seen."""
     return k.select(empty, k.const(0.0, s.vector), accumulator / by)
 
@@ -151,7 +151,7 @@ class Quotients:
         return functions.quotient(self.k, x, self.by, self.reciprocal)
 
     def careful(self, x: Value) -> Value:
-        return divided(self.k, self.s, x, self.by, self.empty)
+        return divide_row(self.k, self.s, x, self.by, self.empty)
 
 
 def natural_log(module: Module) -> Any:

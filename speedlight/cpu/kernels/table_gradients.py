@@ -47,7 +47,7 @@ class _Task(PairWork):
         with k.range(0, self.item.k_len, TILE) as start:
             count = k.min(self.item.k_len - start, k.i64(TILE))
             with k.when(self.sees(start, count, most)):
-                tile = self.staged(start, count)
+                tile = self.stage_tile(start, count)
                 with k.range(0, self.a.panels) as i:
                     self.if_seen(Panel(self, i), tile, self.panel_tile)
         k.fetch_add(self.progress, 0, 1)
