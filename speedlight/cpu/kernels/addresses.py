@@ -40,7 +40,7 @@ def locate(module: Module, tokens: int) -> Any:
 
 
 def _locate_pages(k: Function, tokens: int, base: Value, steps: Value, regular: Variable) -> None:
-    """A page, and a number, for each entry; up to _AT_ONCE - 1 numbers past the last are read."""
+    """Finds a page, and a number, for each entry; up to _AT_ONCE - 1 numbers past the last are read."""
     p, step = k.p, k.p["row"] * tokens
     count = (p["end"] - p["start"] + (tokens - 1)) // tokens
     numbers = k.at(p["pages"], p["start"] // tokens * 8)
@@ -57,7 +57,9 @@ def _locate_pages(k: Function, tokens: int, base: Value, steps: Value, regular: 
 def _locate_run(
     k: Function, tokens: int, base: Value, steps: Value, ring_of: tuple[Value, ...], state: tuple[Variable, ...]
 ) -> None:
-    """The rest of a page from token `at` on. `expected`: the address at which it would go on where the last ended."""
+    """Finds the rest of a page from token `at` on. `expected`: the address at which it would go on where the last
+    ended.
+    """
     p, step = k.p, k.p["row"] * tokens
     (size, fixed, ring), (at, regular, expected) = ring_of, state
     here = at.get()

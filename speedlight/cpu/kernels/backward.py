@@ -82,8 +82,8 @@ class _Task(PairWork):
             k.fetch_add(self.progress, 0, 1)
 
     def has_come(self, turn: Value) -> Value:
-        """The step before is done in this range, and this step in the range before. Where heads add to the same
-        entries of a table, the head before has done so at these positions, in this range.
+        """Returns whether the step before is done in this range, and this step in the range before. Where heads add to
+        the same entries of a table, the head before has done so at these positions, in this range.
         """
         k, a = self.k, self.a
         before = k.select(self.range > 0, k.at(self.progress, -8), self.progress)
@@ -140,7 +140,7 @@ class _Task(PairWork):
                     k.call(parts.load_panel, dq, source, a.sq_row, first, end, a.head_dim)
 
     def finish(self, panel: Panel) -> None:
-        """dQ goes to its sums, or to the caller."""
+        """Stores dQ in its sums, or in the caller's array."""
         k, s, a, parts = self.k, self.s, self.a, self.parts
         row, first, end = self.row + panel.i * s.panel, panel.end("first"), panel.end("end")
         end_of_keys = (self.range + 1).equals(self.item.ranges) & k.const(int(not s.partial), I1)
@@ -155,7 +155,7 @@ class _Task(PairWork):
     # --- tiles
 
     def tile(self, start: Value, count: Value, most: Value) -> None:
-        """One tile of keys for all panels that see any of it; its share of dK and dV."""
+        """Takes all panels that see any of it through a tile of keys; adds its share of dK and dV."""
         k, s, a = self.k, self.s, self.a
         whole = k.const(int(not s.partial), I1)
         fresh, end = self.step.equals(0) & whole, (self.step + 1).equals(self.item.steps) & whole
@@ -187,7 +187,7 @@ class _Task(PairWork):
         return whole & (end ^ 1) if s.narrows_gradients else whole
 
     def weigh_panel(self, panel: Panel, tile: Tile) -> None:
-        """P and dS of a tile for one panel, and its share of dQ."""
+        """Makes P and dS of a tile for one panel, and its share of dQ."""
         k = self.k
         for name in ("key_first", "key_end", "careful"):
             k.store(k.i64(0), panel.at, QUERY_ENDS.offset(name))
@@ -269,7 +269,7 @@ class _Sums:
             self.k.store(x, self.at, SUMS.offset(name))
 
     def begin(self, start: Value, fresh: Value, end: Value) -> None:
-        """A tile of keys, from `start` on. fresh, end: of the first block of queries, and of the last."""
+        """Begins a tile of keys, from `start` on. fresh, end: of the first block of queries, and of the last."""
         k, a, name = self.k, self.task.a, self.name
         total, out = (self.task.row_of(f"{x}{name}", self.task.head, start) for x in "sd")
         self.put(total=total, out=out, total_row=getattr(a, f"s{name}_row"), out_row=getattr(a, f"d{name}_row"))
@@ -279,7 +279,7 @@ class _Sums:
         return self.task.factor() if self.name == "k" else self.k.const(1.0, self.s.number)
 
     def of_panels(self, panel: Panel, panels: int, key: Value, skip: Value, count: Value) -> None:
-        """So many panels from this one on, which see a tile from `key` on; keys [skip, skip + count) of those."""
+        """Sets so many panels from this one on, which see a tile from `key` on; keys [skip, skip + count) of those."""
         k, s = self.k, self.s
         self.put(
             rows=panel.part(f"{self.rows}_rows"),
@@ -292,7 +292,7 @@ class _Sums:
         )
 
     def whole(self, begin: Value, join: Value) -> None:
-        """All columns: the widest register tile as often as it fits, then those of two vectors, or one.
+        """Adds all columns: the widest register tile as often as it fits, then those of two vectors, or one.
 
         begin: from +0. join: with the totals, or what is returned, and not with partial sums.
         """
@@ -322,7 +322,7 @@ class _Sums:
                         k.call(function, self.at, c * self.s.number_bytes)
 
     def add(self, count: Value) -> None:
-        """The tile's partial sums join those of the blocks before."""
+        """Joins the tile's partial sums to those of the blocks before."""
         k, x = self.k, Words(self.k, SUMS, self.at)
         steps = (self.row, x.total_row, x.out_row, count, self.length, x.fresh, x.end)
         k.call(self.task.parts.add, self.partial, k.pointer(x.total), k.pointer(x.out), *steps, self.factor())

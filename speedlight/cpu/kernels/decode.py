@@ -161,12 +161,12 @@ class _Task(Work):
             self.finish(r)
 
     def every_box(self) -> Box:
-        """The queries of all heads of the task."""
+        """Returns the queries of all heads of the task."""
         last = (self.first_head + self.a.heads) * self.group - 1
         return Box((self.first_head * self.group, last), self.positions)
 
     def pack(self) -> None:
-        """The queries of all heads, by units."""
+        """Packs the queries of all heads, by units."""
         k, a = self.k, self.a
         with self.each_head(), k.range(0, self.rows) as r:
             query = k.at(self.head_queries, r * self.units * self.s.number_bytes)
@@ -184,7 +184,7 @@ class _Task(Work):
             k.call(self.parts.merge, k.at(self.total, r * self.state_row), k.at(states, r * self.state_row), self.slots)
 
     def finish(self, r: Value) -> None:
-        """A sink joins last; then the row is written."""
+        """Joins a sink last, then writes the row."""
         k, s, a = self.k, self.s, self.a
         state = k.at(self.state, self.state_at + r * self.state_row)
         with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
@@ -199,7 +199,7 @@ class _Task(Work):
     # --- one tile
 
     def score_together(self, start: Value, count: Value) -> None:
-        """The scores of all heads of the task at once, where that is worth it."""
+        """Scores all heads of the task at once, where that is worth it."""
         k, a = self.k, self.a
         if self.together is None:
             return
@@ -243,8 +243,8 @@ class _Task(Work):
             self.accumulate(r)
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
-        """The addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to be
-        fetched ahead.
+        """Finds the addresses of a tile's keys or values, whether they are at one distance; and of what comes next, to
+        be fetched ahead.
 
         What comes next is the tile of the task's next head, or its first head's next tile.
         """
@@ -266,7 +266,7 @@ class _Task(Work):
         return k.select(a.heads.equals(1), regular, k.i64(0))  # else what comes next is elsewhere
 
     def weights(self, r: Value) -> Value:
-        """A row's scores, and then weights."""
+        """Returns where a row's scores, and then weights, lie."""
         return self.k.at(self.scores, r * score_row(self.s))
 
     def weigh(self, start: Value, count: Value, clear: Value) -> Value:
@@ -290,7 +290,7 @@ class _Task(Work):
         return joint.get()
 
     def drop(self, start: Value, count: Value) -> None:
-        """Dropout of every row's weights."""
+        """Drops weights of every row."""
         k, a, drop = self.k, self.a, self.parts.drop
         if drop is None:
             return
@@ -313,7 +313,7 @@ class _Task(Work):
             k.store(k.fma(running_sum, alpha, total), at, s.number_bytes)
 
     def add_values(self, together: Value, regular: Value) -> None:
-        """The values of the steps that all rows see, for as many rows at once as there are registers."""
+        """Adds the values of the steps that all rows see, for as many rows at once as there are registers."""
         k = self.k
         with k.range(0, together, STEPS_TOGETHER) as first:
             end = k.min(first + STEPS_TOGETHER, together)
@@ -331,7 +331,7 @@ class _Task(Work):
         return sums, row, self.weights(r), *places, first, end, self.value_dim, self.slots, regular
 
     def accumulate(self, r: Value) -> None:
-        """accumulator · alpha + the tile's sums."""
+        """Makes the accumulator accumulator · alpha + the tile's sums."""
         k, s = self.k, self.s
         alpha = k.splat(k.load(s.number, self.alpha, r * 8), s.lanes)
         with k.range(0, self.slots) as slot:

@@ -80,7 +80,7 @@ class _Task(PanelWork):
         self.follows, self.prefetch = find_prefetch(self)
 
     def block_of(self, number: Value, item: Item) -> tuple[Value, Value]:
-        """A ticket's kv head and its first row of queries."""
+        """Returns a ticket's kv head and its first row of queries."""
         k, a = self.k, self.a
         local = number - item.first
         head, block = local // item.blocks, local % item.blocks
@@ -141,7 +141,7 @@ class _Task(PanelWork):
         k.call(self.parts.pack, panel.lanes("q"), panel.part("queries"), a.head_dim, units, a.q_column, a.flip)
 
     def finish(self) -> None:
-        """A sink joins last; then the rows are written."""
+        """Joins a sink last, then writes the rows."""
         k, s, a = self.k, self.s, self.a
         state_at = k.select(self.in_total, a.at_total, a.at_span)  # the only span's state is all
         with k.range(0, self.panels) as i:
@@ -159,7 +159,7 @@ class _Task(PanelWork):
                         k.call(self.parts.leave, k.p["a"], state, *tables, count)
 
     def end(self, panel: Panel, state: Value, count: Value) -> None:
-        """A sink joins a panel's state last; then its first `count` rows are written."""
+        """Joins a sink to a panel's state last, then writes its first `count` rows."""
         k, a = self.k, self.a
         with k.when(a.sinks.differs(0) & (self.item.index >= 0)):
             self.sink(panel.lanes("head"), state)
@@ -180,7 +180,7 @@ class _Task(PanelWork):
     # --- one tile
 
     def tile(self, start: Value, count: Value) -> None:
-        """One tile of keys for all panels that see any of it."""
+        """Takes all panels that see any of it through a tile of keys."""
         k = self.k
         tile = self.stage_tile(start, count)
         with k.range(0, self.panels) as i:
@@ -195,7 +195,7 @@ class _Task(PanelWork):
                         self.panel_tile(panel, tile, first, end, clear, full)
 
     def stage_tile(self, start: Value, count: Value) -> Tile:
-        """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
+        """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
         keys, values = k.at(self.keys, start * a.k_row), k.at(self.values, start * a.v_row)
         units, dim = s.count_units(a.head_dim), a.value_dim
@@ -229,14 +229,14 @@ class _Task(PanelWork):
         )
 
     def locate(self, places: Value, name: str, start: Value, count: Value) -> Value:
-        """The addresses of a tile's keys ("k") or values ("v"); whether they are at one distance."""
+        """Finds the addresses of a tile's keys ("k") or values ("v"), and whether they are at one distance."""
         k, a = self.k, self.a
         base, page, row = (self.keys, a.k_page, a.k_row) if name == "k" else (self.values, a.v_page, a.v_row)
         pages = k.pointer(self.item.pages)
         return k.call(self.parts.locate, k.p["a"], places, pages, base, page, row, start, start + count)
 
     def stage_scales(self, k_places: Value, v_places: Value, count: Value) -> None:
-        """A tile's scales, side by side: of keys, then of values."""
+        """Stages a tile's scales, side by side: of keys, then of values."""
         k = self.k
         for places, to in zip((k_places, v_places), self.scales(), strict=True):
             with k.range(0, count, BLOCK) as j:

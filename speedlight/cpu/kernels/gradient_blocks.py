@@ -85,13 +85,13 @@ class PairWork(PanelWork):
         return self.k.fetch_add(self.progress, 0, 0) >= turn
 
     def factor(self) -> Value:
-        """The scale of scores."""
+        """Returns the scale of scores."""
         return self._number(self.a.scale)
 
     # --- panels
 
     def pack_all(self) -> Value:
-        """All panels of the block; how many keys any of its queries sees."""
+        """Packs all panels of the block; returns how many keys any of its queries sees."""
         k = self.k
         most = k.variable(k.i64(0))
         with k.range(0, self.a.panels) as i:
@@ -151,7 +151,7 @@ class PairWork(PanelWork):
         return seen.get() > 0
 
     def stage_tile(self, start: Value, count: Value) -> Tile:
-        """A tile, copied to scratch where micro-kernels cannot read it where it lies."""
+        """Returns a tile, copied to scratch where micro-kernels cannot read it where it lies."""
         k, s, a = self.k, self.s, self.a
         lie = []
         for name, part, source, length in (
@@ -167,8 +167,8 @@ class PairWork(PanelWork):
         return Tile(start, count, *lie)
 
     def if_seen(self, panel: Panel, tile: Tile, then: Callable[[Panel, Tile, Value, Value, Value], None]) -> None:
-        """then(panel, tile, first, end, clear) if a panel sees any of a tile: keys [first, end). The mask hides nothing
-        below `clear`; `causal` still may.
+        """Calls then(panel, tile, first, end, clear) if a panel sees any of a tile: keys [first, end). The mask hides
+        nothing below `clear`; `causal` still may.
         """
         k = self.k
         high = k.min(panel.end("high") - tile.start, tile.length)
@@ -183,7 +183,7 @@ class PairWork(PanelWork):
     # --- P and dS
 
     def weigh(self, panel: Panel, tile: Tile, first: Value, end: Value, clear: Value) -> Value:
-        """P and dS of keys [first, end) of a tile; whether products must look at every pair."""
+        """Makes P and dS of keys [first, end) of a tile; returns whether products must look at every pair."""
         k, s, parts, a = self.k, self.s, self.parts, self.a
         full = k.max(k.min(panel.end("low") - tile.start, clear), first)
         self.count(full - first, end - first)
@@ -198,7 +198,7 @@ class PairWork(PanelWork):
         return self._weights(panel, (start + a.k_start, start, count, self.item.index, clear - first), full - first)
 
     def _weights(self, panel: Panel, where: tuple[Value, ...], full: Value) -> Value:
-        """P and dS, through the expression and back; whether products must look at every pair."""
+        """Makes P and dS, through the expression and back; returns whether products must look at every pair."""
         k, s, parts = self.k, self.s, self.parts
         raw, check, scores, d_scores = (
             self.part("raw"),

@@ -158,7 +158,7 @@ def store_panel(module: Module, s: Shape, storage: str) -> Any:
 def _over_panel(
     k: Function, s: Shape, turned: Callable[[Value, int, int], None], single: Callable[[Value, Value], None]
 ) -> None:
-    """Every column of lanes [first, end): by per_query_streams that are transposed in registers, or one by one."""
+    """Takes every column of lanes [first, end): by squares that are transposed in registers, or one by one."""
     p = k.p
     for v in range(s.vectors):
         lane = v * s.lanes

@@ -112,7 +112,7 @@ class Weights:
                 store_units(k, s, j + i, ps[these], d_scores[these])
 
     def _weights(self, scores: list[Value], lses: list[Value], careful: bool) -> list[Value]:
-        """P. The difference is taken before it is scaled: near lse there is then nothing to lose."""
+        """Returns P. The difference is taken before it is scaled: near lse there is then nothing to lose."""
         k, s = self.k, self.s
         most, zero = (k.const(x, s.vector) for x in (512.0 if s.wide else 64.0, 0.0))  # 4 to that power is inf
         if self.scale is None:
@@ -133,7 +133,9 @@ _UNITS = "".join([f" {name}*" for name in UNITS])
 
 
 def store_units(k: Function, s: Shape, j: Value, ps: list[Value], d_scores: list[Value]) -> None:
-    """P and dS of one unit of keys from key j on, [key][vector], once more in units. A missing key is a hidden one."""
+    """Stores P and dS of one unit of keys from key j on, [key][vector], once more in units. A missing key is a hidden
+    one.
+    """
     p, n, product = k.p, s.vectors, product_of(s)
     for i in range(len(ps)):
         row = (j + i // n) * (s.row_bytes // s.elements) + s.lane_offset(i % n) // s.elements
@@ -148,7 +150,7 @@ def store_units(k: Function, s: Shape, j: Value, ps: list[Value], d_scores: list
 
 
 def make_units(module: Module, s: Shape) -> Any:
-    """store_units() of all keys, once P and dS are what they will be."""
+    """Calls store_units() of all keys, once P and dS are what they will be."""
     k = module.function("make_units", prototype("scores* d_scores* n_keys" + _UNITS))
     p = k.p
 

@@ -67,7 +67,7 @@ class Lowering:
         return x if isinstance(x.type, ir.VectorType) else self.k.splat(x, self.s.lanes)
 
     def integer(self, x: Value) -> Value:
-        """An I64 as the integers of this lowering."""
+        """Returns an I64 as the integers of this lowering."""
         return x if self.int is I64 else self.k.trunc(x, like(x, I32))
 
     def wide(self, x: Value) -> Value:
@@ -133,7 +133,7 @@ class Lowering:
         return number if self.type_of(node.kind) is F64 else self.k.narrow(number, F32)
 
     def _may_shift(self, by: Value) -> Value:
-        """LLVM leaves shifts by anything else undefined.
+        """Returns whether a shift is defined: LLVM leaves others undefined.
 
         Integers that are shifted have 64 bits: their intervals are unknown.
         """
@@ -183,7 +183,7 @@ class Lowering:
         return self.k.at(self.tables_at, self.program.tables[node.value] * TABLE_WORDS * 8)
 
     def _look_up(self, node: Node, index: list[Value]) -> Value:
-        """The entry at the index, clamped to the table; where it was out of bounds is remembered."""
+        """Returns the entry at the index, clamped to the table; where it was out of bounds is remembered."""
         k, at = self.k, self.table_at(node)
         offset: Value | None = None
         for d, x in enumerate(map(self.wide, index)):
@@ -194,7 +194,7 @@ class Lowering:
         return as_number(k, node, entries(k, node, k.load(PTR, at), offset), self.type_of(node.kind))
 
     def streams(self, program: Program, roots: list[Node], env: dict[str, Value], ahead: Value) -> list[Stream]:
-        """The lookups that are read many keys at once, begun. `ahead` as from prefetch_addresses(), at these lanes."""
+        """Begins the lookups that are read many keys at once. `ahead` as from prefetch_addresses(), at these lanes."""
         addresses = {
             id(x): k_at
             for n, x in enumerate(per_query_streams(program))
@@ -221,7 +221,7 @@ class Lowering:
         key: Callable[[Value, Value], None],
         after: Callable[[Value, Value], None] | None = None,
     ) -> None:
-        """key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
+        """Calls key(j, m) for keys from one end up to the other, the m-th of those for which streams were filled.
 
         `position`: of key 0. `after`: called with the ends of every group of keys, as many as lanes, but for the last.
         """
@@ -242,13 +242,13 @@ class Lowering:
 
 
 def per_query_streams(program: Program) -> list[Node]:
-    """The streams of which every query has a row of its own, read forwards."""
+    """Returns the streams of which every query has a row of its own, read forwards."""
     nodes = {id(n): n for n in program.nodes if n.op == "table" and direction(n) == 1}
     return [n for n in nodes.values() if any(["i" in a.uses for a in n.args[:-1]])]
 
 
 def scale_of(k: Function, s: Shape) -> Value:
-    """The scale of scores, in every lane."""
+    """Returns the scale of scores, in every lane."""
     word = k.load(I64, k.p["a"], field_at("scale"))
     return k.splat(word.bits(F64) if s.wide else k.trunc(word, I32).bits(F32), s.lanes)
 

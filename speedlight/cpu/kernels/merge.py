@@ -98,7 +98,7 @@ def _by_kind(k: Function, kind: Value, emit: Callable[[str], None]) -> None:
 
 
 def _load_number(module: Module) -> Any:
-    """One number of any kind, in f64."""
+    """Loads one number of any kind, in f64."""
     k = module.function("load_number", {"kind": I64, "at": PTR}, F64)
     x = k.variable(k.const(0.0, F64))
     _by_kind(k, k.p["kind"], lambda storage: x.set(load_f64(k, storage, k.p["at"])))
@@ -119,7 +119,7 @@ def _bytes_of(k: Function, kind: Value) -> Value:
 
 
 def _task(module: Module, s: MergeShape) -> Any:
-    """One ticket: `ticket_rows` rows."""
+    """Does one ticket: `ticket_rows` rows."""
     numbers = _load_number(module), _store_number(module)
     locate, weigh, total = _locate(module, numbers), _weigh(module, s, numbers), _sum(module, s, numbers)
     part = _Part(module, "task", "number")
@@ -193,7 +193,9 @@ def _weigh(module: Module, s: MergeShape, numbers: Any) -> Any:
 
 
 def _sum(module: Module, s: MergeShape, numbers: Any) -> Any:
-    """One row: the states that have a say are listed, then columns are summed, many side by side where they adjoin."""
+    """Sums one row: the states that have a say are listed, then columns are summed, many side by side where they
+    adjoin.
+    """
     part = _Part(module, "sum", "row", "r")
     k, p = part.k, part.p
     states, entries, said = k.pointer(part.a.states), part.entries(), k.variable(k.i64(0))
@@ -235,7 +237,7 @@ class _Columns:
         return k.pointer(entry.at), entry.kind, entry.column, k.load(F64, at, _ENTRY.offset("weight"))
 
     def vectors(self, column: Value, count: int, lanes: int) -> None:
-        """`count` vectors of columns."""
+        """Sums `count` vectors of columns."""
         k = self.k
         sums = [k.variable(k.splat(self.empty, lanes)) for _ in range(count)]
         with k.range(0, self.said) as n:
@@ -258,7 +260,7 @@ class _Columns:
         _by_kind(k, self.kind, store)
 
     def one(self, column: Value, numbers: Any) -> None:
-        """One column, wherever it lies."""
+        """Sums one column, wherever it lies."""
         k = self.k
         total = k.variable(self.empty)
         with k.range(0, self.said) as n:

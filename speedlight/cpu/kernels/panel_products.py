@@ -43,7 +43,7 @@ def score_tile(module: Module, s: Shape, lines: Sequence[int] = ()) -> Any:
     last = p["n_keys"] - 1
 
     def group(j: Value, vectors: range) -> None:
-        """A group of keys from j on, for some of the panel's vectors."""
+        """Scores a group of keys from j on, for some of the panel's vectors."""
         rows = [k.at(p["keys"], k.min(j + m, last) * p["key_row"]) for m in range(s.rows)]
 
         def run(step: Callable[[Value], None]) -> None:
@@ -114,7 +114,7 @@ def _stored_scores(k: Function, s: Shape, j: Value, v: int, x: list[Value]) -> l
 
 
 def _tree(values: Sequence[Value], combine: Callable[[Value, Value], Value], last: Value) -> Value:
-    """Pairwise, so that no long chain forms; `last` joins at the end."""
+    """Combines values pairwise, so that no long chain forms; `last` joins at the end."""
     level = list(values)
     while len(level) > 1:
         level = [combine(*level[i : i + 2]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]

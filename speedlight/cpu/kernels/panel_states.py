@@ -56,7 +56,7 @@ def load_state(module: Module, s: Shape) -> Any:
 
 
 def store_state(module: Module, s: Shape) -> Any:
-    """The states of the first `count` lanes."""
+    """Stores the states of the first `count` lanes."""
     k = module.function("store_state", prototype("a* state* outs* lses* count"))
     rows, state, width = _Rows(k, s), k.p["state"], Words(k, FORWARD, k.p["a"]).value_dim
     accumulator, count = k.at(state, 2 * s.row_bytes), k.p["count"]
@@ -126,8 +126,8 @@ def store_panel(module: Module, s: Shape, log: Any) -> Any:
 
 
 def _store_rows(k: Function, s: Shape, v: Value, acc: Value, quotients: Quotients) -> None:
-    """One vector of queries' outputs, [width, lanes]: transposed where all lanes are rows of unit stride, else by
-    way of `acc`.
+    """Stores one vector of queries' outputs, [width, lanes]: transposed where all lanes are rows of unit stride, else
+    by way of `acc`.
     """
     p, at, first = k.p, v * s.vector_bytes, v * s.lanes
     unit = p["column"].equals(s.storage_bytes) & (p["count"] >= first + s.lanes)

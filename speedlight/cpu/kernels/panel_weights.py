@@ -64,13 +64,13 @@ def below(k: Function, s: Shape, j: Value, limit: Value) -> Value:
 
 
 def sees(k: Function, s: Shape, x: Value, j: Value, limit: Value) -> Value:
-    """Visible and not -inf (NaN counts as visible)."""
+    """Returns which lanes see a key whose score is not -inf (NaN counts as visible)."""
     return below(k, s, j, limit) & x.differs(float("-inf"))
 
 
 def _largest_seen(k: Function, s: Shape, limits: list[Value], whole: list[Value]) -> list[Value]:
-    """Each lane's largest visible score. Keys of `whole`, from and to, are finite and visible; several maxima of them
-    are taken side by side, as each waits for the one before.
+    """Returns each lane's largest visible score. Keys of `whole`, from and to, are finite and visible; several maxima
+    of them are taken side by side, as each waits for the one before.
     """
     lowest, chains = k.const(float("-inf"), s.vector), max(1, min(4, s.isa.registers // (4 * s.vectors)))
     best = [[k.variable(lowest) for _ in range(chains)] for _ in range(s.vectors)]
@@ -108,8 +108,8 @@ class _Weights:
         self.total = [k.variable(self.hidden) for _ in range(s.vectors)]  # stays -0 where nothing is seen
 
     def add(self, usual: Value) -> None:
-        """All keys of a tile, whose visible scores may be `usual`. Weights of hidden ones, which may be anything, are
-        dropped.
+        """Weighs all keys of a tile, whose visible scores may be `usual`. Weights of hidden ones, which may be
+        anything, are dropped.
         """
         k, p, together = self.k, self.k.p, self.s.elements
         first, end = p["clear"], p["full"] & -2
@@ -135,14 +135,14 @@ class _Weights:
             self._step(j, keys, how)
 
     def _step(self, j: Value, keys: int, how: _How) -> None:
-        """Keys j and j + 1; or one alone."""
+        """Weighs keys j and j + 1, or one alone."""
         weights = self._weigh(j, keys, how)
         for v in range(self.s.vectors):
             for i in range(0, keys, self.s.elements):
                 self._store(j + i, v, [x[v] for x in weights[i : i + self.s.elements]])
 
     def _store(self, j: Value, v: int, weights: list[Value]) -> None:
-        """The weights of the unit of keys that begins with key j; the last one's may be incomplete.
+        """Stores the weights of the unit of keys that begins with key j; the last one's may be incomplete.
 
         A missing partner weighs +0 beside the zeros past an array's end. It is hidden where there may be anything, and
         where its key is: +0 would change the sign of a sum that is -0.
@@ -164,7 +164,7 @@ class _Weights:
         total.set(product.add_weights(k, unit, total.get()))
 
     def _weigh(self, j: Value, keys: int, how: _How) -> list[list[Value]]:
-        """[key][vector] of weights."""
+        """Returns [key][vector] of weights."""
         k, s = self.k, self.s
         each = [(i, v) for i in range(keys) for v in range(s.vectors)]
         xs = [k.load(s.vector, k.p["scores"], (j + i) * s.row_bytes + s.lane_offset(v)) for i, v in each]

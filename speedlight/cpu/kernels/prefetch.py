@@ -59,7 +59,7 @@ def fetch_next(k: Function) -> None:
 
 @contextlib.contextmanager
 def _share(k: Function, prefetch: Words, name: str, most: Value) -> Iterator[None]:
-    """A loop over as many as are left, or `most`; there are fewer left then."""
+    """Loops over as many as are left, or `most`; there are fewer left then."""
     left = getattr(prefetch, name)
     count = k.min(left, most)
     k.store(left - count, k.p["prefetch"], PREFETCH.offset(name))
@@ -68,8 +68,8 @@ def _share(k: Function, prefetch: Words, name: str, most: Value) -> Iterator[Non
 
 
 def fetch_lines(k: Function, s: Shape, table: Value, element: Value, *, write: bool = False) -> None:
-    """The next lines of as many rows as a vector has lanes, from an element on, while those before are transposed; a
-    table has the rows' addresses. Only where the shape says so.
+    """Fetches the next lines of as many rows as a vector has lanes, from an element on, while those before are
+    transposed; a table has the rows' addresses. Only where the shape says so.
     """
     if s.fetches_rows:
         for lane in range(s.lanes):

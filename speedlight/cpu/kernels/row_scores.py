@@ -46,7 +46,7 @@ def score_rows(module: Module, s: Shape) -> Any:
     zero = k.const(0.0, s.vector)
 
     def transposed(ahead: Value | None, t: Value, run: KeyRun) -> list[Value]:
-        """So many units of each row, from unit t on."""
+        """Loads and transposes units of each row, from unit t on."""
         lane_step, keys = k.select(dense, k.i64(run.bytes), p["key_row"]), []
         for m in range(n):
             if ahead is not None:
@@ -113,7 +113,7 @@ def _score_tiles(s: Shape) -> tuple[tuple[int, int], ...]:
 
 
 def _score_blocks(k: Function, s: Shape, far: Value | None, rows: list[Value], j: Value, together: int) -> None:
-    """Some rows against some blocks from key j on: as many independent chains as there are sums.
+    """Scores some rows against some blocks from key j on: as many independent chains as there are sums.
 
     A block past the end repeats the last one. Meanwhile the block `far` ahead of each is fetched.
     """
@@ -137,7 +137,7 @@ def _score_groups(
         k.prefetch(k.at(ahead, -s.header), s.fetching.level)
 
     def units(t: Value, count: int = 1) -> None:
-        """So many, which lie together."""
+        """Adds so many units, which lie together."""
         for vectors, rows in sums:
             keys = [product.load_keys(k, block, t, lane, count) for block, lane in vectors]
             for ahead in aheads:
@@ -175,7 +175,7 @@ def score_heads(module: Module, s: Shape) -> Any:
 
 
 def block_at(k: Function, s: Shape, number: Value) -> Value:
-    """The elements of a tile's block."""
+    """Returns the address of a tile's block of elements."""
     return k.at(k.load(PTR, k.p["places"], number * 8), s.header)
 
 

@@ -52,7 +52,7 @@ def clear_row(k: Function, s: Shape, state: Value, slots: Value) -> None:
 
 
 def weigh(module: Module, s: Shape) -> Any:
-    """One row's scores become weights in place, by units; max and alpha are updated. Keys from `limit` on weigh -0.
+    """Makes one row's scores weights in place, by units; max and alpha are updated. Keys from `limit` on weigh -0.
 
     Returns whether a score below `limit` is -inf: then its weight is -0 as well, and its value must not be touched.
     A whole tile of finite scores whose weights are normal numbers takes a loop that asks nothing more.
@@ -104,7 +104,7 @@ def _extent_of_scores(k: Function, s: Shape) -> tuple[Value, Value, Value]:
 
 
 def _largest_seen(k: Function, s: Shape, seen: _Seen, gone: Variable) -> Value:
-    """The largest score that is seen, in all lanes; `gone`: whether one that could be is -inf."""
+    """Returns the largest score that is seen, in all lanes; `gone`: whether one that could be is -inf."""
     lowest = k.const(float("-inf"), s.vector)
     best = k.variable(lowest)
     with k.range(0, k.p["count"], s.lanes) as j:
@@ -358,7 +358,7 @@ def merge_row(module: Module, s: Shape) -> Any:
 
 
 def store_row(module: Module, s: Shape, log: Any) -> Any:
-    """Output and log-sum-exp of one row."""
+    """Stores the output and log-sum-exp of one row."""
     types = {"divisor": s.number} if s.dropout else {}
     k = module.function("store_row", prototype("state* out* lse* value_dim slots column with_lse", **types))
     p, n = k.p, s.lanes

@@ -135,7 +135,7 @@ def entries_tile(module: Module, s: Shape, program: Program) -> Any:
 
 
 def find_sums(k: Function, a: Any, program: Program, share: Value | None = None) -> Value:
-    """SUM_OF for every lookup, in memory of the task: of a share, or where all have the same sums."""
+    """Returns SUM_OF for every lookup, in memory of the task: of a share, or where all have the same sums."""
     sums = k.buffer(I64, max(1, len(program.entries) * len(SUM_OF.names)))
     for n, (node, _) in enumerate(program.entries):
         at = k.at(k.pointer(a.shares), program.tables[node.value] * SHARE_OF.bytes)

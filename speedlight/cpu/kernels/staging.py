@@ -14,7 +14,7 @@ _QUERY = "head_dim units column flip"
 
 
 def _flip_and_end(k: Function, s: Shape) -> tuple[Value, Value]:
-    """The sign bits of a unit; and how many units vectors take: none unless elements are contiguous."""
+    """Returns the sign bits of a unit, and how many units vectors take: none unless elements are contiguous."""
     flip = k.p["flip"] if s.wide else k.trunc(k.p["flip"], I32)
     return flip, k.select(k.p["column"].equals(s.storage_bytes), s.whole_units(k.p["head_dim"]), k.i64(0))
 
@@ -39,7 +39,7 @@ def pack_queries(module: Module, s: Shape) -> Any:
 
 
 def pack_row(module: Module, s: Shape) -> Any:
-    """queries[units] from one row of q."""
+    """Packs queries[units] from one row of q."""
     k = module.function("pack_row", prototype(f"queries* row* {_QUERY}"))
     p, product, (flip, end) = k.p, product_of(s), _flip_and_end(k, s)
     with k.range(0, end, s.lanes) as t:

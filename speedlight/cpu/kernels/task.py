@@ -172,7 +172,7 @@ def attention_module(parts: Any, task: Any, symbol: str) -> Module:
 
 
 def region(module: Module, task: Any) -> Any:
-    """A worker's share: a scratch of its own, then task after task until the region's limit."""
+    """Writes a worker's share: a scratch of its own, then task after task until the region's limit."""
     k = module.function("region", {"a": PTR}, special=True)
     a = k.p["a"]
     words = Words(k, Record(*HEAD), a)
@@ -187,8 +187,8 @@ def region(module: Module, task: Any) -> Any:
 
 
 def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
-    """The public functions, `symbol` and what `joined` makes of it: the caller's rounding mode and flush-to-zero are
-    put aside.
+    """Writes the public functions, `symbol` and what `joined` makes of it: the caller's rounding mode and flush-to-zero
+    are put aside.
     """
     k = module.function(symbol, {"a": PTR}, public=True)
     if isa.arch == "x86_64":
@@ -210,7 +210,7 @@ def entry(module: Module, isa: Isa, run: Any, symbol: str) -> Any:
 
 
 def joined(module: Module, share: Any, symbol: str) -> None:
-    """The public function `symbol`_joined: a share of the region, then a wait until nobody is inside.
+    """Writes the public function `symbol`_joined: a share of the region, then a wait until nobody is inside.
 
     One call for both, because Python sees signals between calls only. Who comes later finds no ticket and touches the
     words alone.

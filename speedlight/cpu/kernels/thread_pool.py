@@ -39,7 +39,7 @@ _SEAT, _SEATS, _OPEN = 1 << 32, (1 << 30) - 1, 1 << 62  # in `state`, beside the
 
 
 def _line(name: str) -> tuple[str, ...]:
-    """A word on a cache line of its own."""
+    """Names a word on a cache line of its own."""
     return (name, *(f"{name}_pad{i}" for i in range(7)))
 
 
@@ -279,7 +279,7 @@ class _Emit:
 
 
 def _load(k: Function, block: Value, name: str) -> Value:
-    """A word that another thread may change at any time."""
+    """Loads a word that another thread may change at any time."""
     return Value(k, k.b.load_atomic(k.at(block, BLOCK.offset(name)).x, "seq_cst", 8, typ=I64))
 
 
@@ -297,7 +297,7 @@ def _exchange(k: Function, block: Value, name: str, new: Value) -> Value:
 
 
 def _exchange_if(k: Function, block: Value, name: str, old: Value, new: Value) -> Value:
-    """1 if it was `old` and is `new` now, else 0."""
+    """Returns 1 if it was `old` and is `new` now, else 0."""
     both = k.b.cmpxchg(k.at(block, BLOCK.offset(name)).x, old.x, new.x, "seq_cst")
     return k.zext(Value(k, k.b.extract_value(both, 1)), I64)
 

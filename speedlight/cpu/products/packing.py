@@ -110,7 +110,7 @@ def split_rows(module: Module, s: Shape) -> Any:
 
 
 def _side_by_side(k: Function, s: Shape, pairs: Value) -> list[Value]:
-    """The elements of a vector of pairs, in order: two vectors."""
+    """Returns the elements of a vector of pairs, in order: two vectors."""
     low, high = split_pairs(pairs)
     order = [lane + s.lanes * half for lane in range(s.lanes) for half in (0, 1)]
     return [k.shuffle(low, high, order[i * s.lanes : (i + 1) * s.lanes]) for i in (0, 1)]
