@@ -146,19 +146,19 @@ def test_a_window_stays_small_however_long_the_sequence(rng):
     """One head, whose spans several tasks would share: what they leave for each other does not grow with what was
     forgotten.
     """
-    from speedlight.cpu.engine import forward_call as prepare
+    from speedlight.cpu.runtime import launch
 
     cache = sl.KVCache(layers=1, kv_heads=1, head_dim=16, window=100)
     q, k, v = qkv(rng, "float32", 1, 4, 1, 300, 300, 16, 16)
     cache.attend(0, q, k, v)
     cache._held[0] = [1 << 33], [1 << 33]
     taken = []
-    real = prepare.take_scratch
-    prepare.take_scratch = lambda size: taken.append(size) or real(size)
+    real = launch.take_scratch
+    launch.take_scratch = lambda size: taken.append(size) or real(size)
     try:
         out = cache.attend(0, *(x[:, :, :1] for x in (q, k, v)))
     finally:
-        prepare.take_scratch = real
+        launch.take_scratch = real
     assert np.isfinite(out).all() and max(taken) < 80 << 20
 
 
@@ -170,7 +170,7 @@ def test_no_two_threads_write_to_one_block_of_a_ring(rng, monkeypatch):
         CacheStorage,
         "_put_of",
         lambda self, k, v, counts: SimpleNamespace(
-            size=0, run=lambda addresses, slots: runs.extend(zip(slots, counts, strict=True))
+            size=0, start=lambda addresses, slots: runs.extend(zip(slots, counts, strict=True))
         ),
     )
     first = 133

@@ -13,7 +13,7 @@ import torch
 
 import speedlight as sl
 from speedlight.calls import dense
-from speedlight.calls import prepared as calls
+from speedlight.host.memo import Memo
 from speedlight.problem.problem import Options
 
 
@@ -84,7 +84,7 @@ def test_nothing_that_may_change_is_part_of_a_key():
 
 
 def test_the_memo_keeps_what_was_used_last():
-    memo: calls.Memo[int] = calls.Memo(3, 100)
+    memo: Memo[int] = Memo(3, 100)
     for n in range(3):
         memo.put(n, n * 10, 10)
     assert memo.get(0) == 0 and memo.get(7) is None
@@ -99,7 +99,7 @@ def test_the_memo_keeps_what_was_used_last():
 
 
 def test_the_memo_under_threads():
-    memo: calls.Memo[int] = calls.Memo(20, 1000)
+    memo: Memo[int] = Memo(20, 1000)
     wrong = []
 
     def work(seed: int) -> None:

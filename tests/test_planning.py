@@ -15,7 +15,7 @@ from problems import qkv
 
 import speedlight as sl
 from speedlight.arrays import array as arrays
-from speedlight.cpu.engine import gradient_requests as gradients
+from speedlight.cpu.engine import backward_call as gradients
 from speedlight.cpu.engine.forward_call import prepare
 from speedlight.cpu.engine.schedule import schedule
 from speedlight.cpu.memory.operands import Dense, Operands, Rows, Strides

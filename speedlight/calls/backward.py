@@ -17,7 +17,6 @@ from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.build import from_arrays
 from ..problem.gradients import Given, asked, resolved
-from ..problem.key import key_of
 from ..problem.options import (
     AnyArray,
     ArrayOf,
@@ -35,13 +34,14 @@ from ..problem.options import (
     V,
     Window,
 )
+from ..problem.prepared import key_of
 from ..problem.problem import Options, new_options, padded_alike
 from ..problem.results import empty_like, like_input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_prepared: Memo[Any] = Memo(128, 64 << 20)
+_prepared: Memo[Any] = Memo(128, 64 << 20)  # by key_of(), with threads and the vector unit; not with `grads`
 _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from .forks import renew_after_fork
@@ -54,6 +55,14 @@ class Memo(Generic[T]):
             while len(self._held) > self.entries or self.bytes > self.most_bytes:
                 oldest = min(list(self._held.items()), key=lambda x: x[1].used)[0]
                 self._held.pop(oldest, None)
+
+    def made(self, key: Any, make: Callable[[], T]) -> T:
+        """Returns the value of a key; where there is none, one that is made now, and stored by its `size`."""
+        value = self.get(key)
+        if value is None:
+            value: Any = make()
+            self.put(key, value, value.size)
+        return value
 
     def clear(self) -> None:
         with self._lock:

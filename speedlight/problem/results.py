@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays.array import DTYPES, Array, address_of, check_plain_tensor, describe, numpy_dtype
+from ..arrays.array import DTYPES, Array, check_plain_tensor, describe, numpy_dtype
 from ..errors import ArgumentError, ArgumentTypeError
+from ..host.shortcuts import address_of
 from .problem import LAYOUTS, Options, Problem
 
 
@@ -72,11 +73,11 @@ def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
 
 
 def fresh(
-    q: Any, shape: tuple[int, ...], *, logarithms: bool = False, alike: bool = False, steps: Any = None
+    q: Any, shape: tuple[int, ...], *, logarithms: bool = False, alike: bool = False, strides: Any = None
 ) -> tuple[Any, int]:
     """A new array beside a NumPy array or a tensor, for out or for log-sum-exps, and its address; as fast as can be.
-    `alike`: of q's own shape and strides, which are those of a dense one. `steps`: strides of a tensor that has others
-    than a contiguous one.
+    `alike`: of q's own shape and strides, which are those of a dense one. `strides`: of a tensor that has others than
+    a contiguous one, in elements.
     """
     if type(q) is np.ndarray:
         new = np.empty(shape, np.float32 if logarithms and q.dtype != np.float64 else q.dtype)
@@ -88,10 +89,10 @@ def fresh(
         new = None
     if new is None:
         dtype = torch.float32 if logarithms and q.dtype is not torch.float64 else q.dtype
-        if steps is None:
+        if strides is None:
             new = torch.empty(shape, dtype=dtype, device="cpu")
         else:
-            new = torch.empty_strided(shape, steps, dtype=dtype, device="cpu")
+            new = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
     if type(new) is torch.Tensor and ((address := new.data_ptr()) or 0 in shape):
         return new, address
     check_plain_tensor(new, "out")  # a mode of PyTorch's makes other tensors now

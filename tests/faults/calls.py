@@ -40,7 +40,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a tensor to be negated is taken for one that is not",
-        "calls/prepared.py",
+        "problem/prepared.py",
         "if x.layout is not strided or x.is_neg():",
         "if x.layout is not strided:",
         "tests/test_calls.py -k negated",

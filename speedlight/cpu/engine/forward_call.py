@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import weakref
-from collections import deque
 from collections.abc import Sequence
 from functools import partial
 from operator import sub
@@ -13,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays.array import STORAGE_BYTES, pages
-from ...errors import ArgumentError, pass_on
+from ...arrays.array import STORAGE_BYTES
+from ...errors import ArgumentError
 from ...expressions.program import Program
-from ...expressions.tree import Node, out_of_range
 from ...host.machine import PRODUCTS, Isa, current_isa, level2_bytes, number_bytes
 from ...host.rounding import standard
 from ...problem.philox import drop_below
@@ -25,11 +22,11 @@ from ...problem.problem import LAYOUTS, TILE, Problem
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Dense, Paged, Rows, Strides, steps
-from ..memory.records import CALL, ENDLESS, ITEM, NEW, SCRATCH, STATE, Item, Record, arguments_of
+from ..memory.records import ENDLESS, ITEM, NEW, STATE, Item, arguments_of
 from ..memory.shape import Shape
-from ..runtime.compile import kernel_of, lock, symbol_of
+from ..runtime.compile import Kernel, lock, symbol_of
+from ..runtime.launch import Launch, Words, threads_for
 from ..runtime.tuned import tuning_of
-from ..runtime.workers import run_alone, run_tickets
 from .schedule import Schedule, product_of, schedule
 
 _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the caches from call to call
@@ -86,43 +83,43 @@ class Call:
         self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, cached: bool = False
     ) -> None:
         """`cached`: keys and values lie as in a cache."""
-        self.problem, self.how, self.items = problem, how, items
-        self.program, self.sinks = program_of(problem), _sinks(problem)
-        self.lookups = [] if self.program is None else self.program.lookups
-        self.slots = None if self.program is None else self.program.host_words()
-        if self.slots is not None:
-            words |= {"numbers": self.slots[0].ctypes.data, "tables": self.slots[1].ctypes.data}
+        self.problem, self.how, self.items, self.sinks = problem, how, items, _sinks(problem)
+        wants, program = how.tuning.threading, program_of(problem)
+        seconds = _guessed_seconds(problem, how)
+        threads = threads_for(seconds, how.threads, wants)
         if self.sinks is not None:
             words |= {"sinks": self.sinks.ctypes.data}
-        self.shape = _shape(problem, how, self.program, cached=cached)
-        self.loaded = weakref.ref(kernel_of(self.shape))
-        self.seconds = _guessed_seconds(problem, how)
-        wants = how.tuning.threading
-        self.threads = how.threads if self.seconds > wants.inline_seconds else 1
         if "upcoming" in words:
-            words["upcoming"] = self.threads
-        record = arguments_of(how.kind)
-        self.words_type, self.template = ctypes.c_int64 * len(record.names), template_of(record, words)
-        self.region_seconds, self.inline_bytes = wants.region_seconds, wants.inline_bytes
-        self.tickets = how.tickets if problem.value_dim and problem.q_heads else 0
+            words["upcoming"] = threads
+        self.launch = Launch(
+            _shape(problem, how, program, cached=cached),
+            arguments_of(how.kind),
+            words,
+            how.tickets if problem.value_dim and problem.q_heads else 0,
+            threads,
+            seconds,
+            wants,
+            program=program,
+            groups=(how.tickets // how.parts, how.partial_bytes) if how.parts > 1 else (0, 0),
+        )
         self.items_at = items.ctypes.data
-        self.counts_at = 0  # address to which kernels add tiles and keys (layout.COUNTS); 0: they do not count
+        self.counts_at = 0  # address to which kernels add tiles and keys (records.COUNTS); 0: they do not count
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
-        self.groups = how.tickets // how.parts if how.parts > 1 else 0  # kv heads whose spans several tasks share
-        self.partials_at = how.scratch_stride * self.threads
-        self.scratch_size = self.partials_at + self.groups * how.partial_bytes
 
     @property
     def size(self) -> int:
         """Bytes that it keeps alive, the tables of its mask and score included."""
-        own = self.items.nbytes + len(self.items_bytes) + len(self.template)
-        own += 0 if self.slots is None else sum(x.nbytes for x in self.slots)
-        return own + (0 if self.program is None else sum(x.array.nbytes for x in self.program.tables))
+        return self.items.nbytes + len(self.items_bytes) + self.launch.size
 
     @property
     def heads_alone(self) -> int:
         """kv heads of a task that alone reads their keys and values, so that it may store them first; 0: others do."""
         return self.how.heads if self.how.kind == "decode" and self.how.parts == 1 else 0
+
+    def inline_keys(self, key_bytes: int) -> int:
+        """Returns below how many keys, of so many bytes with their values, no other thread is woken."""
+        rows = max(self.problem.q_lengths, default=0) // 8
+        return self.how.tuning.threading.inline_bytes // (key_bytes * max(1, rows))
 
     def items_for(self, k_lengths: Sequence[int], lists: list[int] | None = None) -> Any:
         """Its table of items for other lengths of keys, of no more spans, and lists of pages.
@@ -136,16 +133,6 @@ class Call:
             items[_LISTS] = lists
         return items
 
-    @property
-    def kernel(self) -> Any:
-        """Its kernel; loaded anew where it has been unloaded. Whoever runs it holds it meanwhile."""
-        kernel = self.loaded()
-        if kernel is None:
-            kernel = kernel_of(self.shape)
-            self.loaded = weakref.ref(kernel)
-        kernel.used()
-        return kernel
-
     def run(
         self,
         q: int,
@@ -153,57 +140,27 @@ class Call:
         v: int,
         out: int,
         lse: int,
-        items: int = 0,
+        items: Any = None,
         threads: int = 0,
         seed: int | None = None,
         state: tuple[int, int, int, int] | None = None,
-        new: tuple[int, int] | None = None,
+        new: tuple[Kernel, Any] | None = None,
     ) -> None:
         """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
-        if given. One thread is given for short calls only: no signal comes between. `state`: the words that a partial
-        problem has beside them (layout.FORWARD). `new`: the function with which tasks
-        store new tokens first (heads_alone), and its arguments.
+        if given. `state`: the words that a partial problem has beside them (records.FORWARD). `new`: the kernel with
+        which tasks store new tokens first (heads_alone), and its arguments.
         """
-        if not self.tickets:
-            return
-        wrong = arrived = ()
-        words = self.words_type.from_buffer_copy(self.template)
-        scratch = take_scratch(self.scratch_size)
-        try:
-            at = ctypes.addressof(scratch)
-            if self.groups:
-                arrived = (ctypes.c_int64 * self.groups)()
-            if self.lookups:
-                wrong = (ctypes.c_int64 * (2 * len(self.lookups)))()
-            words[SCRATCH] = at
-            words[CALL] = (
-                q, k, v, out, lse, self.counts_at, items or self.items_at, at + self.partials_at,
-                ctypes.addressof(arrived) if arrived else 0, ctypes.addressof(wrong) if wrong else 0,
-                self.problem.seed if seed is None else seed,
-            )  # fmt: skip
-            if state is not None:
-                words[STATE] = state
-            if new is not None:
-                words[NEW] = new
-            if threads == 1:
-                run_alone(self.kernel, words, self.tickets)
-            else:
-                many = threads or self.threads
-                run_tickets(self.kernel, words, self.tickets, many, self.seconds, self.region_seconds)
-        finally:
-            give_scratch(scratch)
-        raise_wrong(self.lookups, wrong)
+        more: tuple[Words, ...] = ()
+        if state is not None:
+            more = ((STATE, state),)
+        elif new is not None:
+            more = ((NEW, (new[0].ticket, ctypes.addressof(new[1]))),)
+        items_at = self.items_at if items is None else ctypes.addressof(items)
+        call = q, k, v, out, lse, self.counts_at, items_at
+        self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, more, threads)
 
 
 _K_LENS, _STARTS, _LISTS = (slice(word, None, len(ITEM)) for word in (ITEM.k_len, ITEM.start, ITEM.pages))
-
-
-def template_of(record: Record, words: dict[str, int]) -> bytes:
-    """Arguments in their record."""
-    template = np.zeros(len(record.names), np.int64)
-    for name, value in words.items():
-        template[record.word(name)] = value
-    return template.tobytes()
 
 
 def _sinks(problem: Problem) -> np.ndarray | None:
@@ -224,13 +181,6 @@ def _guessed_seconds(problem: Problem, how: Schedule) -> float:
     return flops / how.tuning.threading.flops
 
 
-def raise_wrong(lookups: list[tuple[Node, int]], wrong: Any) -> None:
-    """The first of the indices that kernels have noted as out of range."""
-    for n, (node, dimension) in enumerate(lookups):
-        if wrong[2 * n]:
-            raise out_of_range(node, dimension, wrong[2 * n + 1])
-
-
 def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
     """The mask and score as a kernel wants them, with tables on the CPU."""
     program = problem.program
@@ -242,33 +192,6 @@ def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
                 f"{table.name}: expected an array on the CPU, as q; got one on {table.tensor.device}. Use .cpu()."
             )
     return program
-
-
-# --- scratch
-
-_scratches: deque[Any] = deque(maxlen=4)  # used again: fresh pages cost more than a small call
-
-
-def take_scratch(size: int) -> Any:
-    try:
-        scratch = _scratches.pop()
-    except IndexError:
-        return _map_scratch(size)
-    return scratch if len(scratch) >= size else _map_scratch(size)
-
-
-def _map_scratch(size: int) -> Any:
-    try:
-        return (ctypes.c_char * size).from_buffer(pages(size))
-    except OSError as error:
-        pass_on(error, OSError)
-        raise MemoryError(f"{size:,} bytes of scratch cannot be reserved: {error}") from error
-
-
-def give_scratch(scratch: Any) -> None:
-    """When nobody works in it any more. One that is not given back is freed."""
-    if len(scratch) <= 256 << 20:
-        _scratches.append(scratch)
 
 
 # --- arguments and items

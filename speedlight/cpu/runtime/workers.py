@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any
 from ...arrays.integers import integer
 from ...errors import ArgumentError, pass_on
 from ...host.forks import importing
-from ...host.machine import setting, slow_cores, usable_cpus
+from ...host.machine import slow_cores, usable_cpus
+from ...host.shortcuts import setting
 from ..memory.records import LEFT, LIMIT, TICKET, WORKER
 from .compile import Kernel
 
