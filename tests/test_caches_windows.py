@@ -11,9 +11,9 @@ from conftest import FULL
 from problems import qkv, taken
 
 import speedlight as sl
-from speedlight.cpu.engine.steps import Step
 from speedlight.cpu.engine.storage import CacheStorage
 from speedlight.cpu.memory.records import BLOCK
+from speedlight.problem.prepared import Prepared
 from speedlight.problem.results import Results
 from speedlight.problem.windows import SPARE
 
@@ -103,7 +103,7 @@ def test_a_failing_call_takes_nothing_from_a_ring(one_width, rng, dtype, keep, m
         cache.append(0, k[:, :, :750], v[:, :, :750], new_lengths=[750, 730])
         held = cache.keys(0).tobytes()
         with monkeypatch.context() as patch:
-            patch.setattr(*((Step, "run") if n <= 256 else (Results, "returned")), fail)
+            patch.setattr(*((Prepared, "attend") if n <= 256 else (Results, "returned")), fail)
             with pytest.raises(Broken):
                 cache.attend(0, *(x[:, :, :n] for x in (q, k, v)))
         assert cache.keys(0).tobytes() == held and cache.lengths(0) == (750, 730)
