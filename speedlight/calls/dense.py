@@ -20,9 +20,10 @@ _prepared: Memo[Prepared] = Memo(512, 64 << 20)  # by key_of(), with threads and
 
 def runs_on_gpu(q: Any, engine: Any) -> bool:
     """Returns whether a GPU's engine takes the call; raises for an `engine` that q cannot have."""
-    if engine is None and not arrays.on_gpu(q):
-        return False
-    at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)
+    there = arrays.on_gpu(q)
+    if engine is None or (type(engine) is str and engine == ("cuda" if there else "cpu")):
+        return there
+    at = arrays.describe(q.detach() if arrays.is_tensor(q) else q, "q", gpu=True)  # the interpreter's, or an error
     return engines.chosen(engine, at) != "cpu" or engine == "cuda"
 
 

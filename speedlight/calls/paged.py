@@ -141,7 +141,7 @@ def attention_paged(
     if place != "cpu" or engine == "cuda":
         return _paged_on_gpu(a, k, v, block_table, k_lengths, options, return_lse, out)
     lists, lengths = page_lists(block_table, k_lengths, k.shape[0], k.shape[1], SLACK)
-    problem, offsets = _paged(a, k, v, lengths, options)
+    problem, offsets = _build(a, k, v, lengths, options)
     results = results_for(a, problem, options, return_lse, out, (a, k, v))
     call = _prepare(problem, a, k, v, lists, options.layout, offsets, results.out.strides)
     call.run(a.address, k.address, v.address, results.out.address, results.lse_address)
@@ -175,7 +175,7 @@ def _remember(
     if not lengths or not min(lengths) or 0 in q.shape:
         return
     try:
-        problem, offsets = _paged(q, k, v, (spans_of(max(lengths)) * SPAN,) * len(lengths), options, 1)
+        problem, offsets = _build(q, k, v, (spans_of(max(lengths)) * SPAN,) * len(lengths), options, 1)
     except Error:
         return
     call = _prepare(problem, q, k, v, lists, options.layout, offsets, out.strides)
@@ -183,10 +183,10 @@ def _remember(
     _prepared.put(key, Prepared.of(call, given, options.layout, out, key_bytes=key_bytes), call.size)
 
 
-def _paged(
+def _build(
     q: Array, k: Array, v: Array, lengths: tuple[int, ...], options: Options, shortest: Any = None
 ) -> tuple[Problem, tuple[int, ...] | None]:
-    """The problem of queries over pages, and the offsets of packed queries; `shortest` as Stored has it."""
+    """Builds the problem of queries over pages, with the offsets of packed queries; `shortest` as Stored has it."""
     offsets = None
     if options.layout == "lhd":
         if options.q_lengths is not None:
@@ -212,11 +212,11 @@ def _paged_on_gpu(
     q: Array, k: Array, v: Array, block_table: Any, k_lengths: Any, options: Options,
     return_lse: bool, out: Any,
 ) -> Any:  # fmt: skip
-    """attention_paged() on arrays of a GPU."""
+    """Enqueues attention_paged() on a GPU."""
     launch = engines.gpu()
     table, lengths_there, lengths = launch.paged_tables(block_table, k_lengths, k.shape[0], k.shape[1], q.device)
     placed = options.q_start is not None or options.causal == "top-left"
-    problem, offsets = _paged(q, k, v, lengths, options, None if lengths_there is None or placed else 1)
+    problem, offsets = _build(q, k, v, lengths, options, None if lengths_there is None or placed else 1)
     results = results_for(q, problem, options, return_lse, out, (q, k, v))
     launch.check(problem, q.device, "ieee")
     keys = launch.paged_keys(k.tensor, v.tensor, table, lengths_there, max(lengths, default=0), placed)

@@ -19,7 +19,9 @@ class _Entry(Generic[T]):
 
 
 class Memo(Generic[T]):
-    """At most `entries` entries of at most `most_bytes` bytes in all; the least recently used are dropped.
+    """At most `entries` values of at most `most_bytes` bytes in all; the least recently used are dropped.
+
+    A key has everything that its value depends on; whoever has a Memo says beside it what that is.
 
     get() takes no lock: it may run while a signal has stopped put() in the middle.
     """
@@ -39,6 +41,7 @@ class Memo(Generic[T]):
         return sum([x.size for x in list(self._held.values())])
 
     def get(self, key: Any) -> T | None:
+        """Returns the value of a key, or None."""
         entry = self._held.get(key)
         if entry is None:
             return None

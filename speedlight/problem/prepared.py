@@ -59,21 +59,6 @@ class Prepared:
     Never changed once it is used, so that threads may share it.
     """
 
-    __slots__ = (
-        "alike",
-        "call",
-        "counts",
-        "inline",
-        "layers",
-        "lse_shape",
-        "put",
-        "reach",
-        "shape",
-        "spans",
-        "staged",
-        "strides",
-    )
-
     def __init__(
         self,
         given: Sequence[Array | np.ndarray],

@@ -33,7 +33,7 @@ _SLOTS, _LISTS = (slice(_WORDS + RUN.word(name), None, _RUN) for name in ("slot"
 
 
 class InPage(NamedTuple):
-    """How tokens lie in a raw page: tokens of a block, blocks of the page; distances in bytes."""
+    """The layout of a raw page: tokens of a block, blocks of the page; strides in bytes."""
 
     size: int
     blocks: int
@@ -45,7 +45,7 @@ class InPage(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Where the blocks of a layer's tokens lie: from one head, and one block, to the next; in bytes."""
+    """The layout of the blocks of a layer's tokens: strides of heads and blocks, in bytes."""
 
     shape: TokenShape
     isa: Isa
@@ -59,14 +59,14 @@ class Blocks(NamedTuple):
 
     @classmethod
     def of(cls, shape: TokenShape, isa: Isa, keys: Store, values: Store, *ring: int) -> Blocks:
-        """Of stores whose memory is (…, head, block, bytes)."""
+        """Returns the blocks of stores whose memory is (…, head, block, bytes)."""
         k_head, k_block, v_head, v_block = (x.memory.strides[axis] for x in (keys, values) for axis in (-3, -2))
         fixed, around = ring or (ENDLESS, ENDLESS)
         return cls(shape, isa, k_head, k_block, v_head, v_block, fixed, around)
 
 
 class New(NamedTuple):
-    """Keys or values of new tokens: distances in bytes."""
+    """Keys or values of new tokens, as the caller has them: strides in bytes."""
 
     dtype: str
     head: int
@@ -215,7 +215,7 @@ def _call_of(arrays: tuple[Array, ...], layout: str, counts: list[int]) -> tuple
 def _places(
     arrays: tuple[Array, ...], layout: str, counts: list[int], isa: Isa, lines: bool
 ) -> tuple[Blocks, New, New]:
-    """Where tokens go, and whence. `lines`: pages begin on cache lines."""
+    """Returns where tokens go, and where they come from. `lines`: pages begin on cache lines."""
     _, _, keys, values = arrays
     (_, page_size, heads, dim), value_dim, element = keys.shape, values.shape[3], DTYPES[keys.dtype][1]
     size = max(n for n in range(1, _MOST_TOKENS + 1) if page_size % n == 0)

@@ -37,12 +37,12 @@ from .table_sums import added, sums_of
 
 
 class Gradients:
-    """A prepared request, for arrays at any addresses."""
+    """A prepared request for gradients, of arrays at any addresses."""
 
-    def __init__(self, request: Asked, lies: Lies, threads: int, isa: Isa) -> None:
+    def __init__(self, request: Asked, lies: GradientLayout, threads: int, isa: Isa) -> None:
         self.request, self.problem, self.lies, self.tuning = request, request.problem, lies, tuning_of(isa)
         wants = self.tuning.ranges
-        self.untouched = _untouched(self.problem, lies)
+        self.unwritten = _unwritten(self.problem, lies)
         program, skew = program_of(self.problem, backward=True), 0
         self.sums = sums_of(self.problem, request.tables)
         self.tables = None  # the call that adds to their gradients, where that of dq, dk and dv does not
@@ -66,10 +66,10 @@ class Gradients:
         return self.call.size + (0 if self.tables is None else self.tables.size)
 
     def run(self, x: Operands, seed: int | None = None) -> tuple[np.ndarray, ...]:
-        """Fills dq, dk and dv, or adds to them; the further gradients that are asked for. `seed` of the caller's, if
-        given.
+        """Fills dq, dk and dv, or adds to them; returns the further gradients that are asked for. seed: the caller's,
+        if given.
         """
-        for name in self.untouched:
+        for name in self.unwritten:
             getattr(x, name).numpy()[...] = 0
         count = 1 if self.tables is None else self.tables.how.tickets.progress
         found, shares = ({}, None) if self.sums is None else self.sums.new(self.problem, count)
@@ -82,12 +82,12 @@ class Gradients:
 
     @standard
     def _narrowed(self, x: np.ndarray) -> np.ndarray:
-        """As it is returned."""
+        """Rounds a sum to the dtype that is returned."""
         with np.errstate(all="ignore"):
             return x.astype(np.float64 if self.problem.storage == "f64" else np.float32, copy=False)
 
     def _sums(self, x: Operands) -> list[np.ndarray]:
-        """Where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
+        """Returns where dq, dk and dv are summed: they themselves, or arrays of numbers beside them."""
         if self.problem.storage in ("f32", "f64") or self.problem.partial:
             return [a.numpy() for a in (x.dq, x.dk, x.dv)]
         return [np.empty(a.shape, np.float32) for a in (x.dq, x.dk, x.dv)]
@@ -95,13 +95,13 @@ class Gradients:
 
 @standard
 def prepare(request: Asked, layout: str, stated: Stated, arrays: Operands, threads: int, isa: Isa) -> Gradients:
-    """Everything that addresses don't change."""
+    """Prepares everything that addresses don't change."""
     first_q, first_k = (x and x[:-1] for x in (stated.cu_q, stated.cu_k))
-    return Gradients(request, Lies(layout, arrays, first_q, first_k), threads, isa)
+    return Gradients(request, GradientLayout(layout, arrays, first_q, first_k), threads, isa)
 
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
-    """What a backward call on this machine would do."""
+    """Returns the plan of a backward call on this machine."""
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     workspace = how.workspace_bytes + _sum_bytes(problem)
     run = Run(how.isa.name, symbol_of(shape), how.threads, shape.panel, workspace, how.tuning.origin, backward=True)
@@ -109,7 +109,7 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[BackwardSchedule, Shape]:
-    """How a backward call runs, and what its kernel is specialised for; for any vector unit, this machine's or not."""
+    """Returns a backward call's schedule and its kernel's shape; for any vector unit, this machine's or not."""
     program, tuning = program_of(problem, backward=True), tuning_of(isa)
     tickets = tickets_of(problem, threads, tuning.ranges)
     how = schedule_backward(problem, isa, strides, program, tickets, threads, tuning)
@@ -117,7 +117,7 @@ def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa
 
 
 def _sum_bytes(problem: Problem) -> int:
-    """Of the sums of dq, dk and dv, where they are of more bits than the arrays."""
+    """Returns the bytes of the sums of dq, dk and dv, where they are of more bits than the arrays."""
     if problem.storage in ("f32", "f64"):
         return 0
     rows, keys = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
@@ -125,8 +125,8 @@ def _sum_bytes(problem: Problem) -> int:
 
 
 @standard
-def _sinks(problem: Problem, lies: Lies, x: Operands) -> np.ndarray:
-    """A sink is one more key, which every row sees and whose value is zeros: - Σ p · delta, of each head."""
+def _sinks(problem: Problem, lies: GradientLayout, x: Operands) -> np.ndarray:
+    """Returns the gradient of each head's sink, a key that every row sees and whose value is zeros: - Σ p · delta."""
     assert problem.sinks is not None
     result = np.zeros(problem.q_heads)
     far = FAR_LSE["float64" if problem.storage == "f64" else "float32"]
@@ -143,8 +143,8 @@ def _sinks(problem: Problem, lies: Lies, x: Operands) -> np.ndarray:
     return result
 
 
-def _rows(x: Array, lies: Lies, item: int, head: int, length: int) -> np.ndarray:
-    """What an array, or log-sum-exps, has for the queries of an item: float64."""
+def _rows(x: Array, lies: GradientLayout, item: int, head: int, length: int) -> np.ndarray:
+    """Returns the rows of an array, or log-sum-exps, for the queries of an item, in float64."""
     first = 0 if lies.first_q is None else lies.first_q[item]
     rows: Any = slice(first, first + length)
     if x.name in ("lse", "d_lse"):
@@ -161,8 +161,8 @@ def _rows(x: Array, lies: Lies, item: int, head: int, length: int) -> np.ndarray
     return np.asarray(x.numpy()[at], np.float64)
 
 
-def _untouched(problem: Problem, lies: Lies) -> list[str]:
-    """Which gradients have rows that no task writes: of queries past q_lengths, of keys that no query is beside."""
+def _unwritten(problem: Problem, lies: GradientLayout) -> list[str]:
+    """Names the gradients with rows that no task writes: of queries past q_lengths, of keys that no query is beside."""
     if problem.partial:  # which are added to
         return []
     length, batch = LAYOUTS[lies.layout][-2], problem.batch if len(lies.layout) == 4 else 1
@@ -175,8 +175,8 @@ def _untouched(problem: Problem, lies: Lies) -> list[str]:
 # --- arrays, arguments and items
 
 
-class Lies(NamedTuple):
-    """How the arrays of a backward pass lie."""
+class GradientLayout(NamedTuple):
+    """The layout of the arrays of a backward pass."""
 
     layout: str
     arrays: Operands
@@ -184,17 +184,17 @@ class Lies(NamedTuple):
     first_k: tuple[int, ...] | None
 
     def step(self, name: str, axis: int) -> int:
-        """Bytes, as stride_of gives them."""
+        """Returns a stride in bytes, as stride_of gives it."""
         return stride_of(getattr(self.arrays, name).strides, self.layout, axis)
 
     def strides(self, storage: str) -> Strides:
-        """What a schedule wants to know of them."""
+        """Returns what a schedule wants to know of strides."""
         size = STORAGE_BYTES[storage]
         keys, values, queries, flows = (self.step(name, -1) != size for name in ("k", "v", "q", "d_out"))
         return Strides(keys, values, strided_queries=queries, strided_gradients=flows)
 
     def offsets(self, name: str, batch: int) -> np.ndarray:
-        """From an array's address to each item."""
+        """Returns the bytes from an array's address to each item."""
         first = self.first_k if name in ("k", "v", "dk", "dv") else self.first_q
         if first is not None:
             return np.array(first, np.int64) * self.step(name, -2)
@@ -202,7 +202,7 @@ class Lies(NamedTuple):
 
 
 def shape_of(problem: Problem, kind: Kind, program: Program | None, how: BackwardSchedule) -> Shape:
-    """What the kernel of a pass is specialised for."""
+    """Returns what the kernel of a pass is specialised for."""
     of_tiles = {"own_tiles": how.tuning.register_tiles(how.isa), "dropout": problem.dropout > 0}
     return Shape(kind, how.isa, how.storage, how.vectors, program, **of_tiles, partial=problem.partial)
 
@@ -214,7 +214,7 @@ class BackwardCall:
     """
 
     def __init__(
-        self, problem: Problem, kind: Kind, program: Program | None, lies: Lies, how: BackwardSchedule
+        self, problem: Problem, kind: Kind, program: Program | None, lies: GradientLayout, how: BackwardSchedule
     ) -> None:
         self.problem, self.how, self.items = problem, how, _items(problem, lies, how.tickets.words["range_keys"])
         shape, wants = shape_of(problem, kind, program, how), how.tuning.threading
@@ -231,8 +231,8 @@ class BackwardCall:
     def run(
         self, x: Operands, sums: list[np.ndarray], seed: int | None, shares: np.ndarray | None = None, counts: int = 0
     ) -> None:
-        """`sums`: where dq, dk and dv are summed; `shares`: where gradients of tables are; a seed of the caller's, if
-        given; `counts`: an address of COUNTS, which then are counted.
+        """Fills the gradients. sums: where dq, dk and dv are summed. shares: where gradients of tables are. seed: the
+        caller's, if given. counts: an address of COUNTS, which then are counted.
         """
         lse, d_lse = (None if a is None else np.ascontiguousarray(a.numpy()) for a in (x.lse, x.d_lse))
         progress = (ctypes.c_int64 * self.how.tickets.progress)()
@@ -245,7 +245,7 @@ class BackwardCall:
 
 
 def _guessed_seconds(problem: Problem, how: BackwardSchedule, elements: int) -> float:
-    """Of one thread."""
+    """Guesses how long one thread takes."""
     pairs = sum(a * b for a, b in zip(problem.q_lengths, problem.k_lengths, strict=True)) * problem.q_heads
     flops = pairs * pair_flops(problem, backward=True) * (0.5 if problem.causal else 1.0)
     return flops / (how.tuning.threading.backward_flops * how.isa.lanes(how.storage) * elements)
@@ -256,11 +256,11 @@ def _address(x: np.ndarray | None) -> int:
 
 
 def _gradient_bytes(problem: Problem) -> int:
-    """Of an element of dq, dk or dv in memory."""
+    """Returns the bytes of an element of dq, dk or dv in memory."""
     return number_bytes(problem.storage) if problem.partial else STORAGE_BYTES[problem.storage]
 
 
-def _words(problem: Problem, lies: Lies, elements: int) -> dict[str, int]:
+def _words(problem: Problem, lies: GradientLayout, elements: int) -> dict[str, int]:
     number, size = number_bytes(problem.storage), _gradient_bytes(problem)
     words = {
         "lse_head": _lse_rows(lies) * number,
@@ -285,13 +285,13 @@ def _words(problem: Problem, lies: Lies, elements: int) -> dict[str, int]:
     return words
 
 
-def _lse_rows(lies: Lies) -> int:
-    """From one head's log-sum-exps to the next."""
+def _lse_rows(lies: GradientLayout) -> int:
+    """Returns the stride of heads in log-sum-exps, in numbers."""
     return lies.arrays.lse.shape[-1]
 
 
-def _items(problem: Problem, lies: Lies, range_keys: int) -> np.ndarray:
-    """The kernel's table of batch items, [item, word]."""
+def _items(problem: Problem, lies: GradientLayout, range_keys: int) -> np.ndarray:
+    """Returns the kernel's table of batch items, [item, word]."""
     number, size = number_bytes(problem.storage), _gradient_bytes(problem)
     names = ("q", "k", "v", "out", "d_out", "dq", "dk", "dv")
     at = {f"{name}_at": lies.offsets(name, problem.batch) for name in names}

@@ -29,7 +29,7 @@ _SLACK = 24  # rows that register tiles write past a tile
 
 
 class Tickets(NamedTuple):
-    """What the tickets of a pass stand for."""
+    """The tasks of a pass, numbered."""
 
     number: int
     table: np.ndarray  # which the kernel reads
@@ -38,7 +38,7 @@ class Tickets(NamedTuple):
 
 
 class BackwardSchedule(NamedTuple):
-    """How the CPU engine runs a pass back through attention."""
+    """The way in which the CPU engine runs a pass back through attention."""
 
     isa: Isa
     tuning: Tuning
@@ -55,12 +55,12 @@ class BackwardSchedule(NamedTuple):
 
     @property
     def panels(self) -> int:
-        """Of a block of queries."""
+        """Panels of a block of queries."""
         return self.words["panels"]
 
     @property
     def workspace_bytes(self) -> int:
-        """Of all workers."""
+        """Bytes of scratch of all workers."""
         return self.scratch_bytes * self.threads
 
 
@@ -73,7 +73,7 @@ def schedule_backward(
     threads: int,
     tuning: Tuning,
 ) -> BackwardSchedule:
-    """A panel of three vectors of queries; QUERY_BLOCK is so many panels on every vector unit."""
+    """Schedules panels of three vectors of queries; QUERY_BLOCK is a number of panels on every vector unit."""
     sizes, staged = _sizes(problem, isa, strides, program, tuning.register_tiles(isa).keys[_VECTORS - 1])
     scratch, fixed = placed(BACKWARD_SCRATCH, sizes)
     pairs, pair_bytes = placed(PAIRS, sizes)
@@ -93,7 +93,7 @@ def schedule_backward(
 def _sizes(
     problem: Problem, isa: Isa, strides: Strides, program: Program | None, rows: int
 ) -> tuple[BackwardSizes, dict[str, bool]]:
-    """What scratch depends on, and which rows are copied; `rows`: columns of a register tile."""
+    """Returns what scratch depends on, and which rows are copied; `rows`: columns of a register tile."""
     lanes, number = isa.lanes(problem.storage), number_bytes(problem.storage)
     panel, elements = lanes * _VECTORS, PRODUCTS[product_of(problem, isa)]
     units, value_units = -(-problem.head_dim // elements), -(-problem.value_dim // elements)
@@ -120,7 +120,7 @@ def _sizes(
 
 
 def _staged(problem: Problem, strides: Strides, elements: int) -> dict[str, bool]:
-    """Whether keys and values are copied: to be widened, made units, or brought together."""
+    """Returns whether keys and values are copied: to be widened, made units, or brought together."""
     narrow = problem.storage not in ("f32", "f64")
     odd = [bool(x % elements) if elements > 1 else narrow for x in (problem.head_dim, problem.value_dim)]
     return {"k": strides.strided_keys or odd[0], "v": strides.strided_values or odd[1]}
@@ -134,7 +134,7 @@ def steps_of(problem: Problem) -> list[int]:
 
 
 def tickets_of(problem: Problem, threads: int, wants: Ranges, *, skew: int = 0) -> Tickets:
-    """Of blocks of queries against ranges of keys, gang after gang.
+    """Numbers blocks of queries against ranges of keys, gang after gang.
 
     A gang is as small as keeps all threads busy: what it reads again and again then stays in the cache they share.
     `skew`: so many diagonals each kv head comes after the one before.
@@ -164,7 +164,7 @@ def tickets_of(problem: Problem, threads: int, wants: Ranges, *, skew: int = 0) 
 
 
 def _range_of(problem: Problem, threads: int, columns: int, wants: Ranges) -> int:
-    """Keys of a task: all, where heads and items keep the threads busy; no bit depends on it."""
+    """Returns the keys of a task: all, where heads and items keep the threads busy; no bit depends on it."""
     least, most = wants.keys
     most = max(least, most * 128 // max(128, problem.head_dim, problem.value_dim))
     wanted = -(-wants.tasks * threads // max(1, columns)) if threads > 1 else 1
@@ -173,12 +173,12 @@ def _range_of(problem: Problem, threads: int, columns: int, wants: Ranges) -> in
 
 
 def blocks_of_positions(problem: Problem) -> int:
-    """Of the longest item."""
+    """Counts the blocks of queries of the longest item."""
     return max(steps_of(problem), default=0) // problem.group
 
 
 def side_by_side(problem: Problem, threads: int, wants: Ranges) -> int:
-    """How many tasks are worked on at once where each kv head follows the one before."""
+    """Counts the tasks that are worked on at once where each kv head follows the one before."""
     if len(set(zip(problem.q_starts, problem.q_lengths, problem.k_lengths, strict=True))) != 1:
         return 0  # where that one is cannot be told from where this one is
     keys = _range_of(problem, threads, problem.batch * problem.kv_heads, wants)
@@ -186,7 +186,7 @@ def side_by_side(problem: Problem, threads: int, wants: Ranges) -> int:
 
 
 def tickets_of_tables(problem: Problem, most_shares: int, *, by_positions: bool) -> Tickets:
-    """Of blocks of queries, in shares that depend on the problem alone: cut evenly, or what is at the same positions.
+    """Numbers blocks of queries, in shares that depend on the problem alone: cut evenly, or by positions.
 
     Of every share the first block, then of every share the second one …: what a ticket waits for comes before it.
     """

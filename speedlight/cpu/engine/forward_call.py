@@ -1,4 +1,4 @@
-"""From a problem and its arrays to a `Call`: schedule, kernel, arguments, table of items; only addresses are open."""
+"""Call: a problem with its schedule, kernel, arguments and table of items; only addresses are open."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KEPT = 4  # times the second-level cache: arrays of so many bytes stay in the c
 
 @standard
 def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa: Isa) -> Call:
-    """Everything that addresses don't change."""
+    """Prepares everything that addresses don't change."""
     how = schedule(problem, isa, threads, keys.strides(problem.key_dtype), tuning_of(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
@@ -42,7 +42,7 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa
 
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
-    """What a call on this machine would do."""
+    """Returns the plan of a call on this machine."""
     how, shape = kernel_of_problem(problem, strides, threads, current_isa())
     run = Run(how.isa.name, symbol_of(shape), how.threads, how.panel, how.workspace_bytes, how.tuning.origin)
     measured = partial(measured_roofs, how.isa, "f32" if problem.widened else problem.storage, how.threads)
@@ -50,7 +50,7 @@ def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = Fals
 
 
 def measured_roofs(isa: Isa, storage: str, threads: int) -> Roofs:
-    """Of this machine, where a plan is asked for them. No fork meanwhile: modules are imported, kernels compiled."""
+    """Measures this machine for a plan. No fork meanwhile: modules are imported, kernels compiled."""
     with lock:
         from ..runtime.roof import roofs
 
@@ -58,9 +58,7 @@ def measured_roofs(isa: Isa, storage: str, threads: int) -> Roofs:
 
 
 def kernel_of_problem(problem: Problem, strides: Strides, threads: int, isa: Isa) -> tuple[Schedule, Shape]:
-    """How a problem over arrays runs, and what its kernel is specialised for; for any vector unit, this machine's or
-    not.
-    """
+    """Returns a problem's schedule over arrays, and its kernel's shape; for any vector unit, this machine's or not."""
     how = schedule(problem, isa, threads, strides, tuning_of(isa))
     return how, _shape(problem, how, program_of(problem))
 
@@ -82,7 +80,7 @@ class Call:
     def __init__(
         self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, cached: bool = False
     ) -> None:
-        """`cached`: keys and values lie as in a cache."""
+        """cached: keys and values lie as in a cache."""
         self.problem, self.how, self.items, self.sinks = problem, how, items, _sinks(problem)
         wants, program = how.tuning.threading, program_of(problem)
         seconds = _guessed_seconds(problem, how)
@@ -122,7 +120,7 @@ class Call:
         return self.how.tuning.threading.inline_bytes // (key_bytes * max(1, rows))
 
     def items_for(self, k_lengths: Sequence[int], lists: list[int] | None = None) -> Any:
-        """Its table of items for other lengths of keys, of no more spans, and lists of pages.
+        """Returns the table of items for other lengths of keys, of no more spans, and lists of pages.
 
         The last query is at the last key.
         """
@@ -164,7 +162,7 @@ _K_LENS, _STARTS, _LISTS = (slice(word, None, len(ITEM)) for word in (ITEM.k_len
 
 
 def _sinks(problem: Problem) -> np.ndarray | None:
-    """The logits of sinks in the unit of exponents."""
+    """Returns the logits of sinks in the unit of exponents."""
     if problem.sinks is None:
         return None
     kind = np.float64 if problem.storage == "f64" else np.float32
@@ -172,7 +170,7 @@ def _sinks(problem: Problem) -> np.ndarray | None:
 
 
 def _guessed_seconds(problem: Problem, how: Schedule) -> float:
-    """Of one thread."""
+    """Guesses how long one thread takes."""
     if how.kind == "decode":
         size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
         read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * size
@@ -182,7 +180,7 @@ def _guessed_seconds(problem: Problem, how: Schedule) -> float:
 
 
 def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
-    """The mask and score as a kernel wants them, with tables on the CPU."""
+    """Returns the mask and score as a kernel wants them; raises unless their tables are on the CPU."""
     program = problem.program
     if backward:
         program = Program.of(problem.mask, problem.score, problem.box(), backward=True)
@@ -198,7 +196,7 @@ def program_of(problem: Problem, *, backward: bool = False) -> Program | None:
 
 
 def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -> dict[str, int]:
-    """The kernel's arguments by name, without addresses; for any vector unit, this machine's or not."""
+    """Returns the kernel's arguments by name, without addresses; for any vector unit, this machine's or not."""
     c = LOG4_E if problem.score is not None else problem.scale * LOG4_E
     number = number_bytes(problem.storage)
     words = {
@@ -223,7 +221,7 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
 
 
 def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[str, int]:
-    """What is fetched for the next task while one computes (cpu/kernels/prefetch.py): of keys a tile at most.
+    """Returns what is prefetched for the next task meanwhile (cpu/kernels/prefetch.py): of keys a tile at most.
 
     Nothing of arrays that stay in the caches: there a wrong guess takes lines away from another thread.
     """
@@ -250,24 +248,24 @@ def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[
 
 
 def _padded_rows(problem: Problem) -> int:
-    """Rows of an item in a padded batch."""
+    """Returns the rows of an item in a padded batch."""
     return problem.rows if problem.rows is not None else problem.q_lengths[0] if problem.batch else 0
 
 
 def bits_of(x: float, number: int) -> int:
-    """A float of `number` bytes as the word that holds it."""
+    """Returns the word that holds a float of `number` bytes."""
     return struct.unpack("<q", struct.pack("<d", x))[0] if number == 8 else struct.unpack("<i", struct.pack("<f", x))[0]
 
 
 def signs_of(number: int, elements: int) -> int:
-    """The sign bits of a unit of `number` bytes, as an int64."""
+    """Returns the sign bits of a unit of `number` bytes, as an int64."""
     bits = 8 * number // elements
     signs = sum(1 << (bits * (i + 1) - 1) for i in range(elements))
     return signs - (1 << 64) if signs >> 63 else signs
 
 
 def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -> np.ndarray:
-    """The kernel's table of batch items, [item, word]: those that have tickets."""
+    """Returns the kernel's table of batch items, [item, word]: those that have tickets."""
     batch, number = problem.batch, number_bytes(problem.storage)
     q_lengths = np.array(problem.q_lengths, np.int64)
     if how.kind == "decode":
@@ -302,7 +300,7 @@ def items_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
 
 
 def _unused_rows(problem: Problem, how: Schedule, rows: Rows, items: Item) -> np.ndarray:
-    """Items of the rows past q_lengths: they see no key."""
+    """Returns the items of rows past q_lengths, which see no key."""
     used, number = items.q_len, number_bytes(problem.storage)
     q_len = (problem.rows or 0) - used
     blocks = -(-q_len * problem.group // how.block_rows)

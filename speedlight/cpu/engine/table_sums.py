@@ -1,4 +1,4 @@
-"""TableSums: in what order gradients of the tables that a score looks up are summed."""
+"""TableSums: the order in which gradients of the tables that a score looks up are summed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POSITIONS = 4  # blocks of queries, from which on a share is what is at the sam
 
 
 class TableSums(NamedTuple):
-    """In what order gradients of tables are summed, which depends on the problem alone."""
+    """The order in which gradients of tables are summed, which depends on the problem alone."""
 
     program: Program
     tables: tuple[Table, ...]
@@ -35,13 +35,13 @@ class TableSums(NamedTuple):
         return all([id(node.value) in self.single for node, _ in self.program.entries])
 
     def beside(self, problem: Problem, program: Program | None, threads: int, wants: Ranges) -> bool:
-        """Whether a kernel of its own sums them; dS is computed twice then."""
+        """Returns whether a kernel of its own sums them; dS is computed twice then."""
         if not self.rows or changes_flow(program):
             return True
         return not self.alone and side_by_side(problem, threads, wants) < 2 * threads
 
     def new(self, problem: Problem, shares: int) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """Sums of so many shares, by the tables' ids, and where kernels find them."""
+        """Makes sums of so many shares, by the tables' ids, and the words by which kernels find them."""
         count = 1 if self.one else shares
         narrow = self.single if self.one and problem.storage != "f64" else frozenset()
         sums = {id(t): np.zeros((count, *t.shape), _sum_type(t, id(t) in narrow)) for t in self.tables}
@@ -68,7 +68,7 @@ def sums_of(problem: Problem, tables: tuple[Table, ...]) -> TableSums | None:
 
 @standard
 def added(shares: np.ndarray) -> np.ndarray:
-    """Shares, in order."""
+    """Adds shares, in order."""
     with np.errstate(all="ignore"):
         for share in shares[1:]:
             shares[0] += share
@@ -76,7 +76,7 @@ def added(shares: np.ndarray) -> np.ndarray:
 
 
 def _has_one_term(problem: Problem, program: Program, lookup: Node) -> bool:
-    """Whether no two pairs read the same entry: items and heads, positions and keys all have entries of their own."""
+    """Returns whether no two pairs read the same entry: items, heads, positions and keys all have their own."""
     symbols = {x.value for x in lookup.args if x.op == "symbol"}
     heads = problem.q_heads == 1 or "h" in symbols
     items = problem.batch == 1 or ("b" in symbols and problem.items is None)
@@ -84,5 +84,5 @@ def _has_one_term(problem: Problem, program: Program, lookup: Node) -> bool:
 
 
 def _sum_type(table: Table, narrow: bool) -> type:
-    """A sum of one term is that term, whose type is the result's where the table's is: but for -0, which +0 + it is."""
+    """Returns the type of sums: of one term, which is the sum but for -0, the result's, where the table's is."""
     return np.float32 if narrow and table.kind == "float" else np.float64

@@ -27,24 +27,6 @@ class Launch:
     Never changed once it is used, so that threads may share it.
     """
 
-    __slots__ = (
-        "groups",
-        "inline",
-        "loaded",
-        "lookups",
-        "partials_at",
-        "program",
-        "region_seconds",
-        "scratch_bytes",
-        "seconds",
-        "shape",
-        "slots",
-        "template",
-        "threads",
-        "tickets",
-        "words_type",
-    )
-
     def __init__(
         self,
         shape: Any,
