@@ -55,7 +55,9 @@ def attend_anew(q: Any, k: Any, v: Any, options: Options, return_lse: bool, out:
     call = engines.of("cpu").prepare(problem, rows, keys, threads, isa)
     call.run(a.address, b.address, c.address, results.out.address, results.lse_address)
     if key is not None and key[1] == (threads, isa.name):  # as they were when the key was made
-        _prepared.put(key, Prepared.of(call, (a, b, c), options.layout, results.out), call.size)
+        target = results.out.final
+        prepared = Prepared((a, b, c, target or results.out), call, staged=target is not None)
+        _prepared.put(key, prepared, prepared.size)
     return results.returned()
 
 

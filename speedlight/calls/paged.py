@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from .. import engines
-from ..arrays.array import DTYPES, Array, describe
+from ..arrays.array import Array, describe
 from ..arrays.layouts import check_together
 from ..cpu.memory.operands import Paged, Pages, Rows
 from ..cpu.memory.records import SLACK
@@ -179,8 +179,8 @@ def _remember(
     except Error:
         return
     call = _prepare(problem, q, k, v, lists, options.layout, offsets, out.strides)
-    key_bytes = k.shape[2] * (k.shape[3] + v.shape[3]) * DTYPES[k.dtype][1]
-    _prepared.put(key, Prepared.of(call, given, options.layout, out, key_bytes=key_bytes), call.size)
+    prepared = Prepared((*given, out.final or out), call, staged=out.final is not None)
+    _prepared.put(key, prepared, prepared.size)
 
 
 def _build(

@@ -8,7 +8,6 @@ arguments of each call.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,8 +17,10 @@ import numpy as np
 
 from ..arrays.array import DTYPES, Array, describe, has_bytes
 from ..host.shortcuts import address_of
-from .problem import LAYOUTS, Options, spans_of
+from .problem import Options, spans_of
 from .results import count_write, deliver, fresh
+
+_Ints = Sequence[int] | None
 
 
 def key_of(tensors: tuple[Any, ...], options: Options, machine: tuple[Any, ...]) -> Any:
@@ -60,43 +61,17 @@ class Prepared:
     """
 
     def __init__(
-        self,
-        given: Sequence[Array | np.ndarray],
-        counts: Sequence[int] = (),
-        *,
-        call: Any = None,
-        layout: str = "",
-        out_strides: tuple[int, ...] = (),
-        staged: bool = False,
-        key_bytes: int = 0,
-        put: Any = None,
-        layers: Sequence[tuple[int, int]] = (),
-    ) -> None:
+        self, given: Sequence[Array | np.ndarray], call: Any = None, put: Any = None,
+        layers: Sequence[tuple[int, int]] = (), *, staged: bool = False,
+    ) -> None:  # fmt: skip
         """given: q, or q, k and v, with `out` if that is the caller's; or k and v, which are only stored: then there is
-        no call. counts: of each sequence its queries, or new tokens. key_bytes: of a key and its value, of a call over
-        any lengths of as many spans. staged: results go to new memory first, since a lookup may turn out to be out of
-        range. put: the call that stores new tokens. layers: addresses of each one's keys and values.
+        no call. put: the call that stores new tokens. layers: addresses of each one's keys and values. staged: results
+        go to new memory first, since a lookup may turn out to be out of range.
         """
-        self.call, self.counts, self.put, self.layers, self.staged = call, list(counts), put, layers, staged
+        self.call, self.put, self.layers, self.staged = call, put, layers, staged
         self.reach = [_reach_of(x) for x in given]
-        if call is None:
-            return
-        q: Any = given[0]
-        self.shape = (*q.shape[:-1], call.problem.value_dim)
-        self.lse_shape = tuple([q.shape[axis] for axis in LAYOUTS[layout][:-1]])
-        self.alike = (self.shape, out_strides) == (q.shape, q.strides)
-        size = DTYPES[q.dtype][1]
-        dense = tuple([math.prod(self.shape[d + 1 :]) * size for d in range(len(self.shape))])
-        self.strides = None if out_strides == dense else tuple([x // size for x in out_strides])
-        self.spans = spans_of(max(call.problem.k_lengths)) if key_bytes else 0
-        self.inline = call.inline_keys(key_bytes) if key_bytes else 0
-
-    @classmethod
-    def of(cls, call: Any, given: Sequence[Array], layout: str, out: Array, *, key_bytes: int = 0) -> Prepared:
-        """Returns the prepared call of arrays of the caller's, which wrote to `out`."""
-        given, counts = (*given, out.final or out), call.problem.q_lengths if key_bytes else ()
-        kinds = {"layout": layout, "out_strides": out.strides, "staged": out.final is not None}
-        return cls(given, counts, call=call, key_bytes=key_bytes, **kinds)
+        self.counts = list(put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
+        self.spans = 0 if call is None else spans_of(max(call.problem.k_lengths, default=0))
 
     @property
     def new(self) -> int:
@@ -132,26 +107,16 @@ class Prepared:
         return addresses
 
     def again(
-        self,
-        tensors: tuple[Any, ...],
-        return_lse: bool,
-        seed: int,
-        lengths: Sequence[int] | None = None,
-        lists: list[int] | None = None,
+        self, tensors: tuple[Any, ...], return_lse: bool, seed: int, lengths: _Ints = None, lists: _Ints = None
     ) -> Any:
         """Runs it for other arrays, with another seed; returns None if an array lacks memory, or `out`, the fourth of
         them, cannot be written or is not apart from the others.
         """
-        at = self.addresses(tensors)
-        if at is None:
+        at, out = self.addresses(tensors), tensors[3] if len(tensors) == 4 else None
+        if at is None or not (out is None or self._is_apart(out, at)):
             return None
-        if len(tensors) == 3:
-            return self.attend(tensors[0], at, return_lse, seed, lengths, lists)
-        out = tensors[3]
-        if not self._is_apart(out, at):
-            return None
-        if not self.staged:
-            if type(out) is not np.ndarray:
+        if out is None or not self.staged:
+            if not (out is None or type(out) is np.ndarray):
                 count_write(out)
             return self.attend(tensors[0], at, return_lse, seed, lengths, lists, out=out)
         results = self.attend(tensors[0], at, return_lse, seed, lengths, lists)
@@ -169,16 +134,9 @@ class Prepared:
         return not any([first < high and low < last for low, high in others])
 
     def step(
-        self,
-        layer: int,
-        q: Any,
-        at: list[int],
-        before: list[int],
-        after: list[int],
-        return_lse: bool,
-        seed: int,
-        lists: list[int] | None = None,
-    ) -> Any:
+        self, layer: int, q: Any, at: list[int], before: list[int], after: list[int], return_lse: bool, seed: int,
+        lists: _Ints = None,
+    ) -> Any:  # fmt: skip
         """Stores new tokens of a cache or pool, if any, then attends; True where there are no queries.
 
         at: addresses of q, or q, k and v, or k and v. before, after: tokens of each sequence.
@@ -190,29 +148,19 @@ class Prepared:
         return self.attend(q, (at[0], k_at, v_at), return_lse, seed, after, lists, new)
 
     def attend(
-        self,
-        q: Any,
-        at: Sequence[int],
-        return_lse: bool,
-        seed: int,
-        lengths: Sequence[int] | None = None,
-        lists: list[int] | None = None,
-        new: Any = None,
-        out: Any = None,
-    ) -> Any:
-        """Returns out, or (out, lse). at: addresses of q, keys, values, and of `out`, if it is given. new: as
-        Call.run() has it.
+        self, q: Any, at: Sequence[int], return_lse: bool, seed: int, lengths: _Ints = None, lists: _Ints = None,
+        new: Any = None, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """Returns out, or (out, lse). at: addresses of q, keys, values, and of `out`, if it is given. lengths, lists,
+        new: as Call.run() has them.
         """
-        items, threads = None, 0
-        if lengths is not None:
-            items = self.call.items_for(lengths, lists)
-            threads = 1 if sum(lengths) < self.inline else 0
+        form = self.call.form
         if out is None:
-            out, out_at = fresh(q, self.shape, alike=self.alike, strides=self.strides)
+            out, out_at = fresh(q, form.shape, alike=form.alike, strides=form.strides)
         else:
             out_at = at[3]
-        lse, lse_at = fresh(q, self.lse_shape, logarithms=True) if return_lse else (None, 0)
-        self.call.run(at[0], at[1], at[2], out_at, lse_at, items, threads, seed, None, new)
+        lse, lse_at = fresh(q, form.lse_shape, logarithms=True) if return_lse else (None, 0)
+        self.call.run(at[0], at[1], at[2], out_at, lse_at, seed, lengths, lists, new)
         return (out, lse) if return_lse else out
 
 

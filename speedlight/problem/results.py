@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -70,6 +71,25 @@ def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
     if not any([strides[d] == 0 and shape[d] > 1 for d in dims]):
         dims.sort(key=lambda d: -strides[d])
     return (*dims, last)
+
+
+class ResultForm(NamedTuple):
+    """The form of what a call returns."""
+
+    shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    alike: bool  # out has q's shape and strides
+    strides: tuple[int, ...] | None  # of out, in elements, where it is not contiguous
+
+    @classmethod
+    def of(cls, layout: str, q: Array, value_dim: int, strides: tuple[int, ...]) -> ResultForm:
+        """Returns the form of an out with these strides, in bytes, beside queries."""
+        shape, size = (*q.shape[:-1], value_dim), DTYPES[q.dtype][1]
+        dense = tuple([math.prod(shape[d + 1 :]) * size for d in range(len(shape))])
+        lse_shape, alike = tuple([q.shape[axis] for axis in LAYOUTS[layout][:-1]]), (q.shape, q.strides)
+        return cls(
+            shape, lse_shape, (shape, strides) == alike, None if strides == dense else tuple(x // size for x in strides)
+        )
 
 
 def fresh(

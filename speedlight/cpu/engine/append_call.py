@@ -11,6 +11,7 @@ from ...arrays.array import DTYPES, Array, describe
 from ...host.machine import Isa, current_isa
 from ...host.memo import Memo
 from ...host.shortcuts import row_addresses
+from ...problem.prepared import Prepared
 from ...problem.problem import LAYOUTS
 from ...problem.tokens import TokenShape
 from ..memory.blocks import Store
@@ -82,8 +83,6 @@ class AppendCall:
     Never changed once it is used, so that threads may share it.
     """
 
-    __slots__ = ("launch", "within")
-
     def __init__(self, blocks: Blocks, k: New, v: New, counts: list[int], threads: int, heads: int = 0) -> None:
         """counts: new tokens of each sequence. heads: kv heads of a task of the decode kernel, where its tasks store
         them; else they have a region of their own.
@@ -92,7 +91,7 @@ class AppendCall:
         row = tokens.head_dim * sizes[0] + tokens.value_dim * sizes[1]
         moved = sum(counts) * tokens.kv_heads * row
         seconds = 2 * moved / _BYTES
-        self.within, threads = heads > 0, threads_for(seconds, threads, wants)
+        self.counts, self.within, threads = counts, heads > 0, threads_for(seconds, threads, wants)
         size = BLOCK if blocks.raw is None else blocks.raw.size
         most = (max(counts, default=0) + 2 * size - 2) // size  # blocks of a run, wherever it begins
         heads, each = heads or tokens.kv_heads, max(most, 1)
@@ -179,7 +178,7 @@ def _runs_of(k: New, v: New, counts: list[int]) -> np.ndarray:
 # --- append_paged(): pages that are the caller's
 
 # by where tokens lie, in both, and how many there are; threads and the vector unit
-_prepared: Memo[tuple[AppendCall, list[tuple[int, int]]]] = Memo(64, 1 << 20)
+_prepared: Memo[Prepared] = Memo(64, 1 << 20)
 
 
 def append_paged(
@@ -189,27 +188,24 @@ def append_paged(
     """Stores new tokens, which were checked, behind those that sequences have in pages of a block table."""
     if not any(counts) or 0 in pages[0].shape[:3]:
         return
-    call, reach = _call_of((*new, *pages), layout, counts)
-    ends = [(x.address + low, x.address + high) for x, (low, high) in zip((*new, *pages), reach, strict=True)]
+    prepared, given = _prepare((*new, *pages), layout, counts), (*new, *pages)
+    ends = [(x.address + low, x.address + high) for x, (low, high) in zip(given, prepared.reach, strict=True)]
     if any([a < high and low < b for a, b in ends[:2] for low, high in ends[2:]]):  # they may lie where they go
-        k, v = (describe(x.numpy().copy(), x.name) for x in new)
-        new, (call, _) = (k, v), _call_of((k, v, *pages), layout, counts)
+        given = (*[describe(x.numpy().copy(), x.name) for x in new], *pages)
+        prepared = _prepare(given, layout, counts)
     lists = np.ascontiguousarray(table, np.int64)
-    call.start(tuple([x.address for x in (*new, *pages)]), before, row_addresses(lists)[: len(counts)])
+    prepared.put.start(tuple([x.address for x in given]), before, row_addresses(lists)[: len(counts)])
 
 
-def _call_of(arrays: tuple[Array, ...], layout: str, counts: list[int]) -> tuple[AppendCall, list[tuple[int, int]]]:
-    """Returns the call for k, v, k_pages and v_pages, and of each the first byte and one past the last, from its
-    address.
-    """
-    isa, threads, lines = current_isa(), get_threads(), [x.address % 64 for x in arrays[2:]] == [0, 0]
-    key = isa.name, threads, lines, layout, tuple(counts), *[(x.shape, x.strides, x.dtype) for x in arrays]
-    found = _prepared.get(key)
-    if found is None:
-        call = AppendCall(*_places(arrays, layout, counts, isa, lines), counts, threads)
-        found = call, [(low - x.address, high - x.address) for x in arrays for low, high in (x.extent(),)]
-        _prepared.put(key, found, call.size)
-    return found
+def _prepare(given: tuple[Array, ...], layout: str, counts: list[int]) -> Prepared:
+    """Returns the call that stores k and v in k_pages and v_pages."""
+    isa, threads, lines = current_isa(), get_threads(), [x.address % 64 for x in given[2:]] == [0, 0]
+    key = isa.name, threads, lines, layout, tuple(counts), *[(x.shape, x.strides, x.dtype) for x in given]
+
+    def make() -> Prepared:
+        return Prepared(given, put=AppendCall(*_places(given, layout, counts, isa, lines), counts, threads))
+
+    return _prepared.made(key, make)
 
 
 def _places(

@@ -19,6 +19,7 @@ from ...host.rounding import standard
 from ...problem.philox import drop_below
 from ...problem.plan import Plan, Roofs, Run, plan_of
 from ...problem.problem import LAYOUTS, TILE, Problem
+from ...problem.results import ResultForm
 from ...problem.work import all_pairs
 from ..kernels.softmax import LOG4_E
 from ..memory.operands import Dense, Paged, Rows, Strides, steps
@@ -38,7 +39,8 @@ def prepare(problem: Problem, rows: Rows, keys: Dense | Paged, threads: int, isa
     how = schedule(problem, isa, threads, keys.strides(problem.key_dtype), tuning_of(isa))
     items = items_of(problem, how, rows, keys)
     words = words_of(problem, how, rows, keys) | {"item_count": len(items)}
-    return Call(problem, how, words, items, isinstance(keys, Paged) and keys.pages.lanes)
+    form = ResultForm.of(rows.layout, rows.q, problem.value_dim, rows.out_strides)
+    return Call(problem, how, words, items, form, cached=isinstance(keys, Paged) and keys.pages.lanes)
 
 
 def plan(problem: Problem, strides: Strides, threads: int, *, exact: bool = False) -> Plan:
@@ -78,10 +80,11 @@ class Call:
     """
 
     def __init__(
-        self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, cached: bool = False
-    ) -> None:
-        """cached: keys and values lie as in a cache."""
-        self.problem, self.how, self.items, self.sinks = problem, how, items, _sinks(problem)
+        self, problem: Problem, how: Schedule, words: dict[str, int], items: np.ndarray, form: ResultForm, *,
+        cached: bool,
+    ) -> None:  # fmt: skip
+        """form: of its results. cached: keys and values lie as in a cache."""
+        self.problem, self.how, self.items, self.form, self.sinks = problem, how, items, form, _sinks(problem)
         wants, program = how.tuning.threading, program_of(problem)
         seconds = _guessed_seconds(problem, how)
         threads = threads_for(seconds, how.threads, wants)
@@ -100,6 +103,8 @@ class Call:
             program=program,
             groups=(how.tickets // how.parts, how.partial_bytes) if how.parts > 1 else (0, 0),
         )
+        rows = max(1, max(problem.q_lengths, default=0) // 8)
+        self.inline_keys = wants.inline_bytes // max(1, _token_bytes(problem) * rows)  # below, no other thread is woken
         self.items_at = items.ctypes.data
         self.counts_at = 0  # address to which kernels add tiles and keys (records.COUNTS); 0: they do not count
         self.items_type, self.items_bytes = ctypes.c_int64 * items.size, items.tobytes()
@@ -114,48 +119,37 @@ class Call:
         """kv heads of a task that alone reads their keys and values, so that it may store them first; 0: others do."""
         return self.how.heads if self.how.kind == "decode" and self.how.parts == 1 else 0
 
-    def inline_keys(self, key_bytes: int) -> int:
-        """Returns below how many keys, of so many bytes with their values, no other thread is woken."""
-        rows = max(self.problem.q_lengths, default=0) // 8
-        return self.how.tuning.threading.inline_bytes // (key_bytes * max(1, rows))
-
-    def items_for(self, k_lengths: Sequence[int], lists: list[int] | None = None) -> Any:
-        """Returns the table of items for other lengths of keys, of no more spans, and lists of pages.
-
-        The last query is at the last key.
-        """
-        items = self.items_type.from_buffer_copy(self.items_bytes)
-        items[_K_LENS] = k_lengths
-        items[_STARTS] = list(map(sub, k_lengths, self.problem.q_lengths))
-        if lists is not None:
-            items[_LISTS] = lists
-        return items
-
     def run(
-        self,
-        q: int,
-        k: int,
-        v: int,
-        out: int,
-        lse: int,
-        items: Any = None,
-        threads: int = 0,
-        seed: int | None = None,
-        state: tuple[int, int, int, int] | None = None,
-        new: tuple[Kernel, Any] | None = None,
-    ) -> None:
-        """Fills out (and lse, unless 0) at these addresses; with a table of items, threads and a seed of the caller's,
-        if given. `state`: the words that a partial problem has beside them (records.FORWARD). `new`: the kernel with
-        which tasks store new tokens first (heads_alone), and its arguments.
+        self, q: int, k: int, v: int, out: int, lse: int, seed: int | None = None,
+        lengths: Sequence[int] | None = None, lists: Sequence[int] | None = None,
+        new: tuple[Kernel, Any] | None = None, state: tuple[int, int, int, int] | None = None,
+    ) -> None:  # fmt: skip
+        """Fills out (and lse, unless 0) at these addresses.
+
+        seed: of the caller's, if given. lengths: of keys, others of no more spans; then the last query is at the last
+        key. lists: of pages, as these. new: the kernel with which tasks store new tokens first (heads_alone), and its
+        arguments. state: the words that a partial problem has beside the addresses (records.FORWARD).
         """
         more: tuple[Words, ...] = ()
         if state is not None:
             more = ((STATE, state),)
         elif new is not None:
             more = ((NEW, (new[0].ticket, ctypes.addressof(new[1]))),)
-        items_at = self.items_at if items is None else ctypes.addressof(items)
+        items, items_at, threads = None, self.items_at, 0
+        if lengths is not None:
+            items = self._items_for(lengths, lists)
+            items_at, threads = ctypes.addressof(items), int(sum(lengths) < self.inline_keys)
         call = q, k, v, out, lse, self.counts_at, items_at
         self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, more, threads)
+
+    def _items_for(self, k_lengths: Sequence[int], lists: Sequence[int] | None) -> Any:
+        """Returns the table of items for other lengths of keys, and lists of pages."""
+        items = self.items_type.from_buffer_copy(self.items_bytes)
+        items[_K_LENS] = k_lengths
+        items[_STARTS] = list(map(sub, k_lengths, self.problem.q_lengths))
+        if lists is not None:
+            items[_LISTS] = lists
+        return items
 
 
 _K_LENS, _STARTS, _LISTS = (slice(word, None, len(ITEM)) for word in (ITEM.k_len, ITEM.start, ITEM.pages))
@@ -169,12 +163,16 @@ def _sinks(problem: Problem) -> np.ndarray | None:
     return np.array([x * LOG4_E for x in problem.sinks], kind)
 
 
+def _token_bytes(problem: Problem) -> int:
+    """Returns the bytes of a token's keys and values."""
+    size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
+    return problem.kv_heads * (problem.head_dim + problem.value_dim) * size
+
+
 def _guessed_seconds(problem: Problem, how: Schedule) -> float:
     """Guesses how long one thread takes."""
     if how.kind == "decode":
-        size = 1 if problem.quantised else STORAGE_BYTES[problem.key_storage]
-        read = sum(problem.k_lengths) * problem.kv_heads * (problem.head_dim + problem.value_dim) * size
-        return read / how.tuning.threading.read_bytes
+        return sum(problem.k_lengths) * _token_bytes(problem) / how.tuning.threading.read_bytes
     flops = all_pairs(problem) * 2 * (problem.head_dim + problem.value_dim) * (0.5 if problem.causal else 1.0)
     return flops / how.tuning.threading.flops
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...arrays import array as arrays
-from ...arrays.array import Array
+from ...arrays.array import Array, numpy_dtype
 from ...host.machine import current_isa
 from ...host.shortcuts import address_of
 from ...problem.build import from_stored
@@ -28,7 +28,7 @@ from ..runtime.workers import get_threads
 from .append_call import AppendCall, Blocks, New
 from .forward_call import Call, prepare
 from .schedule import DECODE_ROWS
-from .steps import Steps, out_strides
+from .steps import Steps
 
 _ALL = slice(None)
 _Undo = tuple[Any, np.ndarray, np.ndarray]  # which blocks, and what was in them of keys and values
@@ -53,7 +53,12 @@ def _remember_put(
     has them.
     """
     if any(counts):
-        self.steps.keep(self.steps.of_tokens(k, v, counts, self._put_of(k, v, counts)), given, options)
+        self.steps.keep(Prepared((k, v), None, self._put_of(k, v, counts), self.addresses), given, options)
+
+
+def _out_strides(q: Array, value_dim: int) -> tuple[int, ...]:
+    """Returns the strides of a new array beside queries."""
+    return np.empty((*q.shape[:-1], value_dim), numpy_dtype(q.dtype)).strides
 
 
 def _move(self: CacheStorage | PoolStorage, layer: int, moves: Moves) -> None:
@@ -96,7 +101,7 @@ class CacheStorage:
         self.list = np.arange(ring.tokens // TILE + SLACK, dtype=np.int64)  # the pages of every sequence
         parts = (ring.fixed // BLOCK, ring.size // BLOCK) if ring.size else ()
         self.blocks = Blocks.of(shape, self.isa, self.keys[0], self.values[0], *parts)
-        self.steps = Steps(self.addresses, self.token_bytes)
+        self.steps = Steps()
 
     def _pages(self) -> Pages:
         """How kernels find a token."""
@@ -237,8 +242,8 @@ class CacheStorage:
         def make() -> Prepared:
             longest, shortest = [min(most * SPAN, self.capacity)] * self.batch, q.shape[2] if options.causal else 1
             stored = self.shape.stored(longest, hiding=self.ring.mask(options.causal), shortest=shortest)
-            strides = out_strides(q, self.shape.value_dim)
-            return self.steps.of_queries(self._prepare(from_stored(q, stored, options), q, strides), "bhld", q)
+            call = self._prepare(from_stored(q, stored, options), q, _out_strides(q, self.shape.value_dim))
+            return Prepared((q,), call, layers=self.addresses)
 
         # it depends on no length beyond the spans: items_for() puts lengths and rows in
         return self.steps.made(("step", q.shape, q.strides, q.dtype, known, most), make)
@@ -247,7 +252,7 @@ class CacheStorage:
         """Keeps a step that was checked with these arrays: q, or q, k and v."""
         if k is not None:
             put = self._put_of(k, v, step.counts, step.call.heads_alone)
-            step = self.steps.of_queries(step.call, "bhld", q, (k, v), put)
+            step = Prepared((q, k, v), step.call, put, self.addresses)
         elif self.ring.size:  # what a window still has depends on lengths
             return
         self.steps.keep(step, given, options)
@@ -296,7 +301,7 @@ class PoolStorage:
         head, block = k.memory.strides[1:3]
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.kernel_blocks = Blocks.of(shape, self.isa, k, v)
-        self.steps = Steps(self.addresses, self.token_bytes)
+        self.steps = Steps()
 
     # --- tables
 
@@ -362,11 +367,7 @@ class PoolStorage:
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
             call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
-            if any_lengths:
-                threads = 1 if sum(lengths) < call.inline_keys(self.token_bytes) else 0
-                call.run(*addresses, call.items_for(lengths, lists), threads, options.seed_word())
-            else:
-                call.run(*addresses)
+            call.run(*addresses, *((options.seed_word(), lengths, lists) if any_lengths else ()))
 
     def checked_step(
         self, sequences: int, tensors: tuple[Any, ...], options: Options
@@ -381,12 +382,12 @@ class PoolStorage:
             return
         first = list(itertools.accumulate(batch.counts, initial=0))[:-1]
         part = _Part(tuple(which[0]), tuple(batch.counts), tuple(first), batch.after)
-        lists, strides = [x.address for x in batch.tables], out_strides(q, self.shape.value_dim)
+        lists, strides = [x.address for x in batch.tables], _out_strides(q, self.shape.value_dim)
         call, any_lengths = self._call_of(q, part, lists, options, strides)
         if any_lengths:
             put = None if k is None else self._put_of(k, v, batch.counts, call.heads_alone)
-            step = self.steps.of_queries(call, "lhd", q, () if k is None else (k, v), put)
-            self.steps.keep(step, given, options)
+            known = (q,) if k is None else (q, k, v)
+            self.steps.keep(Prepared(known, call, put, self.addresses), given, options)
 
     def _by_kernel(self, q_heads: int, counts: list[int]) -> list[list[int]]:
         """Which sequences go together: those of few queries, which the decode kernel takes, apart from longer
