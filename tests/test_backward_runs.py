@@ -5,6 +5,7 @@ and what is refused.
 from __future__ import annotations
 
 import ctypes
+import gc
 import itertools
 import mmap
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -375,6 +377,20 @@ def test_memory_is_small_and_linear(monkeypatch, dtype):
         extra.append(peak - 3 * x.nbytes - sums + taken[-1])
     assert extra[1] < 40 << 20
     assert extra[1] - extra[0] < 1 << 20
+
+
+def test_a_prepared_call_keeps_no_array(rng):
+    """Calls are known by shapes and strides: whoever drops the arrays has their memory back."""
+    arrays = qkv(rng, "float32", 1, 2, 2, 5, 6, 9, 8)
+    everything = [*arrays, *flow_of(rng, arrays)]
+    held = [weakref.ref(x) for x in everything]
+    backward._prepared.clear()
+    for _ in range(2):
+        sl.attention_backward(*everything)
+    assert len(backward._prepared) == 1
+    del arrays, everything
+    gc.collect()
+    assert [x() for x in held] == [None] * len(held)
 
 
 # --- what is refused

@@ -170,7 +170,7 @@ def test_no_two_threads_write_to_one_block_of_a_ring(rng, monkeypatch):
         CacheStorage,
         "_put_of",
         lambda self, k, v, counts: SimpleNamespace(
-            size=0, start=lambda addresses, slots: runs.extend(zip(slots, counts, strict=True))
+            size=0, counts=counts, start=lambda addresses, slots: runs.extend(zip(slots, counts, strict=True))
         ),
     )
     first = 133

@@ -71,12 +71,8 @@ class Prepared:
         self.call, self.put, self.layers, self.staged = call, put, layers, staged
         self.reach = [_reach_of(x) for x in given]
         self.counts = list(put.counts if call is None else call.problem.q_lengths)  # of each sequence new rows
+        self.new = 0 if put is None else self.counts[0]  # tokens of each sequence of a cache
         self.spans = 0 if call is None else spans_of(max(call.problem.k_lengths, default=0))
-
-    @property
-    def new(self) -> int:
-        """New tokens of each sequence of a cache."""
-        return self.counts[0] if self.put is not None else 0
 
     @property
     def size(self) -> int:

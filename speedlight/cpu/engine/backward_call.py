@@ -15,7 +15,6 @@ from ...host.rounding import standard
 from ...host.shortcuts import address_of
 from ...problem.build import Stated
 from ...problem.gradients import SINKS, Asked
-from ...problem.philox import drop_below
 from ...problem.plan import Plan, Run, pair_flops, plan_of
 from ...problem.problem import FAR_LSE, LAYOUTS, QUERY_BLOCK, Problem
 from ..memory.operands import Operands, Strides, step_of_items, steps, stride_of
@@ -32,7 +31,7 @@ from .backward_schedule import (
     tickets_of,
     tickets_of_tables,
 )
-from .forward_call import bits_of, measured_roofs, program_of, signs_of
+from .forward_call import bits_of, measured_roofs, program_of, signs_of, words_of_problem
 from .table_sums import added, sums_of
 
 
@@ -40,7 +39,8 @@ class Gradients:
     """A prepared request for gradients, of arrays at any addresses."""
 
     def __init__(self, request: Asked, lies: GradientLayout, threads: int, isa: Isa) -> None:
-        self.request, self.problem, self.lies, self.tuning = request, request.problem, lies, tuning_of(isa)
+        self.request, self.problem, self.tuning = request, request.problem, tuning_of(isa)
+        self.layout, self.first_q = lies.layout, lies.first_q  # not its arrays, which nobody may keep
         wants = self.tuning.ranges
         self.unwritten = _unwritten(self.problem, lies)
         program, skew = program_of(self.problem, backward=True), 0
@@ -49,16 +49,18 @@ class Gradients:
         if self.sums is not None:
             if self.sums.beside(self.problem, program, threads, wants):
                 tickets = tickets_of_tables(self.problem, self.sums.shares, by_positions=self.sums.one)
-                self.tables = self._call("tables", self.sums.program, tickets, threads, isa)
+                self.tables = self._call("tables", self.sums.program, lies, tickets, threads, isa)
             else:
                 program, skew = self.sums.program, 0 if self.sums.alone else self.problem.group
         tickets = tickets_of(self.problem, threads, wants, skew=skew)
-        self.call = self._call("backward", program, tickets, threads, isa)
+        self.call = self._call("backward", program, lies, tickets, threads, isa)
 
-    def _call(self, kind: Kind, program: Program | None, tickets: Tickets, threads: int, isa: Isa) -> BackwardCall:
-        strides = self.lies.strides(self.problem.storage)
+    def _call(
+        self, kind: Kind, program: Program | None, lies: GradientLayout, tickets: Tickets, threads: int, isa: Isa
+    ) -> BackwardCall:
+        strides = lies.strides(self.problem.storage)
         how = schedule_backward(self.problem, isa, strides, program, tickets, threads, self.tuning)
-        return BackwardCall(self.problem, kind, program, self.lies, how)
+        return BackwardCall(self.problem, kind, program, lies, how)
 
     @property
     def size(self) -> int:
@@ -78,7 +80,36 @@ class Gradients:
             self.tables.run(x, [x.dq.numpy()] * 3, seed, shares)
         tables = {at: added(each) for at, each in found.items()}
         grads = self.request.grads
-        return tuple(self._narrowed(_sinks(self.problem, self.lies, x) if y == SINKS else tables[id(y)]) for y in grads)
+        return tuple(self._narrowed(self._sinks(x) if y == SINKS else tables[id(y)]) for y in grads)
+
+    @standard
+    def _sinks(self, x: Operands) -> np.ndarray:
+        """Returns the gradient of each head's sink, a key that all rows see and whose value is zeros: - Σ p · delta."""
+        problem = self.problem
+        assert problem.sinks is not None
+        result = np.zeros(problem.q_heads)
+        far = FAR_LSE["float64" if problem.storage == "f64" else "float32"]
+        for item in range(problem.batch):
+            for head, sink in enumerate(problem.sinks):
+                out, lse, d_out = (self._rows(a, item, head) for a in (x.out, x.lse, x.d_out))
+                d_lse = 0.0 if x.d_lse is None else self._rows(x.d_lse, item, head)
+                seen = (lse != -np.inf) & (sink != -np.inf)
+                with np.errstate(all="ignore"):
+                    delta = (out * d_out).sum(axis=-1) - d_lse
+                    exponents = sink - lse
+                    exponents = np.where(np.abs(lse) >= far, np.minimum(exponents, 0.0), exponents)  # as of keys
+                    result[head] -= (np.exp(exponents) * delta)[seen].sum()
+        return result
+
+    def _rows(self, x: Array, item: int, head: int) -> np.ndarray:
+        """Returns the rows of an array, or log-sum-exps, for the queries of an item, in float64."""
+        first = 0 if self.first_q is None else self.first_q[item]
+        rows = slice(first, first + self.problem.q_lengths[item])
+        at: list[Any] = [item, head, rows][-len(self.layout) + 1 :]
+        if x.name not in ("lse", "d_lse"):
+            heads, length, _ = LAYOUTS[self.layout][-3:]
+            at[heads], at[length] = head, rows
+        return np.asarray(x.numpy()[tuple(at)], np.float64)
 
     @standard
     def _narrowed(self, x: np.ndarray) -> np.ndarray:
@@ -122,43 +153,6 @@ def _sum_bytes(problem: Problem) -> int:
         return 0
     rows, keys = sum(problem.q_lengths) * problem.q_heads, sum(problem.k_lengths) * problem.kv_heads
     return 4 * (rows * problem.head_dim + keys * (problem.head_dim + problem.value_dim))
-
-
-@standard
-def _sinks(problem: Problem, lies: GradientLayout, x: Operands) -> np.ndarray:
-    """Returns the gradient of each head's sink, a key that every row sees and whose value is zeros: - Σ p · delta."""
-    assert problem.sinks is not None
-    result = np.zeros(problem.q_heads)
-    far = FAR_LSE["float64" if problem.storage == "f64" else "float32"]
-    for item, length in enumerate(problem.q_lengths):
-        for head, sink in enumerate(problem.sinks):
-            out, lse, d_out = (_rows(a, lies, item, head, length) for a in (x.out, x.lse, x.d_out))
-            d_lse = 0.0 if x.d_lse is None else _rows(x.d_lse, lies, item, head, length)
-            seen = (lse != -np.inf) & (sink != -np.inf)
-            with np.errstate(all="ignore"):
-                delta = (out * d_out).sum(axis=-1) - d_lse
-                exponents = sink - lse
-                exponents = np.where(np.abs(lse) >= far, np.minimum(exponents, 0.0), exponents)  # as of keys
-                result[head] -= (np.exp(exponents) * delta)[seen].sum()
-    return result
-
-
-def _rows(x: Array, lies: GradientLayout, item: int, head: int, length: int) -> np.ndarray:
-    """Returns the rows of an array, or log-sum-exps, for the queries of an item, in float64."""
-    first = 0 if lies.first_q is None else lies.first_q[item]
-    rows: Any = slice(first, first + length)
-    if x.name in ("lse", "d_lse"):
-        return np.asarray(x.numpy()[(item, head, rows)[-len(lies.layout) + 1 :]], np.float64)
-    match lies.layout:
-        case "lhd":
-            at = rows, head
-        case "blhd":
-            at = item, rows, head
-        case "hld":
-            at = head, rows
-        case _:
-            at = item, head, rows
-    return np.asarray(x.numpy()[at], np.float64)
 
 
 def _unwritten(problem: Problem, lies: GradientLayout) -> list[str]:
@@ -262,19 +256,10 @@ def _gradient_bytes(problem: Problem) -> int:
 
 def _words(problem: Problem, lies: GradientLayout, elements: int) -> dict[str, int]:
     number, size = number_bytes(problem.storage), _gradient_bytes(problem)
-    words = {
-        "lse_head": _lse_rows(lies) * number,
-        "lse_row": number,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
-        "group": problem.group,
-        "causal": int(problem.causal),
+    words = words_of_problem(problem, _lse_rows(lies)) | {
         "c": bits_of(abs(problem.scale), number),  # a score's own arithmetic wants it with its sign
         "flip": signs_of(number, elements) if problem.score is None and problem.scale < 0 else 0,
-        "scale": bits_of(problem.scale, number),
-        "drop_below": drop_below(problem.dropout),
         "drop_factor": bits_of(1.0 / problem.dropout_divisor, number),
-        "k_start": problem.k_start,
     }
     for name in ("q", "k", "v", "out", "d_out"):
         words |= steps(name, getattr(lies.arrays, name).strides, lies.layout)

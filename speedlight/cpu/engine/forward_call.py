@@ -197,25 +197,32 @@ def words_of(problem: Problem, how: Schedule, rows: Rows, keys: Dense | Paged) -
     """Returns the kernel's arguments by name, without addresses; for any vector unit, this machine's or not."""
     c = LOG4_E if problem.score is not None else problem.scale * LOG4_E
     number = number_bytes(problem.storage)
-    words = {
+    words = words_of_problem(problem, rows.q.shape[0] if rows.layout == "lhd" else _padded_rows(problem)) | {
         "scratch_stride": how.scratch_stride,
         "limit": how.tickets,
-        "lse_head": (rows.q.shape[0] if rows.layout == "lhd" else _padded_rows(problem)) * number,
-        "lse_row": number,
-        "head_dim": problem.head_dim,
-        "value_dim": problem.value_dim,
-        "group": problem.group,
-        "causal": int(problem.causal),
         "c": bits_of(abs(c), number),
-        "scale": bits_of(problem.scale, number),
-        "k_start": problem.k_start,
         "flip": signs_of(number, PRODUCTS[product_of(problem, how.isa)]) if c < 0 else 0,
-        "drop_below": drop_below(problem.dropout),
         "divisor": bits_of(problem.dropout_divisor, number),
     }
     words |= steps("q", rows.q.strides, rows.layout) | steps("out", rows.out_strides, rows.layout)
     words |= keys.words() | dict(how.words)
     return words | (upcoming_of(problem, how, words) if how.kind == "forward" else {})
+
+
+def words_of_problem(problem: Problem, lse_rows: int) -> dict[str, int]:
+    """Returns the arguments that a problem alone says; `lse_rows`: from one head's log-sum-exps to the next."""
+    number = number_bytes(problem.storage)
+    return {
+        "lse_head": lse_rows * number,
+        "lse_row": number,
+        "head_dim": problem.head_dim,
+        "value_dim": problem.value_dim,
+        "group": problem.group,
+        "causal": int(problem.causal),
+        "scale": bits_of(problem.scale, number),
+        "k_start": problem.k_start,
+        "drop_below": drop_below(problem.dropout),
+    }
 
 
 def upcoming_of(problem: Problem, how: Schedule, words: dict[str, int]) -> dict[str, int]:

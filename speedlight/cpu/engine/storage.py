@@ -165,7 +165,7 @@ class CacheStorage:
                 item, head, row, column = x.strides
                 items, to = ([i * step for i in range(self.batch)] for step in (item, store.memory.strides[0]))
                 new.append(New(x.dtype.name, head, row, column, items, to))
-            return AppendCall(self.blocks, *new, counts, get_threads(), heads)
+            return AppendCall(self.blocks, new[0], new[1], counts, get_threads(), heads)
 
         return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
 
@@ -352,7 +352,7 @@ class PoolStorage:
                 for x in (k, v)
                 for row, head, column in (x.strides,)
             ]
-            return AppendCall(self.kernel_blocks, *new, counts, get_threads(), heads)
+            return AppendCall(self.kernel_blocks, new[0], new[1], counts, get_threads(), heads)
 
         return self.steps.made(("put", tuple(counts), k.strides, v.strides, k.dtype, v.dtype, heads), make)
 
@@ -367,7 +367,10 @@ class PoolStorage:
             part = _Part(tuple(which), tuple(counts), tuple(rows), lengths)
             lists = [batch.tables[i].address for i in which]
             call, any_lengths = self._call_of(q, part, lists, options, results.out.strides)
-            call.run(*addresses, *((options.seed_word(), lengths, lists) if any_lengths else ()))
+            if any_lengths:
+                call.run(*addresses, options.seed_word(), lengths, lists)
+            else:
+                call.run(*addresses)
 
     def checked_step(
         self, sequences: int, tensors: tuple[Any, ...], options: Options
