@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays.array import DTYPES, Array, describe, has_bytes
-from ..host.shortcuts import address_of
+from ..host.shortcuts import address_of, count_write
 from .problem import Options, spans_of
-from .results import count_write, deliver, fresh
+from .results import deliver, fresh
 
 _Ints = Sequence[int] | None
 

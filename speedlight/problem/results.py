@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays.array import DTYPES, Array, check_plain_tensor, describe, numpy_dtype
 from ..errors import ArgumentError, ArgumentTypeError
-from ..host.shortcuts import address_of
+from ..host.shortcuts import address_of, count_write
 from .problem import LAYOUTS, Options, Problem
 
 
@@ -190,11 +190,6 @@ def tell_written(x: Array) -> None:
     """Tells autograd, before it happens, that an array is written to, if it is a tensor."""
     if x.kind == "torch":
         count_write(x.tensor)
-
-
-def count_write(tensor: Any) -> None:
-    """Raises a tensor's version, if it has one: what was saved of it for a backward pass is no more."""
-    sys.modules["torch"]._C._increment_version((tensor,))  # in half the time of autograd.graph.increment_version()
 
 
 def deliver(target: Array) -> None:

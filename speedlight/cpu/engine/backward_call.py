@@ -39,9 +39,9 @@ class Gradients:
     """A prepared request for gradients, of arrays at any addresses."""
 
     def __init__(self, request: Asked, lies: GradientLayout, threads: int, isa: Isa) -> None:
-        self.request, self.problem, self.tuning = request, request.problem, tuning_of(isa)
+        self.request, self.problem = request, request.problem
         self.layout, self.first_q = lies.layout, lies.first_q  # not its arrays, which nobody may keep
-        wants = self.tuning.ranges
+        wants = tuning_of(isa).ranges
         self.unwritten = _unwritten(self.problem, lies)
         program, skew = program_of(self.problem, backward=True), 0
         self.sums = sums_of(self.problem, request.tables)
@@ -49,18 +49,11 @@ class Gradients:
         if self.sums is not None:
             if self.sums.beside(self.problem, program, threads, wants):
                 tickets = tickets_of_tables(self.problem, self.sums.shares, by_positions=self.sums.one)
-                self.tables = self._call("tables", self.sums.program, lies, tickets, threads, isa)
+                self.tables = BackwardCall(self.problem, "tables", self.sums.program, lies, tickets, threads, isa)
             else:
                 program, skew = self.sums.program, 0 if self.sums.alone else self.problem.group
         tickets = tickets_of(self.problem, threads, wants, skew=skew)
-        self.call = self._call("backward", program, lies, tickets, threads, isa)
-
-    def _call(
-        self, kind: Kind, program: Program | None, lies: GradientLayout, tickets: Tickets, threads: int, isa: Isa
-    ) -> BackwardCall:
-        strides = lies.strides(self.problem.storage)
-        how = schedule_backward(self.problem, isa, strides, program, tickets, threads, self.tuning)
-        return BackwardCall(self.problem, kind, program, lies, how)
+        self.call = BackwardCall(self.problem, "backward", program, lies, tickets, threads, isa)
 
     @property
     def size(self) -> int:
@@ -208,9 +201,12 @@ class BackwardCall:
     """
 
     def __init__(
-        self, problem: Problem, kind: Kind, program: Program | None, lies: GradientLayout, how: BackwardSchedule
-    ) -> None:
-        self.problem, self.how, self.items = problem, how, _items(problem, lies, how.tickets.words["range_keys"])
+        self, problem: Problem, kind: Kind, program: Program | None, lies: GradientLayout, tickets: Tickets,
+        threads: int, isa: Isa,
+    ) -> None:  # fmt: skip
+        strides = lies.strides(problem.storage)
+        how = schedule_backward(problem, isa, strides, program, tickets, threads, tuning_of(isa))
+        self.problem, self.how, self.items = problem, how, _items(problem, lies, tickets.words["range_keys"])
         shape, wants = shape_of(problem, kind, program, how), how.tuning.threading
         words = how.words | _words(problem, lies, shape.elements) | {"scratch_stride": how.scratch_stride}
         seconds = _guessed_seconds(problem, how, shape.elements)
