@@ -126,7 +126,7 @@ class AppendCall:
         launch = self.launch
         if not launch.tickets:
             return None
-        words = launch.words()
+        words = launch.words_type.from_buffer_copy(launch.template)
         words[_CALL] = addresses
         words[_SLOTS] = slots
         if lists is not None:

@@ -135,21 +135,16 @@ class Call:
             more = ((STATE, state),)
         elif new is not None:
             more = ((NEW, (new[0].ticket, ctypes.addressof(new[1]))),)
-        items, items_at, threads = None, self.items_at, 0
+        items_at, threads = self.items_at, 0
         if lengths is not None:
-            items = self._items_for(lengths, lists)
-            items_at, threads = ctypes.addressof(items), int(sum(lengths) < self.inline_keys)
+            items = self.items_type.from_buffer_copy(self.items_bytes)
+            items[_K_LENS] = lengths
+            items[_STARTS] = list(map(sub, lengths, self.problem.q_lengths))
+            if lists is not None:
+                items[_LISTS] = lists
+            items_at, threads = ctypes.addressof(items), 1 if sum(lengths) < self.inline_keys else 0
         call = q, k, v, out, lse, self.counts_at, items_at
         self.launch.run_in_scratch(call, self.problem.seed if seed is None else seed, more, threads)
-
-    def _items_for(self, k_lengths: Sequence[int], lists: Sequence[int] | None) -> Any:
-        """Returns the table of items for other lengths of keys, and lists of pages."""
-        items = self.items_type.from_buffer_copy(self.items_bytes)
-        items[_K_LENS] = k_lengths
-        items[_STARTS] = list(map(sub, k_lengths, self.problem.q_lengths))
-        if lists is not None:
-            items[_LISTS] = lists
-        return items
 
 
 _K_LENS, _STARTS, _LISTS = (slice(word, None, len(ITEM)) for word in (ITEM.k_len, ITEM.start, ITEM.pages))

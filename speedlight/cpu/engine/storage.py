@@ -302,6 +302,7 @@ class PoolStorage:
         self.kernel_pages = Pages(True, BLOCK, head, block, k.row, head, block, v.row)
         self.kernel_blocks = Blocks.of(shape, self.isa, k, v)
         self.steps = Steps()
+        self.checked_step = self.steps.find
 
     # --- tables
 
@@ -371,12 +372,6 @@ class PoolStorage:
                 call.run(*addresses, options.seed_word(), lengths, lists)
             else:
                 call.run(*addresses)
-
-    def checked_step(
-        self, sequences: int, tensors: tuple[Any, ...], options: Options
-    ) -> tuple[Prepared, list[int]] | None:
-        """A step of a form that was checked before, and the addresses of its arrays."""
-        return self.steps.find(sequences, tensors, options)
 
     def remember(self, given: tuple[Any, ...], q: Array, k: Any, v: Any, batch: Batch, options: Options) -> None:
         """Keeps a step that was checked with these arrays, of as many queries and new tokens as by default."""

@@ -108,7 +108,10 @@ class Launch:
             )  # fmt: skip
             for place, values in more:
                 words[place] = values
-            self.run(words, threads)
+            if threads == 1 or self.inline:
+                run_alone(self.kernel, words, self.tickets)
+            else:
+                self.run(words, threads)
         finally:
             give_scratch(scratch)
         raise_wrong(self.lookups, wrong)
