@@ -127,7 +127,7 @@ def attention_paged(
         known = None if key is None else _prepared.get(key)
         if known is not None:
             lists, lengths = page_lists(block_table, k_lengths, k_pages.shape[0], k_pages.shape[1], SLACK)
-            if lengths and known.fits(lengths):
+            if len(lengths) == len(known.counts) and known.fits(lengths):
                 results = known.again(tensors, return_lse, options.seed_word(), lengths, row_addresses(lists))
                 if results is not None:
                     return results

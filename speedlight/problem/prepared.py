@@ -80,11 +80,9 @@ class Prepared:
         return sum([x.size for x in (self.call, self.put) if x is not None])
 
     def fits(self, lengths: Sequence[int], new: int = 0) -> bool:
-        """Returns whether it was prepared for so many sequences of these lengths, with so many new tokens each."""
+        """Returns whether it was prepared for as many sequences of these lengths, with so many new tokens each."""
         if self.call is None:
             return True
-        if len(lengths) != len(self.counts):
-            return False
         return min(lengths) + new > 0 and spans_of(max(lengths) + new) == self.spans
 
     def addresses(self, tensors: tuple[Any, ...]) -> list[int] | None:

@@ -23,8 +23,10 @@ class Steps:
         """
         key = key_of(tensors, options, (sequences, get_threads()))
         step = None if key is None else self.memo.get(key)
-        addresses = None if step is None else step.addresses(tensors)
-        return None if step is None or addresses is None else (step, addresses)
+        if step is None:
+            return None
+        addresses = step.addresses(tensors)
+        return None if addresses is None else (step, addresses)
 
     def keep(self, step: Prepared, given: tuple[Any, ...], options: Options) -> None:
         """Keeps a step that was checked with the caller's arrays."""

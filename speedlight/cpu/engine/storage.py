@@ -228,7 +228,10 @@ class CacheStorage:
     ) -> tuple[Prepared, list[int]] | None:
         """A step of a form that was checked before, for any lengths of these spans, and the addresses of its arrays."""
         found = self.steps.find(self.batch, tensors, options)
-        return None if found is None or not found[0].fits(lengths, found[0].new) else found
+        if found is None:
+            return None
+        step = found[0]
+        return found if step.fits(lengths, step.new) else None
 
     def step(self, given: Any, q: Array, lengths: list[int], options: Options) -> Prepared | None:
         """A step for queries of this form, checked; `given`: as the caller has them."""
