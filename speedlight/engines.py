@@ -49,7 +49,7 @@ def of(device: str) -> Any:
 def gradients() -> Any:
     """What computes them: `prepare` makes a backward call, `plan` says what it would do."""
     with importing:
-        from .cpu.engine import gradient_requests as gradients
+        from .cpu.engine import backward_call as gradients
 
     return gradients
 
@@ -69,9 +69,9 @@ def gpu(name: str = "q", way: str = "q.cpu()") -> Any:
 
 def raw_pages() -> Any:
     """What stores tokens in the caller's pages on the CPU."""
-    from .cpu.engine import append_paged as paging
+    from .cpu.engine import append_call
 
-    return paging
+    return append_call
 
 
 def gpu_used() -> bool:

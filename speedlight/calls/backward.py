@@ -17,7 +17,6 @@ from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.build import from_arrays
 from ..problem.gradients import Given, asked, resolved
-from ..problem.key import key_of
 from ..problem.options import (
     AnyArray,
     ArrayOf,
@@ -35,13 +34,14 @@ from ..problem.options import (
     V,
     Window,
 )
+from ..problem.prepared import key_of
 from ..problem.problem import Options, new_options, padded_alike
 from ..problem.results import empty_like, like_input
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_prepared: Memo[Any] = Memo(128, 64 << 20)
+_prepared: Memo[Any] = Memo(128, 64 << 20)  # by key_of(), with threads and the vector unit; not with `grads`
 _NAMES = ("q", "k", "v", "out", "lse", "d_out", "d_lse")
 
 
@@ -83,7 +83,7 @@ def attention_backward(
     dropout: float = 0.0,
     seed: Int | None = None,
 ) -> Any:
-    """What flows back to q, k and v of attention(), in memory that does not grow with the square of the length.
+    """Returns the gradients of q, k and v of attention(), in memory that does not grow with the square of the length.
 
     The weights are computed again, as exp(score - lse) with the lse that is given: with the out and lse of a whole
     sequence this works on a part of its keys, too, and the dq of all parts add up.
@@ -140,7 +140,7 @@ def attention_backward(
         options = options.spelled()
         stated = from_arrays(six[0], six[1], six[2], options)
     shared = stated.problem.shared
-    (dq, a), (dk, b), (dv, c) = [_gradient_of(x, six[0] if shared else x) for x in six[:3]]
+    (dq, a), (dk, b), (dv, c) = [_make_gradient(x, six[0] if shared else x) for x in six[:3]]
     where = Operands(six[0], six[1], six[2], six[3], six[4], six[5], seventh, a, b, c)
     if call is None:
         request = asked(stated.problem, options.layout, Given(six[0], six[3], six[4], six[5], seventh), grads)
@@ -149,19 +149,19 @@ def attention_backward(
             _prepared.put(key, call, call.size)
     more = call.run(where, None if key is None else options.seed_word())
     if shared:
-        dk, dv = _summed(b), _summed(c)
+        dk, dv = _sum_items(b), _sum_items(c)
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
-    return (*results, tuple(_of_kind(given[0], y) for y in more)) if grads else results
+    return (*results, tuple(_convert(given[0], y) for y in more)) if grads else results
 
 
-def _gradient_of(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:
-    """A new array for what flows to x, which lies as x does, of as many batch items as another array has."""
+def _make_gradient(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:
+    """Makes an array for the gradient of x, which lies as x does, of as many batch items as another array has."""
     return empty_like(x, (*items.shape[:1], *x.shape[1:]), x.dtype, ordered=True)
 
 
 @standard
-def _summed(x: arrays.Array) -> Any:
-    """What flows to keys that all items share: of each item, rounded, added in float64, ascending; rounded once."""
+def _sum_items(x: arrays.Array) -> Any:
+    """Adds the gradients of keys that items share: each item's rounded, added in float64, ascending; rounded once."""
     each = x.numpy()
     total = np.zeros((1, *each.shape[1:]))
     with np.errstate(all="ignore"):
@@ -173,6 +173,6 @@ def _summed(x: arrays.Array) -> Any:
     return result
 
 
-def _of_kind(q: arrays.Array, x: np.ndarray) -> Any:
-    """A NumPy array as the library of q has arrays."""
+def _convert(q: arrays.Array, x: np.ndarray) -> Any:
+    """Converts a NumPy array to what the library of q has."""
     return sys.modules["torch"].from_numpy(x) if q.kind == "torch" else like_input(q, x)

@@ -168,9 +168,9 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     """Fills `out` and `lse`, which are contiguous."""
     with importing:
         from ..cpu.kernels import merge as kernels
-        from ..cpu.runtime.compile import kernel_of
+        from ..cpu.runtime.launch import Launch, threads_for
         from ..cpu.runtime.tuned import tuning_of
-        from ..cpu.runtime.workers import get_threads, run_tickets
+        from ..cpu.runtime.workers import get_threads
 
     rows, width, states = math.prod(lse.shape), out.shape[-1], len(outs)
     if not rows:
@@ -182,13 +182,12 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
     seconds = rows * (row_bytes / _BYTES + states * _ROW_SECONDS)
     isa = current_isa()
     wants = tuning_of(isa).threading
-    threads = min(get_threads(), tickets) if seconds > wants.inline_seconds else 1
+    threads = threads_for(seconds, min(get_threads(), tickets), wants)
     table = _table(outs, lses, steps)
     state_words, size_words = (ctypes.c_int64 * len(table))(*table), (ctypes.c_int64 * len(sizes))(*sizes)
     stride = -(-kernels.scratch_bytes(states, len(sizes)) // 64) * 64 + 64  # no cache line belongs to two threads
     scratch = (ctypes.c_char * (stride * threads))()
-    words = (ctypes.c_int64 * len(kernels.ARGUMENTS.names))()
-    for name, value in {
+    words = {
         "scratch": ctypes.addressof(scratch),
         "scratch_stride": stride,
         "states": ctypes.addressof(state_words),
@@ -204,9 +203,9 @@ def _run(outs: list[Array], lses: list[Array], out: Array, lse: Array) -> None:
         "out_kind": _KINDS[out.dtype],
         "lse": lse.address,
         "lse_kind": _KINDS[lse.dtype],
-    }.items():
-        words[kernels.ARGUMENTS.word(name)] = value
-    run_tickets(kernel_of(kernels.MergeShape(isa)), words, tickets, threads, seconds, wants.region_seconds)
+    }
+    launch = Launch(kernels.MergeShape(isa), kernels.ARGUMENTS, words, tickets, threads, seconds, wants)
+    launch.run(launch.words())
 
 
 def _table(outs: list[Array], lses: list[Array], steps: list[list[int]]) -> list[int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..errors import UnsupportedError, pass_on
 from .llvm import host_features
+from .shortcuts import setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +132,6 @@ def _cpuinfo() -> dict[str, str]:
         pass_on(error, OSError)
         return {}
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
-
-
-def setting(name: str) -> str:
-    """A variable of the environment as it is now, "" where it is not set.
-
-    Every call asks for two, and os.environ takes a microsecond to say that one is not there: what it wraps does not.
-    """
-    if _ENVIRONMENT is not None and os.environ.encodekey(name) not in _ENVIRONMENT:
-        return ""
-    return os.environ.get(name, "")
-
-
-_ENVIRONMENT = getattr(os.environ, "_data", None)
 
 
 def current_isa() -> Isa:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.array import address_of, describe, numpy_dtype
+from ..arrays.array import describe, numpy_dtype
 from ..cpu.engine.forward_call import prepare
 from ..cpu.engine.storage import CacheStorage
 from ..cpu.memory.operands import Dense, Rows
@@ -24,6 +24,7 @@ from ..cpu.runtime.tuned import Parts, changed, with_parts
 from ..cpu.runtime.workers import get_threads
 from ..errors import CompileError
 from ..host.machine import Isa
+from ..host.shortcuts import address_of
 from ..host.tunings import TUNINGS, Tuning
 from ..problem.build import from_arrays
 from ..problem.problem import Options

@@ -40,7 +40,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a tensor to be negated is taken for one that is not",
-        "problem/key.py",
+        "problem/prepared.py",
         "if x.layout is not strided or x.is_neg():",
         "if x.layout is not strided:",
         "tests/arguments/test_calls.py -k negated",

@@ -12,11 +12,11 @@ from tolerance import assert_accurate
 
 import speedlight as sl
 from speedlight.calls import dense
-from speedlight.cpu.engine import forward_call as prepare
 from speedlight.cpu.engine import schedule
 from speedlight.cpu.language import philox as on_vectors
 from speedlight.cpu.language.vector import I64, PTR, Module, vec
 from speedlight.cpu.memory.shape import Shape
+from speedlight.cpu.runtime import launch
 from speedlight.cpu.runtime.compile import compile_ir
 from speedlight.host.llvm import load
 from speedlight.host.machine import host_isas
@@ -357,6 +357,6 @@ def test_codes_whose_scale_is_not_a_number(isa, rng):
 def test_scratch_contents_do_not_matter(isa, rng, rubbish, dtype, q_len):
     q, k, v = (rng.standard_normal((1, 2, n, 33)).astype(numpy_dtype(dtype)) for n in (q_len, 77, 77))
     results = set()
-    for _ in rubbish(prepare):
+    for _ in rubbish(launch):
         results.add(sl.attention(q, k, v, causal=True, dropout=0.2, seed=8).tobytes())
     assert len(results) == 1

@@ -17,6 +17,7 @@ import speedlight as sl
 from speedlight.cpu.engine import append_call as putting
 from speedlight.cpu.engine import forward_call as prepare
 from speedlight.cpu.engine import storage
+from speedlight.cpu.runtime import launch
 
 OPTIONS = [{}, {"score": sl.softcap(2.0)}, {"mask": sl.window(50, 0) | sl.prefix(3)}, {"sink_logits": [0.5, -1, 2, 0]}]
 
@@ -380,7 +381,7 @@ def test_any_allocation_may_fail(rng, dtype, kind, monkeypatch):
         for at in range(1, 400):
             with monkeypatch.context() as patch:
                 failing = _Failing(at)
-                for module in (putting, storage, prepare):
+                for module in (putting, storage, prepare, launch):
                     patch.setattr(module, "np", failing)
                 forget_steps(pool if kind == "pool" else cache)
                 try:
