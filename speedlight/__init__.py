@@ -101,8 +101,6 @@ if TYPE_CHECKING:
     from .problem.options import AttentionOptions
     from .problem.plan import Plan
 
-    Sequence = PagedSequence  # its name until 0.2
-
 __version__ = "0.1.0"
 ARITHMETIC = 2  # the canonical order of operations; docs/numerics.md
 
@@ -237,7 +235,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:  # to a type checker a name that is not above is none
-    __getattr__ = importer(globals(), _HOMES, ("reference",), {"Sequence": "PagedSequence"})
+    __getattr__ = importer(globals(), _HOMES, ("reference",))
 
 
 def __dir__() -> list[str]:

@@ -7,7 +7,8 @@ import sys
 import types
 from typing import Any
 
-from ..errors import ArgumentError, shown
+from .. import ArgumentError
+from ..adapting import shown
 from . import bert_padding, interface, kernels, v3, v4
 
 VERSION = "2.8.4"  # of flash-attn, whose calls these are
@@ -86,7 +87,7 @@ def _version_2() -> dict[str, types.ModuleType]:
 
 
 def _module(name: str, source: types.ModuleType, names: Any, *, package: bool = False) -> types.ModuleType:
-    """A module of that name with some of what another one has."""
+    """Makes a module of that name with some of what another one has."""
     made = types.ModuleType(name, f"{source.__doc__} Installed by speedlight.flash_attn.install().")
     made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=package)
     made.__package__ = name if package else name.rpartition(".")[0]

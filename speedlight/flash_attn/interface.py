@@ -56,11 +56,11 @@ def flash_attn_func(
     """
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=return_attn_probs is True)
     check_sides(q, k, v, *PADDED)
-    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
+    options = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
     if not return_attn_probs:
-        return attention(q, k, v, layout="blhd", **said)
-    out, lse = attention(q, k, v, layout="blhd", return_lse=True, **said)
-    return out, infinite_where_empty(lse), dropped_weights(q, k, said)
+        return attention(q, k, v, layout="blhd", **options)
+    out, lse = attention(q, k, v, layout="blhd", return_lse=True, **options)
+    return out, infinite_where_empty(lse), dropped_weights(q, k, options)
 
 
 def flash_attn_qkvpacked_func(
@@ -153,16 +153,16 @@ def flash_attn_varlen_func(
     ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     check_tensors({"q": q, "k": k, "v": v}, {}, {**ends, "block_table": block_table}, strict=return_attn_probs is True)
     check_offsets(ends)
-    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
+    options = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p, cu_seqlens_q)
     if return_attn_probs:
-        check_no_weights(said)
+        check_no_weights(options)
     queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k)
     if block_table is not None:
-        out, lse = attended_pages(q, (k, v), block_table, paged_lengths(keys), queries, said)
+        out, lse = attended_pages(q, (k, v), block_table, paged_lengths(keys), queries, options)
     elif not return_attn_probs:
-        return attended(q, k, v, queries, keys, said, False)
+        return attended(q, k, v, queries, keys, options, False)
     else:
-        out, lse = attended(q, k, v, queries, keys, said, True)
+        out, lse = attended(q, k, v, queries, keys, options, True)
     return (out, infinite_where_empty(lse), q.new_empty(0)) if return_attn_probs else out
 
 
@@ -279,6 +279,6 @@ def flash_attn_with_kvcache(
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     new = New(k, v, None, rotary_cos, rotary_sin, rotary_interleaved)
     check_given(q, cache, new)
-    said = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    out, lse = attended_cache(q, None, cache, new, None, said)
+    options = options_of(q, softmax_scale, causal, window_size, softcap, alibi_slopes)
+    out, lse = attended_cache(q, None, cache, new, None, options)
     return (out, infinite_where_empty(lse)) if return_softmax_lse else out

@@ -21,16 +21,17 @@ import numpy as np
 from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero
 
-from ..arrays.array import DTYPES
-from ..calls.backward import attention_backward
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
-from ..expressions.tables import Table
-from ..front import attention
-from ..problem.checks import check_flag, integer, scale_of
+from .. import ArgumentError, ArgumentTypeError, Table, UnsupportedError, attention, attention_backward
+from ..adapting import DTYPES, Library, check_flag, integer, scale_of, shown
 from . import xla
 
 __all__ = ["dot_product_attention"]
 
+JAX = Library(
+    "jax",
+    tested=("0.6", "0.10"),
+    refused={"implementation": "It chooses among jax.nn.dot_product_attention's own."},
+)
 HIDDEN = np.float32(-0.7) * np.finfo(np.float32).max  # what JAX puts where a mask hides a key
 _PIECE = 256  # rows that are settled at a time
 _OPTIONAL = ("bias", "mask", "query_seq_lengths", "key_value_seq_lengths")
@@ -82,10 +83,7 @@ def dot_product_attention(
     >>> out.shape, lse.shape
     ((2, 3, 4, 8), (2, 3, 4))
     """
-    if implementation is not None:
-        raise UnsupportedError(
-            f"implementation: expected None; got {shown(implementation)}, which is jax.nn.dot_product_attention's."
-        )
+    JAX.refuse(implementation=implementation)
     check_flag("return_residual", return_residual)
     q, k, v = (_array(name, x) for name, x in (("query", query), ("key", key), ("value", value)))
     shape = q.shape
@@ -108,7 +106,7 @@ def dot_product_attention(
 
 
 class _Call(NamedTuple):
-    """What is known when a call is traced, and goes to XLA as text."""
+    """Options that are known when a call is traced, and go to XLA as text."""
 
     causal: bool
     window: tuple[int, int] | None
@@ -132,7 +130,7 @@ def _parsed(text: bytes) -> _Call:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attended(call: _Call, q: Any, k: Any, v: Any, rest: dict[str, Any]) -> Any:
-    """[out], and the residual if it is asked for."""
+    """Returns [out], and the residual if it is asked for."""
     return _forward(call, q, k, v, rest)
 
 
@@ -199,7 +197,7 @@ class _Given(NamedTuple):
         }  # fmt: skip
 
     def pieces(self, low: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(item, head, rows) of True entries of (batch, heads, rows), but for rows past an item's length."""
+        """Yields (item, head, rows) of True entries of (batch, heads, rows), but for rows past an item's length."""
         if self.q_lengths is not None:
             low = low & (np.arange(low.shape[2]) < np.array(self.q_lengths)[:, None, None])
         for b, h in np.argwhere(low.any(-1)).tolist():
@@ -208,7 +206,7 @@ class _Given(NamedTuple):
                 yield b, h, rows[at : at + _PIECE]
 
     def hidden(self, b: int, h: int, rows: np.ndarray) -> np.ndarray:
-        """(rows or 1, keys) of floats, 1 where a mask hides the key: of rows that see none, without a bias, all."""
+        """Returns (rows or 1, keys) of floats, 1 where a mask hides the key; all 1 without a bias."""
         j = np.arange(self.k.shape[1])
         if self.bias is None:
             return np.ones((1, len(j)))
@@ -228,7 +226,7 @@ class _Given(NamedTuple):
 
 
 def _given(call: _Call, operands: list[np.ndarray], lead: tuple[int, ...], share: bool = True) -> _Given:
-    """Of (…, *shape) operands, … being 1 or the size of each vmap. `share`: a bias may be that of many items."""
+    """Folds (…, *shape) operands, … being 1 or the size of each vmap. `share`: a bias may be that of many items."""
     q, k, v = (_folded(x, lead, x.shape[len(lead)]) for x in operands[:3])
     rest: dict[str, Any] = dict.fromkeys(_OPTIONAL)
     for name, x in zip(call.rest, operands[3:], strict=False):
@@ -249,7 +247,7 @@ def _folded(x: np.ndarray, lead: tuple[int, ...], batch: int) -> np.ndarray:
 
 
 def _run(operands: list[np.ndarray], results: list[np.ndarray], text: bytes) -> None:
-    """out, residual and log-sum-exps, whichever are asked for; lse: -inf of rows to which nothing but values counts."""
+    """Computes out, residual and log-sum-exps, as asked for; lse: -inf of rows to which nothing but values counts."""
     call = _parsed(text)
     given = _given(call, operands, results[0].shape[:-4])
     out = results[0].reshape(given.q.shape)
@@ -283,7 +281,7 @@ def _settled(given: _Given, out: np.ndarray, lse: np.ndarray) -> np.ndarray:
 
 
 def _run_backward(operands: list[np.ndarray], results: list[np.ndarray], text: bytes) -> None:
-    """dq, dk, dv, and what flows to the bias if it is asked for."""
+    """Computes dq, dk, dv, and the bias's gradient if it is asked for."""
     call = _parsed(text)
     lead = results[0].shape[:-4]
     given = _given(call, operands[:-3], lead, share=not call.grads)
@@ -311,7 +309,7 @@ def _run_backward(operands: list[np.ndarray], results: list[np.ndarray], text: b
 
 
 def _store_bias(d_bias: np.ndarray, result: np.ndarray, lead: tuple[int, ...]) -> None:
-    """What flows to a bias of many items is the sum over them."""
+    """Sums the gradient of a bias of many items over them."""
     each = d_bias.reshape(*lead, len(d_bias) // math.prod(lead), *d_bias.shape[1:])
     shared = result.shape[len(lead)] == 1
     result[...] = each.sum(len(lead), keepdims=True) if shared else each
@@ -356,7 +354,7 @@ def _logs(q: Any) -> Any:
 
 
 def _dense(name: str, x: Any, q: Any, k: Any) -> Any:
-    """A mask, or a bias in the type of scores, of four dimensions."""
+    """Returns a mask, or a bias in the type of scores, of four dimensions."""
     x = jnp.asarray(x)
     if (x.dtype == bool) != (name == "mask") or jnp.iscomplexobj(x):
         expected = "bool, True where a key takes part" if name == "mask" else "floats, which are added to scores"
@@ -390,7 +388,7 @@ def _window(size: Any) -> tuple[int, int] | None:
 
 
 def _static(name: str, x: Any, kind: type) -> Any:
-    """A value that is the same whenever the compiled call runs."""
+    """Returns a value that is the same whenever the compiled call runs."""
     if isinstance(x, Tracer):
         raise UnsupportedError(
             f"{name}: expected a number that is known when the call is traced; got {type(x).__name__}. Give it to jit "

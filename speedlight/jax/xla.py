@@ -21,10 +21,10 @@ import jax.ffi
 import numpy as np
 from llvmlite import ir
 
+from .. import UnsupportedError
 from ..arrays.array import numpy_dtype
 from ..cpu.language.vector import I64, PTR, Function, Module, Value
 from ..cpu.memory.records import Record
-from ..errors import UnsupportedError
 from ..host.forks import renew_after_fork
 from ..host.llvm import load
 
@@ -50,7 +50,7 @@ _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 
 
 def _structure(name: str, **fields: Any) -> type[ctypes.Structure]:
-    """One that begins as each of them does."""
+    """Makes a structure that begins as each of them does."""
     start = [("struct_size", _SIZE), ("extension_start", _POINTER)]
     return type(name, (ctypes.Structure,), {"_fields_": start + list(fields.items())})
 
@@ -108,7 +108,7 @@ class _Gate:
         atexit.register(self.close)  # runs before those of JAX, which was imported first and waits for its threads
 
     def before(self, name: str, handler: Any) -> Any:
-        """A handler that calls `handler` while the gate is open."""
+        """Makes a handler that calls `handler` while the gate is open."""
         module = Module(name)
         k = module.function(name, {"frame": PTR}, I64, public=True)
         words, found = k.pointer(k.i64(ctypes.addressof(self._words))), k.variable(k.i64(0))
@@ -150,7 +150,7 @@ class _Gate:
 
 
 def _called(k: Function, address: Value, argument: Value) -> Value:
-    """What a function at an address makes of a pointer: another, as a number."""
+    """Calls a function at an address with a pointer; returns the pointer that it returns, as a number."""
     kind = ir.FunctionType(I64, [PTR]).as_pointer()
     return Value(k, k.b.call(k.b.inttoptr(address.x, kind), [argument.x]))
 
@@ -189,7 +189,7 @@ def register(name: str, function: Callable[[list[np.ndarray], list[np.ndarray], 
 
 
 def _answered(extension: int | None) -> bool:
-    """Whether a frame asked for metadata. They say for which version of XLA's FFI a handler was made."""
+    """Answers a frame that asks for metadata (a version of XLA's FFI), and returns whether it did."""
     while extension:
         question = _Question.from_address(extension)
         if question.kind == _METADATA:

@@ -10,38 +10,41 @@ import numpy as np
 from onnx import TensorProto
 from onnx.reference.op_run import OpRun
 
-from ..arrays.array import DTYPES
-from ..calls.rotary import rotary
-from ..errors import ArgumentError, ArgumentTypeError, Error, rename
-from ..expressions.patterns import softcap as capped
-from ..front import attention
-from ..problem.checks import check_index
+from .. import ArgumentError, ArgumentTypeError, Error, attention, rotary
+from .. import softcap as softcap_score
+from ..adapting import DTYPES, Library, check_index, limits
 
-_DIMS = "rotary_embedding_dim"
+ATTENTION = Library("ONNX Attention", names={"q": "Q", "k": "K", "v": "V"})
+ROTARY = Library(
+    "ONNX RotaryEmbedding",
+    names={
+        "x": "X", "cos": "cos_cache", "sin": "sin_cache", "positions": "position_ids", "dims": "rotary_embedding_dim",
+    },
+)  # fmt: skip
+SCATTER = Library("ONNX TensorScatter")
 _PRECISIONS = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _named(names: dict[str, str]) -> Callable[[_F], _F]:
-    """Errors with the operator's names of its inputs, of kinds that the evaluator lets pass: it wraps TypeErrors."""
+def _errors_of(operator: Library) -> Callable[[_F], _F]:
+    """Gives errors the operator's names of inputs, and kinds that the evaluator lets pass: it wraps TypeErrors."""
 
-    def of(run: _F) -> _F:
+    def decorate(run: _F) -> _F:
         @functools.wraps(run)
         def call(*args: Any, **attributes: Any) -> Any:
             try:
-                return run(*args, **attributes)
+                with operator.renamed:
+                    return run(*args, **attributes)
             except Error as error:
-                if names:
-                    rename(error, names)
                 if isinstance(error, TypeError):
                     raise ArgumentError(str(error)) from error
                 raise
 
         return call  # type: ignore[return-value]
 
-    return of
+    return decorate
 
 
 class Attention(OpRun):
@@ -67,7 +70,7 @@ class Attention(OpRun):
     (1, 3, 32)
     """
 
-    @_named({"q": "Q", "k": "K", "v": "V"})
+    @_errors_of(ATTENTION)
     def _run(
         self,
         Q: np.ndarray,
@@ -102,7 +105,7 @@ class Attention(OpRun):
             _softcap(softcap),
             _computed_in(Q, K, V, softmax_precision),
         )
-        weights = _output_mode(qk_matmul_output_mode) == 3 and len(self.output) > 3
+        weights = check_index("qk_matmul_output_mode", qk_matmul_output_mode, 4) == 3 and len(self.output) > 3
         out, lse = call.run(q, k, v, weights)
         width = out.shape[1] * out.shape[3]
         y = out if Q.ndim == 4 else np.ascontiguousarray(out.swapaxes(1, 2)).reshape(*Q.shape[:2], width)
@@ -113,7 +116,7 @@ class Attention(OpRun):
 
 
 class _Visible(NamedTuple):
-    """Which keys there are, and where the queries stand among them."""
+    """Keys that there are, and where the queries stand among them."""
 
     starts: tuple[int, ...]  # of each item's queries: the key that the first one is at
     lengths: tuple[int, ...]  # of each item's keys
@@ -143,9 +146,9 @@ class _Call(NamedTuple):
     dtype: np.dtype  # of q, k and v as they are computed with
 
     def run(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, with_lse: bool) -> tuple[np.ndarray, Any]:
-        """Y by heads, and the log-sum-exps if they are wanted."""
+        """Returns Y by heads, and the log-sum-exps if they are wanted."""
         seen = self.visible
-        score: list[Any] = [] if self.softcap is None else [capped(self.softcap)]
+        score: list[Any] = [] if self.softcap is None else [softcap_score(self.softcap)]
         added = seen.mask is not None and seen.mask.dtype != bool
         if added:
             score.append(seen.mask)
@@ -166,7 +169,7 @@ class _Call(NamedTuple):
         return result if with_lse else (result, None)
 
     def products(self, q: np.ndarray, k: np.ndarray, lse: Any, mode: int) -> np.ndarray:
-        """qk_matmul_output: (batch, q_heads, rows, keys), all of it."""
+        """Returns qk_matmul_output: (batch, q_heads, rows, keys), all of it."""
         dtype = np.float64 if self.dtype == np.float64 else np.float32
         (batch, heads, rows, dim), (kv_heads, keys) = q.shape, k.shape[1:3]
         grouped = q.astype(dtype, copy=False).reshape(batch, kv_heads, heads // kv_heads, rows, dim)
@@ -213,7 +216,7 @@ def _by_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np
 def _joined(
     k: np.ndarray, v: np.ndarray, past_key: np.ndarray | None, past_value: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The past, and what is new."""
+    """Joins the past with what is new."""
     if past_key is None and past_value is None:
         return k, v
     found = []
@@ -261,9 +264,7 @@ def _window(left: int, right: int) -> tuple[int | None, int | None] | None:
     for name, n in (("left_window_size", left), ("right_window_size", right)):
         if n < -1:
             raise ArgumentError(f"{name}: expected -1, which is no limit, or more; got {n}.")
-    if left == right == -1:
-        return None
-    return None if left == -1 else left, None if right == -1 else right
+    return limits(left, right)
 
 
 def _scale(scale: float | None, dim: int) -> float:
@@ -282,12 +283,8 @@ def _softcap(softcap: float | None) -> float | None:
     return softcap
 
 
-def _output_mode(mode: int) -> int:
-    return check_index("qk_matmul_output_mode", mode, 4)
-
-
 def _computed_in(q: np.ndarray, k: np.ndarray, v: np.ndarray, precision: int | None) -> np.dtype:
-    """One dtype for all three: theirs, or one that holds them all and that the softmax is asked to have."""
+    """Returns one dtype for all three: theirs, or one that holds them all and that the softmax is asked to have."""
     for name, x in (("Q", q), ("K", k), ("V", v)):
         if x.dtype.name not in DTYPES:
             raise ArgumentTypeError(f"{name}: expected float32, float64, float16 or bfloat16; got {x.dtype}.")
@@ -318,7 +315,7 @@ class RotaryEmbedding(OpRun):
     [-1.0, -1.0, 1.0, 1.0]
     """
 
-    @_named({"x": "X", "cos": "cos_cache", "sin": "sin_cache", "positions": "position_ids", "dims": _DIMS})
+    @_errors_of(ROTARY)
     def _run(
         self,
         X: np.ndarray,
@@ -364,7 +361,7 @@ class TensorScatter(OpRun):
     [1.0, 0.0, 0.0, 1.0]
     """
 
-    @_named({})
+    @_errors_of(SCATTER)
     def _run(
         self,
         past_cache: np.ndarray,

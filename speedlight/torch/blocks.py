@@ -1,4 +1,4 @@
-"""PyTorch's BlockMask and our masks: what its block tables say beside its mask_mod, and tables made of a function."""
+"""PyTorch's BlockMask and our masks: its block tables beside its mask_mod, and tables made of a function."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import torch
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .. import ArgumentError, Expression, Symbol, Table, UnsupportedError, expression
 from ..arrays.array import is_traced
-from ..errors import ArgumentError, UnsupportedError
 from ..expressions.bounds import integers, visible
-from ..expressions.symbols import Symbol
-from ..expressions.tables import Table
-from ..expressions.tracing import Expression, expression, is_immutable
+from ..expressions.tracing import is_immutable
 from ..expressions.tree import evaluate
 from ..problem.tiles import Many
 
@@ -28,7 +26,7 @@ Sizes = tuple[int, int, int, int]  # batch, heads, q_len, k_len
 
 
 class Blocks(NamedTuple):
-    """What is listed, (batch or 1, heads or 1, blocks of queries, blocks of keys), and the size of a block."""
+    """Blocks that are listed, (batch or 1, heads or 1, blocks of queries, blocks of keys), and the size of a block."""
 
     partial: np.ndarray
     full: np.ndarray
@@ -40,7 +38,7 @@ _known: weakref.WeakKeyDictionary[flex.BlockMask, tuple[Any, Expression | None]]
 
 
 def mask_of(block_mask: flex.BlockMask, sizes: Sizes) -> Expression | None:
-    """What a BlockMask shows; None where that is everything."""
+    """Returns what a BlockMask shows; None where that is everything."""
     mask = expression(_mask_mod(block_mask), "mask")
     if not is_immutable(mask):
         return _shown(block_mask, mask, sizes)
@@ -56,7 +54,7 @@ def mask_of(block_mask: flex.BlockMask, sizes: Sizes) -> Expression | None:
 
 
 def _shown(block_mask: flex.BlockMask, mask: Expression, sizes: Sizes) -> Expression | None:
-    """The mask, and what the block tables say beside it."""
+    """Returns the mask joined with what the block tables say beside it."""
     blocks = _listed(block_mask, sizes)
     everything = mask.root.op == "number" and mask.root.value
     listed = blocks.partial | blocks.full
@@ -82,7 +80,7 @@ def _mask_mod(block_mask: flex.BlockMask) -> Callable[..., Any]:
 
 
 def _listed(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
-    """The block tables of a mask that fits these sizes."""
+    """Returns the block tables of a mask. Raises unless it fits these sizes."""
     batch, heads, q_len, k_len = sizes
     q_size, k_size = mask.BLOCK_SIZE
     if mask.BLOCK_SIZE != (flex._LARGE_SPARSE_BLOCK_SIZE,) * 2 and mask.shape[-2:] != (q_len, k_len):
@@ -106,7 +104,7 @@ def _listed(mask: flex.BlockMask, sizes: Sizes) -> Blocks:
 
 
 def _entries(x: torch.Tensor) -> np.ndarray:
-    """Of a table, as they are now; also where a graph is being made, of which they are no part."""
+    """Returns a table's entries as they are now; also where a graph is being made, of which they are no part."""
     if is_traced(x):
         raise UnsupportedError(
             "block_mask: expected tables whose numbers lie in memory; got those of a graph. Make the BlockMask outside "
@@ -117,7 +115,7 @@ def _entries(x: torch.Tensor) -> np.ndarray:
 
 
 def _dense(counts: Any, indices: Any, columns: int) -> np.ndarray:
-    """Lists of blocks as bools, of 4 dimensions; blocks past the last key are none."""
+    """Returns lists of blocks as bools, of 4 dimensions; blocks past the last key are none."""
     counts, indices = _entries(counts), _entries(indices)
     within = np.arange(indices.shape[-1]) < counts[..., None]
     dense = np.zeros((*indices.shape[:-1], columns + 1), bool)
@@ -127,7 +125,7 @@ def _dense(counts: Any, indices: Any, columns: int) -> np.ndarray:
 
 
 def _looked_up(blocks: np.ndarray, size: tuple[int, int]) -> Expression:
-    """A mask that shows these blocks."""
+    """Returns a mask that shows these blocks."""
     axes = [n != 1 for n in blocks.shape[:2]]
     table = Table(blocks.reshape([n for n in blocks.shape[:2] if n != 1] + list(blocks.shape[2:])), "block_mask")
 
@@ -138,7 +136,7 @@ def _looked_up(blocks: np.ndarray, size: tuple[int, int]) -> Expression:
 
 
 def _classes(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Of each block whether something in it may be visible, and whether all of it is; as far as intervals tell.
+    """Returns of each block whether something in it may be visible, and whether all of it is, as intervals tell.
 
     dims: items and heads that are told apart, each one or all.
     """
@@ -157,7 +155,7 @@ def _classes(mask: Expression, dims: tuple[int, int], sizes: Sizes, size: Any) -
 
 
 def _steps(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, int, slice]]:
-    """Items, heads, and some rows of blocks at a time."""
+    """Yields items, heads, and some rows of blocks at a time."""
     for b, h, row in itertools.product(range(shape[0]), range(shape[1]), range(0, shape[2], rows)):
         yield b, h, slice(row, min(row + rows, shape[2]))
 
@@ -165,7 +163,7 @@ def _steps(shape: tuple[int, ...], rows: int) -> Iterator[tuple[int, int, slice]
 def block_mask_of(
     mask_mod: Callable[..., Any], mask: Expression, sizes: Sizes, size: Any, device: Any, separate_full: bool
 ) -> flex.BlockMask:
-    """The BlockMask of a function, which `mask` was traced from."""
+    """Makes the BlockMask of a function, which `mask` was traced from."""
     some, every = _classes(mask, sizes[:2], sizes, size)
     whole = _whole(sizes, size)
     for b, h, row, column in np.argwhere(some & ~every).tolist():
@@ -179,13 +177,13 @@ def block_mask_of(
 
 
 def _whole(sizes: Sizes, size: tuple[int, int]) -> np.ndarray:
-    """Blocks that do not reach past the last query or key."""
+    """Returns which blocks do not reach past the last query or key."""
     rows, columns = (np.arange(-(-n // step)) * step + step <= n for n, step in zip(sizes[2:], size, strict=True))
     return rows[:, None] & columns
 
 
 def _told(mask: Expression, b: int, h: int, i: slice, j: slice) -> tuple[bool, bool]:
-    """Whether something in a block is visible, and whether all is: entry by entry, some rows at a time."""
+    """Returns whether something in a block is visible, and whether all is: entry by entry, some rows at a time."""
     some, every = False, True
     step = max(1, _MOST // (j.stop - j.start))
     for row in range(i.start, i.stop, step):
@@ -200,7 +198,7 @@ def _told(mask: Expression, b: int, h: int, i: slice, j: slice) -> tuple[bool, b
 
 
 def _ordered(blocks: np.ndarray, device: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks each row has, and which: those first, the others after them."""
+    """Returns how many blocks each row has, and which: those first, the others after them."""
     order = np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)
     counts = blocks.sum(-1, dtype=np.int32)
     return torch.from_numpy(counts).to(device), torch.from_numpy(order).to(device)

@@ -8,13 +8,18 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ArgumentTypeError, Error, rename
+from .. import ArgumentError, ArgumentTypeError
+from ..adapting import Library, draw_seed
 from ..errors.advice import of_mask, refuses_others, unknown
 from ..problem.options import Causal
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
-_NAMES = {"q": "query", "k": "key", "v": "value", "dropout": "dropout_p", "mask": "attn_mask", "score": "attn_mask"}
+TORCH = Library(
+    "torch",
+    tested=("2.13", "2.13"),
+    names={"q": "query", "k": "key", "v": "value", "dropout": "dropout_p", "mask": "attn_mask", "score": "attn_mask"},
+)
 _MASKS = "a bool tensor, True where a key takes part, or one of float32 or of query's dtype, which is added to scores"
 
 
@@ -79,25 +84,17 @@ def scaled_dot_product_attention(
             found = mask_of(attn_mask, query, shape)
             mask, score = (found, None) if found.dtype == torch.bool else (None, found)
     q, k, v = joined(query, key, value, shape)
-    dropout, seed = (dropout_p, drawn_seed()) if dropout_p else (0.0, None)
-    try:
+    dropout, seed = (dropout_p, int(draw_seed())) if dropout_p else (0.0, None)
+    with TORCH.renamed:
         out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
-    except Error as error:
-        rename(error, _NAMES)
-        raise
     usual = len(shape) == 4 and not dropout_p and query.shape[-1] == value.shape[-1] and query.shape[0] == key.shape[0]
     if usual and not (attn_mask is not None and attn_mask.requires_grad):
         return out  # in query's order, as PyTorch's own kernel has it; where it has none, its formula is contiguous
     return out.reshape(*shape[:-1], value.shape[-1]).contiguous()
 
 
-def drawn_seed() -> Any:
-    """A seed of dropout from PyTorch's default generator."""
-    return int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
-
-
 def weights_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
-    """(*batch, q_heads, L, S), what PyTorch's weights would be shaped as; of two dimensions without heads.
+    """Returns (*batch, q_heads, L, S), the shape of PyTorch's weights; of two dimensions without heads.
 
     Raises for shapes that do not fit.
     """
@@ -141,7 +138,7 @@ def _check_strided(name: str, x: Tensor) -> None:
 
 
 def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of all three as (batch, heads, length, dim), query's heads a multiple of the others'."""
+    """Returns views of all three as (batch, heads, length, dim), query's heads a multiple of the others'."""
     query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     heads = key.shape[-3] if key.dim() > 2 else 1
     if len(shape) == query.dim() == key.dim() == value.dim() == 4 and heads == value.shape[1]:
@@ -158,7 +155,7 @@ def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) ->
 
 
 def _batched(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
-    """(batch, heads, length, dim), expanded; heads that divide `heads` are repeated, each next to itself."""
+    """Returns (batch, heads, length, dim), expanded; heads that divide `heads` are repeated, each next to itself."""
     if x.dim() == 2:
         x = x[None]
     if x.shape[-3] not in (1, heads):
@@ -168,7 +165,7 @@ def _batched(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
 
 
 def mask_of(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A mask as attention() takes them: it broadcasts to (batch, q_heads, L, S). Raises for one that does not fit."""
+    """Returns a mask as attention() takes it: it broadcasts to (batch, q_heads, L, S). Raises unless it fits."""
     if not isinstance(attn_mask, Tensor):
         raise ArgumentTypeError(f"attn_mask: expected {_MASKS}; got {type(attn_mask).__name__}.")
     _check_strided("attn_mask", attn_mask)
@@ -204,7 +201,7 @@ def _is_causal_bias(x: Any) -> bool:
 
 
 def _alignment(bias: Any, shape: tuple[int, ...]) -> Causal:
-    """attention()'s `causal` for a CausalBias."""
+    """Returns attention()'s `causal` for a CausalBias."""
     from torch.nn.attention.bias import CausalVariant
 
     if (bias.seq_len_q, bias.seq_len_kv) != shape[-2:]:
@@ -215,7 +212,7 @@ def _alignment(bias: Any, shape: tuple[int, ...]) -> Causal:
 
 
 def only_pytorch_takes(query: Tensor, dropout_p: float, scale: float | None) -> str | None:
-    """What PyTorch takes and attention() does not, as a report says it; None if there is nothing of the kind."""
+    """Returns what PyTorch takes and attention() does not, as a report says it; None if there is nothing of it."""
     if query.dtype not in _DTYPES:
         return str(query.dtype)
     if scale is not None and not abs(scale) <= 1e30:

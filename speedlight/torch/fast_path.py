@@ -5,6 +5,7 @@ PyTorch takes it where nobody trains, and attends densely in it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -23,19 +24,15 @@ _originals: dict[str, Any] = {}
 
 def register(library: torch.library.Library) -> None:
     """Puts these kernels where PyTorch looks for its own."""
-    for place, kernel in (("CPU", _dense), ("NestedTensorCPU", _nested)):
+    for place in ("CPU", "NestedTensorCPU"):
         _originals[place] = torch.library.get_kernel(f"aten::{FAST_PATH}", place)
+        kernel = functools.partial(_kernel, place)
         library.impl(FAST_PATH, kernel, place, with_keyset=True, allow_override=True)
 
 
-def _dense(keys: Any, *given: Any) -> Any:
+def _kernel(place: str, keys: Any, *given: Any) -> Any:
     out = _taken(*given) if ours() else None
-    return _originals["CPU"].call_boxed(keys, *given) if out is None else (out, None)
-
-
-def _nested(keys: Any, *given: Any) -> Any:
-    out = _taken(*given) if ours() else None
-    return _originals["NestedTensorCPU"].call_boxed(keys, *given) if out is None else (out, None)
+    return _originals[place].call_boxed(keys, *given) if out is None else (out, None)
 
 
 def _taken(
@@ -43,7 +40,7 @@ def _taken(
     proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average_attn_weights: bool = True, mask_type: int | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """The projected output, or None where it is left to PyTorch."""
+    """Returns the projected output, or None where it is left to PyTorch."""
     why = only_pytorch_takes(query, 0.0, None)
     if need_weights:
         why = "need_weights"
@@ -71,13 +68,13 @@ def _taken(
 
 
 def _packed(x: Tensor) -> tuple[Tensor, list[int]]:
-    """The sequences of a nested tensor, one after another, and their lengths."""
+    """Returns the sequences of a nested tensor, one after another, and their lengths."""
     sequences = x.unbind()
     return torch.cat(sequences), [len(s) for s in sequences]
 
 
 def _visible(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
-    """What attention() calls a mask, of what is True, or not 0, where PyTorch's fast path hides a key."""
+    """Returns attention()'s mask of one that is True, or not 0, where PyTorch's fast path hides a key."""
     if mask is None:
         return None
     for dim, stride in enumerate(mask.stride()):

@@ -10,19 +10,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import (
+    ArgumentError,
+    ArgumentTypeError,
+    Expression,
+    KVCache,
+    Table,
+    UnsupportedError,
+    expression,
+    padding,
+    window,
+)
+from ..adapting import check_flag, draw_seed, number, shown
 from ..calls.rotary import turned
-from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
 from ..errors.advice import explained
-from ..expressions.patterns import padding, window
-from ..expressions.tables import Table
-from ..expressions.tracing import Expression, expression
-from ..kv.cache import KVCache
-from ..problem.checks import check_flag, dropout_of, number, scale_of, size, window_size
+from ..problem.checks import dropout_of, scale_of, size, window_size
 from ..problem.rotary_angles import Options as RotaryOptions
 from ..problem.rotary_angles import rotation_of
 from .attending import attention
 
-_SEEDS = 1 << 62  # that are drawn of PyTorch's generator
 _BASE = "the base of rotary positions, as 10000.0"
 _window = functools.lru_cache(maxsize=64)(window)
 
@@ -236,7 +242,7 @@ class Attention(nn.Module):
             out = cache.attend(self.layer, q, k, v, **options).transpose(1, 2)
         else:
             dropout = self.dropout if self.training else 0.0
-            seed: Any = torch.randint(_SEEDS, ()) if dropout else None
+            seed = draw_seed() if dropout else None
             join = _joined_in_graph if torch.compiler.is_compiling() else _joined
             seen = join(None, attention_mask, mask)
             out = attention(

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.nn import functional
 
-from ..errors import ArgumentError
-from ..problem.checks import check_flag
+from .. import ArgumentError
+from ..adapting import check_flag
 from . import fast_path, flash_kernels
 from .dot_product import only_pytorch_takes, scaled_dot_product_attention
 from .routing import SDPA, Report, asked, count_left, count_taken, counted, ours, patched, subclass_among, traced
@@ -95,7 +95,7 @@ def unpatch() -> None:
 
 
 def report(reset: bool = False) -> Report:
-    """What sdpa() and patch() took so far, in the whole process, and what they left to PyTorch and why.
+    """Returns what sdpa() and patch() took so far, in the whole process, and what they left to PyTorch and why.
 
     Args:
         reset: begin anew after it.
@@ -124,9 +124,9 @@ def _register() -> None:
         if _libraries:
             return
         library = torch.library.Library("aten", "IMPL")
-        for place, kernel in (("AutogradCPU", _differentiable), ("CPU", _plain)):
+        for place in ("AutogradCPU", "CPU"):  # with autograd, also under no_grad(); under inference_mode()
             _originals[place] = torch.library.get_kernel(f"aten::{SDPA}", place)
-            library.impl(SDPA, kernel, place, with_keyset=True)
+            library.impl(SDPA, functools.partial(_kernel, place), place, with_keyset=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators", UserWarning)
             flash_kernels.register(library)
@@ -136,20 +136,11 @@ def _register() -> None:
         _libraries.append(library)
 
 
-def _differentiable(keys: Any, *given: Any, **options: Any) -> Tensor:
-    """Of tensors that autograd may follow; also under torch.no_grad()."""
+def _kernel(place: str, keys: Any, *given: Any, **options: Any) -> Tensor:
+    """Computes here, or by PyTorch's own of that place, with its own flash kernel if we were asked."""
     out = _taken(*given, **options) if ours() else None
-    return _left(keys, "AutogradCPU", given, options) if out is None else out
-
-
-def _plain(keys: Any, *given: Any, **options: Any) -> Tensor:
-    """Under torch.inference_mode()."""
-    out = _taken(*given, **options) if ours() else None
-    return _left(keys, "CPU", given, options) if out is None else out
-
-
-def _left(keys: Any, place: str, given: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
-    """PyTorch's own, with its own flash kernel, if we were asked."""
+    if out is not None:
+        return out
     original = _originals[place]
     if not ours():
         return original.call_boxed(keys, *given, **options)

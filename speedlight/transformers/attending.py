@@ -1,4 +1,4 @@
-"""attention_forward(): what transformers calls for each layer, in attention()'s terms."""
+"""attention_forward(), which transformers calls for each layer, in attention()'s terms."""
 
 from __future__ import annotations
 
@@ -10,25 +10,17 @@ import transformers.masking_utils as masking_utils
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.utils.output_capturing import _active_collector
 
-from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, rename, shown
-from ..expressions.patterns import documents
-from ..expressions.patterns import softcap as softcap_pattern
+from .. import ArgumentError, ArgumentTypeError, UnsupportedError, documents
+from .. import softcap as softcap_pattern
+from ..adapting import Renamed, draw_seed, shown
 from ..torch.attending import attention
-from ..torch.dot_product import drawn_seed
 from .caches import Kept
 from .masks import MaskSpec
+from .registering import TRANSFORMERS
 
-# What models hand on to every layer and attention has no use for. sliding_window: the mask says it, too.
-_HARMLESS = frozenset((
-    "position_ids", "cache_position", "use_cache", "past_key_values", "return_dict", "deterministic", "seq_idx",
-    "max_length_q", "max_length_k", "read_index", "write_index", "num_items_in_batch", "output_hidden_states",
-    "output_router_logits", "logits_to_keep", "logits_indices", "logits_processor_args", "position_embeddings",
-    "debug_io", "debug_io_dir", "prune_layers",
-))  # fmt: skip
-_READ = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))
-_EAGER = "Use model.set_attn_implementation('eager'), which keeps weights."
-harmless: frozenset[str] = _HARMLESS | _READ  # and what register(harmless=…) names
-_NAMES = {"q": "query", "k": "key", "v": "value", "mask": "attention_mask", "sink_logits": "s_aux", "scale": "scaling"}
+# options that models hand on and that change nothing, those that are looked at, and what register(harmless=…) names
+harmless: frozenset[str] = frozenset((*TRANSFORMERS.ignored, "cu_seq_lens_q", "cu_seq_lens_k", "output_attentions"))
+_BIASED = Renamed({**TRANSFORMERS.names, "score": "position_bias"})
 _softcap = functools.lru_cache(64)(softcap_pattern)
 
 
@@ -98,7 +90,7 @@ def attention_forward(
     if s_aux is not None:
         options["sink_logits"] = s_aux if torch.is_grad_enabled() else s_aux.detach()
     if dropout:
-        options |= {"dropout": dropout, "seed": drawn_seed()}
+        options |= {"dropout": dropout, "seed": int(draw_seed())}
     if type(key) is Kept and type(value) is Kept:
         out = key.layer.attended(query, key, attention_mask, options)
         if out is not None:
@@ -115,19 +107,16 @@ def attention_forward(
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
         query = query.expand(key.shape[0], -1, -1, -1)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    try:
+    with TRANSFORMERS.renamed if position_bias is None else _BIASED:
         return attention(q, k, v, layout="blhd", **options).contiguous(), None
-    except Error as error:
-        added = "attention_mask" if position_bias is None else "position_bias"
-        rename(error, _NAMES | {"score": added})
-        raise
 
 
 def _check_weights(more: dict[str, Any]) -> None:
-    """Weights are never made."""
+    """Raises where weights are asked for: they are never made."""
     asked = _active_collector.get()
     if more.get("output_attentions") or (asked and any(["attentions" in name for name in asked])):
-        raise UnsupportedError(f"output_attentions: expected False; speedlight makes no matrix of weights. {_EAGER}")
+        way = TRANSFORMERS.refused["output_attentions"]
+        raise UnsupportedError(f"output_attentions: expected False; speedlight makes no matrix of weights. {way}")
 
 
 def _check_unknown(module: Any, more: dict[str, Any]) -> None:
@@ -141,8 +130,8 @@ def _check_unknown(module: Any, more: dict[str, Any]) -> None:
 
 
 def _check_masked(module: Any) -> None:
-    """No mask comes from models that make none, and from names under which only the function was registered:
-    transformers then drops padding without a word.
+    """Raises where transformers would drop padding without a word: under names that only the function was registered
+    for. Models that make no masks give none, either.
     """
     name = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if name is not None and name not in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
@@ -169,7 +158,7 @@ def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
 
 
 def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, places: Any) -> dict[str, Any]:
-    """Options of attention() that say what is hidden."""
+    """Returns options of attention() that say what is hidden."""
     if type(mask) is MaskSpec:
         return mask.options()
     if mask is None:
@@ -197,7 +186,7 @@ def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, 
 
 
 def _documents(query: torch.Tensor, key: torch.Tensor, places: Any) -> Any:
-    """Packed sequences that position_ids alone tell, where they begin anew: DeepSpeed's Ulysses drops every mask."""
+    """Returns a mask of packed sequences that position_ids alone tell: DeepSpeed's Ulysses drops every mask."""
     length = query.shape[2]
     if not isinstance(places, torch.Tensor) or places.ndim != 2 or places.shape[1] != length or key.shape[2] != length:
         return None
@@ -218,7 +207,7 @@ def _check_fits(mask: MaskSpec, query: torch.Tensor, key: torch.Tensor) -> None:
 def _packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: Any, options: dict[str, Any], of_keys: Any
 ) -> torch.Tensor:
-    """Sequences one after the other in a batch of one."""
+    """Attends in sequences that lie one after the other in a batch of one."""
     if query.shape[0] != 1:
         raise ArgumentError(f"cu_seq_lens_q: expected a batch of one, whose tokens they cut; got {query.shape[0]}.")
     if "mask" in options or "k_lengths" in options:

@@ -1,4 +1,4 @@
-"""What transformers wants masked, as a few numbers and expressions: no tensor of q_len x kv_len is made.
+"""Masks of transformers as a few numbers and expressions: no tensor of q_len x kv_len is made.
 
 transformers composes a mask of small functions of positions. Those that it makes itself are known by their code, and
 become options of attention(); any other is traced.
@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers.masking_utils as theirs
 
-from ..errors import ArgumentError, UnsupportedError
-from ..expressions.patterns import documents, padding, window
-from ..expressions.tables import table
-from ..expressions.tracing import Expression, expression
+from .. import ArgumentError, Expression, UnsupportedError, documents, expression, padding, table, window
 
 _CAUSAL, _ALL = theirs.causal_mask_function, theirs.bidirectional_mask_function
 _AND = theirs.and_masks().__code__
@@ -31,7 +28,7 @@ _last_padding: tuple[torch.Tensor, Expression] | None = None
 
 
 class _Pattern(NamedTuple):
-    """What a mask function says, taken apart; all of it holds."""
+    """Parts of a mask function; all of them hold."""
 
     causal: bool = False
     left: int | None = None  # keys that a query sees before its own
@@ -77,13 +74,13 @@ class MaskSpec:
 
     @property
     def shape(self) -> torch.Size:
-        """Of the tensor that it stands for."""
+        """Shape of the tensor that it stands for."""
         return torch.Size((self.batch, 1, self.q_len, self.k_len))
 
     ndim = 4
 
     def contiguous(self) -> MaskSpec:
-        """Itself: generate() asks, where a cache is static."""
+        """Returns itself: generate() asks, where a cache is static."""
         return self
 
     def __getitem__(self, index: Any) -> Any:
@@ -95,17 +92,17 @@ class MaskSpec:
 
     @property
     def looks_at_queries(self) -> bool:
-        """Whether it matters which position a query has."""
+        """Tells if it matters which position a query has."""
         p = self.pattern
         return bool(p.causal or p.left is not None or p.right is not None or p.packed is not None or p.others)
 
     def options(self) -> dict[str, Any]:
-        """What attention() is asked for over keys of which the first is at kv_offset; of one mask, made once."""
+        """Returns attention()'s options over keys of which the first is at kv_offset; of one mask, made once."""
         if self._options is None:
-            self._options = self._made()
+            self._options = self._make_options()
         return self._options
 
-    def _made(self) -> dict[str, Any]:
+    def _make_options(self) -> dict[str, Any]:
         p, first = self.pattern, self.kv_offset
         start = self.q_offset - first  # of the first query, counted from the first key
         options: dict[str, Any] = {}
@@ -133,8 +130,8 @@ class MaskSpec:
         return options | {"q_start": start} if options else options
 
     def in_cache(self, length: int | None) -> Expression | None:
-        """What is hidden of a cache that holds every token, or (length) shows the last so many itself, from queries
-        that see no later key anyway.
+        """Returns the mask over a cache that holds every token, or shows the last `length` itself, of queries that see
+        no later key anyway.
         """
         if length not in self._in_cache:
             p = self.pattern
@@ -167,7 +164,7 @@ def attention_mask(
     attention_mask: torch.Tensor | MaskSpec | None = None,
     **more: Any,
 ) -> MaskSpec:
-    """What transformers calls to make a mask for `attn_implementation="speedlight"`.
+    """Makes a mask for `attn_implementation="speedlight"`, as transformers calls it.
 
     Args:
         batch_size, q_length, kv_length: sizes of the mask.
@@ -202,7 +199,7 @@ def attention_mask(
 
 
 def _leaves(f: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The functions that a mask function joins."""
+    """Returns the functions that a mask function joins."""
     if getattr(f, "__code__", None) is _AND:
         return [x for part in _captured(f)["mask_functions"] for x in _leaves(part)]
     return [f]
@@ -234,12 +231,12 @@ def _pattern(leaves: list[Callable[..., Any]]) -> _Pattern:
 
 
 def _captured(f: Any) -> dict[str, Any]:
-    """What a function of transformers has closed over, by name."""
+    """Returns what a function of transformers has closed over, by name."""
     return dict(zip(f.__code__.co_freevars, [cell.cell_contents for cell in f.__closure__], strict=True))
 
 
 def _chunked(chunk_size: int, left_padding: torch.Tensor) -> Callable[..., Any]:
-    """chunked_overlay(), of numbers that are as they are now."""
+    """Returns chunked_overlay() of numbers that are as they are now."""
     if not left_padding.any():
         return lambda b, h, i, j: j // chunk_size == i // chunk_size
     first = table(left_padding, "left_padding")
@@ -247,14 +244,14 @@ def _chunked(chunk_size: int, left_padding: torch.Tensor) -> Callable[..., Any]:
 
 
 def _from(f: Callable[..., Any], first: int) -> Expression:
-    """A mask function of positions, where positions are counted from `first` on."""
+    """Returns the mask of a function whose positions count from `first` on."""
     if not first:
         return expression(f, "mask")
     return expression(lambda b, h, i, j: f(b, h, i + first, j + first), "mask")
 
 
 def _right_padded(seen: torch.Tensor) -> list[int] | None:
-    """How many keys of each item are seen, if they are its first ones."""
+    """Returns how many keys of each item are seen, if they are its first ones."""
     counts = seen.sum(1, keepdim=True)
     if torch.equal(seen, torch.arange(seen.shape[1], device=seen.device) < counts):
         return counts[:, 0].tolist()
@@ -262,7 +259,7 @@ def _right_padded(seen: torch.Tensor) -> list[int] | None:
 
 
 def _padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
-    """padding() of a mask, or that of an earlier one which says the same.
+    """Returns padding() of a mask, or that of an earlier one which says the same.
 
     In a cache it may be shorter: all keys past its end are seen.
     """

@@ -251,15 +251,16 @@ def test_padding_of_this_mask(seed):
 
 
 def test_register(monkeypatch):
-    from speedlight.transformers import attending, registering
+    from speedlight.transformers import attending
+    from speedlight.transformers.registering import TRANSFORMERS
 
-    registering.check_version("5.23.4")
+    TRANSFORMERS.check_version("5.23.4")
     with pytest.raises(sl.Error, match=r"expected 5.23 or newer, .*; got 4.57.1. pip install -U"):
-        registering.check_version("4.57.1")
+        TRANSFORMERS.check_version("4.57.1")
     with pytest.raises(sl.Error, match=r"none is installed. pip install"):
-        registering.check_version(None)
+        TRANSFORMERS.check_version(None)
     with pytest.warns(UserWarning, match=r"5.24.0 is newer than 5.23, the last one .* pip install 'transformers==5.23"):
-        registering.check_version("5.24.0")
+        TRANSFORMERS.check_version("5.24.0")
     for wrong, words in (
         ({"replace_sdpa": 1}, "replace_sdpa"),
         ({"harmless": "x"}, "harmless"),
