@@ -17,10 +17,11 @@ An adapter is a function of the other library's signature. It
 ...         return sl.attention(query, key, value, window=limits(*window), layout="blhd")
 >>> attend(np.ones((1, 5, 2, 8)), np.ones((1, 5, 2, 8)), np.ones((1, 5, 2, 8)), (2, -1)).shape
 (1, 5, 2, 8)
->>> attend(np.ones((5, 2, 8)), None, None)
-Traceback (most recent call last):
-    ...
-speedlight.errors.exceptions.ArgumentError: query: expected 4 dimensions ...
+>>> try:
+...     attend(np.ones((5, 2, 8)), np.ones((5, 2, 8)), np.ones((5, 2, 8)))
+... except sl.Error as error:
+...     print(error)
+query: expected 4 dimensions (batch, length, heads, head_dim) for layout='blhd'; got shape (5, 2, 8).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .arrays.array import DTYPES, is_followed
 from .errors import Error, UnsupportedError, has, pass_on, rename, shown
@@ -46,9 +47,6 @@ from .problem.checks import (
     packed_offsets,
     scale_of,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "DTYPES",
@@ -147,14 +145,14 @@ def limits(left: int | None, right: int | None) -> tuple[int | None, int | None]
     return None if sides == [None, None] else (sides[0], sides[1])
 
 
-def draw_seed() -> torch.Tensor:
-    """Draws a seed of dropout from PyTorch's default generator, in a graph, too."""
+def draw_seed() -> Any:
+    """Draws a seed of dropout, a tensor, from PyTorch's default generator; in a graph, too."""
     import torch
 
     return torch.randint(1 << 62, (), dtype=torch.int64, device="cpu")
 
 
-def rows_in_use(starts: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:
+def rows_in_use(starts: Iterable[int], lengths: Iterable[int]) -> Any:
     """Returns the rows of packed sequences of which only the first `lengths` count, one sequence after another."""
     import torch
 

@@ -29,16 +29,14 @@ if TYPE_CHECKING:
     from .templated import context_parallel, ring_ops
     from .tensors import shard, unshard
 
-_HOMES = {
-    "KVCache": "cache",
-    "attention": "attending",
-    "context_parallel": "templated",
-    "local_attention": "local",
-    "positions": "shardings",
-    "ring_ops": "templated",
-    "shard": "tensors",
-    "unshard": "tensors",
-}
+_NAMES = {
+    "cache": "KVCache",
+    "attending": "attention",
+    "templated": "context_parallel ring_ops",
+    "local": "local_attention",
+    "shardings": "positions",
+    "tensors": "shard unshard",
+}  # of each module
 _MODULES = ("ring_flash_attn",)
 
 __all__ = [
@@ -55,7 +53,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-    __getattr__ = importer(globals(), _HOMES, _MODULES)
+    __getattr__ = importer(globals(), _NAMES, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -123,24 +123,11 @@ def flash_attn_func(
     """
     V4.refuse(block_sparse_tensors_bwd=block_sparse_tensors_bwd)
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        qv,
-        gather_kv_indices=gather_kv_indices,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        learnable_sink=learnable_sink,
-        softcap=softcap,
-        score_mod=score_mod,
-        score_mod_bwd=score_mod_bwd,
-        mask_mod=mask_mod,
-        block_sparse_tensors=block_sparse_tensors,
-        aux_tensors=aux_tensors,
-        aux_scalars=aux_scalars,
-        return_lse=return_lse,
-    )
+        q, k, v, qv, gather_kv_indices=gather_kv_indices, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, learnable_sink=learnable_sink, softcap=softcap, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars, return_lse=return_lse,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(

@@ -9,10 +9,11 @@ from typing import Any
 from .forks import importing
 
 
-def importer(scope: dict[str, Any], homes: Mapping[str, str], modules: Collection[str] = ()) -> Callable[[str], Any]:
-    """Makes a package's __getattr__. `scope`: its globals, which keep what was found; `homes`: of each name, its
-    module; `modules`: names that are modules themselves.
+def importer(scope: dict[str, Any], names: Mapping[str, str], modules: Collection[str] = ()) -> Callable[[str], Any]:
+    """Makes a package's __getattr__. `scope`: its globals, which keep what was found; `names`: of each module, its
+    public names; `modules`: names that are modules themselves.
     """
+    homes = {name: home for home, several in names.items() for name in several.split()}
     package = scope["__name__"]
 
     def find(name: str) -> Any:

@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as flex
 import speedlight as sl
 import speedlight.torch
 from speedlight.torch import create_block_mask, flex_attention
-from speedlight.torch.flex import _apart
+from speedlight.torch.flex import _split_causal
 
 pytestmark = pytest.mark.usefixtures("one_width")  # kernels of few shapes: engines' tests have the others
 BATCH, HEADS, KV_HEADS, SIDE = 2, 4, 2, 12
@@ -434,7 +434,7 @@ def test_causal_beside_other_terms_is_the_kernels_own():
     q, k, v = (torch.randn(1, 2, 200, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
     for function, causal in functions:
         whole = sl.expression(function, "mask")
-        apart, rest = _apart(whole)
+        apart, rest = _split_causal(whole)
         assert apart == causal and (rest is not whole) == causal
         mask = create_block_mask(function, None, None, 200, 200, "cpu")
         got = flex_attention(q, k, v, block_mask=mask)
