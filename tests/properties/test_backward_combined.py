@@ -117,7 +117,7 @@ def test_every_form(form, monkeypatch):
             check_problem(form, 5 + n, number, unit)
 
 
-@pytest.mark.units("dtype")
+@pytest.mark.units
 def test_every_unit(isa, dtype):
     form = next(x for x in FORMS if x.name.startswith("plain") and x.dtype == dtype)
     for number in range(400 if FULL else 40):

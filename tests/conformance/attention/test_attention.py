@@ -42,7 +42,6 @@ def test_every_length(engine, rng, dtype, lengths):
             engine.check(*qkv(rng, dtype, 2, 4, 2, *lengths, 24, 20), causal=causal, zeros_allowed=True)
 
 
-@pytest.mark.units
 @pytest.mark.each("seed")
 @pytest.mark.parametrize("seed", range(100 if FULL else 4))
 def test_random_problems(engine, seed):
@@ -141,7 +140,6 @@ def test_special_values(engine, dtype, as_many, case):
         np.testing.assert_allclose(plain(got_lse), np.broadcast_to(np.array(lse), got_lse.shape), rtol=most, atol=most)
 
 
-@pytest.mark.units("dtype")
 @pytest.mark.each("dtype", "q_len")
 @pytest.mark.parametrize("q_len", [60, 2])
 def test_any_finite_score(engine, rng, dtype, q_len):

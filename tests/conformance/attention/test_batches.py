@@ -23,7 +23,7 @@ SINKS = np.array([0.5, -3.0, 20.0, -np.inf])
 LENGTHS = {"q_lengths": [75, 0, 40], "k_lengths": [430, 100, 0]}
 
 
-@pytest.mark.units("options")
+@pytest.mark.units
 @pytest.mark.each("dtype", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

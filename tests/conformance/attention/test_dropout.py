@@ -254,7 +254,7 @@ def test_same_bits_however_it_is_cut(isa, rng, dtype):
     assert sl.attention(*(x[:1] for x in (q, k, v)), **options).tobytes() == want[:1].tobytes()
 
 
-@pytest.mark.units("dtype")
+@pytest.mark.units
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["float32", "bfloat16"])
 def test_the_decode_kernel_has_the_forward_kernels_bits(isa, rng, dtype, monkeypatch):

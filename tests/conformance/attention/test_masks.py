@@ -19,7 +19,6 @@ from speedlight.expressions.tree import evaluate
 NAN = np.nan
 
 
-@pytest.mark.units
 @pytest.mark.each("dtype")
 @pytest.mark.parametrize("dtype", DTYPES if FULL else ["bfloat16"])
 def test_dense_arrays(isa, one_width, rng, dtype):
@@ -186,7 +185,6 @@ def test_what_follows_the_last_key_of_some_queries_is_not_touched(isa, rng, opti
         assert want[:, :, rows].tobytes() == sl.attention(q, k, v, q_start=1, **options)[:, :, rows].tobytes()
 
 
-@pytest.mark.units
 def test_keys_before_those_that_all_see(isa, rng):
     """A window's lower edge: of a key that some rows of a panel do not see, its score matters to the others alone."""
     q, k, v = qkv(rng, "float32", 1, 2, 2, 200, 200, 16, 16)

@@ -40,7 +40,7 @@ def same(a, b):
     return [x.tobytes() for x in a] == [x.tobytes() for x in b]
 
 
-@pytest.mark.units("pair")
+@pytest.mark.units
 @pytest.mark.each("pair")
 @pytest.mark.parametrize("pair", PAIRS if FULL else PAIRS[:2], ids="-".join)
 def test_wherever_keys_lie(isa, rng, pair):

@@ -25,7 +25,6 @@ from speedlight.host import machine
 pytestmark = pytest.mark.usefixtures("one_width")  # how caches lie is seen at any width of panels
 
 
-@pytest.mark.units("dtype")
 @pytest.mark.each("dtype", "d", "options")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (33, 40), (16, 5)])
