@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import doctest
 import inspect
+import re
 from pathlib import Path
 
 import numpy as np
@@ -90,6 +91,22 @@ def test_what_is_refused_is_named_with_a_way_out(library):
         with pytest.raises(sl.UnsupportedError) as error:
             library.refuse(**{name: np.ones(2)})
         assert str(error.value) == f"{name}: expected None; got ndarray. {way}"
+
+
+def test_the_recipe():
+    """docs/architecture.md has an adapter whole."""
+    [code] = re.findall(r"```python\n(.*?)```", PAGE.with_name("architecture.md").read_text(), re.DOTALL)
+    names: dict = {}
+    exec(code, names)
+    attend, q = names["scaled_dot_product_attention"], torch.randn(1, 2, 5, 8)
+    assert torch.equal(attend(q, q, q, scale=0.5, mask="causal"), sl.attention(q, q, q, scale=0.5, causal=True))
+    assert torch.equal(
+        attend(q, q, q, scale=0.5, mask=torch.eye(5)), sl.attention(q, q, q, scale=0.5, score=torch.eye(5))
+    )
+    with pytest.raises(sl.UnsupportedError, match="^stream: expected None; got 'gpu'. A call runs where"):
+        attend(q, q, q, scale=0.5, stream="gpu")
+    with pytest.raises(sl.Error, match="^sinks: expected"):
+        attend(q, q, q, scale=0.5, sinks=np.ones(3))
 
 
 def test_examples():
