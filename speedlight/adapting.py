@@ -20,8 +20,8 @@ An adapter is a function of the other library's signature. It
 >>> try:
 ...     attend(np.ones((5, 2, 8)), np.ones((5, 2, 8)), np.ones((5, 2, 8)))
 ... except sl.Error as error:
-...     print(error)
-query: expected 4 dimensions (batch, length, heads, head_dim) for layout='blhd'; got shape (5, 2, 8).
+...     print(str(error).partition(";")[0])
+query: expected 4 dimensions (batch, length, heads, head_dim) for layout='blhd'
 """
 
 from __future__ import annotations

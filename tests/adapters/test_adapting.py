@@ -100,9 +100,8 @@ def test_the_recipe():
     exec(code, names)
     attend, q = names["scaled_dot_product_attention"], torch.randn(1, 2, 5, 8)
     assert torch.equal(attend(q, q, q, scale=0.5, mask="causal"), sl.attention(q, q, q, scale=0.5, causal=True))
-    assert torch.equal(
-        attend(q, q, q, scale=0.5, mask=torch.eye(5)), sl.attention(q, q, q, scale=0.5, score=torch.eye(5))
-    )
+    for name, mask in (("score", torch.eye(5)), ("mask", torch.eye(5) > 0)):
+        assert torch.equal(attend(q, q, q, scale=0.5, mask=mask), sl.attention(q, q, q, scale=0.5, **{name: mask}))
     with pytest.raises(sl.UnsupportedError, match="^stream: expected None; got 'gpu'. A call runs where"):
         attend(q, q, q, scale=0.5, stream="gpu")
     with pytest.raises(sl.Error, match="^sinks: expected"):
