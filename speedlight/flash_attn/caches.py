@@ -12,7 +12,7 @@ from .. import ArgumentError, ArgumentTypeError, CacheFull, Table, UnsupportedEr
 from ..adapting import check_flag, integer, is_one, item_lengths, listed, packed_lengths
 from ..problem.block_tables import page_numbers
 from .options import check_apart, check_tensors
-from .sequences import PageNames, Side, attended, attended_pages
+from .sequences import PageNames, Side, attend, attend_pages
 
 
 class Cache(NamedTuple):
@@ -40,7 +40,7 @@ class New(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Where new tokens go: page and slot of each; which sequence it is of, and which token of the new ones."""
+    """Places of new tokens: page and slot of each; which sequence it is of, and which token of the new ones."""
 
     page: Tensor
     slot: Tensor
@@ -48,37 +48,37 @@ class Places(NamedTuple):
     nth: Tensor
 
 
-def attended_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor | None, options: dict[str, Any]) -> Any:
+def attend_cache(q: Tensor, offsets: Any, cache: Cache, new: New, qv: Tensor | None, options: dict[str, Any]) -> Any:
     """Appends, then attends: (out, lse). If anything is raised, the cache is as it was."""
     _check(q, cache, new)
     q_lens = None if offsets is None else packed_lengths(offsets, q.shape[0], len(offsets) - 1)
     batch = q.shape[0] if q_lens is None else len(q_lens)
-    cache = _known(cache, batch)
+    cache = _find_rows(cache, batch)
     capacity = cache.k.shape[1] * (1 if cache.table is None else cache.table.shape[1])
-    before = _seqlens(cache, new, batch, capacity)
-    counts = _counts(new, batch)
+    before = _count_before(cache, new, batch, capacity)
+    counts = _count_new(new, batch)
     _check_room(cache, before, counts, capacity)
-    options = _with_leftpad(cache, before, capacity, options)
+    options = _hide_left(cache, before, capacity, options)
     after = [a + b for a, b in zip(before, counts, strict=True)]
     queries = Side("q", offsets)
     if new.k is None:
-        return _attended(q, qv, cache, after, queries, options)
-    at = _places(cache, before, counts, new)
-    q, qv, k, v = _apart(cache, q, qv, new.k, new.v)
-    q, k = _turned(q, q_lens, new._replace(k=k), at, before, options)
+        return _attend(q, qv, cache, after, queries, options)
+    at = _find_places(cache, before, counts, new)
+    q, qv, k, v = _copy_apart(cache, q, qv, new.k, new.v)
+    q, k = _turn(q, q_lens, new._replace(k=k), at, before, options)
     # what stands in the slots is kept until the call is through
     kept = [x[at.page, at.slot] for x in cache[:2]]
     try:
         cache.k[at.page, at.slot] = k
         cache.v[at.page, at.slot] = v
-        return _attended(q, qv, cache, after, queries, options)
+        return _attend(q, qv, cache, after, queries, options)
     except BaseException:
         for x, was in zip(cache[:2], kept, strict=True):
             x[at.page, at.slot] = was
         raise
 
 
-def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], queries: Side, options: Any) -> Any:
+def _attend(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], queries: Side, options: Any) -> Any:
     """Attends over what is in the cache now. Picked rows of a contiguous cache are pages, one for each sequence.
 
     With qv, queries and keys are longer, and each score is the sum of two.
@@ -87,11 +87,11 @@ def _attended(q: Tensor, qv: Tensor | None, cache: Cache, after: list[int], quer
     if qv is not None:
         q, k = torch.cat((q, qv), -1), torch.cat((k, v), -1)
     if table is None and cache.rows is None and queries.offsets is None:
-        return attended(q, k[: len(after)], v[: len(after)], queries, Side("k", None, after), options, True)
+        return attend(q, k[: len(after)], v[: len(after)], queries, Side("k", None, after), options, True)
     if table is None:
         name = "cache_batch_idx"
         table = (torch.arange(len(after)) if cache.rows is None else cache.rows)[:, None]
-    return attended_pages(
+    return attend_pages(
         q, (k, v), table, after, queries, options, PageNames("k_cache", "v_cache", name, "cache_seqlens")
     )
 
@@ -160,7 +160,7 @@ def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int) -> None:
             )
 
 
-def _apart(cache: Cache, *tensors: Any) -> list[Any]:
+def _copy_apart(cache: Cache, *tensors: Any) -> list[Any]:
     """Returns the tensors in memory that new tokens are not written to."""
     ends = [(x.data_ptr(), x.data_ptr() + x.nbytes()) for x in (cache.k.untyped_storage(), cache.v.untyped_storage())]
     found = []
@@ -171,7 +171,7 @@ def _apart(cache: Cache, *tensors: Any) -> list[Any]:
     return found
 
 
-def _known(cache: Cache, batch: int) -> Cache:
+def _find_rows(cache: Cache, batch: int) -> Cache:
     """Returns the cache with its rows or pages as tensors that go with a batch."""
     name = cache.table_name
     if cache.table is not None:
@@ -182,10 +182,10 @@ def _known(cache: Cache, batch: int) -> Cache:
                 f"{name}: expected ints of shape ({lead}, most pages); got {tuple(table.shape)} of {table.dtype}."
             )
         if cache.rows is not None:
-            table = table[_rows(cache.rows, batch, table.shape[0], name).to(table.device)]
+            table = table[_check_rows(cache.rows, batch, table.shape[0], name).to(table.device)]
         return cache._replace(table=table, rows=None)
     if cache.rows is not None:
-        return cache._replace(rows=_rows(cache.rows, batch, cache.k.shape[0], "k_cache"))
+        return cache._replace(rows=_check_rows(cache.rows, batch, cache.k.shape[0], "k_cache"))
     if cache.k.shape[0] < batch:
         raise ArgumentError(
             f"k_cache: expected {batch} rows or more, as q has; got {cache.k.shape[0]}. Or give cache_batch_idx."
@@ -193,7 +193,7 @@ def _known(cache: Cache, batch: int) -> Cache:
     return cache
 
 
-def _rows(given: Any, batch: int, room: int, whose: str) -> Tensor:
+def _check_rows(given: Any, batch: int, room: int, whose: str) -> Tensor:
     """Returns which row of a contiguous cache, or of a table of pages, is each sequence's."""
     rows = [integer("cache_batch_idx", n) for n in listed(given, "cache_batch_idx", "a sequence of ints")]
     if len(rows) != batch:
@@ -206,7 +206,7 @@ def _rows(given: Any, batch: int, room: int, whose: str) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ...]:
+def _count_before(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ...]:
     """Returns the keys of every sequence before the call."""
     given = cache.seqlens
     if given is None:
@@ -217,7 +217,7 @@ def _seqlens(cache: Cache, new: New, batch: int, capacity: int) -> tuple[int, ..
     return item_lengths("cache_seqlens", given, batch, capacity, "what the cache holds")
 
 
-def _counts(new: New, batch: int) -> tuple[int, ...]:
+def _count_new(new: New, batch: int) -> tuple[int, ...]:
     """Returns the number of new tokens of every sequence."""
     if new.k is None or new.v is None:
         return (0,) * batch
@@ -241,7 +241,7 @@ def _check_room(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], 
             )
 
 
-def _with_leftpad(cache: Cache, before: tuple[int, ...], capacity: int, options: dict[str, Any]) -> dict[str, Any]:
+def _hide_left(cache: Cache, before: tuple[int, ...], capacity: int, options: dict[str, Any]) -> dict[str, Any]:
     """Returns options with a mask that hides what is left of where each sequence begins."""
     if cache.leftpad is None:
         return options
@@ -253,7 +253,7 @@ def _with_leftpad(cache: Cache, before: tuple[int, ...], capacity: int, options:
     return {**options, "mask": expression(lambda b, h, i, j: j >= of[b], "mask")}
 
 
-def _places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new: New) -> Places:
+def _find_places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new: New) -> Places:
     """Returns where new tokens go. Raises unless they fit there, in shape, too."""
     k, v, page_size = new.k, new.v, cache.k.shape[1]
     assert k is not None and v is not None
@@ -281,7 +281,7 @@ def _places(cache: Cache, before: tuple[int, ...], counts: tuple[int, ...], new:
     return Places(page.to(device), (at % page_size).to(device), item, nth)
 
 
-def _turned(
+def _turn(
     q: Tensor, q_lens: tuple[int, ...] | None, new: New, at: Places, before: tuple[int, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """Turns queries and new keys by their positions; without a mask of positions queries are at the first new key."""

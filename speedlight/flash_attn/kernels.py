@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import ArgumentError, attention_backward
 from ..adapting import listed, packed_offsets
-from .options import check_apart, check_tensors, check_written, dropped_weights, infinite_where_empty, options_of
-from .sequences import Side, attended, attended_pages, check_offsets
+from .options import check_apart, check_tensors, check_written, find_dropped, infinite_where_empty, options_of
+from .sequences import Side, attend, attend_pages, check_offsets
 
 
 def _flash_attn_forward(
@@ -23,9 +23,9 @@ def _flash_attn_forward(
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=True)
     with torch.no_grad():
         options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, dropout_p)
-        out, lse = attended(q, k, v, Side("q"), Side("k"), options, True)
-        weights = dropped_weights(q, k, options) if return_softmax else q.new_empty(0)
-        return out, infinite_where_empty(lse), weights, _state_of(options, q)
+        out, lse = attend(q, k, v, Side("q"), Side("k"), options, True)
+        weights = find_dropped(q, k, options) if return_softmax else q.new_empty(0)
+        return out, infinite_where_empty(lse), weights, _make_state(options, q)
 
 
 def _flash_attn_varlen_forward(
@@ -35,7 +35,7 @@ def _flash_attn_varlen_forward(
     return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None, zero_tensors: bool = False, num_splits: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """_flash_attn_forward() of packed sequences; S_dmask is not offered."""
+    """Returns what _flash_attn_forward() does, of packed sequences; S_dmask is not offered."""
     if leftpad_k is not None:
         raise ArgumentError("leftpad_k: expected None; got a tensor. Slice k, or use flash_attn_with_kvcache().")
     ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
@@ -49,10 +49,10 @@ def _flash_attn_varlen_forward(
             check_no_weights(options)
         queries, keys = Side("q", cu_seqlens_q), Side("k", cu_seqlens_k, seqused_k)
         if block_table is None:
-            out, lse = attended(q, k, v, queries, keys, options, True)
+            out, lse = attend(q, k, v, queries, keys, options, True)
         else:
-            out, lse = attended_pages(q, (k, v), block_table, paged_lengths(keys), queries, options)
-        return out, infinite_where_empty(lse), q.new_empty(0), _state_of(options, q)
+            out, lse = attend_pages(q, (k, v), block_table, read_paged_lengths(keys), queries, options)
+        return out, infinite_where_empty(lse), q.new_empty(0), _make_state(options, q)
 
 
 def _flash_attn_backward(
@@ -64,9 +64,9 @@ def _flash_attn_backward(
     """Writes dq, dk and dv; returns the row sums of dout · out, (batch, heads, q_len)."""
     check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}, {}, {}, strict=True)
     window = window_size_left, window_size_right
-    options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes) | _dropping(dropout_p, rng_state)
+    options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes) | _read_dropout(dropout_p, rng_state)
     write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), {**options, "layout": "blhd"})
-    return row_sums(dout, out).transpose(1, 2)
+    return sum_rows(dout, out).transpose(1, 2)
 
 
 def _flash_attn_varlen_backward(
@@ -76,14 +76,14 @@ def _flash_attn_varlen_backward(
     window_size_right: int, softcap: float, alibi_slopes: Tensor | None, deterministic: bool,
     rng_state: Tensor | None = None, zero_tensors: bool = False,
 ) -> Tensor:  # fmt: skip
-    """_flash_attn_backward() of packed sequences; returns row sums (heads, total)."""
+    """Writes dq, dk and dv of packed sequences; returns row sums (heads, total)."""
     check_tensors({"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}, {}, {}, strict=True)
     window = window_size_left, window_size_right
     options = options_of(q, softmax_scale, causal, window, softcap, alibi_slopes, offsets=cu_seqlens_q)
-    options |= _dropping(dropout_p, rng_state)
+    options |= _read_dropout(dropout_p, rng_state)
     options |= {"layout": "lhd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), options)
-    return row_sums(dout, out).transpose(0, 1)
+    return sum_rows(dout, out).transpose(0, 1)
 
 
 def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], options: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ def write_gradients(given: tuple[Tensor, ...], to: tuple[Tensor | None, ...], op
                 x.copy_(y)
 
 
-def row_sums(dout: Tensor, out: Tensor) -> Tensor:
+def sum_rows(dout: Tensor, out: Tensor) -> Tensor:
     """Returns the sums of upstream gradient · output over each row."""
     with torch.no_grad():
         return (dout.float() * out.float()).sum(-1)
@@ -114,7 +114,7 @@ def check_no_weights(options: dict[str, Any]) -> None:
         )
 
 
-def paged_lengths(keys: Side) -> Any:
+def read_paged_lengths(keys: Side) -> Any:
     """Returns the keys of every sequence that lies in pages: those that are used, or by its offsets."""
     if keys.used is not None:
         return keys.used
@@ -122,11 +122,11 @@ def paged_lengths(keys: Side) -> Any:
     return [b - a for a, b in itertools.pairwise(packed_offsets("cu_seqlens_k", ends, ends[-1] if ends else 0))]
 
 
-def _state_of(options: dict[str, Any], q: Tensor) -> Tensor:
+def _make_state(options: dict[str, Any], q: Tensor) -> Tensor:
     return torch.tensor([options.get("seed", 0), 0], dtype=torch.int64, device=q.device)
 
 
-def _dropping(dropout_p: float, rng_state: Tensor | None) -> dict[str, Any]:
+def _read_dropout(dropout_p: float, rng_state: Tensor | None) -> dict[str, Any]:
     """Returns the dropout of a forward call, by what that returned."""
     if not dropout_p:
         return {}

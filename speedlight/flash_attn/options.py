@@ -58,10 +58,12 @@ def check_tensors(
     hint = hint and f" {hint}"
     for name, x in arrays.items():
         if not isinstance(x, Tensor) and (strict or not hasattr(x, "shape")):
-            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.{_converting(x)}")
+            raise ArgumentTypeError(f"{name}: expected a tensor; got {type(x).__name__}.{_hint_to_convert(x)}")
     for name, x in optional.items():
         if x is not None and not isinstance(x, Tensor):
-            raise ArgumentTypeError(f"{name}: expected a tensor or None; got {type(x).__name__}.{_converting(x)}{hint}")
+            raise ArgumentTypeError(
+                f"{name}: expected a tensor or None; got {type(x).__name__}.{_hint_to_convert(x)}{hint}"
+            )
     for name, x in ints.items():
         if isinstance(x, _WORDS):
             raise ArgumentTypeError(f"{name}: expected a tensor of ints, or None; got {type(x).__name__}.{hint}")
@@ -69,7 +71,7 @@ def check_tensors(
             raise ArgumentTypeError(f"{name}: expected an int32 tensor; got {x.dtype}. Use .int().")
 
 
-def _converting(x: Any) -> str:
+def _hint_to_convert(x: Any) -> str:
     return " Use torch.as_tensor()." if hasattr(x, "shape") else ""
 
 
@@ -88,12 +90,12 @@ def options_of(
     options: dict[str, Any] = {"causal": causal}
     if softmax_scale is not None:
         options["scale"] = _checked_scale(softmax_scale)
-    window = limits(*sides(window_size))
+    window = limits(*read_sides(window_size))
     if window is not None:
         options["window"] = window
-    cap, dropout = _or_none("softcap", softcap, "a number"), dropout_of(dropout_p)
+    cap, dropout = _read_number("softcap", softcap, "a number"), dropout_of(dropout_p)
     if cap or alibi_slopes is not None:
-        options["score"] = _scores(q, cap, alibi_slopes, offsets)
+        options["score"] = _make_scores(q, cap, alibi_slopes, offsets)
     if dropout:
         options["dropout"], options["seed"] = dropout, int(draw_seed())
     return options
@@ -106,7 +108,7 @@ def _checked_scale(softmax_scale: Any) -> float:
     return value
 
 
-def sides(window_size: Any) -> tuple[int | None, int | None]:
+def read_sides(window_size: Any) -> tuple[int | None, int | None]:
     """Returns left and right of a window as they were given: two numbers, or a tensor of two."""
     try:
         left, right = window_size
@@ -116,12 +118,12 @@ def sides(window_size: Any) -> tuple[int | None, int | None]:
     return tuple(None if n is None else integer("window_size", n) for n in (left, right))  # type: ignore[return-value]
 
 
-def _or_none(name: str, x: Any, what: str) -> float:
+def _read_number(name: str, x: Any, what: str) -> float:
     """Returns a number; None and False are 0, as in flash-attn."""
     return 0.0 if x is None or x is False else number(name, x, what)
 
 
-def _scores(q: Tensor, cap: float, alibi_slopes: Any, offsets: Any) -> Any:
+def _make_scores(q: Tensor, cap: float, alibi_slopes: Any, offsets: Any) -> Any:
     """Returns what caps scores, then biases them. A softcap up to 0 is none."""
     if not cap < 2.0**127:
         raise ArgumentError(f"softcap: expected a number up to 1.7e38; got {cap}.")
@@ -142,20 +144,20 @@ def _scores(q: Tensor, cap: float, alibi_slopes: Any, offsets: Any) -> Any:
 
 def dropout_of(dropout_p: Any) -> float:
     """Returns a probability, by flash-attn's name."""
-    value = _or_none("dropout_p", dropout_p, "a probability from 0 to 1")
+    value = _read_number("dropout_p", dropout_p, "a probability from 0 to 1")
     if not 0.0 <= value <= 1.0:
         raise ArgumentError(f"dropout_p: expected a probability from 0 to 1; got {value}.")
     return value
 
 
-def _place(x: Tensor, name: str) -> Array:
+def _describe(x: Tensor, name: str) -> Array:
     """Returns where a tensor lies that will be written to."""
     return describe(x.detach(), name, gpu=True)
 
 
 def check_apart(tensors: dict[str, Tensor]) -> None:
     """Raises unless what is written to one tensor changes none of the others, nor another element of its own."""
-    arrays = [_place(x, name) for name, x in tensors.items()]
+    arrays = [_describe(x, name) for name, x in tensors.items()]
     for n, x in enumerate(arrays):
         others = [y.name for y in arrays[:n] if overlap(x, y)]
         if others or overlaps_itself(x):
@@ -169,7 +171,7 @@ def check_written(name: str, x: Any, shape: Any) -> None:
         not isinstance(x, Tensor)
         or x.shape != torch.Size(shape)
         or not x.is_floating_point()
-        or overlaps_itself(_place(x, name))
+        or overlaps_itself(_describe(x, name))
     ):
         got = f"{tuple(x.shape)} of {x.dtype}, strides {x.stride()}" if isinstance(x, Tensor) else type(x).__name__
         raise ArgumentError(f"{name}: expected shape {tuple(shape)} of floats, each in memory of its own; got {got}.")
@@ -190,7 +192,7 @@ def unpacked(x: Any, name: str, count: int, packed: bool = False) -> tuple[Tenso
     return x.unbind(axis)
 
 
-def dropped_weights(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
+def find_dropped(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """Returns S_dmask, (batch, heads, q_len, k_len): weights, negative where dropped; empty without dropout."""
     if "dropout" not in options:
         return q.new_empty(0)

@@ -46,7 +46,7 @@ class Packing(NamedTuple):
     rows: Tensor | None
 
 
-def attended(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, queries: Side, keys: Side, options: dict[str, Any], return_lse: bool
 ) -> Any:
     """Attends, whatever both sides are; rows of queries that are not used get 0, and -inf."""
@@ -59,20 +59,20 @@ def attended(
             options = {**options, "cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
             return attention(q, k, v, layout="lhd", return_lse=return_lse, **options)
     if queries.offsets is keys.offsets is None:
-        options = {**options, "k_lengths": lengths(keys, k)}
+        options = {**options, "k_lengths": read_lengths(keys, k)}
         if queries.used is not None:
-            options["q_lengths"] = lengths(queries, q)
+            options["q_lengths"] = read_lengths(queries, q)
         if q.shape[1] == k.shape[1]:  # where attention() asks for starts: the last query is at the last key
-            both = zip(lengths(queries, q), options["k_lengths"], strict=False)
+            both = zip(read_lengths(queries, q), options["k_lengths"], strict=False)
             options["q_start"] = [n - m for m, n in both]
         return attention(q, k, v, layout="blhd", return_lse=return_lse, **options)
     check_tensors({"q": q, "k": k, "v": v}, {}, {}, strict=True)
-    packing = packed(queries, q)
-    offsets, rows = packed(keys, k)
-    k, v = (_rows(x, keys, rows) for x in (k, v))
+    packing = pack(queries, q)
+    offsets, rows = pack(keys, k)
+    k, v = (_take_rows(x, keys, rows) for x in (k, v))
     options = {**options, "layout": "lhd", "cu_seqlens_q": packing.offsets, "cu_seqlens_k": offsets}
-    found = attention(_rows(q, queries, packing.rows), k, v, return_lse=True, **options)
-    return _placed(found, q, queries, packing, return_lse)
+    found = attention(_take_rows(q, queries, packing.rows), k, v, return_lse=True, **options)
+    return _put_back(found, q, queries, packing, return_lse)
 
 
 def check_sides(q: Any, k: Any, v: Any, queries: Side, keys: Side) -> None:
@@ -103,7 +103,7 @@ def _check_pages(pages: tuple[Tensor, Tensor], names: tuple[str, str]) -> None:
             )
 
 
-def attended_pages(
+def attend_pages(
     q: Tensor,
     pages: tuple[Tensor, Tensor],
     table: Any,
@@ -117,18 +117,18 @@ def attended_pages(
     check_sides(q, q, q, queries, queries)
     with Renamed(dict(zip(("k_pages", "v_pages", "block_table", "k_lengths"), names, strict=True))):
         if any([is_followed(x) for x in (q, *pages) if isinstance(x, Tensor)]):
-            keys, k, v = _gathered(q, pages, table, k_lengths)
-            return attended(q, k, v, queries, keys, options, True)
+            keys, k, v = _gather(q, pages, table, k_lengths)
+            return attend(q, k, v, queries, keys, options, True)
         options = {**options, "return_lse": True}
         if queries.offsets is queries.used is None:
             return attention_paged(q, *pages, table, k_lengths, layout="blhd", **options)
-        packing = packed(queries, q)
+        packing = pack(queries, q)
         options |= {"layout": "lhd", "cu_seqlens_q": packing.offsets}
-        found = attention_paged(_rows(q, queries, packing.rows), *pages, table, k_lengths, **options)
-    return _placed(found, q, queries, packing, True)
+        found = attention_paged(_take_rows(q, queries, packing.rows), *pages, table, k_lengths, **options)
+    return _put_back(found, q, queries, packing, True)
 
 
-def _gathered(q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: Any) -> tuple[Side, Tensor, Tensor]:
+def _gather(q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: Any) -> tuple[Side, Tensor, Tensor]:
     """Packs keys and values that lie in pages; a call without queries checks where they lie."""
     table, k_lengths = torch.as_tensor(table), torch.as_tensor(k_lengths)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def _gathered(q: Tensor, pages: tuple[Tensor, Tensor], table: Any, k_lengths: An
     return Side("k", offsets), k, v
 
 
-def lengths(side: Side, x: Tensor) -> tuple[int, ...]:
+def read_lengths(side: Side, x: Tensor) -> tuple[int, ...]:
     """Returns how much of every sequence is used. Raises unless it is there."""
     if side.offsets is None:
         return item_lengths(f"seqused_{side.name}", side.used, x.shape[0], x.shape[1])
@@ -160,9 +160,9 @@ def lengths(side: Side, x: Tensor) -> tuple[int, ...]:
     return used
 
 
-def packed(side: Side, x: Tensor) -> Packing:
+def pack(side: Side, x: Tensor) -> Packing:
     """Returns how the sequences of a side are packed, or can be."""
-    used = lengths(side, x)
+    used = read_lengths(side, x)
     if side.offsets is None:
         starts = list(range(0, x.shape[0] * x.shape[1] + 1, x.shape[1])) if x.shape[1] else [0] * (x.shape[0] + 1)
     else:
@@ -172,13 +172,13 @@ def packed(side: Side, x: Tensor) -> Packing:
     return Packing([0, *itertools.accumulate(used)], rows_in_use(starts, used).to(x.device))
 
 
-def _rows(x: Tensor, side: Side, rows: Tensor | None) -> Tensor:
+def _take_rows(x: Tensor, side: Side, rows: Tensor | None) -> Tensor:
     """Returns what is used, (total, heads, dim)."""
     x = x.flatten(0, 1) if side.offsets is None else x
     return x if rows is None else x[rows]
 
 
-def _placed(found: Any, q: Tensor, queries: Side, packing: Packing, return_lse: bool) -> Any:
+def _put_back(found: Any, q: Tensor, queries: Side, packing: Packing, return_lse: bool) -> Any:
     """Returns results of packed queries where the queries were."""
     out, lse = found
     total = q.shape[0] * q.shape[1] if queries.offsets is None else q.shape[0]

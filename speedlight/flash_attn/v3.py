@@ -9,10 +9,10 @@ from torch import Tensor
 
 from .. import ArgumentError, merge
 from ..adapting import Library
-from .caches import Cache, New, attended_cache, check_given
-from .kernels import row_sums, write_gradients
+from .caches import Cache, New, attend_cache, check_given
+from .kernels import sum_rows, write_gradients
 from .options import OTHER_ORDER, V3, check_tensors, check_written, options_of, unpacked
-from .sequences import Side, attended, lengths
+from .sequences import Side, attend, read_lengths
 
 _OVER_CACHE = Library(
     "flash-attn 3, over a cache",
@@ -47,7 +47,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func of flash-attn 3.
+    """Attends as flash_attn_func of flash-attn 3 does.
 
     Args:
         q: (batch, seqlen, nheads, headdim).
@@ -74,9 +74,9 @@ def flash_attn_func(
     """
     check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, {}, strict=qv is not None, hint=OTHER_ORDER)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
-    q, k = absorbed(q, k, v, qv)
+    q, k = absorb(q, k, v, qv)
     options = options_of(q, softmax_scale, causal, window_size, softcap)
-    return attended(q, k, v, Side("q"), Side("k"), options, return_attn_probs)
+    return attend(q, k, v, Side("q"), Side("k"), options, return_attn_probs)
 
 
 def flash_attn_qkvpacked_func(
@@ -94,8 +94,8 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func() of one tensor: (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, heads, headdim) with
-    num_heads_q heads of queries, then as many of keys as of values.
+    """Calls flash_attn_func() with one tensor: (batch, seqlen, 3, nheads, headdim), or (batch, seqlen, heads, headdim)
+    with num_heads_q heads of queries, then as many of keys as of values.
 
     >>> import torch, speedlight.flash_attn
     >>> speedlight.flash_attn.v3.flash_attn_qkvpacked_func(torch.ones(2, 5, 12, 16), num_heads_q=8).shape
@@ -113,7 +113,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = qkv.split([num_heads_q, left // 2, left // 2], dim=2)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
     options = options_of(q, softmax_scale, causal, window_size, softcap)
-    return attended(q, k, v, Side("q"), Side("k"), options, return_attn_probs)
+    return attend(q, k, v, Side("q"), Side("k"), options, return_attn_probs)
 
 
 def flash_attn_varlen_func(
@@ -141,7 +141,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """flash_attn_func() of sequences of their own lengths.
+    """Attends within sequences of their own lengths, as flash_attn_func() within a batch.
 
     Args:
         q: (total_q, nheads, headdim), or (batch, seqlen, nheads, headdim) where cu_seqlens_q is None.
@@ -165,16 +165,16 @@ def flash_attn_varlen_func(
     used = {"seqused_q": seqused_q, "seqused_k": seqused_k}
     check_tensors({"q": q, "k": k, "v": v}, {"qv": qv}, ends | used, strict=qv is not None, hint=OTHER_ORDER)
     _refuse(q_descale, k_descale, v_descale, attention_chunk)
-    q, k = absorbed(q, k, v, qv)
+    q, k = absorb(q, k, v, qv)
     options = options_of(q, softmax_scale, causal, window_size, softcap)
     queries, keys = Side("q", cu_seqlens_q, seqused_q), Side("k", cu_seqlens_k, seqused_k)
-    return attended(q, k, v, queries, keys, options, return_attn_probs)
+    return attend(q, k, v, queries, keys, options, return_attn_probs)
 
 
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over several sets of keys, from the attention over each.
+    """Joins the attention over several sets of keys.
 
     Args:
         out_partial: (splits, batch, seqlen, nheads, headdim).
@@ -234,7 +234,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """flash_attn_with_kvcache of flash-attn 3: new tokens are put into a cache in place, then attended to.
+    """Puts new tokens into a cache in place, then attends, as flash-attn 3's flash_attn_with_kvcache does.
 
     Args:
         q: (batch, seqlen, nheads, headdim), or (total_q, nheads, headdim) beside cu_seqlens_q.
@@ -268,7 +268,7 @@ def flash_attn_with_kvcache(
     if qv is not None:
         check_absorbed(q, v_cache, qv)
         options.setdefault("scale", (q.shape[-1] + qv.shape[-1]) ** -0.5)
-    out, lse = attended_cache(q, cu_seqlens_q, cache, new, qv, options)
+    out, lse = attend_cache(q, cu_seqlens_q, cache, new, qv, options)
     return (out, lse, out.new_empty(0), out.new_empty(0)) if return_softmax_lse else out
 
 
@@ -283,7 +283,7 @@ def get_scheduler_metadata(*given: Any, **named: Any) -> Tensor:
     return torch.empty(0, dtype=torch.int32, device=devices[0] if devices else None)
 
 
-def absorbed(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
+def absorb(q: Tensor, k: Tensor, v: Tensor, qv: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns queries and keys of which each score is q·k + qv·v."""
     if qv is None:
         return q, k
@@ -354,9 +354,9 @@ def _flash_attn_backward(
     if packed:
         options |= {"layout": "lhd", "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     else:
-        q_lens, k_lens = lengths(Side("q", None, sequed_q), q), lengths(Side("k", None, sequed_k), k)
+        q_lens, k_lens = read_lengths(Side("q", None, sequed_q), q), read_lengths(Side("k", None, sequed_k), k)
         starts = [b - a for a, b in zip(q_lens, k_lens, strict=False)]
         options |= {"layout": "blhd", "q_lengths": q_lens, "k_lengths": k_lens, "q_start": starts}
     write_gradients((q, k, v, out, softmax_lse, dout), (dq, dk, dv), options)
-    sums = row_sums(dout, out)
+    sums = sum_rows(dout, out)
     return sums.transpose(-1, -2)

@@ -15,8 +15,8 @@ from .. import ArgumentError, ArgumentTypeError, Expression, Table, UnsupportedE
 from ..adapting import shown
 from ..expressions.tracing import check_returned
 from . import v3
-from .options import OTHER_ORDER, V4, check_tensors, options_of, sides
-from .sequences import PAGES, Side, attended, attended_pages, check_sides, lengths, packed
+from .options import OTHER_ORDER, V4, check_tensors, options_of, read_sides
+from .sequences import PAGES, Side, attend, attend_pages, check_sides, pack, read_lengths
 
 __all__ = ["SeqlenInfo", "flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -82,7 +82,7 @@ def flash_attn_func(
     block_sparse_tensors_bwd: Any = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """flash_attn_func of flash-attn 4.
+    """Attends as flash_attn_func of flash-attn 4 does.
 
     Args:
         q: (batch, seqlen, nheads, headdim).
@@ -163,7 +163,7 @@ def flash_attn_varlen_func(
     seqlen_k_per_split: int | None = None,
     disable_scheduler_metadata: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """flash_attn_func() of sequences of their own lengths.
+    """Attends within sequences of their own lengths, as flash_attn_func() within a batch.
 
     Args:
         q: (total_q, nheads, headdim), or (batch, seqlen, nheads, headdim) where cu_seqlens_q is None.
@@ -190,29 +190,29 @@ def flash_attn_varlen_func(
     """
     ints = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k}
     ints["page_table"] = page_table
-    q, k, qv, heads_last = _multiplied(q, k, v, qv, ints)
+    q, k, qv, heads_last = _choose_factors(q, k, v, qv, ints)
     V4.refuse(
         gather_kv_indices=gather_kv_indices, block_sparse_tensors=block_sparse_tensors, score_mod_bwd=score_mod_bwd
     )
     with_lse = return_lse or any([x.requires_grad for x in (q, k, v, qv, learnable_sink) if isinstance(x, Tensor)])
     q, k = v3.absorbed(q, k, v, qv)
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
-    options = _options(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
+    options = _make_options(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
     queries, keys = Side("q", cu_seqlens_q, seqused_q), Side("k", cu_seqlens_k, seqused_k)
     if page_table is None:
         check_sides(q, k, v, queries, keys)
     elif cu_seqlens_k is not None:
         raise ArgumentError("cu_seqlens_k: expected None beside page_table, where lengths are seqused_k; got offsets.")
     else:
-        seqused_k = _lengths_in_pages(page_table, k) if seqused_k is None else seqused_k
+        seqused_k = _fill_pages(page_table, k) if seqused_k is None else seqused_k
     if score_mod is not None or mask_mod is not None:
-        q_lens = lengths(queries, q)
-        k_lens = lengths(keys, k) if page_table is None or seqused_k is None else [int(n) for n in seqused_k]
-        options |= _traced_mods(mods, SeqlenInfo(_offsets(queries, q), _offsets(keys, k), q_lens, k_lens))
+        q_lens = read_lengths(queries, q)
+        k_lens = read_lengths(keys, k) if page_table is None or seqused_k is None else [int(n) for n in seqused_k]
+        options |= _trace_mods(mods, SeqlenInfo(_find_starts(queries, q), _find_starts(keys, k), q_lens, k_lens))
     if page_table is None:
-        return _results(attended(q, k, v, queries, keys, options, with_lse), return_lse, heads_last)
-    found = attended_pages(q, (k, v), page_table, seqused_k, queries, options, PAGES._replace(table="page_table"))
-    return _results(found if with_lse else found[0], return_lse, heads_last)
+        return _make_results(attend(q, k, v, queries, keys, options, with_lse), return_lse, heads_last)
+    found = attend_pages(q, (k, v), page_table, seqused_k, queries, options, PAGES._replace(table="page_table"))
+    return _make_results(found if with_lse else found[0], return_lse, heads_last)
 
 
 def flash_attn_combine(
@@ -225,7 +225,7 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention over several sets of keys, from the attention over each.
+    """Joins the attention over several sets of keys.
 
     Args:
         out_partial: (splits, batch, seqlen, nheads, headdim), or (splits, total_q, nheads, headdim).
@@ -256,7 +256,7 @@ def get_scheduler_metadata(*given: Any, **options: Any) -> SchedulerMetadata:
     return SchedulerMetadata()
 
 
-def _multiplied(
+def _choose_factors(
     q: Tensor | None, k: Tensor | None, v: Tensor, qv: Tensor | None, ints: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None, bool]:
     """Returns q, k and qv, of which there are the first two at least, and whether log-sum-exps have heads last."""
@@ -270,7 +270,7 @@ def _multiplied(
     return q, k, qv, _is_absorbed(k, v, qv)
 
 
-def _lengths_in_pages(page_table: Any, pages: Tensor) -> Tensor:
+def _fill_pages(page_table: Any, pages: Tensor) -> Tensor:
     """Returns as many keys of every sequence as its pages hold."""
     shape = getattr(page_table, "shape", ())
     if len(shape) != 2 or pages.ndim != 4:
@@ -292,11 +292,11 @@ def _is_absorbed(k: Tensor, v: Tensor, qv: Tensor | None) -> bool:
     return shared or qv is not None
 
 
-def _options(
+def _make_options(
     q: Tensor, softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, sink: Any, mods: Mods
 ) -> dict[str, Any]:
     """Returns attention()'s options, without the functions."""
-    left, right = _limits(window_size, causal)
+    left, right = _read_limits(window_size, causal)
     if mods.mask is not None and (left, right) != (None, None):
         raise ArgumentError(
             "mask_mod: expected causal=False and window_size=(None, None) beside it, which flash-attn would not look "
@@ -308,7 +308,7 @@ def _options(
     only_causal = left is None and causal is True
     options = options_of(q, softmax_scale, causal, (-1, -1) if is_apart or only_causal else (left, right), softcap)
     if is_apart:
-        options["mask"] = _window_apart(left, right)
+        options["mask"] = _make_window(left, right)
     if sink is not None:
         heads = q.shape[-2]
         if not isinstance(sink, Tensor) or sink.shape != (heads,):
@@ -318,9 +318,9 @@ def _options(
     return options
 
 
-def _limits(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
+def _read_limits(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
     """Returns left and right, None for no limit; causal takes the right side's place."""
-    left, right = sides(window_size)
+    left, right = read_sides(window_size)
     right = 0 if causal is True else right
     if left is not None and right is not None and left + right < 0:
         return None, 0 if causal is True else None
@@ -328,7 +328,7 @@ def _limits(window_size: Any, causal: Any) -> tuple[int | None, int | None]:
 
 
 @functools.lru_cache(64)
-def _window_apart(left: int | None, right: int | None) -> Expression:
+def _make_window(left: int | None, right: int | None) -> Expression:
     """Returns a window that is beside the query's own place."""
     if left is None:
         return expression(lambda b, h, i, j: j <= i + right, "mask")
@@ -337,12 +337,12 @@ def _window_apart(left: int | None, right: int | None) -> Expression:
     return expression(lambda b, h, i, j: (j >= i - left) & (j <= i + right), "mask")
 
 
-def _offsets(side: Side, x: Tensor) -> list[int]:
+def _find_starts(side: Side, x: Tensor) -> list[int]:
     """Returns where sequences begin in a packed tensor; 0 in a padded one."""
-    return [0] if side.offsets is None else packed(side._replace(used=None), x).offsets[:-1]
+    return [0] if side.offsets is None else pack(side._replace(used=None), x).offsets[:-1]
 
 
-def _by_sequence(name: str, x: Sequence[int]) -> Callable[[Any], Any]:
+def _look_up(name: str, x: Sequence[int]) -> Callable[[Any], Any]:
     """Returns a function of b: a table's entry, or a number where all sequences have the same."""
     if len(set(x)) < 2:
         return lambda b: x[0] if x else 0
@@ -350,10 +350,10 @@ def _by_sequence(name: str, x: Sequence[int]) -> Callable[[Any], Any]:
     return lambda b: of[b]
 
 
-def _traced_mods(mods: Mods, info: SeqlenInfo) -> dict[str, Expression]:
+def _trace_mods(mods: Mods, info: SeqlenInfo) -> dict[str, Expression]:
     """Returns score and mask of functions whose queries count from 0; info: of every sequence."""
-    known = [_by_sequence(name, x) for name, x in info._asdict().items()]
-    first = _by_sequence("q_start", [b - a for a, b in zip(info.seqlen_q, info.seqlen_k, strict=True)])
+    known = [_look_up(name, x) for name, x in info._asdict().items()]
+    first = _look_up("q_start", [b - a for a, b in zip(info.seqlen_q, info.seqlen_k, strict=True)])
     if not isinstance(mods.tensors, (list, tuple, type(None))):
         raise ArgumentTypeError(f"aux_tensors: expected a list of tensors; got {type(mods.tensors).__name__}.")
     looked = [table(t, f"aux_tensors[{n}]") for n, t in enumerate(mods.tensors or ())]
@@ -364,15 +364,15 @@ def _traced_mods(mods: Mods, info: SeqlenInfo) -> dict[str, Expression]:
 
     found, score_mod, mask_mod = {}, mods.score, mods.mask
     if score_mod is not None:
-        call = _checked_mod("score_mod", score_mod, mods.scalars is not None)
+        call = _check_mod("score_mod", score_mod, mods.scalars is not None)
         found["score"] = expression(lambda s, b, h, i, j: call(s, b, h, i - first(b), j, *more(b)), "score")
     if mask_mod is not None:
-        see = _checked_mod("mask_mod", mask_mod, mods.scalars is not None)
+        see = _check_mod("mask_mod", mask_mod, mods.scalars is not None)
         found["mask"] = expression(lambda b, h, i, j: see(b, h, i - first(b), j, *more(b)), "mask")
     return found
 
 
-def _checked_mod(name: str, mod: Any, with_scalars: bool) -> Callable[..., Any]:
+def _check_mod(name: str, mod: Any, with_scalars: bool) -> Callable[..., Any]:
     """Returns a function that raises if it returns nothing. Raises unless it takes what it will be given."""
     names = ["b", "h", "q_idx", "kv_idx", "seqlen_info", "aux_tensors"] + ["aux_scalars"] * with_scalars
     names = ["score"] * (name == "score_mod") + names
@@ -395,7 +395,7 @@ def _checked_mod(name: str, mod: Any, with_scalars: bool) -> Callable[..., Any]:
     return call
 
 
-def _results(found: Any, return_lse: bool, heads_last: bool) -> tuple[Tensor, Tensor | None]:
+def _make_results(found: Any, return_lse: bool, heads_last: bool) -> tuple[Tensor, Tensor | None]:
     """Returns (out, lse); gradients flow through log-sum-exps that were asked for."""
     if not isinstance(found, tuple):
         return found, None

@@ -91,19 +91,19 @@ class Attention(OpRun):
         softcap: float = 0.0,
         softmax_precision: int | None = None,
     ) -> tuple[np.ndarray, ...]:
-        q = _by_heads("Q", Q, "q_num_heads", q_num_heads)
-        k, v = (_by_heads(n, x, "kv_num_heads", kv_num_heads) for n, x in (("K", K), ("V", V)))
+        q = _split_heads("Q", Q, "q_num_heads", q_num_heads)
+        k, v = (_split_heads(n, x, "kv_num_heads", kv_num_heads) for n, x in (("K", K), ("V", V)))
         past = 0 if past_key is None else past_key.shape[2]
-        k, v = _joined(k, v, past_key, past_value)
+        k, v = _join_past(k, v, past_key, past_value)
         if nonpad_kv_seqlen is not None and past_key is not None:
             raise ArgumentError("nonpad_kv_seqlen: expected none beside past_key; got both.")
         call = _Call(
-            _visible(q, k, past, nonpad_kv_seqlen, attn_mask),
+            _check_visible(q, k, past, nonpad_kv_seqlen, attn_mask),
             is_causal != 0,
-            _window(left_window_size, right_window_size),
-            _scale(scale, q.shape[-1]),
-            _softcap(softcap),
-            _computed_in(Q, K, V, softmax_precision),
+            _read_window(left_window_size, right_window_size),
+            _check_scale(scale, q.shape[-1]),
+            _check_softcap(softcap),
+            _choose_dtype(Q, K, V, softmax_precision),
         )
         weights = check_index("qk_matmul_output_mode", qk_matmul_output_mode, 4) == 3 and len(self.output) > 3
         out, lse = call.run(q, k, v, weights)
@@ -124,7 +124,7 @@ class _Visible(NamedTuple):
     keys: int  # how many those are
 
     def shown(self, rows: int, keys: int, causal: bool, window: tuple[int | None, int | None] | None) -> np.ndarray:
-        """(batch, 1, rows, keys): True where a mask of floats is what decides."""
+        """Returns (batch, 1, rows, keys): True where a mask of floats is what decides."""
         i = np.arange(rows)[:, None] + np.array(self.starts, np.int64).reshape(-1, 1, 1, 1)
         j = np.arange(keys)
         seen = j < np.array(self.lengths, np.int64).reshape(-1, 1, 1, 1)
@@ -136,7 +136,7 @@ class _Visible(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A node's attributes, checked."""
+    """Attributes of a node, checked."""
 
     visible: _Visible
     causal: bool
@@ -200,8 +200,8 @@ class _Call(NamedTuple):
         return np.where(shown, s, s.dtype.type(-np.inf))
 
 
-def _by_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np.ndarray:
-    """(batch, heads, length, dim), a view."""
+def _split_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np.ndarray:
+    """Returns a view of (batch, heads, length, dim)."""
     if x.ndim == 4:
         if heads not in (None, x.shape[1]):
             raise ArgumentError(f"{attribute}: expected none beside {name} of 4 dimensions; got {heads}.")
@@ -213,7 +213,7 @@ def _by_heads(name: str, x: np.ndarray, attribute: str, heads: int | None) -> np
     return x.reshape(*x.shape[:2], heads, x.shape[2] // heads).swapaxes(1, 2)
 
 
-def _joined(
+def _join_past(
     k: np.ndarray, v: np.ndarray, past_key: np.ndarray | None, past_value: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Joins the past with what is new."""
@@ -234,7 +234,9 @@ def _joined(
     return found[0], found[1]
 
 
-def _visible(q: np.ndarray, k: np.ndarray, past: int, nonpad: np.ndarray | None, mask: np.ndarray | None) -> _Visible:
+def _check_visible(
+    q: np.ndarray, k: np.ndarray, past: int, nonpad: np.ndarray | None, mask: np.ndarray | None
+) -> _Visible:
     (batch, heads, rows, _), keys = q.shape, k.shape[2]
     starts, lengths = [past] * batch, [keys] * batch
     if nonpad is not None:
@@ -260,14 +262,14 @@ def _visible(q: np.ndarray, k: np.ndarray, past: int, nonpad: np.ndarray | None,
     return _Visible(tuple(starts), tuple([min(n, shape[3]) for n in lengths]), mask, shape[3])
 
 
-def _window(left: int, right: int) -> tuple[int | None, int | None] | None:
+def _read_window(left: int, right: int) -> tuple[int | None, int | None] | None:
     for name, n in (("left_window_size", left), ("right_window_size", right)):
         if n < -1:
             raise ArgumentError(f"{name}: expected -1, which is no limit, or more; got {n}.")
     return limits(left, right)
 
 
-def _scale(scale: float | None, dim: int) -> float:
+def _check_scale(scale: float | None, dim: int) -> float:
     if scale is None:
         return 1.0 / float(np.sqrt(max(dim, 1)))
     if not scale >= 0:
@@ -275,7 +277,7 @@ def _scale(scale: float | None, dim: int) -> float:
     return scale
 
 
-def _softcap(softcap: float | None) -> float | None:
+def _check_softcap(softcap: float | None) -> float | None:
     if not softcap:
         return None
     if not softcap > 0:
@@ -283,7 +285,7 @@ def _softcap(softcap: float | None) -> float | None:
     return softcap
 
 
-def _computed_in(q: np.ndarray, k: np.ndarray, v: np.ndarray, precision: int | None) -> np.dtype:
+def _choose_dtype(q: np.ndarray, k: np.ndarray, v: np.ndarray, precision: int | None) -> np.dtype:
     """Returns one dtype for all three: theirs, or one that holds them all and that the softmax is asked to have."""
     for name, x in (("Q", q), ("K", k), ("V", v)):
         if x.dtype.name not in DTYPES:
@@ -327,7 +329,7 @@ class RotaryEmbedding(OpRun):
         num_heads: int | None = None,
         rotary_embedding_dim: int = 0,
     ) -> tuple[np.ndarray]:
-        x = _by_heads("X", X, "num_heads", num_heads)
+        x = _split_heads("X", X, "num_heads", num_heads)
         dims = rotary_embedding_dim or x.shape[-1]
         for name, t in (("cos_cache", cos_cache), ("sin_cache", sin_cache)):
             expected = 3 if position_ids is None else 2

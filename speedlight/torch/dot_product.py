@@ -36,7 +36,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     **theirs: NoReturn,
 ) -> Tensor:
-    """torch.nn.functional.scaled_dot_product_attention, with its signature and its meaning, on the CPU.
+    """Attends as torch.nn.functional.scaled_dot_product_attention does, by its signature, on the CPU.
 
     Whatever is asked for, masks that require grad, dropout, other value dims, memory beyond the arguments and what
     is returned does not grow with the square of the length.
@@ -72,18 +72,18 @@ def scaled_dot_product_attention(
     """
     if theirs:
         raise unknown(scaled_dot_product_attention, next(iter(theirs)))
-    shape = weights_shape(query, key, value, enable_gqa)
+    shape = broadcast_shape(query, key, value, enable_gqa)
     causal: Causal = "top-left" if is_causal else False
     mask = score = None
     if attn_mask is not None:
         if is_causal:
             raise ArgumentError("is_causal: expected False beside attn_mask; got both. Join them in one mask.")
         if _is_causal_bias(attn_mask):
-            causal = _alignment(attn_mask, shape)
+            causal = _read_alignment(attn_mask, shape)
         else:
-            found = mask_of(attn_mask, query, shape)
+            found = check_mask(attn_mask, query, shape)
             mask, score = (found, None) if found.dtype == torch.bool else (None, found)
-    q, k, v = joined(query, key, value, shape)
+    q, k, v = join_batches(query, key, value, shape)
     dropout, seed = (dropout_p, int(draw_seed())) if dropout_p else (0.0, None)
     with TORCH.renamed:
         out = attention(q, k, v, causal=causal, mask=mask, score=score, scale=scale, dropout=dropout, seed=seed)
@@ -93,7 +93,7 @@ def scaled_dot_product_attention(
     return out.reshape(*shape[:-1], value.shape[-1]).contiguous()
 
 
-def weights_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
+def broadcast_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
     """Returns (*batch, q_heads, L, S), the shape of PyTorch's weights; of two dimensions without heads.
 
     Raises for shapes that do not fit.
@@ -137,7 +137,7 @@ def _check_strided(name: str, x: Tensor) -> None:
         )
 
 
-def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
+def join_batches(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Returns views of all three as (batch, heads, length, dim), query's heads a multiple of the others'."""
     query, key, value = query.resolve_neg(), key.resolve_neg(), value.resolve_neg()
     heads = key.shape[-3] if key.dim() > 2 else 1
@@ -148,13 +148,13 @@ def joined(query: Tensor, key: Tensor, value: Tensor, shape: tuple[int, ...]) ->
     q_heads = shape[-3] if len(shape) > 2 else 1
     shared = math.lcm(heads, value.shape[-3] if value.dim() > 2 else 1)
     return (
-        _batched(query, shape[:-3], q_heads),
-        _batched(key, shape[:-3], shared),
-        _batched(value, shape[:-3], shared),
+        _expand(query, shape[:-3], q_heads),
+        _expand(key, shape[:-3], shared),
+        _expand(value, shape[:-3], shared),
     )
 
 
-def _batched(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
+def _expand(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
     """Returns (batch, heads, length, dim), expanded; heads that divide `heads` are repeated, each next to itself."""
     if x.dim() == 2:
         x = x[None]
@@ -164,7 +164,7 @@ def _batched(x: Tensor, batch: tuple[int, ...], heads: int) -> Tensor:
     return x if len(batch) == 1 else x.reshape(math.prod(batch), *x.shape[-3:])
 
 
-def mask_of(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
+def check_mask(attn_mask: Tensor, query: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Returns a mask as attention() takes it: it broadcasts to (batch, q_heads, L, S). Raises unless it fits."""
     if not isinstance(attn_mask, Tensor):
         raise ArgumentTypeError(f"attn_mask: expected {_MASKS}; got {type(attn_mask).__name__}.")
@@ -200,7 +200,7 @@ def _is_causal_bias(x: Any) -> bool:
     return isinstance(x, CausalBias)
 
 
-def _alignment(bias: Any, shape: tuple[int, ...]) -> Causal:
+def _read_alignment(bias: Any, shape: tuple[int, ...]) -> Causal:
     """Returns attention()'s `causal` for a CausalBias."""
     from torch.nn.attention.bias import CausalVariant
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from ..front import compute
 from ..problem.problem import Options
 from .dot_product import only_pytorch_takes
-from .routing import count_left, count_taken, ours
+from .routing import count_left, count_taken, is_ours
 
 FAST_PATH = "_native_multi_head_attention"
 _originals: dict[str, Any] = {}
@@ -31,11 +31,11 @@ def register(library: torch.library.Library) -> None:
 
 
 def _kernel(place: str, keys: Any, *given: Any) -> Any:
-    out = _taken(*given) if ours() else None
+    out = _attend(*given) if is_ours() else None
     return _originals[place].call_boxed(keys, *given) if out is None else (out, None)
 
 
-def _taken(
+def _attend(
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, qkv_weight: Tensor, qkv_bias: Tensor,
     proj_weight: Tensor, proj_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average_attn_weights: bool = True, mask_type: int | None = None,
@@ -53,12 +53,12 @@ def _taken(
     if why is not None:
         count_left(FAST_PATH, why)
         return None
-    rows, lengths = (query, None) if not query.is_nested else _packed(query)
+    rows, lengths = (query, None) if not query.is_nested else _pack(query)
     with torch.no_grad():
         heads = functional.linear(rows, qkv_weight, qkv_bias).unflatten(-1, (3, num_heads, -1))
         q, k, v = heads.unbind(-3)
         if lengths is None:
-            options = Options(layout="blhd", mask=_visible(mask, mask_type))
+            options = Options(layout="blhd", mask=_invert_mask(mask, mask_type))
         else:
             options = Options(layout="lhd", cu_seqlens_q=list(itertools.accumulate(lengths, initial=0)))
         out = compute(q, k, v, options, False)
@@ -67,13 +67,13 @@ def _taken(
     return out if lengths is None else torch.nested.as_nested_tensor(list(out.split(lengths)))
 
 
-def _packed(x: Tensor) -> tuple[Tensor, list[int]]:
+def _pack(x: Tensor) -> tuple[Tensor, list[int]]:
     """Returns the sequences of a nested tensor, one after another, and their lengths."""
     sequences = x.unbind()
     return torch.cat(sequences), [len(s) for s in sequences]
 
 
-def _visible(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
+def _invert_mask(mask: Tensor | None, mask_type: int | None) -> Tensor | None:
     """Returns attention()'s mask of one that is True, or not 0, where PyTorch's fast path hides a key."""
     if mask is None:
         return None

@@ -18,7 +18,7 @@ from ..adapting import add_distances, limits, rows_in_use
 from ..front import compute
 from ..problem.problem import Options
 from .dot_product import only_pytorch_takes
-from .routing import count_left, count_taken, ours
+from .routing import count_left, count_taken, is_ours
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 VARLEN = "_flash_attention_forward"
@@ -38,7 +38,7 @@ def register(library: torch.library.Library) -> None:
 
 
 def _flash(keys: Any, *given: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    found = _attend(*given, **options) if ours() else None
+    found = _attend(*given, **options) if is_ours() else None
     return _originals[FLASH].call_boxed(keys, *given, **options) if found is None else found
 
 
@@ -124,8 +124,8 @@ def _varlen_out(
     window_size_left: int | None = None, window_size_right: int | None = None, seqused_k: Tensor | None = None,
     alibi_slopes: Tensor | None = None, block_table: Tensor | None = None, num_splits: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """_varlen() that writes to `out`; returns log-sum-exps."""
-    if not ours():
+    """Attends as _varlen() does; writes to `out`, and returns log-sum-exps."""
+    if not is_ours():
         raise UnsupportedError(
             f"aten::{VARLEN}: PyTorch has no kernel of it for the CPU; speedlight has one: call under "
             "speedlight.torch.sdpa(), or after speedlight.torch.patch()."

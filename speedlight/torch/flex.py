@@ -22,7 +22,7 @@ from ..expressions.tracing import expression_of
 from ..expressions.tree import Node
 from ..host.graph_breaks import leaves_graph
 from .attending import attention
-from .blocks import block_mask_of, mask_of
+from .blocks import make_block_mask, read_mask
 
 # options of PyTorch's kernels, which change no result
 _TUNING = {"num_warps", "num_stages", "kpack", "matrix_instr_nonkdim", "waves_per_eu"} | {
@@ -64,7 +64,7 @@ def flex_attention(
     *,
     return_aux: flex.AuxRequest | None = None,
 ) -> Any:
-    """torch.nn.attention.flex_attention.flex_attention, with the same arguments and the same meaning.
+    """Attends as torch.nn.attention.flex_attention.flex_attention does, by its signature.
 
     Gradients flow to query, key and value, and to float tensors that score_mod looks up, on the CPU too. Nothing is
     compiled by PyTorch, and no matrix of scores is made.
@@ -104,7 +104,7 @@ def flex_attention(
         way = " Use create_block_mask(function, B, H, Q_LEN, KV_LEN)." if callable(block_mask) else ""
         raise ArgumentTypeError(f"block_mask: expected a BlockMask or None; got {shown(block_mask)}.{way}")
     batch, q_heads, q_len, k_len = _check_tensors(query, key, value, enable_gqa, block_mask)
-    mask = None if block_mask is None else mask_of(block_mask, (batch, q_heads, q_len, k_len))
+    mask = None if block_mask is None else read_mask(block_mask, (batch, q_heads, q_len, k_len))
     score = None if score_mod is None else _trace("score_mod", score_mod, "score")
     if key.shape[0] != batch:
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
@@ -195,7 +195,7 @@ def _check_tensors(query: Any, key: Any, value: Any, enable_gqa: Any, block_mask
     return batch, q_heads, q_len, k_len
 
 
-def _device(device: Any) -> Any:
+def _read_device(device: Any) -> Any:
     """Returns where block tables lie."""
     if device is None:
         return torch.accelerator.current_accelerator() or torch.device("cpu")
@@ -222,7 +222,7 @@ def create_block_mask(
     compute_dq_write_order: bool = False,
     dq_kv_order: bool = True,
 ) -> flex.BlockMask:
-    """torch.nn.attention.flex_attention.create_block_mask, with the same arguments, without a Q_LEN x KV_LEN tensor.
+    """Makes what torch.nn.attention.flex_attention.create_block_mask does, without a Q_LEN x KV_LEN tensor.
 
     What a block shows is told from the ends of its positions; only a block of which they do not tell is looked at
     entry by entry.
@@ -265,8 +265,8 @@ def create_block_mask(
     ):
         check_flag(name, x)
     function = _trace("mask_mod", mask_mod, "mask")
-    at = _device(device)
-    mask = block_mask_of(mask_mod, function, (B or 1, H or 1, Q_LEN, KV_LEN), block, at, separate_full_blocks)
+    at = _read_device(device)
+    mask = make_block_mask(mask_mod, function, (B or 1, H or 1, Q_LEN, KV_LEN), block, at, separate_full_blocks)
     if compute_dq_write_order:
         order = flex._compute_dq_write_order_from_block_mask(mask, dq_kv_order=dq_kv_order)
         mask.dq_write_order, mask.dq_write_order_full = order

@@ -41,7 +41,7 @@ def attention_forward(
     cache: Any = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A layer's attention, as transformers calls it under `attn_implementation="speedlight"`.
+    """Attends for a layer, as transformers calls it under `attn_implementation="speedlight"`.
 
     Args:
         module: the layer. Its `is_causal` counts where there is no mask and more than one query, as in PyTorch's:
@@ -79,31 +79,31 @@ def attention_forward(
     if more and not harmless.issuperset(more):
         _check_unknown(module, more)
     if cache is not None:
-        key, value = _paged(module, key, value, cache, more)
+        key, value = _append_paged(module, key, value, cache, more)
     if attention_mask is None:
         _check_masked(module)
     elif type(attention_mask) is MaskSpec:
         _check_fits(attention_mask, query, key)
     options: dict[str, Any] = {"scale": scaling}
     if softcap is not None or position_bias is not None:
-        options["score"] = _score(softcap, position_bias)
+        options["score"] = _make_score(softcap, position_bias)
     if s_aux is not None:
         options["sink_logits"] = s_aux if torch.is_grad_enabled() else s_aux.detach()
     if dropout:
         options |= {"dropout": dropout, "seed": int(draw_seed())}
     if type(key) is Kept and type(value) is Kept:
-        out = key.layer.attended(query, key, attention_mask, options)
+        out = key.layer.attend_kept(query, key, attention_mask, options)
         if out is not None:
             return out, None
         key, value = key.stored(), value.stored()
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    hidden = _masked(query, key, attention_mask, causal, more.get("position_ids"))
+    hidden = _read_mask(query, key, attention_mask, causal, more.get("position_ids"))
     if "score" in options and "score" in hidden:
         hidden = {"score": [options["score"], hidden["score"]]}
     options |= hidden
     offsets = options.get("cu_seqlens_q", more.get("cu_seq_lens_q"))
     if offsets is not None and not isinstance(attention_mask, torch.Tensor):
-        return _packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
+        return _attend_packed(query, key, value, offsets, options, more.get("cu_seq_lens_k")), None
     if query.shape[0] != key.shape[0] and query.shape[0] == 1:  # learned queries
         query = query.expand(key.shape[0], -1, -1, -1)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
@@ -142,14 +142,14 @@ def _check_masked(module: Any) -> None:
         )
 
 
-def _paged(module: Any, key: Any, value: Any, cache: Any, more: dict[str, Any]) -> tuple[Any, Any]:
+def _append_paged(module: Any, key: Any, value: Any, cache: Any, more: dict[str, Any]) -> tuple[Any, Any]:
     if not isinstance(cache, PagedAttentionCache):
         raise ArgumentTypeError(f"cache: expected a PagedAttentionCache; got {type(cache).__name__}.")
     paged: Any = cache
     return paged.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=more)
 
 
-def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
+def _make_score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
     if softcap is None:
         return position_bias
     if position_bias is not None:
@@ -157,14 +157,14 @@ def _score(softcap: float | None, position_bias: torch.Tensor | None) -> Any:
     return _softcap(float(softcap))
 
 
-def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, places: Any) -> dict[str, Any]:
+def _read_mask(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, places: Any) -> dict[str, Any]:
     """Returns options of attention() that say what is hidden."""
     if type(mask) is MaskSpec:
         return mask.options()
     if mask is None:
         if not (is_causal and query.shape[2] > 1):
             return {}
-        packed = _documents(query, key, places)
+        packed = _find_documents(query, key, places)
         return {"causal": "top-left"} | ({} if packed is None else {"mask": packed})
     if not isinstance(mask, torch.Tensor) or mask.ndim != 4:
         raise ArgumentTypeError(
@@ -185,7 +185,7 @@ def _masked(query: torch.Tensor, key: torch.Tensor, mask: Any, is_causal: bool, 
     return {"mask" if mask.dtype == torch.bool else "score": mask}
 
 
-def _documents(query: torch.Tensor, key: torch.Tensor, places: Any) -> Any:
+def _find_documents(query: torch.Tensor, key: torch.Tensor, places: Any) -> Any:
     """Returns a mask of packed sequences that position_ids alone tell: DeepSpeed's Ulysses drops every mask."""
     length = query.shape[2]
     if not isinstance(places, torch.Tensor) or places.ndim != 2 or places.shape[1] != length or key.shape[2] != length:
@@ -204,7 +204,7 @@ def _check_fits(mask: MaskSpec, query: torch.Tensor, key: torch.Tensor) -> None:
         raise ArgumentError(f"query: expected {mask.q_len} queries, for which the mask was made; got {query.shape[2]}.")
 
 
-def _packed(
+def _attend_packed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, offsets: Any, options: dict[str, Any], of_keys: Any
 ) -> torch.Tensor:
     """Attends in sequences that lie one after the other in a batch of one."""

@@ -93,11 +93,11 @@ class Layer(theirs.CacheLayerMixin):
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        return self._all("keys")
+        return self._keep_all("keys")
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        return self._all("values")
+        return self._keep_all("values")
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Makes room, for tokens like these."""
@@ -132,7 +132,7 @@ class Layer(theirs.CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         batch, heads, new, head_dim = key_states.shape
         self._check_alike(key_states, value_states)
-        new_totals(0, [self.get_seq_length()] * batch, [new] * batch, self._made().capacity)
+        new_totals(0, [self.get_seq_length()] * batch, [new] * batch, self._require_cache().capacity)
         seen = self.get_mask_sizes(new)[0]
         self.waiting = key_states, value_states
         return (
@@ -186,7 +186,7 @@ class Layer(theirs.CacheLayerMixin):
 
     # --- what attention_forward() asks
 
-    def attended(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
+    def attend_kept(self, query: torch.Tensor, key: Kept, mask: Any, options: dict[str, Any]) -> torch.Tensor | None:
         """Returns (batch, q_len, q_heads, value_dim), read from where tokens lie; None where copies have to do."""
         self._check(key)
         spec = mask if type(mask) is MaskSpec else None
@@ -198,14 +198,14 @@ class Layer(theirs.CacheLayerMixin):
                 return None
             options = options | {"mask": spec.in_cache(window)}
             self.waiting = None
-            return self._computed(query, new, options)
+            return self._attend(query, new, options)
         if window is not None or (rows > 1 if spec is None else spec.looks_at_queries):
             return None
         self._append()
-        return self._computed(query, (None, None), options | {"mask": None if spec is None else spec.in_cache(None)})
+        return self._attend(query, (None, None), options | {"mask": None if spec is None else spec.in_cache(None)})
 
-    def _computed(self, query: torch.Tensor, new: tuple[Any, Any], options: dict[str, Any]) -> torch.Tensor:
-        cache, q, (batch, heads, rows, _) = self._made(), query.detach(), query.shape
+    def _attend(self, query: torch.Tensor, new: tuple[Any, Any], options: dict[str, Any]) -> torch.Tensor:
+        cache, q, (batch, heads, rows, _) = self._require_cache(), query.detach(), query.shape
         if rows <= _IN_PLACE or cache.device != "cpu":
             return cache.attend(0, q, *new, **options).transpose(1, 2).contiguous()
         out = q.new_empty(batch, rows, heads, cache.value_dim)
@@ -215,7 +215,7 @@ class Layer(theirs.CacheLayerMixin):
     def stored(self, kept: Kept) -> torch.Tensor:
         """Returns a copy of the tokens that a Kept stands for."""
         self._check(kept)
-        found = getattr(self._made(), kept.part)(0)
+        found = getattr(self._require_cache(), kept.part)(0)
         if isinstance(found, np.ndarray):
             is_bf16 = found.dtype.name == "bfloat16"  # which PyTorch does not read from NumPy
             found = torch.from_numpy(found.view(np.int16)).view(torch.bfloat16) if is_bf16 else torch.from_numpy(found)
@@ -228,11 +228,11 @@ class Layer(theirs.CacheLayerMixin):
 
     # ---
 
-    def _made(self) -> KVCache:
+    def _require_cache(self) -> KVCache:
         assert self.cache is not None
         return self.cache
 
-    def _all(self, part: str) -> torch.Tensor | None:
+    def _keep_all(self, part: str) -> torch.Tensor | None:
         """Returns all tokens that are shown to the next."""
         if self.cache is None:
             return None
@@ -265,7 +265,7 @@ class Layer(theirs.CacheLayerMixin):
 
     def _check_alike(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Raises unless tokens are of as many sequences as those before, and of the same model."""
-        cache, (batch, heads, _, head_dim) = self._made(), key.shape
+        cache, (batch, heads, _, head_dim) = self._require_cache(), key.shape
         if key.dtype is not self.like.dtype:
             self._check_dtype(key)
         if batch != cache.batch:
@@ -283,7 +283,7 @@ class Layer(theirs.CacheLayerMixin):
         """Stores tokens that nobody attended to."""
         if self.waiting is not None:
             new, self.waiting = self.waiting, None
-            self._made().append(0, *new)
+            self._require_cache().append(0, *new)
 
     def _select(self, items: list[int]) -> None:
         self._append()
@@ -318,10 +318,10 @@ class Cache(theirs.DynamicCache):
             raise ArgumentTypeError(f"config: expected model.config; got a {type(config).__name__}.")
         config = config.get_text_config(decoder=True)
         kinds, options = theirs.get_layer_types_and_kwargs(config)
-        room = _capacity(config) if capacity is None else capacity
+        room = _read_capacity(config) if capacity is None else capacity
         (room,) = checked_sizes({"capacity": room})
         kept = None if dtype is None else cache_dtype(dtype)
-        layers = [_layer(kind, of, room, kept) for kind, of in zip(kinds, options, strict=True)]
+        layers = [_make_layer(kind, of, room, kept) for kind, of in zip(kinds, options, strict=True)]
         theirs.Cache.__init__(self, layers=layers)
         self._decodes = bool(getattr(config, "is_encoder_decoder", False))
 
@@ -355,7 +355,7 @@ def _is_causal(spec: MaskSpec, rows: int) -> bool:
     return spec.pattern.causal or (rows == 1 and spec.pattern.right is None)
 
 
-def _layer(kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName | None) -> Any:
+def _make_layer(kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName | None) -> Any:
     match kind:
         case "full_attention" | "chunked_attention":
             return Layer(capacity, None, dtype)
@@ -369,7 +369,7 @@ def _layer(kind: str, options: dict[str, Any], capacity: int, dtype: DtypeName |
     )
 
 
-def _capacity(config: Any) -> int:
+def _read_capacity(config: Any) -> int:
     for name in ("max_position_embeddings", "max_target_positions", "n_positions"):
         found = getattr(config, name, None)
         if isinstance(found, int) and found > 0:

@@ -115,18 +115,18 @@ class MaskSpec:
         right = None if p.right is None or self.k_len - 1 - start <= p.right else p.right
         if left is not None or right is not None:
             options["window"] = (left, right)
-        masks = [_from(f, first) for f in p.others]
+        masks = [_shift(f, first) for f in p.others]
         if p.packed is not None and "cu_seqlens_q" not in options:
             masks.append(documents(p.packed))
         if self.padded is not None:
             seen = self.padded[:, first : first + self.k_len]
-            lengths = _right_padded(seen)
+            lengths = _count_if_right(seen)
             if lengths is None:
-                masks.append(_padding(seen))
+                masks.append(_make_padding(seen))
             else:
                 options["k_lengths"] = lengths
         if masks:
-            options["mask"] = _all(masks)
+            options["mask"] = _join(masks)
         return options | {"q_start": start} if options else options
 
     def in_cache(self, length: int | None) -> Expression | None:
@@ -141,8 +141,8 @@ class MaskSpec:
             if p.left is not None and p.left + 1 != length:
                 masks.append(window(p.left, None))
             if self.padded is not None:
-                masks.append(_padding(self.padded, in_cache=True))
-            self._in_cache[length] = _all(masks) if masks else None
+                masks.append(_make_padding(self.padded, in_cache=True))
+            self._in_cache[length] = _join(masks) if masks else None
         return self._in_cache[length]
 
 
@@ -195,17 +195,17 @@ def attention_mask(
         if seen.shape[1] < end:
             seen = torch.nn.functional.pad(seen, (0, end - seen.shape[1]))
         seen = None if bool(seen[:, offsets[1] : end].all()) else seen
-    return MaskSpec(batch_size, (q_length, kv_length), offsets, _pattern(_leaves(mask_function)), seen)
+    return MaskSpec(batch_size, (q_length, kv_length), offsets, _make_pattern(_split(mask_function)), seen)
 
 
-def _leaves(f: Callable[..., Any]) -> list[Callable[..., Any]]:
+def _split(f: Callable[..., Any]) -> list[Callable[..., Any]]:
     """Returns the functions that a mask function joins."""
     if getattr(f, "__code__", None) is _AND:
-        return [x for part in _captured(f)["mask_functions"] for x in _leaves(part)]
+        return [x for part in _read_closure(f)["mask_functions"] for x in _split(part)]
     return [f]
 
 
-def _pattern(leaves: list[Callable[..., Any]]) -> _Pattern:
+def _make_pattern(leaves: list[Callable[..., Any]]) -> _Pattern:
     causal, left, right, packed, others = False, [], [], None, []
     for f in leaves:
         code = getattr(f, "__code__", None)
@@ -214,28 +214,28 @@ def _pattern(leaves: list[Callable[..., Any]]) -> _Pattern:
         elif f is _ALL:
             continue
         elif code is _SLIDING:
-            left.append(_captured(f)["sliding_window"] - 1)
+            left.append(_read_closure(f)["sliding_window"] - 1)
         elif code is _SLIDING_BOTH:
-            left.append(_captured(f)["sliding_window"])
-            right.append(_captured(f)["sliding_window"])
+            left.append(_read_closure(f)["sliding_window"])
+            right.append(_read_closure(f)["sliding_window"])
         elif code is _PACKED:
-            packed = _captured(f)["packed_sequence_mask"]
-        elif code is _REMAPPED and not (inner := _pattern(_leaves(_captured(f)["mask_function"]))).others:
+            packed = _read_closure(f)["packed_sequence_mask"]
+        elif code is _REMAPPED and not (inner := _make_pattern(_split(_read_closure(f)["mask_function"]))).others:
             # of two tokens of one packed sequence, whose distance is what it is without the others before them
             causal = causal or inner.causal
             left += [] if inner.left is None else [inner.left]
             right += [] if inner.right is None else [inner.right]
         else:
-            others.append(_chunked(**_captured(f)) if code is _CHUNKED else f)
+            others.append(_trace_chunked(**_read_closure(f)) if code is _CHUNKED else f)
     return _Pattern(causal, min(left, default=None), min(right, default=None), packed, tuple(others))
 
 
-def _captured(f: Any) -> dict[str, Any]:
+def _read_closure(f: Any) -> dict[str, Any]:
     """Returns what a function of transformers has closed over, by name."""
     return dict(zip(f.__code__.co_freevars, [cell.cell_contents for cell in f.__closure__], strict=True))
 
 
-def _chunked(chunk_size: int, left_padding: torch.Tensor) -> Callable[..., Any]:
+def _trace_chunked(chunk_size: int, left_padding: torch.Tensor) -> Callable[..., Any]:
     """Returns chunked_overlay() of numbers that are as they are now."""
     if not left_padding.any():
         return lambda b, h, i, j: j // chunk_size == i // chunk_size
@@ -243,14 +243,14 @@ def _chunked(chunk_size: int, left_padding: torch.Tensor) -> Callable[..., Any]:
     return lambda b, h, i, j: (j - first[b]) // chunk_size == (i - first[b]) // chunk_size
 
 
-def _from(f: Callable[..., Any], first: int) -> Expression:
+def _shift(f: Callable[..., Any], first: int) -> Expression:
     """Returns the mask of a function whose positions count from `first` on."""
     if not first:
         return expression(f, "mask")
     return expression(lambda b, h, i, j: f(b, h, i + first, j + first), "mask")
 
 
-def _right_padded(seen: torch.Tensor) -> list[int] | None:
+def _count_if_right(seen: torch.Tensor) -> list[int] | None:
     """Returns how many keys of each item are seen, if they are its first ones."""
     counts = seen.sum(1, keepdim=True)
     if torch.equal(seen, torch.arange(seen.shape[1], device=seen.device) < counts):
@@ -258,7 +258,7 @@ def _right_padded(seen: torch.Tensor) -> list[int] | None:
     return None
 
 
-def _padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
+def _make_padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
     """Returns padding() of a mask, or that of an earlier one which says the same.
 
     In a cache it may be shorter: all keys past its end are seen.
@@ -276,7 +276,7 @@ def _padding(seen: torch.Tensor, in_cache: bool = False) -> Expression:
     return found
 
 
-def _all(masks: list[Expression]) -> Expression:
+def _join(masks: list[Expression]) -> Expression:
     joined = masks[0]
     for x in masks[1:]:
         joined = joined & x

@@ -29,7 +29,7 @@ _replaced: dict[str, Any] = {}  # transformers' own "sdpa"
 
 
 def register(*, replace_sdpa: bool = False, harmless: Iterable[str] = ()) -> None:
-    """From now on `attn_implementation="speedlight"` is a choice for every model of transformers in this process.
+    """Makes `attn_implementation="speedlight"` a choice for every model of transformers in this process.
 
     Args:
         replace_sdpa: "sdpa" is computed here, too, with the masks that transformers makes for it: what continuous

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ast
-import doctest
 import inspect
 import re
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch
 import speedlight as sl
 import speedlight.flash_attn as fa
 import speedlight.jax
-from speedlight import adapting
 from speedlight.adapting import Library, add_distances, limits, rows_in_use
 from speedlight.flash_attn import v3, v4
 from speedlight.flash_attn.options import V2, V3, V4
@@ -106,11 +104,6 @@ def test_the_recipe():
         attend(q, q, q, scale=0.5, stream="gpu")
     with pytest.raises(sl.Error, match="^sinks: expected"):
         attend(q, q, q, scale=0.5, sinks=np.ones(3))
-
-
-def test_examples():
-    found = doctest.testmod(adapting, optionflags=doctest.ELLIPSIS)
-    assert found.attempted > 5 and not found.failed
 
 
 def test_no_limit_is_minus_one_elsewhere():

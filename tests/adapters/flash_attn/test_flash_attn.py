@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib
 import inspect
 import math
-import re
 import sys
 
 import flash
 import pytest
 import torch
-from conftest import ROOT
 from flash import agree, close, infinite, made
 
 import speedlight as sl
@@ -81,27 +78,6 @@ def test_order_of_arguments(call):
 
 def default_of(p: inspect.Parameter) -> str:
     return "" if p.default is p.empty else f"={p.default!r}"
-
-
-@pytest.mark.parametrize("name", ["", ".bert_padding", ".installing", ".interface", ".v3", ".v4"])
-def test_examples(name):
-    module = importlib.import_module("speedlight.flash_attn" + name)
-    result = doctest.testmod(module)
-    assert result.attempted > 0 and result.failed == 0
-    if name in (".interface", ".v3", ".v4", ".bert_padding"):
-        public = [x for x in vars(module) if not x.startswith("_") and getattr(vars(module)[x], "__module__", "")
-                  == module.__name__ and inspect.isfunction(vars(module)[x])]  # fmt: skip
-        undocumented = [x for x in public if ">>>" not in (vars(module)[x].__doc__ or "")]
-        assert set(undocumented) <= {"absorbed", "check_absorbed"}
-
-
-def test_examples_of_the_page():
-    page = ROOT / "docs" / "flash_attn.md"
-    names: dict = {}
-    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL):
-        exec(code, names)
-    assert torch.equal(names["out"], names["same"]) and torch.equal(names["out"], names["also"])
-    assert names["padded"].shape == (2, 4, 8, 64) and (names["padded"][1, 2:] == 0).all()
 
 
 CASES = {

@@ -200,7 +200,7 @@ def test_an_interrupt_puts_the_cache_back(monkeypatch):
 
     room = Room(False)
     q, k, v = made(15, (3, 2, HEADS, D), (3, 2, KV, D), (3, 2, KV, D))
-    monkeypatch.setattr(caches, "attended", interrupted)
+    monkeypatch.setattr(caches, "attend", interrupted)
     with pytest.raises(KeyboardInterrupt):
         fa.flash_attn_with_kvcache(q, room.k, room.v, k, v, cache_seqlens=4)
     assert torch.equal(room.k, room.given[0]) and torch.equal(room.v, room.given[1])

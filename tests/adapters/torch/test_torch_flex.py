@@ -285,15 +285,15 @@ def test_block_tables_are_obeyed():
 
 
 def test_tables_that_say_no_more_than_the_function_cost_nothing():
-    from speedlight.torch.blocks import mask_of
+    from speedlight.torch.blocks import read_mask
 
     for block in (16, 128):
         mask = flex.create_block_mask(sliding(20), 1, 1, LENGTH, LENGTH, "cpu", BLOCK_SIZE=block)
-        assert repr(mask_of(mask, (BATCH, HEADS, LENGTH, LENGTH))) == "mask (((i - j) <= 20) & (i >= j))"
+        assert repr(read_mask(mask, (BATCH, HEADS, LENGTH, LENGTH))) == "mask (((i - j) <= 20) & (i >= j))"
     noop = flex.create_block_mask(flex.noop_mask, 1, 1, LENGTH, LENGTH, "cpu")
-    assert mask_of(noop, (BATCH, HEADS, LENGTH, LENGTH)) is None
+    assert read_mask(noop, (BATCH, HEADS, LENGTH, LENGTH)) is None
     of_items = blocks_of(torch.tril(torch.ones(1, 1, 9, 9)), mask_mod=lambda b, h, i, j: (i >= j) | (b > 0))
-    assert "block_mask" in repr(mask_of(of_items, (BATCH, HEADS, LENGTH, LENGTH)))
+    assert "block_mask" in repr(read_mask(of_items, (BATCH, HEADS, LENGTH, LENGTH)))
 
 
 def test_pytorchs_own_call_gives_the_same(monkeypatch):

@@ -244,7 +244,7 @@ def test_padding_of_this_mask(seed):
     for _ in range(60):
         n, in_cache = int(torch.randint(1, 10, (), generator=r)), bool(torch.rand(1, generator=r) < 0.5)
         keys = 12 if in_cache else n
-        shown = masks._padding(whole[:, :n], in_cache)
+        shown = masks._make_padding(whole[:, :n], in_cache)
         found = [[bool(evaluate(shown.root, {"b": b, "h": 0, "i": 0, "j": j})) for j in range(keys)] for b in range(2)]
         assert found == [[j >= n or bool(whole[b, j]) for j in range(keys)] for b in range(2)], (n, in_cache)
         assert in_cache or [x.shape for x in shown.tables] == [(2, n)]  # attention() takes no other
@@ -282,21 +282,3 @@ def test_a_model_without_register_says_what_docs_quote(monkeypatch):
     with pytest.raises(ValueError, match=re.escape(said)):
         transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attn_implementation="speedlight"))
     assert f"ValueError: {said}" in (ROOT / "docs" / "transformers.md").read_text()
-
-
-def test_docs():
-    names: dict = {}
-    text = (ROOT / "docs" / "transformers.md").read_text()
-    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        exec(code, names)
-    assert "cache" in names
-
-
-@pytest.mark.skipif(not FULL, reason="in SPEEDLIGHT_FULL=1: docstrings are looked at in test_docs.py's way")
-def test_docstrings():
-    import doctest
-
-    for name in speedlight.transformers.__all__:
-        examples = doctest.DocTestFinder(recurse=False).find(getattr(speedlight.transformers, name), name)
-        assert sum(len(x.examples) for x in examples) > 0 or name == "unregister", name
-        assert sum(doctest.DocTestRunner().run(x).failed for x in examples) == 0
