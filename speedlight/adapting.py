@@ -31,22 +31,11 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arrays.array import DTYPES, is_followed
+from .arrays.array import DTYPES
 from .errors import Error, UnsupportedError, has, pass_on, rename, shown
 from .expressions.tables import table
 from .expressions.tracing import Expression, expression
-from .problem.checks import (
-    check_flag,
-    check_index,
-    integer,
-    is_one,
-    item_lengths,
-    listed,
-    number,
-    packed_lengths,
-    packed_offsets,
-    scale_of,
-)
+from .problem.checks import check_flag, check_index, integer, number, scale_of
 
 __all__ = [
     "DTYPES",
@@ -58,14 +47,8 @@ __all__ = [
     "draw_seed",
     "has",
     "integer",
-    "is_followed",
-    "is_one",
-    "item_lengths",
     "limits",
-    "listed",
     "number",
-    "packed_lengths",
-    "packed_offsets",
     "pass_on",
     "rows_in_use",
     "scale_of",

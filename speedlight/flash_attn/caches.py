@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError, CacheFull, Table, UnsupportedError, expression, rotary
-from ..adapting import check_flag, integer, is_one, item_lengths, listed, packed_lengths
+from ..adapting import check_flag, integer
 from ..problem.block_tables import page_numbers
+from ..problem.checks import is_one, item_lengths, listed, packed_lengths
 from .options import check_apart, check_tensors
 from .sequences import PageNames, Side, attend, attend_pages
 

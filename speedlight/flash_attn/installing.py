@@ -12,20 +12,9 @@ from ..adapting import shown
 from . import bert_padding, interface, kernels, v3, v4
 
 VERSION = "2.8.4"  # of flash-attn, whose calls these are
-_PRIVATE = (
-    "_flash_attn_backward",
-    "_flash_attn_forward",
-    "_flash_attn_varlen_backward",
-    "_flash_attn_varlen_forward",
-)
+_PRIVATE = tuple(name for name in vars(kernels) if name.startswith("_flash_attn_"))
 _CALLS = tuple(name for name in vars(interface) if name.startswith("flash_attn_"))
-_PADDING = (
-    "index_first_axis",
-    "index_put_first_axis",
-    "pad_input",
-    "unpad_input",
-    "unpad_input_for_concatenated_sequences",
-)
+_PADDING = tuple(name for name in vars(bert_padding) if "pad_input" in name or name.endswith("first_axis"))
 _before: dict[str, types.ModuleType | None] = {}
 
 
@@ -51,7 +40,9 @@ def install(versions: tuple[int, ...] = (2,)) -> None:
     if 2 in versions or 4 in versions:
         new |= _make_version_2()
     if 3 in versions:
-        new["flash_attn_interface"] = _make_module("flash_attn_interface", v3, (*v3.__all__, *_PRIVATE[:2]))
+        new["flash_attn_interface"] = _make_module(
+            "flash_attn_interface", v3, (*v3.__all__, "_flash_attn_forward", "_flash_attn_backward")
+        )
     if 4 in versions:
         new["flash_attn.cute"] = _make_module("flash_attn.cute", v4, v4.__all__, package=True)
         new["flash_attn.cute.interface"] = _make_module("flash_attn.cute.interface", v4, v4.__all__)

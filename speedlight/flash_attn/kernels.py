@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, attention_backward
-from ..adapting import listed, packed_offsets
+from ..problem.checks import listed, packed_offsets
 from .options import check_apart, check_tensors, check_written, find_dropped, infinite_where_empty, options_of
 from .sequences import Side, attend, attend_pages, check_offsets
 

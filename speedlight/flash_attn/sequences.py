@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError, attention_paged
-from ..adapting import Renamed, is_followed, item_lengths, packed_offsets, rows_in_use
+from ..adapting import Renamed, rows_in_use
+from ..arrays.array import is_followed
+from ..problem.checks import item_lengths, packed_offsets
 from ..torch.attending import attention
 from .options import check_tensors
 
