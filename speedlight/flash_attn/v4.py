@@ -195,7 +195,7 @@ def flash_attn_varlen_func(
         gather_kv_indices=gather_kv_indices, block_sparse_tensors=block_sparse_tensors, score_mod_bwd=score_mod_bwd
     )
     with_lse = return_lse or any([x.requires_grad for x in (q, k, v, qv, learnable_sink) if isinstance(x, Tensor)])
-    q, k = v3.absorbed(q, k, v, qv)
+    q, k = v3.absorb(q, k, v, qv)
     mods = Mods(score_mod, mask_mod, aux_tensors, aux_scalars)
     options = _make_options(q, softmax_scale, causal, window_size, softcap, learnable_sink, mods)
     queries, keys = Side("q", cu_seqlens_q, seqused_q), Side("k", cu_seqlens_k, seqused_k)
