@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from .local import local_attention
     from .tensors import shard, unshard
 
-_HOMES = {
-    "KVCache": "cache",
-    "attention": "attending",
-    "local_attention": "local",
-    "positions": "..problem.shardings",
-    "shard": "tensors",
-    "unshard": "tensors",
-}
+_NAMES = {
+    "cache": "KVCache",
+    "attending": "attention",
+    "local": "local_attention",
+    "..problem.shardings": "positions",
+    "tensors": "shard unshard",
+}  # of each module
 _MODULES = ("ring_flash_attn",)
 
 __all__ = [
@@ -48,7 +47,7 @@ __all__ = [
 
 
 if not TYPE_CHECKING:
-    __getattr__ = importer(globals(), _HOMES, _MODULES)
+    __getattr__ = importer(globals(), _NAMES, _MODULES)
 
 
 def __dir__() -> list[str]:

@@ -27,18 +27,12 @@ OVERLOADED = [
 ]  # fmt: skip
 
 
-def test_a_sequence_of_a_pool_was_called_sequence():
-    with pytest.warns(DeprecationWarning, match=r"^speedlight\.Sequence is now speedlight\.PagedSequence\.$") as found:
-        assert sl.Sequence is sl.PagedSequence
-    assert found[0].filename == __file__
-    assert "Sequence" not in dir(sl)
-
-
 def test_everything_imported_hides_no_name_of_pythons():
     names: dict = {}
     exec("from speedlight import *", names)
     assert set(sl.__all__) <= set(names)
-    assert not set(sl.__all__) & {*dir(builtins), "Sequence"}
+    assert not set(sl.__all__) & {*dir(builtins)}
+    assert not hasattr(sl, "Sequence"), "PagedSequence has one name"
     assert set(sl.__all__) | {"abs"} == set(dir(sl))
 
 
