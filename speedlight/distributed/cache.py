@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..arrays.integers import whole
 from ..errors import ArgumentError, not_pickled
-from ..errors.advice import explained, refuses_others, unknown
+from ..errors.advice import unknown
 from ..kv import saving as saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
@@ -29,7 +29,7 @@ from .shardings import check_shard, positions
 from .tensors import check_lengths
 
 if TYPE_CHECKING:
-    from ..problem.options import Dtype, Ints, Mask, Scores, Sinks
+    from ..problem.options import Dtype, Ints, Mask, Scores, Sinks, public
     from .shardings import Shard
 
 _STORED = "stored tokens"  # as a message names what ranks have by now
@@ -84,7 +84,7 @@ class KVCache:
     >>> dist.destroy_process_group()
     """
 
-    @explained
+    @public(leaves_graph=False)
     def __init__(
         self,
         *,
@@ -161,7 +161,7 @@ class KVCache:
 
     # --- growing
 
-    @refuses_others
+    @public(has_frame=False)
     def append(
         self,
         layer: int,
@@ -211,7 +211,7 @@ class KVCache:
             self._local._take_back(layer, before)
             raise
 
-    @refuses_others
+    @public(has_frame=False)
     def attend(
         self,
         layer: int,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import marshal
 import sys
+from collections import namedtuple
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -14,6 +16,10 @@ from ..errors import ArgumentError, Error
 from ..expressions.program import Program
 from ..expressions.tracing import Expression, is_immutable
 from ..expressions.tree import Node, lazily
+from .options import DEFAULTS, refuse_unknown
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 TILE, SPAN = 128, 1024  # keys per tile and per span of the canonical arithmetic
 QUERY_BLOCK = 192  # positions whose share of dK and dV is summed before it is added
@@ -38,53 +44,71 @@ MOST_SEEDS = 1 << 64  # a seed is the key of dropout's random numbers
 _MOST_VALUES = 4096  # of a list that a key may hold
 
 
-class Options(NamedTuple):
-    """Every option of a call, as it was given. What they mean, attention() says; the defaults are its own.
+if TYPE_CHECKING:
 
-    An option that is added stands here, in the signatures that offer it, and in what obeys it: nowhere between.
+    class _Fields(tuple[Any, ...]):
+        """A named tuple that has a field for each option of the list."""
+
+        _fields: ClassVar[tuple[str, ...]]
+
+        def __new__(cls, **options: Any) -> Self: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def _replace(self, **options: Any) -> Self: ...
+        def _asdict(self) -> dict[str, Any]: ...
+
+else:
+    _FIELDS = {name: x for name, x in DEFAULTS.items() if name != "lengths"}  # which is q_lengths and k_lengths
+    _Fields = namedtuple("_Fields", _FIELDS, defaults=_FIELDS.values())
+
+
+class Options(_Fields):
+    """The options of a call, as they were given: the fields and the defaults of problem.options' list, in its order.
+
+    An option that is added stands in the list, in the key below, and in what obeys it: nowhere between.
     """
 
-    causal: Any = False
-    window: Any = None
-    mask: Any = None
-    score: Any = None
-    sink_logits: Any = None
-    q_start: Any = None
-    k_start: Any = 0
-    scale: Any = None
-    layout: Any = "bhld"
-    cu_seqlens_q: Any = None
-    cu_seqlens_k: Any = None
-    q_lengths: Any = None
-    k_lengths: Any = None
-    precision: Any = "ieee"
-    dropout: Any = 0.0
-    seed: Any = None
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, function: Any, given: Mapping[str, Any]) -> Options:
+        """Returns what a public function was given; raises for an option that it lacks."""
+        refuse_unknown(function, given)
+        if "lengths" in given:
+            given = dict(given)
+            both = given.pop("lengths")
+            if both is not None:
+                both = padded_alike(both, given.get("q_lengths"), given.get("k_lengths"))
+                given |= {"q_lengths": both, "k_lengths": both}
+        return cls(**given)
+
+    def given(self) -> dict[str, Any]:
+        """Returns the options that are not their defaults."""
+        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not DEFAULTS[name]}
 
     def spelled(self) -> Options:
-        """The same in our own words: layouts and alignments may have come by other libraries' names."""
+        """Returns the options in our own words: layouts and alignments may have come by other libraries' names."""
         layout, causal = our_layout(self.layout), our_causal(self.causal, self.q_start)
         return self if layout is self.layout and causal is self.causal else self._replace(layout=layout, causal=causal)
 
     def seed_word(self) -> int:
-        """The seed of a call that has a key: 0 without dropout, where it says nothing."""
+        """Returns the seed of a call that has a key: 0 without dropout, where it says nothing."""
         return self.seed if self.dropout else 0
 
     def table_bytes(self) -> int:
-        """Of what masks and scores that may be part of a key look up, which whoever keeps the key holds, too."""
+        """Returns the bytes of what masks and scores that may be part of a key look up, which a key keeps alive."""
         return sum([t.array.nbytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
 
     def key(self) -> tuple[Any, ...] | None:
-        """Equal for options that mean the same to the bit; None where one is of a type that may change or is odd.
+        """Returns what is equal for options that mean the same to the bit; None for a type that may change or is odd.
 
         Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores are
         expressions, which never change, and are known by what they compute. A seed is none of it: it is a word of every
         call, and another one would come with each.
         """
         (
-            causal, window, mask, score, sinks, q_start, k_start, scale, layout, cu_q, cu_k, q_lens, k_lens, precision,
-            dropout, seed,
-        ) = self  # fmt: skip
+            mask, score, sinks, scale, dropout, seed, causal, window, q_start, layout, cu_q, q_lens, k_start, cu_k,
+            k_lens, precision,
+        ) = self  # fmt: skip  # in the order of the list: by name in three times the time
         if not (
             type(causal) in _CAUSAL
             and type(q_start) in _POSITION

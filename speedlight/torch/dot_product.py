@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, ArgumentTypeError, Error, rename
-from ..errors.advice import of_mask, refuses_others, unknown
-from ..problem.options import Causal
+from ..errors.advice import of_mask
+from ..problem.options import Causal, public, refuse_unknown
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -18,7 +18,7 @@ _NAMES = {"q": "query", "k": "key", "v": "value", "dropout": "dropout_p", "mask"
 _MASKS = "a bool tensor, True where a key takes part, or one of float32 or of query's dtype, which is added to scores"
 
 
-@refuses_others
+@public(has_frame=False)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -65,8 +65,7 @@ def scaled_dot_product_attention(
     >>> speedlight.torch.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
     torch.Size([2, 8, 5, 4])
     """
-    if theirs:
-        raise unknown(scaled_dot_product_attention, next(iter(theirs)))
+    refuse_unknown(scaled_dot_product_attention, theirs)
     shape = weights_shape(query, key, value, enable_gqa)
     causal: Causal = "top-left" if is_causal else False
     mask = score = None

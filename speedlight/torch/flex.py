@@ -10,8 +10,8 @@ from torch.nn.attention import flex_attention as flex
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, pass_on, rename, shown
 from ..expressions.tracing import Expression, MaskFunction, ScoreFunction, expression, expression_of
 from ..expressions.tree import Node
-from ..host.graph_breaks import leaves_graph
 from ..problem.checks import check_flag
+from ..problem.options import public
 from .attending import attention
 from .blocks import block_mask_of, mask_of
 
@@ -41,7 +41,7 @@ def flex_attention(
     block_mask: flex.BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
     return_lse: bool = False, kernel_options: dict[str, Any] | None = None, *, return_aux: flex.AuxRequest,
 ) -> tuple[torch.Tensor, flex.AuxOutput]: ...  # fmt: skip
-@leaves_graph
+@public()
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -202,7 +202,7 @@ def _device(device: Any) -> Any:
         ) from None
 
 
-@leaves_graph
+@public()
 def create_block_mask(
     mask_mod: MaskFunction,
     B: int | None,

@@ -12,12 +12,12 @@ from torch import nn
 
 from ..calls.rotary import turned
 from ..errors import ArgumentError, ArgumentTypeError, UnsupportedError, shown
-from ..errors.advice import explained
 from ..expressions.patterns import padding, window
 from ..expressions.tables import Table
 from ..expressions.tracing import Expression, expression
 from ..kv.cache import KVCache
 from ..problem.checks import check_flag, dropout_of, number, scale_of, size, window_size
+from ..problem.options import public
 from ..problem.rotary_angles import Options as RotaryOptions
 from ..problem.rotary_angles import rotation_of
 from .attending import attention
@@ -123,7 +123,7 @@ class Attention(nn.Module):
     torch.Size([1, 5, 32])
     """
 
-    @explained
+    @public(leaves_graph=False)
     def __init__(
         self,
         dim: int,
@@ -181,7 +181,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, self.dim, out_bias, **made)
         self.sinks = nn.Parameter(torch.zeros(self.heads, **made)) if sinks else None
 
-    @explained
+    @public(leaves_graph=False)
     def forward(
         self,
         x: torch.Tensor,
