@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import marshal
-import sys
 from collections import namedtuple
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-import numpy as np
-
-from ..arrays.array import DTYPES, listed
-from ..errors import ArgumentError, Error
+from ..arrays.array import DTYPES
+from ..errors import ArgumentError
 from ..expressions.program import Program
-from ..expressions.tracing import Expression, is_immutable
+from ..expressions.tracing import Expression
 from ..expressions.tree import Node, lazily
-from .options import DEFAULTS, refuse_unknown
+from .options import DEFAULTS, exact_key, refuse_unknown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,11 +33,6 @@ SAME_LAYOUTS = {
 # Where a query sees the last keys: PyTorch's names of it (torch.nn.attention.bias), and flash-attn's.
 SAME_CAUSAL: dict[str, bool | str] = {"bottom-right": True, "lower-right": True, "upper-left": "top-left"}
 _OURS = {theirs: ours for ours, those in SAME_LAYOUTS.items() for theirs in those}
-
-_OR_NONE, _NUMBER = frozenset((int, float, type(None))), frozenset((int, float))
-_CAUSAL, _POSITION, _SCALE = frozenset((bool, str)), frozenset((int, type(None))), _OR_NONE
-MOST_SEEDS = 1 << 64  # a seed is the key of dropout's random numbers
-_MOST_VALUES = 4096  # of a list that a key may hold
 
 
 if TYPE_CHECKING:
@@ -98,57 +89,7 @@ class Options(_Fields):
         """Returns the bytes of what masks and scores that may be part of a key look up, which a key keeps alive."""
         return sum([t.array.nbytes for x in (self.mask, self.score) if isinstance(x, Expression) for t in x.tables])
 
-    def key(self) -> tuple[Any, ...] | None:
-        """Returns what is equal for options that mean the same to the bit; None for a type that may change or is odd.
-
-        Types and bits count: 0.0 is not -0.0, True not 1. Of lists the values that they hold now; masks and scores are
-        expressions, which never change, and are known by what they compute. A seed is none of it: it is a word of every
-        call, and another one would come with each.
-        """
-        (
-            mask, score, sinks, scale, dropout, seed, causal, window, q_start, layout, cu_q, q_lens, k_start, cu_k,
-            k_lens, precision,
-        ) = self  # fmt: skip  # in the order of the list: by name in three times the time
-        if not (
-            type(causal) in _CAUSAL
-            and type(q_start) in _POSITION
-            and type(k_start) is int
-            and type(scale) in _SCALE
-            and type(layout) is str
-            and type(precision) is str
-            and type(dropout) in _NUMBER
-        ):
-            return None
-        if not (mask is score is None or (is_immutable(mask) and is_immutable(score))):
-            return None
-        exactly = scale or (scale is not None and str(scale))  # 0.0 and -0.0 are equal, their texts are not
-        key = (causal, q_start, k_start, type(scale), exactly, layout, precision, mask, score)
-        if dropout:
-            if not (0 < dropout <= 1 and type(seed) is int and 0 <= seed < MOST_SEEDS):
-                return None
-            key += (float(dropout),)
-        if window is sinks is cu_q is cu_k is q_lens is k_lens is None:
-            return key
-        values = tuple(map(_exactly, (window, sinks, cu_q, cu_k, q_lens, k_lens)))
-        return None if ... in values else key + values
-
-
-def _exactly(x: Any) -> Any:
-    """A short list as part of a key: types and bits of its values now. ... for what cannot be told so."""
-    if x is None:
-        return None
-    if type(x) in (list, tuple):
-        return (type(x), marshal.dumps(x, 2)) if _OR_NONE.issuperset(map(type, x)) else ...
-    if type(x) is np.ndarray:
-        return (x.dtype, x.shape, x.tobytes()) if x.dtype.kind in "iuf" and x.size <= _MOST_VALUES else ...
-    torch = sys.modules.get("torch")
-    if torch is None or type(x) is not torch.Tensor or not x.is_cpu or x.numel() > _MOST_VALUES:
-        return ...
-    try:
-        values = _exactly(listed(x, "", ""))
-    except Error:  # checked again, by name, where nothing is memoised
-        return ...
-    return ... if values is ... else (x.dtype, values)
+    key = exact_key
 
 
 new_options = tuple.__new__  # new_options(Options, (…)) of all fields: in half the time of Options(…)
