@@ -157,6 +157,8 @@ def _number(x: Any, name: str, slots: Iterator[int]) -> Any:
     if name in _LISTS and not is_one(x):
         x = listed(x, name, "a sequence of ints") if not isinstance(x, tuple) else list(x)
         return [one if one is None else _number(one, name, slots) if one is ARRAY else integer(name, one) for one in x]
+    if isinstance(x, (list, tuple)):
+        return [_number(one, name, slots) for one in x]
     if whole(x) is not None:
         return integer(name, x)
     if isinstance(x, np.generic):
