@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from .. import engines
 from ..arrays.array import DTYPES
 from ..cpu.memory.operands import Dense, Strides, stride_of
-from ..distributed.model import asked_ranks
 from ..errors import ArgumentError
 from ..problem.build import from_arrays, from_sizes
 from ..problem.checks import check_flag, check_planned, check_precision
@@ -15,6 +14,7 @@ from ..problem.gradients import check_one_dtype
 from ..problem.options import AllOptions, Method, Shard, public
 from ..problem.plan import Plan, over_ranks
 from ..problem.problem import Options, Sizes
+from ..problem.rank_plan import asked_ranks
 from .dense import describe
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What each family of CPUs wants of schedules and loops: a row each, measured. No bit of a result depends on them.
+"""Schedules and loops tuned for each family of CPUs: a row each, measured. No bit of a result depends on them.
 
 `shipped` gives the row of a vector unit on this CPU; cpu/runtime/tuned.py what is in force, which may
 have been measured here.
@@ -43,7 +43,7 @@ class Blocking:
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """How far ahead of its use kernels fetch memory; 0 leaves that to the CPU.
+    """Prefetch distances of the kernels; 0 leaves prefetching to the CPU.
 
     The decode kernel has room for the addresses of 32 keys, or 24 blocks, past a tile (PLACES of
     cpu/memory/records.py).

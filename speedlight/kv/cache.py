@@ -120,6 +120,11 @@ class KVCache:
         return self._storage.device
 
     @property
+    def storage(self) -> Any:
+        """Storage of the tokens, as the device's engine makes it."""
+        return self._storage
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token of one layer: keys and values of all heads, and their scales."""
         return self._storage.token_bytes
@@ -334,9 +339,9 @@ class KVCache:
                     del undo[layer]
                 claims -= mine
 
-    def _take_back(self, layer: int, held: _Lengths) -> None:
-        """Of a layer that only grew, without a window: it is again as it was. What other ranks do decides so."""
-        self._held[layer] = held
+    def roll_back(self, layer: int, lengths: Sequence[int]) -> None:
+        """Drops what a layer without a window has gained since it had these lengths, as other ranks decide."""
+        self._held[layer] = list(lengths), list(lengths)
         self._storage.set_lengths([lengths for lengths, _ in self._held])
 
     # --- shrinking and copying
@@ -415,14 +420,14 @@ class KVCache:
 
     def save(self, path: str | Path) -> None:
         """Writes a .safetensors file, which any device can load: under a temporary name first, then renamed."""
-        self._save(saved.checked_path(path), {})
+        self.save_with(saved.checked_path(path), {})
 
-    def _save(self, where: Path, words: dict[str, str]) -> None:
-        """The same, and words for somebody else."""
+    def save_with(self, where: Path, metadata: dict[str, str]) -> None:
+        """save(), with extra metadata."""
         held = list(self._now())
         parts = [self._storage.parts(layer, list(map(self._ring.held, *pair))) for layer, pair in enumerate(held)]
         sizes = {n: x for n, x in self._sizes().items() if x is not None}
-        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), words)
+        saved.write(where, saved.Saved(sizes, self.dtype, held, parts), metadata)
 
     @classmethod
     def load(cls, path: str | Path, *, device: Any = "cpu") -> KVCache:
