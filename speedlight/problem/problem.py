@@ -74,7 +74,8 @@ class Options(_Fields):
 
     def given(self) -> dict[str, Any]:
         """Returns the options that are not their defaults."""
-        return {name: x for name, x in zip(self._fields, self, strict=True) if x is not DEFAULTS[name]}
+        pairs = zip(self._fields, self, strict=True)
+        return {name: x for name, x in pairs if not (x is DEFAULTS[name] or (type(x) is float and x == DEFAULTS[name]))}
 
     def spelled(self) -> Options:
         """Returns the options in our own words: layouts and alignments may have come by other libraries' names."""
