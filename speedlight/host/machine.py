@@ -32,20 +32,25 @@ class Isa:
         return f"{self.arch}-unknown-linux-gnu"
 
     def product(self, storage: str) -> str:
-        """What multiplies numbers that are stored so: a name in PRODUCTS, emitted by cpu/products/products.py."""
+        """Names what multiplies numbers that are stored so, in PRODUCTS; cpu/products/ has a class for each."""
         return dict(self.products).get(storage, "fma")
 
     def lanes(self, storage: str) -> int:
-        """Scores or sums in a vector."""
+        """Counts scores or sums in a vector."""
         return self.vector_bytes // number_bytes(storage)
+
+
+def sum_storage(storage: str) -> str:
+    """Names the type of scores and sums over numbers that are stored so."""
+    return "f64" if storage == "f64" else "f32"
 
 
 def number_bytes(storage: str) -> int:
     """Returns the bytes of a score, or a sum, over numbers of this storage."""
-    return 8 if storage == "f64" else 4
+    return {"f64": 8, "f32": 4}[sum_storage(storage)]
 
 
-# elements of a row that one lane multiplies and adds in one step
+# elements of a row that one lane multiplies and adds in one step; host/tunings.py has a field of the same name
 PRODUCTS = {"fma": 1, "pairs": 2}
 
 

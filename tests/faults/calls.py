@@ -61,7 +61,7 @@ MUTATIONS = (
     ),
     Mutation(
         "of a cache's pairs the other element is taken",
-        "cpu/products/products.py",
+        "cpu/products/fma.py",
         "k.trunc(i & 1, I32) << 4",
         "k.trunc((i & 1) ^ 1, I32) << 4",
         "tests/conformance/caches/test_caches.py -k score_of_minus_infinity",
