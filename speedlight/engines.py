@@ -10,9 +10,9 @@ from .arrays.array import Array
 from .cpu.memory.operands import Strides
 from .errors import ArgumentError, UnsupportedError, how_to_install, shown
 from .host.forks import importing
-from .host.graph_breaks import leaves_graph
 from .host.machine import interpreting
 from .problem.checks import device_name
+from .problem.options import public
 from .problem.problem import Problem
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def storage_of(device: Any) -> Any:
     return storage
 
 
-@leaves_graph
+@public()
 def synchronize() -> None:
     """Waits for the GPUs that were used, and raises what kernels have noted: page numbers and lengths that were out of
     range.

@@ -10,15 +10,14 @@ import numpy as np
 from .. import engines
 from ..arrays.array import Array, conversion, describe, is_tensor
 from ..errors import ArgumentError, ArgumentTypeError, CacheFull
-from ..host.graph_breaks import leaves_graph
 from ..problem.block_tables import block_table_of, check_pages, page_lengths, page_numbers
 from ..problem.checks import check_layout, new_counts, packed_counts
-from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout
+from ..problem.options import AnyArray, BlockTable, Engine, Ints, Layout, public
 from ..problem.problem import LAYOUTS, our_layout
 from ..problem.results import overlap, overlaps_itself, tell_written
 
 
-@leaves_graph
+@public()
 def append_paged(
     k_pages: AnyArray,
     v_pages: AnyArray,

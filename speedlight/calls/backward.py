@@ -11,31 +11,14 @@ from .. import engines
 from ..arrays import array as arrays
 from ..cpu.memory.operands import Operands
 from ..errors import UnsupportedError
-from ..host.graph_breaks import leaves_graph
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.rounding import standard
 from ..problem.build import from_arrays
 from ..problem.gradients import Given, asked, resolved
-from ..problem.options import (
-    AnyArray,
-    ArrayOf,
-    AttentionOptions,
-    Causal,
-    Grads,
-    Int,
-    Ints,
-    K,
-    Layout,
-    Mask,
-    Scores,
-    Sinks,
-    T,
-    V,
-    Window,
-)
+from ..problem.options import AnyArray, ArrayOf, AttentionOptions, Grads, K, T, V, public
 from ..problem.prepared import key_of
-from ..problem.problem import Options, new_options, padded_alike
+from ..problem.problem import Options
 from ..problem.results import empty_like, like_input
 
 if TYPE_CHECKING:
@@ -55,7 +38,7 @@ def attention_backward(
     q: ArrayOf[T], k: ArrayOf[K], v: ArrayOf[V], out: AnyArray, lse: AnyArray, d_out: AnyArray,
     d_lse: AnyArray | None = None, *, grads: Grads, **options: Unpack[AttentionOptions],
 ) -> tuple[T, K, V, tuple[T, ...]]: ...  # fmt: skip
-@leaves_graph
+@public(AttentionOptions)
 def attention_backward(
     q: Any,
     k: Any,
@@ -66,22 +49,7 @@ def attention_backward(
     d_lse: Any = None,
     *,
     grads: Grads = (),
-    causal: Causal = False,
-    window: Window | None = None,
-    mask: Mask | None = None,
-    score: Scores | None = None,
-    sink_logits: Sinks | None = None,
-    q_start: Int | Ints | None = None,
-    k_start: Int = 0,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    cu_seqlens_q: Ints | None = None,
-    cu_seqlens_k: Ints | None = None,
-    lengths: Ints | None = None,
-    q_lengths: Ints | None = None,
-    k_lengths: Ints | None = None,
-    dropout: float = 0.0,
-    seed: Int | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Any:
     """Returns the gradients of q, k and v of attention(), in memory that does not grow with the square of the length.
 
@@ -96,8 +64,7 @@ def attention_backward(
         d_lse: what flows into lse, if anything does: shaped as lse, of its dtype.
         grads: a tuple of further gradients that are wanted: tables that the score looks up (sl.table; patterns take
             them, too: sl.alibi(t)), and "sink_logits".
-        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k, lengths,
-        q_lengths, k_lengths, dropout, seed: as attention() had them.
+        **options: as attention() had them.
 
     Returns:
         (dq, dk, dv), shaped as q, k and v, of their dtype and kind; with grads (dq, dk, dv, grads), the last a tuple in
@@ -118,12 +85,12 @@ def attention_backward(
     >>> dv.shape, round(float(dv[0, 0, 0, 0]), 6)
     ((1, 2, 3, 4), 1.0)
     """
-    if lengths is not None:
-        q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-    options = new_options(Options, (
-        causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-        q_lengths, k_lengths, "ieee", dropout, seed,
-    ))  # fmt: skip
+    given = Options.of(attention_backward, options)
+    return _gradients(q, k, v, out, lse, d_out, d_lse, grads, given)
+
+
+def _gradients(q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, d_lse: Any, grads: Any, options: Options) -> Any:
+    """Computes the gradients of a call, with its options in one."""
     d_out, d_lse = resolved(d_out), resolved(d_lse)
     threads, isa = engines.threads_now(), current_isa()
     tensors = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
@@ -152,6 +119,9 @@ def attention_backward(
         dk, dv = _sum_items(b), _sum_items(c)
     results = tuple(like_input(x, y) for x, y in zip(given, (dq, dk, dv), strict=False))
     return (*results, tuple(_convert(given[0], y) for y in more)) if grads else results
+
+
+gradients_of = public()(_gradients)  # attention_backward() with its options in one
 
 
 def _make_gradient(x: arrays.Array, items: arrays.Array) -> tuple[Any, arrays.Array]:

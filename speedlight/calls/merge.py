@@ -12,10 +12,9 @@ from ..arrays import array as arrays
 from ..arrays.array import STORAGE_BYTES, Array
 from ..errors import ArgumentError, ArgumentTypeError
 from ..host.forks import importing
-from ..host.graph_breaks import leaves_graph
 from ..host.machine import current_isa
 from ..problem.checks import check_flag, states_of
-from ..problem.options import AnyArray, ArrayOf, T, V
+from ..problem.options import AnyArray, ArrayOf, T, V, public
 from ..problem.results import empty_like, like_input, overlap
 from ..problem.rotary_angles import check_array, check_out, converted
 
@@ -27,7 +26,7 @@ _BYTES, _ROW_SECONDS = 5e9, 20e-9  # what a thread is guessed to do: bytes per s
 def merge(outs: Sequence[ArrayOf[T]], lses: Sequence[ArrayOf[V]], /) -> tuple[T, V]: ...
 @overload
 def merge(out1: ArrayOf[T], lse1: ArrayOf[V], out2: AnyArray, lse2: AnyArray) -> tuple[T, V]: ...
-@leaves_graph
+@public()
 def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any, Any]:
     """Attention over several sets of keys, from the attention over each: what shards of a sequence need.
 
@@ -70,7 +69,7 @@ def merge(out1: Any, lse1: Any, out2: Any = None, lse2: Any = None) -> tuple[Any
     return like_input(first, out), like_input(first_lse, lse)
 
 
-@leaves_graph
+@public()
 def merge_states(
     v: ArrayOf[T] | Sequence[ArrayOf[T]],
     s: ArrayOf[V] | Sequence[ArrayOf[V]],

@@ -13,31 +13,15 @@ from ..arrays.layouts import check_together
 from ..cpu.memory.operands import Paged, Pages, Rows
 from ..cpu.memory.records import SLACK
 from ..errors import ArgumentError, Error
-from ..host.graph_breaks import leaves_graph
 from ..host.machine import current_isa
 from ..host.memo import Memo
 from ..host.shortcuts import row_addresses
 from ..problem.block_tables import check_pages, page_lists
 from ..problem.build import Stored, from_stored
 from ..problem.checks import check_flag, check_layout, packed_lengths
-from ..problem.options import (
-    AnyArray,
-    ArrayOf,
-    BlockTable,
-    Causal,
-    Engine,
-    Int,
-    Ints,
-    Layout,
-    Mask,
-    PagedOptions,
-    Scores,
-    Sinks,
-    T,
-    Window,
-)
+from ..problem.options import AnyArray, ArrayOf, BlockTable, Engine, Ints, PagedCall, PagedOptions, T, public
 from ..problem.prepared import Prepared, key_of
-from ..problem.problem import SPAN, Options, Problem, new_options, spans_of
+from ..problem.problem import SPAN, Options, Problem, spans_of
 from ..problem.results import results_for
 
 if TYPE_CHECKING:
@@ -50,19 +34,19 @@ _prepared: Memo[Prepared] = Memo(256, 64 << 20)
 @overload
 def attention_paged(
     q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
-    return_lse: Literal[False] = False, **options: Unpack[PagedOptions],
+    return_lse: Literal[False] = False, **options: Unpack[PagedCall],
 ) -> T: ...  # fmt: skip
 @overload
 def attention_paged(
     q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
-    return_lse: Literal[True], **options: Unpack[PagedOptions],
+    return_lse: Literal[True], **options: Unpack[PagedCall],
 ) -> tuple[T, T]: ...  # fmt: skip
 @overload
 def attention_paged(
     q: ArrayOf[T], k_pages: AnyArray, v_pages: AnyArray, block_table: BlockTable, k_lengths: Ints, *,
-    return_lse: bool, **options: Unpack[PagedOptions],
+    return_lse: bool, **options: Unpack[PagedCall],
 ) -> T | tuple[T, T]: ...  # fmt: skip
-@leaves_graph
+@public(PagedOptions)
 def attention_paged(
     q: Any,
     k_pages: Any,
@@ -70,21 +54,10 @@ def attention_paged(
     block_table: BlockTable,
     k_lengths: Ints,
     *,
-    causal: Causal = False,
-    window: Window | None = None,
-    mask: Mask | None = None,
-    score: Scores | None = None,
-    sink_logits: Sinks | None = None,
-    q_start: Int | Ints | None = None,
-    scale: float | None = None,
-    layout: Layout = "bhld",
-    cu_seqlens_q: Ints | None = None,
-    q_lengths: Ints | None = None,
     return_lse: bool = False,
     out: AnyArray | None = None,
     engine: Engine | None = None,
-    dropout: float = 0.0,
-    seed: Int | None = None,
+    **options: Unpack[PagedOptions],
 ) -> Any:
     """attention() over keys and values in pages of any size, as serving engines keep them.
 
@@ -97,12 +70,9 @@ def attention_paged(
         k_lengths: keys of each sequence. On a GPU this and the block table may be int32 or int64 tensors of that GPU,
             which nobody waits for (a CUDA graph may change them): kernels skip what is out of range, and synchronize()
             raises it.
-        q_start: position of the first query of a sequence, an int or one for each. Default: its last query is at its
-            last key.
-        cu_seqlens_q: for "lhd", offsets of the sequences in q. Default one query for each.
-        q_lengths: for a padded batch, queries of each sequence; rows past them get out 0 and lse -inf.
-        causal, window, mask, score, sink_logits, scale, layout, return_lse, out, engine, dropout, seed: as for
-            attention().
+        return_lse, out, engine: as for attention().
+        **options: as for attention(). By default a sequence's last query is at its last key, and packed queries
+            ("lhd") are one for each sequence. Rows past q_lengths get out 0 and lse -inf.
 
     Returns:
         As attention() does, and the same bits.
@@ -116,37 +86,34 @@ def attention_paged(
     >>> sl.attention_paged(q, pages, pages, [[4, 0], [2, -1]], [5, 3]).shape
     (2, 4, 1, 8)
     """
-    options = new_options(Options, (
-        causal, window, mask, score, sink_logits, q_start, 0, scale, layout, cu_seqlens_q, None, q_lengths, None,
-        "ieee", dropout, seed,
-    ))  # fmt: skip
+    given = Options.of(attention_paged, options)
     tensors, key = (q, k_pages, v_pages) if out is None else (q, k_pages, v_pages, out), None
     on_cpu = engine is None or (type(engine) is str and engine == "cpu")
-    if q_start is q_lengths is None and on_cpu and type(return_lse) is bool:
-        key = key_of(tensors, options, (engines.threads_now(), current_isa().name))
+    if given.q_start is given.q_lengths is None and on_cpu and type(return_lse) is bool:
+        key = key_of(tensors, given, (engines.threads_now(), current_isa().name))
         known = None if key is None else _prepared.get(key)
         if known is not None:
             lists, lengths = page_lists(block_table, k_lengths, k_pages.shape[0], k_pages.shape[1], SLACK)
             if len(lengths) == len(known.counts) and known.fits(lengths):
-                results = known.again(tensors, return_lse, options.seed_word(), lengths, row_addresses(lists))
+                results = known.again(tensors, return_lse, given.seed_word(), lengths, row_addresses(lists))
                 if results is not None:
                     return results
-    options = options.spelled()
-    check_layout(options.layout)
+    given = given.spelled()
+    check_layout(given.layout)
     check_flag("return_lse", return_lse)
     a, k, v = (describe(x, name, gpu=True) for x, name in ((q, "q"), (k_pages, "k_pages"), (v_pages, "v_pages")))
     check_pages(k, v)
     check_together(k, v, a)
     place = engines.chosen(engine, a)
     if place != "cpu" or engine == "cuda":
-        return _paged_on_gpu(a, k, v, block_table, k_lengths, options, return_lse, out)
+        return _paged_on_gpu(a, k, v, block_table, k_lengths, given, return_lse, out)
     lists, lengths = page_lists(block_table, k_lengths, k.shape[0], k.shape[1], SLACK)
-    problem, offsets = _build(a, k, v, lengths, options)
-    results = results_for(a, problem, options, return_lse, out, (a, k, v))
-    call = _prepare(problem, a, k, v, lists, options.layout, offsets, results.out.strides)
+    problem, offsets = _build(a, k, v, lengths, given)
+    results = results_for(a, problem, given, return_lse, out, (a, k, v))
+    call = _prepare(problem, a, k, v, lists, given.layout, offsets, results.out.strides)
     call.run(a.address, k.address, v.address, results.out.address, results.lse_address)
-    if key is not None and call.how.kind == "decode" and options.causal != "top-left" and all(problem.q_lengths):
-        _remember(key, (a, k, v), lists, lengths, options, results.out)
+    if key is not None and call.how.kind == "decode" and given.causal != "top-left" and all(problem.q_lengths):
+        _remember(key, (a, k, v), lists, lengths, given, results.out)
     return results.returned()
 
 

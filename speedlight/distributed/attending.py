@@ -13,13 +13,12 @@ from ..arrays.array import Array, describe, is_tensor, on_gpu
 from ..arrays.layouts import batch_of, check_beside, check_dimensions, check_together
 from ..autograd.attending import cast
 from ..errors import ArgumentError, ArgumentTypeError, Error, UnsupportedError, shown
-from ..errors.advice import refuses_others, unknown
-from ..host.graph_breaks import leaves_graph
+from ..errors.advice import unknown
 from ..problem.build import from_arrays
 from ..problem.checks import check_flag, check_layout
 from ..problem.gradients import Followed, check_on_cpu, check_one_dtype, followed, settled
-from ..problem.options import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window
-from ..problem.problem import LAYOUTS, Options, Problem, new_options, padded_alike
+from ..problem.options import Causal, Int, Ints, Layout, Mask, Scores, Sinks, Window, public
+from ..problem.problem import LAYOUTS, Options, Problem, padded_alike
 from ..problem.shardings import Shard, check_shard, one_after_the_other, positions
 from .forms import form_of, tables_in
 from .groups import MeshGroups, agreed, peers_of
@@ -28,8 +27,7 @@ from .tensors import check_device, check_lengths
 from .ways import METHODS, Execution, Method
 
 
-@leaves_graph
-@refuses_others
+@public()
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -113,10 +111,11 @@ def attention(
             given = given._replace(q=q, k=k, v=v)
         if lengths is not None:
             q_lengths = k_lengths = padded_alike(lengths, q_lengths, k_lengths)
-        options = new_options(Options, (
-            causal, window, mask, score, sink_logits, q_start, k_start, scale, layout, cu_seqlens_q, cu_seqlens_k,
-            q_lengths, k_lengths, "ieee", 0.0, None,
-        )).spelled()  # fmt: skip
+        options = Options(
+            causal=causal, window=window, mask=mask, score=score, sink_logits=sink_logits, q_start=q_start,
+            k_start=k_start, scale=scale, layout=layout, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+            q_lengths=q_lengths, k_lengths=k_lengths,
+        ).spelled()  # fmt: skip
     except Exception as found:  # which the others are told
         error = found
     out, lse = attended(given, options, error)

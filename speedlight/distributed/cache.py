@@ -13,12 +13,13 @@ from torch import Tensor
 from ..arrays.files import read_metadata
 from ..arrays.integers import whole
 from ..errors import ArgumentError, FileError, not_pickled
-from ..errors.advice import explained, refuses_others, unknown
+from ..errors.advice import unknown
 from ..kv import saving as saved
 from ..kv.cache import KVCache as Local
 from ..kv.keeping import paths_of
 from ..kv.query import padded_tokens
 from ..problem.checks import cache_sizes, check_flag, check_index, checked_sizes, shorter_lengths, size
+from ..problem.options import public
 from ..problem.problem import Options
 from ..problem.shardings import check_shard, positions
 from . import placement
@@ -75,7 +76,7 @@ class KVCache:
     >>> dist.destroy_process_group()
     """
 
-    @explained
+    @public(leaves_graph=False)
     def __init__(
         self,
         *,
@@ -152,7 +153,7 @@ class KVCache:
 
     # --- growing
 
-    @refuses_others
+    @public(has_frame=False)
     def append(
         self,
         layer: int,
@@ -202,7 +203,7 @@ class KVCache:
             self._local.roll_back(layer, before)
             raise
 
-    @refuses_others
+    @public(has_frame=False)
     def attend(
         self,
         layer: int,

@@ -72,7 +72,7 @@ def tune(
     k, v = (drawn(batch, kv_heads, length, d, dtype=dtype, seed=s) for s in (1, 2))
     out, keys = torch.empty_like(q), arrays_of(k, v, "bhld")
     a, b, c = (arrays.describe(x, name, gpu=True) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    problem = from_arrays(a, b, c, Options(causal)).problem
+    problem = from_arrays(a, b, c, Options(causal=causal)).problem
     timed = []
     for tile in tiles or candidates(kind, capability(str(q.device)) >= (9, 0)):
         try:

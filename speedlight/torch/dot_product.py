@@ -10,8 +10,8 @@ from torch import Tensor
 
 from .. import ArgumentError, ArgumentTypeError
 from ..adapting import Library, draw_seed
-from ..errors.advice import of_mask, refuses_others, unknown
-from ..problem.options import Causal
+from ..errors.advice import of_mask
+from ..problem.options import Causal, public, refuse_unknown
 from .attending import attention
 
 _DTYPES = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
@@ -23,7 +23,7 @@ TORCH = Library(
 _MASKS = "a bool tensor, True where a key takes part, or one of float32 or of query's dtype, which is added to scores"
 
 
-@refuses_others
+@public(has_frame=False)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -70,8 +70,7 @@ def scaled_dot_product_attention(
     >>> speedlight.torch.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).shape
     torch.Size([2, 8, 5, 4])
     """
-    if theirs:
-        raise unknown(scaled_dot_product_attention, next(iter(theirs)))
+    refuse_unknown(scaled_dot_product_attention, theirs)
     shape = broadcast_shape(query, key, value, enable_gqa)
     causal: Causal = "top-left" if is_causal else False
     mask = score = None

@@ -20,7 +20,7 @@ from .. import (
 from ..adapting import Renamed, check_flag, pass_on, shown
 from ..expressions.tracing import expression_of
 from ..expressions.tree import Node
-from ..host.graph_breaks import leaves_graph
+from ..problem.options import public
 from .attending import attention
 from .blocks import make_block_mask, read_mask
 
@@ -50,7 +50,7 @@ def flex_attention(
     block_mask: flex.BlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
     return_lse: bool = False, kernel_options: dict[str, Any] | None = None, *, return_aux: flex.AuxRequest,
 ) -> tuple[torch.Tensor, flex.AuxOutput]: ...  # fmt: skip
-@leaves_graph
+@public()
 def flex_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -208,7 +208,7 @@ def _read_device(device: Any) -> Any:
         ) from None
 
 
-@leaves_graph
+@public()
 def create_block_mask(
     mask_mod: MaskFunction,
     B: int | None,

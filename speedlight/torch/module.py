@@ -23,8 +23,8 @@ from .. import (
 )
 from ..adapting import check_flag, draw_seed, number, shown
 from ..calls.rotary import turned
-from ..errors.advice import explained
 from ..problem.checks import dropout_of, scale_of, size, window_size
+from ..problem.options import public
 from ..problem.rotary_angles import Options as RotaryOptions
 from ..problem.rotary_angles import rotation_of
 from .attending import attention
@@ -129,7 +129,7 @@ class Attention(nn.Module):
     torch.Size([1, 5, 32])
     """
 
-    @explained
+    @public(leaves_graph=False)
     def __init__(
         self,
         dim: int,
@@ -187,7 +187,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, self.dim, out_bias, **made)
         self.sinks = nn.Parameter(torch.zeros(self.heads, **made)) if sinks else None
 
-    @explained
+    @public(leaves_graph=False)
     def forward(
         self,
         x: torch.Tensor,

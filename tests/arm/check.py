@@ -39,7 +39,7 @@ def words_for(
     """The argument words of a call on NEON, prepared here, with the items table."""
     isa = isa_named("neon")
     described = tuple(arrays.describe(x, n) for x, n in ((q, "q"), (k, "k"), (v, "v")))
-    problem = from_arrays(*described, Options(causal)).problem
+    problem = from_arrays(*described, Options(causal=causal)).problem
     rows, keys = Rows("bhld", described[0], out.strides), Dense("bhld", *described[1:])
     how = schedule(problem, isa, 1, keys.strides(problem.dtype), shipped(isa))
     items = items_of(problem, how, rows, keys)
